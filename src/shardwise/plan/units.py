@@ -1,0 +1,247 @@
+"""Which modules are gathered together: from a module tree and a wrap choice to units.
+
+A *unit* is a module whose own parameters (those of no unit inside it) are gathered before its
+forward and freed after. A parameter that several modules share belongs to the innermost unit that
+encloses them all.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwise.errors import PlanError
+from shardwise.plan.layout import Layout, ParameterSpec, lay_out
+
+__all__ = ["UnitPlan", "UnitPolicy", "Units", "choose_units", "plan_units"]
+
+# FSDP1's protocol: called with recurse=True on the way down ("look inside this module?") and with
+# recurse=False on the way up ("is it a unit, given the elements that no unit inside it holds?").
+UnitPolicy = Callable[[nn.Module, bool, int], bool]
+Units = type[nn.Module] | Collection[type[nn.Module]] | str | int | UnitPolicy | None
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """A unit: its parameters and the flat buffers that hold them, one a dtype and trainability.
+
+    Frozen parameters have a buffer of their own, so they never get room for gradients.
+    """
+
+    name: str  # path of its module; "" is the root
+    label: str  # what people read: the path, or the class of the root
+    parameters: tuple[ParameterSpec, ...]
+    layouts: tuple[Layout, ...]
+    encloses: bool  # another unit is inside it
+    reshard: bool  # freed after forward and gathered again for backward
+
+    def __post_init__(self) -> None:
+        laid_out = [slot.parameter for layout in self.layouts for slot in layout.slots]
+        assert sorted(p.name for p in laid_out) == sorted(p.name for p in self.parameters)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What the unit takes while it is gathered."""
+        return sum(layout.num_bytes for layout in self.layouts)
+
+    @property
+    def shard_bytes(self) -> int:
+        """What one rank keeps of its parameters."""
+        return sum(layout.shard_bytes for layout in self.layouts)
+
+    @property
+    def trainable_layouts(self) -> tuple[Layout, ...]:
+        return tuple(layout for layout in self.layouts if layout.slots[0].parameter.trainable)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What its unreduced gradients take on one rank."""
+        return sum(layout.num_bytes for layout in self.trainable_layouts)
+
+    @property
+    def gradient_shard_bytes(self) -> int:
+        """What one rank keeps of its reduced gradients."""
+        return sum(layout.shard_bytes for layout in self.trainable_layouts)
+
+
+def choose_units(root: nn.Module, units: Units) -> list[str]:
+    """Names of the modules that become units, in module order; the root ("") is always first.
+
+    Raises:
+        PlanError: the choice is of no known kind, matches nothing, or matches a module that has
+            no forward of its own.
+    """
+    chosen = set() if units is None else _select(root, _policy(root, units))
+    if units is not None and not chosen and not isinstance(units, int) and not callable(units):
+        classes = sorted({type(m).__name__ for m in root.modules() if _num_elements(m)})
+        raise PlanError(
+            f"units={_shown(units)} matches no module of {type(root).__name__}; "
+            f"classes that hold parameters: {', '.join(classes)}"
+        )
+    names = [name for name, module in root.named_modules() if name and module in chosen]
+    for name in names:
+        check_is_unit(root.get_submodule(name), name)
+    return ["", *names]
+
+
+def check_is_unit(module: nn.Module, name: str) -> None:
+    """Refuse a module that is never called.
+
+    Raises:
+        PlanError: the module has no forward, so nothing would ever gather its parameters.
+    """
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        raise PlanError(
+            f"{name or 'root'}: a {type(module).__name__} is never called, so it cannot be a unit; "
+            "choose its children or the module that holds it"
+        )
+
+
+def plan_units(
+    root: nn.Module, reshard: Mapping[str, bool], world_size: int
+) -> tuple[UnitPlan, ...]:
+    """Assign every parameter of ``root`` to a unit and lay the units out over ``world_size`` ranks.
+
+    Args:
+        root: read for names, shapes and dtypes only; meta tensors will do.
+        reshard: the units by name, in module order, and whether each is freed after forward.
+        world_size: number of ranks that the parameters are sharded over.
+    """
+    owned: dict[str, list[ParameterSpec]] = {name: [] for name in reshard}
+    for owner, spec in _owned_parameters(root, reshard):
+        owned[owner].append(spec)
+    return tuple(
+        UnitPlan(
+            name=name,
+            label=name or type(root).__name__,
+            parameters=tuple(specs),
+            layouts=_lay_out_by_kind(specs, world_size),
+            encloses=any(_is_inside(other, name) for other in reshard),
+            reshard=reshard[name],
+        )
+        for name, specs in owned.items()
+    )
+
+
+def _policy(root: nn.Module, units: Units) -> UnitPolicy:
+    """Every kind of choice as one policy."""
+    if units == "auto":
+        blocks = _repeated_blocks(root)
+        return lambda module, recurse, numel: recurse or module in blocks  # noqa: ARG005
+    if isinstance(units, bool) or isinstance(units, str) or units is None:
+        raise PlanError(f"units={units!r}: expected a module class, a set, 'auto', a size, a policy")
+    if isinstance(units, int):
+        if units < 1:
+            raise PlanError(f"units={units}: a size in parameters is at least 1")
+        minimum = units
+        return lambda module, recurse, numel: numel >= minimum  # noqa: ARG005
+    if isinstance(units, type) or not callable(units):
+        classes = (units,) if isinstance(units, type) else tuple(units)
+        if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
+            raise PlanError(f"units={_shown(units)}: expected subclasses of torch.nn.Module")
+        return lambda module, recurse, numel: recurse or isinstance(module, classes)  # noqa: ARG005
+    return units
+
+
+def _select(root: nn.Module, policy: UnitPolicy) -> set[nn.Module]:
+    """Run ``policy`` over the tree, children first, as FSDP1's recursive wrapping does."""
+    chosen: set[nn.Module] = set()
+
+    def elements_taken(module: nn.Module, *, is_root: bool = False) -> int:
+        if module in chosen:  # the same module under a second name
+            return _num_elements(module)
+        total = _num_elements(module)
+        if not policy(module, True, total):
+            return 0
+        taken = sum(elements_taken(child) for child in module.children())
+        if is_root or not policy(module, False, total - taken):
+            return taken
+        chosen.add(module)
+        return total
+
+    elements_taken(root, is_root=True)
+    return chosen
+
+
+def _repeated_blocks(root: nn.Module) -> set[nn.Module]:
+    """Outermost children of a container that share their class with a sibling."""
+    blocks: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        siblings = Counter(type(child) for child in module.children())
+        for child in module.children():
+            repeated = is_container and siblings[type(child)] > 1
+            is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            if repeated and not is_list and _num_elements(child):
+                blocks.add(child)
+            else:
+                visit(child)
+
+    visit(root)
+    return blocks
+
+
+def _owned_parameters(
+    root: nn.Module, units: Collection[str]
+) -> Iterator[tuple[str, ParameterSpec]]:
+    """Every parameter once, in the order of ``root.parameters()``, with the unit that owns it."""
+    unit_of_module = {root.get_submodule(name): name for name in units}
+    names: dict[int, list[str]] = {}
+    chains: dict[int, list[list[str]]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        chain = _enclosing_units(root, path, unit_of_module)
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(f"{path}.{attribute}" if path else attribute)
+            chains.setdefault(id(parameter), []).append(chain)
+    for parameter in root.parameters():
+        spec = ParameterSpec(
+            names=tuple(names[id(parameter)]),
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            itemsize=parameter.dtype.itemsize,
+            trainable=parameter.requires_grad,
+        )
+        yield _innermost_common(chains[id(parameter)]), spec
+
+
+def _enclosing_units(
+    root: nn.Module, path: str, unit_of_module: Mapping[nn.Module, str]
+) -> list[str]:
+    """Units around the module at ``path``, outermost first, itself included."""
+    parts = path.split(".") if path else []
+    chain, module = [unit_of_module[root]], root
+    for part in parts:
+        module = module.get_submodule(part)
+        if module in unit_of_module:
+            chain.append(unit_of_module[module])
+    return chain
+
+
+def _innermost_common(chains: list[list[str]]) -> str:
+    common = [level[0] for level in zip(*chains, strict=False) if len(set(level)) == 1]
+    return common[-1]
+
+
+def _lay_out_by_kind(specs: Iterable[ParameterSpec], world_size: int) -> tuple[Layout, ...]:
+    kinds: dict[tuple[str, bool], list[ParameterSpec]] = {}
+    for spec in specs:
+        kinds.setdefault((spec.dtype, spec.trainable), []).append(spec)
+    return tuple(lay_out(kind, world_size) for kind in kinds.values())
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return name != outer and (not outer or name.startswith(outer + "."))
+
+
+def _num_elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _shown(units: object) -> str:
+    if isinstance(units, type):
+        return units.__name__
+    if isinstance(units, (set, frozenset, list, tuple)):
+        return "{" + ", ".join(sorted(_shown(unit) for unit in units)) + "}"
+    return repr(units)
