@@ -79,7 +79,9 @@ def make_plan(
     """
     names = choose_units(root, units)
     default = {name: bool(name) for name in names}
-    reshard = default if reshard_after_forward is None else dict.fromkeys(names, reshard_after_forward)
+    reshard = (
+        default if reshard_after_forward is None else dict.fromkeys(names, reshard_after_forward)
+    )
     return Plan(
         units=plan_units(root, reshard, world_size),
         strategy=resolve_strategy(strategy),

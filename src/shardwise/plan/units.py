@@ -33,6 +33,7 @@ class UnitPlan:
     label: str  # what people read: the path, or the class of the root
     parameters: tuple[ParameterSpec, ...]
     layouts: tuple[Layout, ...]
+    parent: int | None  # index of the innermost unit around it; None is the root's
     encloses: bool  # another unit is inside it
     reshard: bool  # freed after forward and gathered again for backward
 
@@ -111,13 +112,15 @@ def plan_units(
     owned: dict[str, list[ParameterSpec]] = {name: [] for name in reshard}
     for owner, spec in _owned_parameters(root, reshard):
         owned[owner].append(spec)
+    order = list(reshard)
     return tuple(
         UnitPlan(
             name=name,
-            label=name or type(root).__name__,
+            label=name or _root_label(root, order),
             parameters=tuple(specs),
             layouts=_lay_out_by_kind(specs, world_size),
-            encloses=any(_is_inside(other, name) for other in reshard),
+            parent=_parent(name, order),
+            encloses=any(_is_inside(other, name) for other in order),
             reshard=reshard[name],
         )
         for name, specs in owned.items()
@@ -129,8 +132,10 @@ def _policy(root: nn.Module, units: Units) -> UnitPolicy:
     if units == "auto":
         blocks = _repeated_blocks(root)
         return lambda module, recurse, numel: recurse or module in blocks  # noqa: ARG005
-    if isinstance(units, bool) or isinstance(units, str) or units is None:
-        raise PlanError(f"units={units!r}: expected a module class, a set, 'auto', a size, a policy")
+    if isinstance(units, (bool, str)) or units is None:
+        raise PlanError(
+            f"units={units!r}: expected a module class, a set, 'auto', a size, a policy"
+        )
     if isinstance(units, int):
         if units < 1:
             raise PlanError(f"units={units}: a size in parameters is at least 1")
@@ -138,7 +143,9 @@ def _policy(root: nn.Module, units: Units) -> UnitPolicy:
         return lambda module, recurse, numel: numel >= minimum  # noqa: ARG005
     if isinstance(units, type) or not callable(units):
         classes = (units,) if isinstance(units, type) else tuple(units)
-        if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
+        if not classes or not all(
+            isinstance(c, type) and issubclass(c, nn.Module) for c in classes
+        ):
             raise PlanError(f"units={_shown(units)}: expected subclasses of torch.nn.Module")
         return lambda module, recurse, numel: recurse or isinstance(module, classes)  # noqa: ARG005
     return units
@@ -221,7 +228,8 @@ def _enclosing_units(
 
 def _innermost_common(chains: list[list[str]]) -> str:
     common = [level[0] for level in zip(*chains, strict=False) if len(set(level)) == 1]
-    return common[-1]
+    innermost: str = common[-1]
+    return innermost
 
 
 def _lay_out_by_kind(specs: Iterable[ParameterSpec], world_size: int) -> tuple[Layout, ...]:
@@ -229,6 +237,16 @@ def _lay_out_by_kind(specs: Iterable[ParameterSpec], world_size: int) -> tuple[L
     for spec in specs:
         kinds.setdefault((spec.dtype, spec.trainable), []).append(spec)
     return tuple(lay_out(kind, world_size) for kind in kinds.values())
+
+
+def _root_label(root: nn.Module, names: Collection[str]) -> str:
+    label = type(root).__name__
+    return label if label not in names else f"{label} (root)"
+
+
+def _parent(name: str, names: Collection[str]) -> int | None:
+    around = [(len(other), i) for i, other in enumerate(names) if _is_inside(name, other)]
+    return max(around)[1] if around else None
 
 
 def _is_inside(name: str, outer: str) -> bool:

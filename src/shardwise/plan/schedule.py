@@ -1,0 +1,377 @@
+"""When everything happens: one state machine that turns calls of units into events.
+
+The engine reports what its hooks see (a unit is entered, left, reached by backward) and performs
+the events that come back; `schedule` reports an imagined step to the same machine. So a forecast
+is what the engine would do, by construction.
+
+Two blocks inside a root, prefetch=1, from the second step on::
+
+    forward    gather root, gather 0, wait root | gather 1, wait 0 | free 0, wait 1 |
+    backward   BACKWARD root | gather 0, BACKWARD 1 | free 1, reduce 1, BACKWARD 0 |
+               free 0, reduce 0, free root, reduce root, collect 1, collect 0, collect root
+
+What is decided here, and why:
+
+- *Order* is that of the last pass. Ranks run the same program, so they see the same order, and a
+  collective that is launched ahead on one rank is launched ahead on all.
+- *Backward* visits calls by their exit, last first. A call that no gradient reaches on this rank
+  is visited all the same, because one may reach it on another.
+- *A call is finished* when backward reaches one that had ended before it began: autograd runs
+  nodes by descending age, so nothing of the younger call is left. Counting gradients instead
+  would wait for ever for an unused parameter.
+- *A unit lingers* after its call until another is entered, for the next may be the same unit, or
+  the first of backward.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from shardwise.plan.events import Event, EventKind
+from shardwise.plan.plan import Plan
+
+__all__ = ["Call", "Sequencer", "schedule"]
+
+
+@dataclass(eq=False, slots=True)
+class Pass:
+    """One outermost forward, or one recomputation inside backward."""
+
+    recomputed: bool
+    grad: bool
+    expected: tuple[int, ...]  # units in the order in which the last such pass entered them
+    calls: list["Call"] = field(default_factory=list)
+    on_track: bool = True
+
+    def note(self, call: "Call") -> None:
+        position = len(self.calls)
+        known = position < len(self.expected) and self.expected[position] == call.unit
+        self.on_track = self.on_track and known
+        self.calls.append(call)
+
+    @property
+    def upcoming(self) -> Iterable[int]:
+        return self.expected[len(self.calls) :] if self.on_track else ()
+
+    @property
+    def differentiable(self) -> bool:
+        return any(call.differentiable for call in self.calls)
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One run of a unit's forward."""
+
+    unit: int  # index in the plan
+    of: Pass
+    entered: int
+    exited: int = -1
+    differentiable: bool = False
+
+
+class Walk:
+    """One backward through the calls of one pass."""
+
+    def __init__(self, of: Pass) -> None:
+        calls = [call for call in of.calls if call.differentiable]
+        self._unvisited = deque(sorted(calls, key=lambda call: -call.exited))
+        self._visited: dict[Call, None] = {}  # and not finished
+
+    @property
+    def is_done(self) -> bool:
+        return not self._unvisited and not self._visited
+
+    @property
+    def upcoming(self) -> Iterator[int]:
+        return (call.unit for call in self._unvisited)
+
+    @property
+    def units_in_use(self) -> set[int]:
+        return {call.unit for call in self._visited}
+
+    def visits_until(self, last: Call | None) -> Iterator[Call]:
+        """Unvisited calls up to ``last`` (all of them for None), each visited as it is yielded."""
+        while self._unvisited and (last is None or last in self._unvisited):
+            call = self._unvisited.popleft()
+            self._visited[call] = None
+            yield call
+
+    def finish_younger(self, than: int) -> Iterator[Call]:
+        """Visited calls that began after tick ``than``, youngest first, finished as yielded."""
+        younger = sorted(
+            (call for call in self._visited if call.entered > than), key=lambda call: -call.entered
+        )
+        for call in younger:
+            del self._visited[call]
+            yield call
+
+    def is_outstanding(self, unit: int) -> bool:
+        return any(call.unit == unit for call in (*self._visited, *self._unvisited))
+
+
+class Sequencer:
+    """Turns what happens to a model's units into the events that must follow.
+
+    Every method returns the events to perform, in order, before the caller goes on.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._units = plan.units
+        self._prefetch = plan.prefetch
+        self._tick = 0
+        self._stack: list[Call] = []
+        self._expected: dict[bool, tuple[int, ...]] = {False: (), True: ()}
+        self._walks: dict[int, dict[Pass, Walk]] = {}  # by the id of autograd's graph task
+        self._gathered: set[int] = set()
+        self._waited: set[int] = set()
+        self._ahead: set[int] = set()  # gathered by forward prefetch and not entered yet
+        self._lingering: int | None = None
+        self._reducing: deque[int] = deque()
+        self._events: list[Event] = []
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def enter(self, unit: int, *, grad: bool, recomputed: bool = False) -> tuple[Call, list[Event]]:
+        """A unit's forward begins.
+
+        Args:
+            unit: index in the plan.
+            grad: autograd records.
+            recomputed: it runs inside backward, as activation checkpointing does.
+        """
+        of = self._pass(grad=grad, recomputed=recomputed)
+        call = Call(unit, of, entered=self._next_tick())
+        of.note(call)
+        self._stack.append(call)
+        self._ahead.discard(unit)
+        if not of.on_track:
+            self._free_ahead()
+        window = [unit, *self._distinct(of.upcoming, self._prefetch)]
+        self._end_lingering(keep=window)
+        self._gather(unit)
+        self._ahead.update(ahead for ahead in window[1:] if self._gather(ahead))
+        self._wait(unit)
+        self._emit(EventKind.FORWARD, unit)
+        return call, self._flush()
+
+    def exit(self, call: Call, *, differentiable: bool, failed: bool = False) -> list[Event]:
+        """A unit's forward ends.
+
+        Args:
+            call: what `enter` returned.
+            differentiable: backward may reach what the unit returned.
+            failed: it raised.
+        """
+        while self._stack.pop() is not call:
+            pass
+        call.exited = self._next_tick()
+        call.differentiable = differentiable
+        if not self._is_kept_for_backward(call):
+            self._end_lingering()
+            if differentiable:
+                self._lingering = call.unit
+            else:
+                self._free(call.unit)
+        if not self._stack or self._stack[-1].of is not call.of:
+            self._end_pass(call.of, failed=failed)
+        return self._flush()
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def before_backward(self, call: Call, task: int) -> list[Event]:
+        """Gradients reach what ``call`` returned, in autograd's graph task ``task``."""
+        walks = self._walks.setdefault(task, {})
+        walk = walks.setdefault(call.of, Walk(call.of))
+        for visited in walk.visits_until(call):
+            self._visit(walk, visited, walks)
+        return self._flush()
+
+    def finish_backward(self, task: int) -> list[Event]:
+        """Autograd has run the last node of graph task ``task``."""
+        for walk in self._walks.get(task, {}).values():
+            self._complete(walk)
+        self._walks.pop(task, None)
+        if not self._walks:
+            self._collect_until(0)
+            self._free_all()
+        return self._flush()
+
+    def abandon(self) -> list[Event]:
+        """Backward raised: forget what is under way; reductions in flight count as collected."""
+        self._walks.clear()
+        self._reducing.clear()
+        self._free_all()
+        return self._flush()
+
+    # -- steps of the above ----------------------------------------------------------------------
+
+    def _pass(self, *, grad: bool, recomputed: bool) -> Pass:
+        if self._stack and self._stack[-1].of.recomputed == recomputed:
+            return self._stack[-1].of
+        if recomputed:
+            return Pass(recomputed, grad, expected=(), on_track=False)
+        self._free_all()  # an optimizer may have stepped since: what is gathered is stale
+        return Pass(recomputed, grad, self._expected[grad])
+
+    def _end_pass(self, of: Pass, *, failed: bool) -> None:
+        self._free_ahead()
+        if of.recomputed:
+            return
+        if failed or not of.differentiable:
+            self._free_all()
+        if not failed:
+            self._expected[of.grad] = tuple(call.unit for call in of.calls)
+
+    def _is_kept_for_backward(self, call: Call) -> bool:
+        if self._is_in_use(call.unit) or self._is_awaited(call.unit):
+            return True
+        calls = [other for other in call.of.calls if other.unit == call.unit]
+        return not self._units[call.unit].reshard and any(c.differentiable for c in calls)
+
+    def _visit(self, walk: Walk, call: Call, walks: dict[Pass, Walk]) -> None:
+        # While an enclosing unit's own backward runs there is room for the first one inside it.
+        ahead = max(self._prefetch, int(self._units[call.unit].encloses))
+        window = [call.unit, *self._distinct(walk.upcoming, ahead)]
+        for of, other in walks.items():
+            if other is not walk and of.calls[0].entered > call.exited:
+                self._complete(other, keep=window)
+        self._end_lingering(keep=window)
+        for finished in walk.finish_younger(than=call.exited):
+            self._finish(walk, finished, keep=window)
+        for unit in window:
+            self._gather(unit)
+        self._collect_until(1)
+        self._wait(call.unit)
+        self._emit(EventKind.BACKWARD, call.unit)
+
+    def _complete(self, walk: Walk, keep: Collection[int] = ()) -> None:
+        for call in walk.visits_until(None):
+            self._visit(walk, call, {})
+        for call in walk.finish_younger(than=-1):
+            self._finish(walk, call, keep)
+
+    def _finish(self, walk: Walk, call: Call, keep: Collection[int]) -> None:
+        if call.unit not in keep:
+            self._free(call.unit)
+        if self._units[call.unit].gradient_bytes and not walk.is_outstanding(call.unit):
+            self._collect_until(1)
+            self._emit(EventKind.REDUCE, call.unit)
+            self._reducing.append(call.unit)
+
+    # -- single decisions ------------------------------------------------------------------------
+
+    def _distinct(self, upcoming: Iterable[int], count: int) -> list[int]:
+        """The next ``count`` units to have gathered: those with parameters, not being called."""
+        in_use = {call.unit for call in self._stack}
+        candidates = (
+            unit
+            for unit in dict.fromkeys(upcoming)
+            if unit not in in_use and self._units[unit].gathered_bytes
+        )
+        return list(islice(candidates, count))
+
+    def _is_in_use(self, unit: int) -> bool:
+        walking = (walk for walks in self._walks.values() for walk in walks.values())
+        return any(call.unit == unit for call in self._stack) or any(
+            unit in walk.units_in_use for walk in walking
+        )
+
+    def _is_awaited(self, unit: int) -> bool:
+        """Whether a backward in progress has gathered ``unit`` ahead."""
+        walking = (walk for walks in self._walks.values() for walk in walks.values())
+        return any(unit in self._distinct(walk.upcoming, self._prefetch) for walk in walking)
+
+    def _gather(self, unit: int) -> bool:
+        if unit in self._gathered or not self._units[unit].gathered_bytes:
+            return False
+        self._gathered.add(unit)
+        self._emit(EventKind.GATHER, unit)
+        return True
+
+    def _wait(self, unit: int) -> None:
+        if unit in self._gathered and unit not in self._waited:
+            self._waited.add(unit)
+            self._emit(EventKind.WAIT, unit)
+
+    def _free(self, unit: int) -> None:
+        if unit in self._gathered and not self._is_in_use(unit):
+            self._gathered.discard(unit)
+            self._waited.discard(unit)
+            self._ahead.discard(unit)
+            self._emit(EventKind.FREE, unit)
+
+    def _free_ahead(self) -> None:
+        for unit in sorted(self._ahead):
+            self._free(unit)
+
+    def _free_all(self) -> None:
+        self._lingering = None
+        for unit in sorted(self._gathered):
+            self._free(unit)
+
+    def _end_lingering(self, keep: Collection[int] = ()) -> None:
+        if self._lingering is not None and self._lingering not in keep:
+            self._free(self._lingering)
+        self._lingering = None
+
+    def _collect_until(self, left: int) -> None:
+        while len(self._reducing) > left:
+            self._emit(EventKind.COLLECT, self._reducing.popleft())
+
+    def _emit(self, kind: EventKind, unit: int) -> None:
+        self._events.append(Event(kind, self._units[unit].label, self._bytes(kind, unit)))
+
+    def _bytes(self, kind: EventKind, unit: int) -> int:
+        match kind:
+            case EventKind.GATHER | EventKind.FREE:
+                return self._units[unit].gathered_bytes
+            case EventKind.REDUCE:
+                return self._units[unit].gradient_bytes
+            case EventKind.COLLECT:
+                return self._units[unit].gradient_shard_bytes
+            case _:
+                return 0
+
+    def _flush(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _next_tick(self) -> int:
+        self._tick += 1
+        return self._tick
+
+
+def schedule(plan: Plan) -> list[Event]:
+    """The events of one training step, from the second on, if units run in module order.
+
+    The root encloses all others, and every unit runs once. What a unit returns is taken to need
+    gradients if it, a unit inside it or one before it has a trainable parameter.
+    """
+    sequencer = Sequencer(plan)
+    _imagine_step(plan, sequencer)
+    return _imagine_step(plan, sequencer)
+
+
+def _imagine_step(plan: Plan, sequencer: Sequencer) -> list[Event]:
+    events: list[Event] = []
+    exited: list[Call] = []
+    trained = False
+
+    def run(index: int) -> None:
+        nonlocal trained
+        unit = plan.units[index]
+        call, entering = sequencer.enter(index, grad=True)
+        events.extend(entering)
+        for inner, other in enumerate(plan.units):
+            if other.parent == index:
+                run(inner)
+        trained = trained or unit.gradient_bytes > 0
+        events.extend(sequencer.exit(call, differentiable=trained))
+        exited.append(call)
+
+    run(0)
+    for call in reversed(exited):
+        if call.differentiable:
+            events.extend(sequencer.before_backward(call, task=0))
+    return events + sequencer.finish_backward(task=0)
