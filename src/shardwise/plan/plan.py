@@ -1,5 +1,6 @@
 """The plan: units, strategy and numbers of one model on one mesh, decided before anything runs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -60,6 +61,7 @@ def make_plan(
     strategy: str | Strategy = "fsdp",
     prefetch: int = 1,
     reshard_after_forward: bool | None = None,
+    manual: Mapping[str, bool | None] | None = None,
 ) -> Plan:
     """Plan ``root`` without touching its storage; a model on the meta device will do.
 
@@ -73,15 +75,17 @@ def make_plan(
         prefetch: how many units to gather ahead of the one that computes.
         reshard_after_forward: free a unit after forward and gather it again for backward; None
             does so for every unit but the root, as in FSDP2.
+        manual: further units by name, each with its own ``reshard_after_forward``.
 
     Raises:
         PlanError: an argument does not fit the model.
     """
-    names = choose_units(root, units)
-    default = {name: bool(name) for name in names}
-    reshard = (
-        default if reshard_after_forward is None else dict.fromkeys(names, reshard_after_forward)
-    )
+    choices = dict.fromkeys(choose_units(root, units), reshard_after_forward) | dict(manual or {})
+    reshard = {
+        name: bool(name) if choices[name] is None else bool(choices[name])
+        for name, _ in root.named_modules()
+        if name in choices
+    }
     return Plan(
         units=plan_units(root, reshard, world_size),
         strategy=resolve_strategy(strategy),

@@ -26,12 +26,22 @@ What is decided here, and why:
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from itertools import islice
 
 from shardwise.plan.events import Event, EventKind
 from shardwise.plan.plan import Plan
 
-__all__ = ["Call", "Sequencer", "schedule"]
+__all__ = ["Call", "Outcome", "Sequencer", "schedule"]
+
+
+class Outcome(Enum):
+    """How a unit's forward ended."""
+
+    DIFFERENTIABLE = auto()  # backward may reach what it returned
+    HIDDEN = auto()  # backward may reach something that it did not return
+    DETACHED = auto()  # backward cannot reach it
+    FAILED = auto()  # it raised
 
 
 @dataclass(eq=False, slots=True)
@@ -67,7 +77,11 @@ class Call:
     of: Pass
     entered: int
     exited: int = -1
-    differentiable: bool = False
+    outcome: Outcome = Outcome.DETACHED
+
+    @property
+    def differentiable(self) -> bool:
+        return self.outcome in (Outcome.DIFFERENTIABLE, Outcome.HIDDEN)
 
 
 class Walk:
@@ -155,26 +169,20 @@ class Sequencer:
         self._emit(EventKind.FORWARD, unit)
         return call, self._flush()
 
-    def exit(self, call: Call, *, differentiable: bool, failed: bool = False) -> list[Event]:
-        """A unit's forward ends.
-
-        Args:
-            call: what `enter` returned.
-            differentiable: backward may reach what the unit returned.
-            failed: it raised.
-        """
+    def exit(self, call: Call, outcome: Outcome) -> list[Event]:
+        """A unit's forward ends; ``call`` is what `enter` returned."""
         while self._stack.pop() is not call:
             pass
         call.exited = self._next_tick()
-        call.differentiable = differentiable
+        call.outcome = outcome
         if not self._is_kept_for_backward(call):
             self._end_lingering()
-            if differentiable:
+            if call.differentiable:
                 self._lingering = call.unit
             else:
                 self._free(call.unit)
         if not self._stack or self._stack[-1].of is not call.of:
-            self._end_pass(call.of, failed=failed)
+            self._end_pass(call.of, failed=outcome is Outcome.FAILED)
         return self._flush()
 
     # -- backward --------------------------------------------------------------------------------
@@ -204,6 +212,13 @@ class Sequencer:
         self._free_all()
         return self._flush()
 
+    def is_in_use(self, unit: int) -> bool:
+        """Whether a forward or backward of ``unit`` is under way."""
+        walking = (walk for walks in self._walks.values() for walk in walks.values())
+        return any(call.unit == unit for call in self._stack) or any(
+            unit in walk.units_in_use for walk in walking
+        )
+
     # -- steps of the above ----------------------------------------------------------------------
 
     def _pass(self, *, grad: bool, recomputed: bool) -> Pass:
@@ -224,9 +239,11 @@ class Sequencer:
             self._expected[of.grad] = tuple(call.unit for call in of.calls)
 
     def _is_kept_for_backward(self, call: Call) -> bool:
-        if self._is_in_use(call.unit) or self._is_awaited(call.unit):
+        if self.is_in_use(call.unit) or self._is_awaited(call.unit):
             return True
         calls = [other for other in call.of.calls if other.unit == call.unit]
+        if any(other.outcome is Outcome.HIDDEN for other in calls):
+            return True  # nothing would gather it before its backward
         return not self._units[call.unit].reshard and any(c.differentiable for c in calls)
 
     def _visit(self, walk: Walk, call: Call, walks: dict[Pass, Walk]) -> None:
@@ -271,12 +288,6 @@ class Sequencer:
         )
         return list(islice(candidates, count))
 
-    def _is_in_use(self, unit: int) -> bool:
-        walking = (walk for walks in self._walks.values() for walk in walks.values())
-        return any(call.unit == unit for call in self._stack) or any(
-            unit in walk.units_in_use for walk in walking
-        )
-
     def _is_awaited(self, unit: int) -> bool:
         """Whether a backward in progress has gathered ``unit`` ahead."""
         walking = (walk for walks in self._walks.values() for walk in walks.values())
@@ -295,7 +306,7 @@ class Sequencer:
             self._emit(EventKind.WAIT, unit)
 
     def _free(self, unit: int) -> None:
-        if unit in self._gathered and not self._is_in_use(unit):
+        if unit in self._gathered and not self.is_in_use(unit):
             self._gathered.discard(unit)
             self._waited.discard(unit)
             self._ahead.discard(unit)
@@ -367,7 +378,7 @@ def _imagine_step(plan: Plan, sequencer: Sequencer) -> list[Event]:
             if other.parent == index:
                 run(inner)
         trained = trained or unit.gradient_bytes > 0
-        events.extend(sequencer.exit(call, differentiable=trained))
+        events.extend(sequencer.exit(call, Outcome.DIFFERENTIABLE if trained else Outcome.DETACHED))
         exited.append(call)
 
     run(0)

@@ -1,0 +1,30 @@
+"""Fully Sharded Data Parallel for PyTorch; ``import shardwise as sw`` and `sw.fully_shard`."""
+
+from shardwise.errors import (
+    PeerAborted,
+    PeerLost,
+    PlanError,
+    RanksDiverged,
+    ShardedTensorError,
+    ShardwiseError,
+    StepError,
+)
+from shardwise.optim.clip import clip_grad_norm_
+from shardwise.runtime.engine import FSDPModule, fully_shard, gathered, ledger
+from shardwise.runtime.sharded_tensor import ShardedTensor
+
+__all__ = [
+    "FSDPModule",
+    "PeerAborted",
+    "PeerLost",
+    "PlanError",
+    "RanksDiverged",
+    "ShardedTensor",
+    "ShardedTensorError",
+    "ShardwiseError",
+    "StepError",
+    "clip_grad_norm_",
+    "fully_shard",
+    "gathered",
+    "ledger",
+]

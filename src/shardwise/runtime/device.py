@@ -1,0 +1,145 @@
+"""Where communication runs while compute goes on: the only file that knows CUDA from CPU.
+
+A `Lane` runs jobs one after the other, beside the caller, and hands back a `Mark` for each. On
+CUDA a lane is a stream and a mark an event, so nothing here blocks the host. On CPU a lane is a
+thread: Gloo's point-to-point works neither poll nor chain, so somebody has to sit and wait for
+them, and it must not be the thread that computes (measured: the hand-over costs nothing that
+shows next to the 1 to 1.6 ms of a small exchange). Without peers a lane just runs the job.
+"""
+
+import os
+import resource
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+__all__ = ["InlineLane", "Lane", "Mark", "local_device", "make_lane", "peak_memory_bytes"]
+
+
+class Mark:
+    """The end of one job: ``started`` and ``finished`` are seconds of `time.perf_counter`."""
+
+    def __init__(self) -> None:
+        self.started = 0.0
+        self.finished = 0.0
+        self.error: BaseException | None = None
+        self._done = threading.Event()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Whether the job ended, after at most ``timeout_seconds``; its error is not raised."""
+        return self._done.wait(timeout_seconds)
+
+    def run(self, job: Callable[[], None]) -> None:
+        self.started = time.perf_counter()
+        try:
+            job()
+        except Exception as error:  # noqa: BLE001 - it is raised where the result is needed
+            self.error = error
+        self.finished = time.perf_counter()
+        self._done.set()
+
+
+class Lane(Protocol):
+    """Jobs in order, beside the caller."""
+
+    def submit(self, job: Callable[[], None]) -> Mark:
+        """Run ``job`` after all that the caller has computed and all that was submitted before."""
+        ...
+
+
+class InlineLane:
+    """Runs a job at once: for a single rank, and for process groups that have no wire."""
+
+    def submit(self, job: Callable[[], None]) -> Mark:
+        mark = Mark()
+        mark.run(job)
+        return mark
+
+
+class ThreadLane:
+    """Runs jobs on a thread of its own, which ends when the lane is dropped."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[[], None], Mark] | None] = SimpleQueue()
+        worker = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
+        weakref.finalize(self, self._jobs.put, None)
+        worker.start()
+
+    def submit(self, job: Callable[[], None]) -> Mark:
+        mark = Mark()
+        self._jobs.put((job, mark))
+        return mark
+
+
+class _CudaMark(Mark):
+    """Compute waits on the device; the host does not."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        super().__init__()
+        self._event = event
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self, timeout_seconds: float) -> bool:  # noqa: ARG002 - the host never waits
+        torch.cuda.current_stream().wait_event(self._event)
+        return True
+
+
+class CudaLane:
+    """Runs jobs on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def submit(self, job: Callable[[], None]) -> Mark:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        mark = _CudaMark(torch.cuda.Event())  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            mark.run(job)
+            mark._event.record(self._stream)
+        if mark.error is not None:
+            raise mark.error
+        return mark
+
+
+def make_lane(device: torch.device, *, threaded: bool, name: str) -> Lane:
+    """A lane for tensors on ``device``; ``threaded`` where communication blocks its caller."""
+    if device.type == "cuda":
+        return CudaLane(device)
+    return ThreadLane(name) if threaded else InlineLane()
+
+
+def local_device() -> torch.device:
+    """This rank's own device: the GPU of its LOCAL_RANK, which becomes current, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that this process has held so far: of the GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _work(jobs: "SimpleQueue[tuple[Callable[[], None], Mark] | None]") -> None:
+    while (item := jobs.get()) is not None:
+        job, mark = item
+        mark.run(job)
+        del item, job, mark  # an idle lane keeps no tensor alive

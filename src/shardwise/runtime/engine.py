@@ -1,0 +1,374 @@
+"""`fully_shard`: attaches a plan to a module.
+
+The way of a parameter from here to the first all-gather: `fully_shard` makes a `Runtime`, whose
+`FSDPModule.__call__` enters the unit in `scheduler`, which asks `plan.schedule` what must happen
+and has `unit` launch the gather on a link of `collectives`.
+"""
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.errors import PlanError
+from shardwise.plan.plan import Plan, make_plan
+from shardwise.plan.schedule import Call, Outcome
+from shardwise.plan.strategy import Strategy
+from shardwise.plan.units import UnitPlan, Units, check_is_unit
+from shardwise.runtime import hooks
+from shardwise.runtime.buffer import Pool
+from shardwise.runtime.device import local_device
+from shardwise.runtime.ledger import Ledger
+from shardwise.runtime.mesh import Axis, resolve_mesh
+from shardwise.runtime.reductions import across
+from shardwise.runtime.scheduler import Scheduler
+from shardwise.runtime.sharded_tensor import ShardedTensor, Sharding
+from shardwise.runtime.unit import FlatParameters, Home, ManagedParameter, Unit
+
+__all__ = ["FSDPModule", "Runtime", "fully_shard", "gathered", "ledger"]
+
+M = TypeVar("M", bound=nn.Module)
+Unused = Literal["none", "zeros"]
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    strategy: str | Strategy = "fsdp",
+    units: Units = None,
+    prefetch: int = 1,
+    reshard_after_forward: bool | None = None,
+    unused: Unused = "none",
+) -> M:
+    """Shard ``module`` over the ranks of ``mesh``; returns the same object.
+
+    Its parameters become `ShardedTensor`s in place, so names, ties and an optimizer that was built
+    before stay right. A unit is gathered just before it computes and freed right after, in forward
+    and backward. Call it once with ``units``, or as in FSDP2 once for each block and then for the
+    root.
+
+    Args:
+        module: the model, with the same values on every rank.
+        mesh: one-dimensional; None for all ranks (this process alone without a process group).
+        strategy: what is sharded; ``"fsdp"`` (parameters, gradients and optimizer state).
+        units: a module class or set of classes, ``"auto"`` (the repeated blocks), a size in
+            parameters, or a policy ``(module, recurse, nonwrapped_numel) -> bool``.
+        prefetch: how many units to gather ahead of the one that computes.
+        reshard_after_forward: free units after forward and gather them again for backward; None
+            does so for all but the root.
+        unused: the gradient of a parameter that no rank used in a step: ``"none"`` leaves it None,
+            as one process would; ``"zeros"`` spares the ranks the small exchange about it.
+
+    Raises:
+        PlanError: the arguments do not fit the model or each other.
+
+    Source: Zhao et al., PyTorch FSDP, 2023 (arXiv 2304.11277).
+    """
+    if not isinstance(module, nn.Module):
+        raise PlanError(f"fully_shard takes a torch.nn.Module, got {type(module).__name__}")
+    if unused not in ("none", "zeros"):
+        raise PlanError(f"unused={unused!r}: expected 'none' or 'zeros'")
+    if isinstance(module, FSDPModule):
+        raise PlanError(f"{type(module).__name__} is sharded already; shard the root last and once")
+    check_is_unit(module, "")
+    axis = resolve_mesh(mesh)
+    manual = _sharded_before(module)
+    plan = make_plan(
+        module,
+        world_size=axis.size,
+        units=units,
+        strategy=strategy,
+        prefetch=prefetch,
+        reshard_after_forward=reshard_after_forward,
+        manual=manual,
+    )
+    runtime = Runtime(module, plan, axis, agree_on_unused=unused == "none")
+    for index, unit in enumerate(plan.units):
+        manual_choice = manual.get(unit.name, reshard_after_forward)
+        _mark(module.get_submodule(unit.name), Handle(runtime, index, manual_choice))
+    return module
+
+
+def ledger(module: nn.Module) -> Ledger:
+    """The record of what ``module`` (sharded by `fully_shard`) moved, and when."""
+    return _handle_of(module).runtime.scheduler.ledger
+
+
+@contextlib.contextmanager
+def gathered(module: nn.Module, *, write_back: bool = False) -> Iterator[None]:
+    """Within it, all parameters of the model are whole, plain tensors; all ranks have to enter.
+
+    Forward works within it, without gradients. Changes are dropped at the end unless
+    ``write_back``, in which case every rank has to make the same ones.
+
+    Raises:
+        StepError: a forward or backward is under way.
+    """
+    scheduler = _handle_of(module).runtime.scheduler
+    scheduler.hold()
+    try:
+        yield
+    finally:
+        scheduler.release(write_back=write_back)
+
+
+class FSDPModule(nn.Module):
+    """What `fully_shard` makes of a module: ``isinstance(module, FSDPModule)`` tells a unit."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        handle = _handle_of(self)
+        return handle.runtime.call(handle.index, super().__call__, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A sharded copy of its own; the root of the model has to be in what is copied."""
+        handle = _handle_of(self)
+        runtime = handle.runtime
+        if handle.index == 0:
+            memo[id(runtime)] = runtime
+        elif id(runtime) not in memo:
+            name = runtime.plan.units[handle.index].name
+            raise PlanError(f"{name} is a unit inside a sharded model; copy the whole model")
+        plain = _plain_class(type(self))
+        twin: nn.Module = plain.__new__(plain)
+        memo[id(self)] = twin
+        state = {key: value for key, value in self.__dict__.items() if key != _HANDLE}
+        twin.__dict__.update(copy.deepcopy(state, memo))
+        if handle.index == 0:
+            runtime.attach_to(twin)
+        return twin
+
+
+@dataclass(frozen=True)
+class Handle:
+    """How a module finds its unit."""
+
+    runtime: "Runtime"
+    index: int
+    reshard_after_forward: bool | None  # as the user said it
+
+
+class Runtime:
+    """One sharded model: its plan, its units, and the scheduler that runs them.
+
+    The modules hold it; it holds no module, so that a model that is deleted frees its memory.
+    """
+
+    def __init__(self, root: nn.Module, plan: Plan, axis: Axis, *, agree_on_unused: bool) -> None:
+        _check_same_values(root, axis)
+        self.plan = plan
+        self.axis = axis
+        self._agree_on_unused = agree_on_unused
+        device = _device_for(root, axis)
+        self.pool = Pool(device)
+        self.units = [_make_unit(root, unit, axis, self.pool) for unit in plan.units]
+        self.scheduler = Scheduler(plan, self.units, axis, device, agree_on_unused=agree_on_unused)
+        for index, unit in enumerate(self.units):
+            self._listen(index, unit)
+
+    def call(
+        self,
+        index: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the forward of a unit with its parameters gathered."""
+        scheduler = self.scheduler
+        call = scheduler.enter(index, recomputed=hooks.current_task() != hooks.NO_TASK)
+        if call is None:
+            with torch.no_grad():
+                return forward(*args, **kwargs)
+        try:
+            output = forward(*args, **kwargs)
+            outcome = hooks.watch_outputs(
+                output,
+                partial(_begin_backward, scheduler, call),
+                trainable=self.plan.units[index].gradient_bytes > 0,
+            )
+        except BaseException as error:
+            scheduler.leave(call, Outcome.FAILED, error)
+            raise
+        scheduler.leave(call, outcome)
+        return output
+
+    def attach_to(self, twin: nn.Module) -> None:
+        """Shard ``twin``, a copy of the root, in the same way."""
+        runtime = Runtime(twin, self.plan, self.axis, agree_on_unused=self._agree_on_unused)
+        for index, unit in enumerate(self.plan.units):
+            _mark(twin.get_submodule(unit.name), Handle(runtime, index, unit.reshard))
+
+    def _listen(self, index: int, unit: Unit) -> None:
+        scheduler = weakref.ref(self.scheduler)
+        for flat in unit.flats:
+            for position, parameter in enumerate(flat.parameters):
+                accept = partial(_accept, scheduler, index, weakref.ref(flat), position)
+                hooks.on_gradient(parameter.dense, accept)
+
+
+# -- backward ------------------------------------------------------------------------------------
+
+
+def _begin_backward(scheduler: Scheduler, call: Call) -> None:
+    task = hooks.current_task()
+    if not scheduler.is_walking(task):
+        hooks.at_end_of_backward(
+            partial(scheduler.finish_backward, task), partial(scheduler.abandon_backward, task)
+        )
+    scheduler.before_backward(call, task)
+
+
+def _accept(
+    scheduler_ref: "weakref.ref[Scheduler]",
+    index: int,
+    flat_ref: "weakref.ref[FlatParameters]",
+    position: int,
+) -> None:
+    scheduler, flat = scheduler_ref(), flat_ref()
+    if scheduler is None or flat is None:
+        return  # the model is gone, and its graph outlived it
+    hidden = scheduler.hidden_call(index)
+    if hidden is not None:
+        _begin_backward(scheduler, hidden)
+    scheduler.units[index].accept(flat, position)
+
+
+# -- attaching -----------------------------------------------------------------------------------
+
+_HANDLE = "_shardwise"
+
+
+def _handle_of(module: nn.Module) -> Handle:
+    handle = module.__dict__.get(_HANDLE)
+    if handle is None:
+        raise PlanError(f"{type(module).__name__} is not sharded; call sw.fully_shard on it first")
+    assert isinstance(handle, Handle)
+    return handle
+
+
+def _mark(module: nn.Module, handle: Handle) -> None:
+    module.__dict__[_HANDLE] = handle
+    if not isinstance(module, FSDPModule):
+        module.__class__ = _fsdp_class(type(module))  # type: ignore[arg-type]
+
+
+@cache
+def _fsdp_class(plain: Any) -> type[nn.Module]:
+    return type(f"FSDP{plain.__name__}", (FSDPModule, plain), {"__module__": plain.__module__})
+
+
+def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
+    return cast("type[nn.Module]", sharded.__mro__[2])
+
+
+def _sharded_before(root: nn.Module) -> dict[str, bool | None]:
+    """Units that were made one by one, as in FSDP2, and whether each is to be freed."""
+    return {
+        name: _handle_of(module).reshard_after_forward
+        for name, module in root.named_modules()
+        if isinstance(module, FSDPModule)
+    }
+
+
+def _make_unit(root: nn.Module, plan: UnitPlan, axis: Axis, pool: Pool) -> Unit:
+    flats = []
+    for layout in plan.layouts:
+        flat = FlatParameters(layout, axis, pool)
+        locals_ = flat.locals_of(flat.shard)
+        for slot, local, view in zip(layout.slots, locals_, flat.buffer.views, strict=True):
+            flat.parameters.append(_manage(root, Sharding(layout, slot, axis), local, view))
+        flats.append(flat)
+    return Unit(plan, flats)
+
+
+def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) -> ManagedParameter:
+    """Replace a parameter of ``root`` by its shard ``local`` [run]."""
+    spec = sharding.slot.parameter
+    homes = [_home(root, name) for name in spec.names]
+    original = root.get_parameter(spec.name)
+    with torch.no_grad():
+        local.copy_(_run_of(original, sharding))
+    sharded = _replace(original, ShardedTensor(local, sharding))
+    for home in homes:
+        home.put(sharded)
+    assert isinstance(sharded, ShardedTensor)
+    dense = nn.Parameter(view, requires_grad=spec.trainable)
+    return ManagedParameter(sharding, sharded, sharded.to_local(), dense, homes)
+
+
+def _home(root: nn.Module, name: str) -> Home:
+    path, _, attribute = name.rpartition(".")
+    return Home(root.get_submodule(path), attribute)
+
+
+def _run_of(original: Tensor, sharding: Sharding) -> Tensor:
+    run = sharding.run
+    if isinstance(original, ShardedTensor):
+        if original.sharding.runs == sharding.runs:
+            return original.to_local()
+        original = original.full_tensor()
+    return original.detach().reshape(-1)[run.start : run.stop]
+
+
+def _replace(original: nn.Parameter, payload: ShardedTensor) -> nn.Parameter:
+    """A parameter with ``payload``: the same object where possible, for whoever holds it."""
+    attributes = dict(original.__dict__)
+    parameter = nn.Parameter(payload, requires_grad=original.requires_grad)
+    original.grad = None
+    try:
+        torch.utils.swap_tensors(original, parameter)  # type: ignore[no-untyped-call]
+        parameter = original
+    except RuntimeError:
+        pass  # held by a weak reference, as recurrent layers do with their weights
+    parameter.__dict__.update(attributes)
+    return parameter
+
+
+def _device_for(root: nn.Module, axis: Axis) -> torch.device:
+    """Where the shards live: with the model, or on this rank's GPU if NCCL moves them."""
+    devices = {parameter.device for parameter in root.parameters()}
+    if any(device.type == "meta" for device in devices):
+        raise PlanError(
+            "the model is on the meta device; give it values first, with "
+            "model.to_empty(device=...) and its initialisation"
+        )
+    if axis.backend == "nccl":
+        return local_device()
+    if len(devices) > 1:
+        raise PlanError(f"the model is on several devices: {sorted(map(str, devices))}; use one")
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def _check_same_values(root: nn.Module, axis: Axis) -> None:
+    """Shards of different initialisations would make one weight that nobody initialised."""
+    named = [
+        (name, parameter)
+        for name, parameter in root.named_parameters()
+        if not isinstance(parameter, ShardedTensor)
+    ]
+    if axis.size == 1 or axis.backend == "fake" or not named:
+        return
+    sums = [_checksum(parameter.detach()) for _, parameter in named]
+    by_rank = across(sums, axis)  # [ranks, parameters]
+    for position, (name, _) in enumerate(named):
+        different = (by_rank[:, position] != by_rank[0, position]).nonzero()
+        if different.numel():
+            raise PlanError(
+                f"{name} differs between ranks 0 and {different[0].item()}; build the model from "
+                "the same seed, or load the same weights, on every rank before fully_shard"
+            )
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.itemsize, torch.int64)
+    flat = tensor.reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view(integer).sum(dtype=torch.int64)

@@ -1,0 +1,129 @@
+"""What ranks tell each other when a wait takes long, and what follows from it.
+
+Nothing here costs a step anything: a rank speaks only once it has waited a second. It then posts
+a `Report` to the job's store, reads the others', and asks `verdict`. Reports are posted at every
+*beat* of waiting, so a report that stays the same over two beats is a rank that does not move.
+
+Ranks are stuck for good if none of them moves and no link has a ticket that all of them took:
+tickets of a link run one after the other, so what all ranks took will end, however slow the wire.
+"""
+
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from torch.distributed.distributed_c10d import Store
+
+from shardwise.errors import PeerAborted, RanksDiverged, StepError
+
+__all__ = ["Board", "LinkState", "Report", "Ticket", "verdict"]
+
+BEATS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One collective: the ``number``-th of its link; ``slot_bytes`` pass between any two ranks."""
+
+    number: int
+    label: str
+    slot_bytes: int
+
+    @property
+    def tag(self) -> int:
+        """Names the collective on the wire, so that two different ones can never mix."""
+        text = f"{self.number} {self.label} {self.slot_bytes}"
+        return zlib.crc32(text.encode()) & 0x7FFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class LinkState:
+    """How far a rank has come on one link."""
+
+    issued: int
+    running: Ticket | None
+    ended: tuple[int, ...]  # tags of the last tickets
+
+    def took(self, ticket: Ticket) -> bool:
+        return ticket.tag in self.ended or (
+            self.running is not None and self.running.tag == ticket.tag
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where one rank stands; ``error`` says that it gave up, ``diverged`` that all must."""
+
+    epoch: int
+    beat: int
+    step: int
+    where: str
+    links: tuple[LinkState, ...]
+    error: str | None = None
+    diverged: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "Report":
+        fields = json.loads(text)
+        fields["links"] = tuple(
+            LinkState(
+                issued=link["issued"],
+                running=link["running"] and Ticket(**link["running"]),
+                ended=tuple(link["ended"]),
+            )
+            for link in fields["links"]
+        )
+        return Report(**fields)
+
+
+class Board:
+    """The place of one group's reports in the store that all its ranks can read."""
+
+    def __init__(self, store: Store, name: str, rank: int, size: int) -> None:
+        self._store = store
+        self._keys = [f"shardwise/{name}/{other}" for other in range(size)]
+        self._own = self._keys[rank]
+
+    def post(self, report: Report) -> None:
+        self._store.set(self._own, report.to_json())
+
+    def read(self) -> list[Report | None]:
+        """The last report of every rank, None for those that never posted one."""
+        return [
+            Report.from_json(self._store.get(key)) if self._store.check([key]) else None
+            for key in self._keys
+        ]
+
+
+def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
+    """The error to raise on every rank, or None while there is hope."""
+    current = {rank: r for rank, r in enumerate(reports) if r is not None and r.epoch == epoch}
+    for rank, report in current.items():
+        if report.diverged:
+            return RanksDiverged(report.error)
+        if report.error is not None:
+            return PeerAborted(f"rank {rank} gave up in step {report.step}: {report.error}")
+    if len(current) < len(reports) or any(report.beat < BEATS for report in current.values()):
+        return None
+    if _can_move(list(current.values())):
+        return None
+    places = (f"  rank {rank}: step {r.step}, {r.where}" for rank, r in current.items())
+    return RanksDiverged(
+        "ranks wait for different things, so none can go on:\n"
+        + "\n".join(places)
+        + "\nEvery rank must run the same units in the same order; look for a branch, a loop "
+        "length or an exception that differs by rank."
+    )
+
+
+def _can_move(reports: Sequence[Report]) -> bool:
+    for states in zip(*(report.links for report in reports), strict=True):
+        running = [state.running for state in states if state.running is not None]
+        first = min(running, key=lambda ticket: ticket.number, default=None)
+        if first is not None and all(state.took(first) for state in states):
+            return True
+    return False

@@ -1,0 +1,145 @@
+"""The record of everything that moved, in the words of the plan, with the time it took."""
+
+import json
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.plan.events import Event, EventKind
+from shardwise.runtime.device import Mark
+
+__all__ = ["Ledger", "Record"]
+
+
+@dataclass(slots=True)
+class Record:
+    """One event that took place. Times are seconds of `time.perf_counter`."""
+
+    event: Event
+    step: int
+    began: float  # when the engine turned to it
+    ended: float = 0.0  # when it went on; for a wait the difference is exposed communication
+    marks: tuple[Mark, ...] = ()  # of the communication that it launched
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long its communication ran, if it launched one."""
+        return sum(mark.finished - mark.started for mark in self.marks)
+
+
+class Ledger:
+    """The events of the last ``max_steps`` steps.
+
+    A step is one forward and the backward that follows it, so accumulation makes several of one
+    optimizer step.
+    """
+
+    def __init__(self, max_steps: int = 8) -> None:
+        self._steps: deque[list[Record]] = deque([[]], maxlen=max_steps)
+        self._step = 0
+        self._gathered_bytes = 0
+        self._peak_gathered_bytes = 0
+
+    @property
+    def step(self) -> int:
+        """Number of the step under way, from 0."""
+        return self._step
+
+    def append(self, record: Record) -> None:
+        self._steps[-1].append(record)
+        event = record.event
+        if event.kind is EventKind.GATHER:
+            self._gathered_bytes += event.bytes
+        elif event.kind is EventKind.FREE:
+            self._gathered_bytes -= event.bytes
+        self._peak_gathered_bytes = max(self._peak_gathered_bytes, self._gathered_bytes)
+
+    def begin_step(self) -> None:
+        self._step += 1
+        self._steps.append([])
+
+    def abandon_step(self) -> None:
+        """The step under way raised: everything was freed, and its records mean little."""
+        self._gathered_bytes = 0
+        self._steps[-1].clear()
+
+    def records(self, step: int = -1) -> list[Record]:
+        """What happened in a step that is still kept; -1 is the last complete one.
+
+        Raises:
+            IndexError: the step is too old, or has not been.
+        """
+        wanted = self._step - 1 if step == -1 else step
+        position = wanted - (self._step - len(self._steps) + 1)
+        if wanted < 0 or not 0 <= position < len(self._steps):
+            kept = f"{self._step - len(self._steps) + 1} to {self._step}"
+            raise IndexError(f"step {wanted} is not in the ledger, which keeps steps {kept}")
+        return list(self._steps[position])
+
+    def events(self, step: int = -1) -> list[Event]:
+        """The events of a step, in order; see `records`."""
+        return [record.event for record in self.records(step)]
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What gathered units take now."""
+        return self._gathered_bytes
+
+    def peak_gathered_bytes(self) -> int:
+        """The most that gathered units took at once, over all steps."""
+        return self._peak_gathered_bytes
+
+    def overlapped_share(self, step: int = -1) -> float:
+        """Share of the time that gathers ran in a step in which compute did not wait for them.
+
+        1 if there was nothing to gather. The exposed part of a gather is the wait for it.
+        """
+        records = self.records(step)
+        busy = sum(r.busy_seconds for r in records if r.event.kind is EventKind.GATHER)
+        exposed = sum(r.ended - r.began for r in records if r.event.kind is EventKind.WAIT)
+        return max(0.0, 1.0 - exposed / busy) if busy else 1.0
+
+    def save(self, path: str | Path, step: int = -1) -> None:
+        """Write a step's timeline as a Chrome trace, for https://ui.perfetto.dev or about:tracing.
+
+        One row is compute with the waits in it; one is gathers, one reductions.
+        """
+        trace = {"traceEvents": list(_trace_events(self.records(step)))}
+        Path(path).write_text(json.dumps(trace), encoding="utf-8")
+
+
+_COMPUTE = (EventKind.FORWARD, EventKind.BACKWARD)
+_LINKS = {EventKind.GATHER: "gather", EventKind.REDUCE: "reduce"}
+
+
+def _trace_events(records: Sequence[Record]) -> Iterable[dict[str, Any]]:
+    if not records:
+        return
+    origin = records[0].began
+    computes = [r for r in records if r.event.kind in _COMPUTE]
+    ends = [r.began for r in computes[1:]] + [records[-1].ended]
+    for record, end in zip(computes, ends, strict=True):
+        yield _span("compute", record.event, record.ended - origin, end - origin)
+    for record in records:
+        kind = record.event.kind
+        if kind in _LINKS:
+            for mark in record.marks:
+                start, stop = mark.started - origin, mark.finished - origin
+                yield _span(_LINKS[kind], record.event, start, stop)
+        elif kind in (EventKind.WAIT, EventKind.COLLECT):
+            yield _span("compute", record.event, record.began - origin, record.ended - origin)
+
+
+def _span(row: str, event: Event, start: float, stop: float) -> dict[str, Any]:
+    return {
+        "name": str(event),
+        "cat": event.kind.value,
+        "ph": "X",
+        "pid": 0,
+        "tid": row,
+        "ts": start * 1e6,
+        "dur": max(0.0, stop - start) * 1e6,
+        "args": {"bytes": event.bytes},
+    }

@@ -1,0 +1,84 @@
+"""Whole answers from runs: norms, sums and extremes of tensors that lie on several ranks.
+
+Every function here exchanges something, so all ranks of the axis have to call it.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.plan.layout import Run
+from shardwise.runtime.collectives import communicator
+from shardwise.runtime.mesh import Axis
+
+__all__ = ["across", "combine", "gather_runs", "norms"]
+
+
+def combine(kind: str, run: Tensor, num_elements: int, axis: Axis) -> Tensor:
+    """Reduce a tensor of ``num_elements``, of which ``run`` is here, to a scalar.
+
+    ``kind`` is "sum", "mean", "max", "min", "all" or "any".
+    """
+    match kind:
+        case "sum" | "mean":
+            total = across([run.sum()], axis).sum()
+            return total / num_elements if kind == "mean" else total
+        case "all":
+            return across([run.all().to(torch.uint8)], axis).amin().to(torch.bool)
+        case "any":
+            return across([run.any().to(torch.uint8)], axis).amax().bool()
+        case _:
+            pick = torch.amax if kind == "max" else torch.amin
+            if not num_elements:
+                raise ValueError(f"{kind} of a tensor without elements")
+            # A rank without elements offers what is never picked.
+            worst = _bounds(run.dtype)[0 if kind == "max" else 1]
+            value = pick(run) if run.numel() else run.new_full((), worst)
+            extreme: Tensor = pick(across([value], axis))
+            return extreme
+
+
+def norms(runs: Sequence[Tensor], axis: Axis, order: float) -> list[Tensor]:
+    """Vector norms of tensors of which every rank has a run, in one exchange."""
+    local = [_run_norm(run, order) for run in runs]
+    by_tensor = across([norm.to(local[0].dtype) for norm in local], axis).unbind(1)
+    return [
+        torch.linalg.vector_norm(parts, order).to(norm.dtype)
+        for parts, norm in zip(by_tensor, local, strict=True)
+    ]
+
+
+def across(values: Sequence[Tensor], axis: Axis) -> Tensor:
+    """Gather scalars of one dtype from all ranks: [ranks, values]."""
+    own = torch.stack(list(values))
+    return gather_runs(own, [Run(0, own.numel())] * axis.size, axis, "scalars")
+
+
+def gather_runs(run: Tensor, runs: Sequence[Run], axis: Axis, what: str) -> Tensor:
+    """Gather 1-D pieces of the lengths of ``runs``: [ranks, longest], padded with zeros."""
+    longest = max(len(other) for other in runs)
+    gathered = run.new_zeros(axis.size, longest)
+    links = communicator(axis, run.device)
+    links.recover()
+
+    def fill() -> None:
+        gathered[axis.rank, : run.numel()].copy_(run)
+
+    links.wait(links.reduce.all_gather(gathered.view(-1), fill, f"gather {what}"))
+    return gathered
+
+
+def _run_norm(run: Tensor, order: float) -> Tensor:
+    if run.numel():
+        norm: Tensor = torch.linalg.vector_norm(run, order)
+        return norm
+    return run.new_full((), math.inf if order == -math.inf else 0.0)
+
+
+def _bounds(dtype: torch.dtype) -> tuple[float, float]:
+    if dtype.is_floating_point:
+        return -math.inf, math.inf
+    info = torch.iinfo(dtype)
+    return info.min, info.max

@@ -1,0 +1,249 @@
+"""Carries out the schedule: asks the sequencer what must follow, does it, and writes it down."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import StepError
+from shardwise.plan.events import Event, EventKind
+from shardwise.plan.plan import Plan
+from shardwise.plan.schedule import Call, Outcome, Sequencer
+from shardwise.runtime.collectives import POLL_SECONDS, Communicator, Pending, communicator
+from shardwise.runtime.device import Mark
+from shardwise.runtime.ledger import Ledger, Record
+from shardwise.runtime.mesh import Axis
+from shardwise.runtime.unit import Gradients, Unit
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Runs the units of one root module in step with forward and backward."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        units: Sequence[Unit],
+        axis: Axis,
+        device: torch.device,
+        *,
+        agree_on_unused: bool,
+    ) -> None:
+        self.ledger = Ledger()
+        self._sequencer = Sequencer(plan)
+        self.units = tuple(units)
+        self._by_label = {unit.plan.label: unit for unit in units}
+        self._axis = axis
+        self._device = device
+        self._agree_on_unused = agree_on_unused
+        self._depth = 0
+        self._tasks: set[int] = set()  # autograd graph tasks under way
+        self._condemned: list[Unit] = []  # an exception left communication of theirs behind
+        self._is_held = False
+        self._hidden: dict[int, Call] = {}
+
+    @cached_property
+    def _links(self) -> Communicator:
+        """Made on first use, which all ranks reach together."""
+        return communicator(self._axis, self._device)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no forward or backward is under way."""
+        return self._depth == 0 and not self._tasks
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def enter(self, index: int, *, recomputed: bool) -> Call | None:
+        """Make a unit ready to compute; None while `hold` keeps everything gathered."""
+        if self._is_held:
+            return None
+        if self.is_idle:
+            self.recover()
+        self._note(f"forward of {self.units[index].plan.label}")
+        grad = torch.is_grad_enabled()
+        call, events = self._sequencer.enter(index, grad=grad, recomputed=recomputed)
+        self._depth += 1
+        try:
+            self._perform(events)
+            self.units[index].expose()
+        except BaseException as error:
+            self.leave(call, Outcome.FAILED, error)
+            raise
+        return call
+
+    def leave(self, call: Call, outcome: Outcome, error: BaseException | None = None) -> None:
+        """A unit has computed, or raised ``error``."""
+        self._depth -= 1
+        events = self._sequencer.exit(call, outcome)
+        if outcome is Outcome.HIDDEN:
+            self._hidden[call.unit] = call
+        if error is not None and self.is_idle:
+            self._fail(error)
+            return
+        self._perform(events)
+        if not self._sequencer.is_in_use(call.unit):
+            self.units[call.unit].conceal()
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def before_backward(self, call: Call, task: int) -> None:
+        """Make a unit ready for its backward."""
+        self._tasks.add(task)
+        self._note(f"backward of {self.units[call.unit].plan.label}")
+        self._perform(self._sequencer.before_backward(call, task))
+
+    def is_walking(self, task: int) -> bool:
+        """Whether graph task ``task`` has reached a unit."""
+        return task in self._tasks
+
+    def hidden_call(self, index: int) -> Call | None:
+        """A call that backward cannot be seen to reach but by the gradients that it yields."""
+        return None if self.units[index].expects_gradients else self._hidden.get(index)
+
+    def finish_backward(self, task: int) -> None:
+        """Autograd has run the last node of a graph task."""
+        self._tasks.discard(task)
+        self._note("end of backward")
+        if self._tasks:
+            self._perform(self._sequencer.finish_backward(task))
+            return
+        agreement = self._launch_agreement()
+        self._perform(self._sequencer.finish_backward(task))
+        self._settle(agreement)
+        for unit in self.units:
+            unit.conceal()
+        self._hidden.clear()
+        self.ledger.begin_step()
+
+    def abandon_backward(self, task: int, error: BaseException) -> None:
+        """A graph task died."""
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._sequencer.abandon()
+            self._fail(error)
+
+    # -- outside steps ---------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Gather every unit and keep it until `release`.
+
+        Raises:
+            StepError: a forward or backward is under way.
+        """
+        if not self.is_idle or self._is_held:
+            raise StepError("parameters cannot be gathered in the middle of a step")
+        self.recover()
+        self._perform(self._sequencer.abandon())
+        self._is_held = True
+        self._note("gathered()")
+        links = self._links
+        for unit in self.units:
+            unit.launch_gather(links.gather)
+        for unit in self.units:
+            unit.await_gather(links)
+            unit.expose()
+
+    def release(self, *, write_back: bool) -> None:
+        for unit in self.units:
+            for flat in unit.flats if write_back else ():
+                flat.write_back()
+            unit.free(self._links)
+        self._is_held = False
+
+    def recover(self) -> None:
+        """After an exception: bring the ranks back into step and free what was left behind."""
+        self._links.recover()
+        for unit in self._condemned:
+            unit.quiesce(POLL_SECONDS)
+            unit.reset()
+        self._condemned = []
+
+    # -- steps of the above ----------------------------------------------------------------------
+
+    def _perform(self, events: Sequence[Event]) -> None:
+        for event in events:
+            record = Record(event, self.ledger.step, time.perf_counter())
+            record.marks = self._do(event.kind, self._by_label[event.unit])
+            record.ended = time.perf_counter()
+            self.ledger.append(record)
+
+    def _do(self, kind: EventKind, unit: Unit) -> tuple[Mark, ...]:
+        links = self._links
+        match kind:
+            case EventKind.GATHER:
+                return unit.launch_gather(links.gather)
+            case EventKind.WAIT:
+                unit.await_gather(links)
+            case EventKind.BACKWARD:
+                unit.expects_gradients = True
+                unit.expose()
+            case EventKind.FREE:
+                unit.free(links)
+            case EventKind.REDUCE:
+                return unit.launch_reduce(links.reduce)
+            case EventKind.COLLECT:
+                unit.collect(links)
+        return ()
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the other ranks, and leave shards only."""
+        self._links.abort(error)
+        for unit in self.units:
+            if unit.quiesce(POLL_SECONDS):
+                unit.reset()
+            else:
+                unit.conceal()
+                self._condemned.append(unit)
+        self._hidden.clear()
+        self.ledger.abandon_step()
+
+    def _launch_agreement(self) -> "_Agreement | None":
+        own = [used for gradients in self._gradients() for used in gradients.used]
+        links = self._links
+        if not self._agree_on_unused or not own or links.axis.size == 1:
+            return None
+        device = self._device
+        flags = torch.zeros(links.axis.size, len(own), dtype=torch.uint8, device=device)
+        flags[links.axis.rank] = torch.tensor(own, dtype=torch.uint8)
+        pending = links.reduce.all_gather(flags.view(-1), _nothing, "agree on unused parameters")
+        return _Agreement(pending, flags)
+
+    def _settle(self, agreement: "_Agreement | None") -> None:
+        """Leave the gradient of a parameter alone if no rank used it."""
+        if not self._agree_on_unused:
+            for gradients in self._gradients():
+                gradients.forget()
+            return
+        used = [used for gradients in self._gradients() for used in gradients.used]
+        if agreement is not None:
+            self._links.wait(agreement.pending)
+            used = agreement.flags.amax(0).tolist()
+        rest = iter(used)
+        for gradients in self._gradients():
+            gradients.settle([bool(next(rest)) for _ in gradients.used])
+
+    def _gradients(self) -> Iterator[Gradients]:
+        for unit in self.units:
+            yield from unit.gradients
+
+    def _note(self, where: str) -> None:
+        """For the report of a rank that waits in vain."""
+        links = self._links
+        links.step, links.where = self.ledger.step, where
+
+
+@dataclass(frozen=True)
+class _Agreement:
+    """The exchange in which ranks tell which parameters they used: flags [ranks, parameters]."""
+
+    pending: Pending
+    flags: Tensor
+
+
+def _nothing() -> None:
+    """The slot is filled already."""
