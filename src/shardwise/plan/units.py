@@ -21,6 +21,8 @@ __all__ = ["UnitPlan", "UnitPolicy", "Units", "choose_units", "plan_units"]
 UnitPolicy = Callable[[nn.Module, bool, int], bool]
 Units = type[nn.Module] | Collection[type[nn.Module]] | str | int | UnitPolicy | None
 
+NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
 
 @dataclass(frozen=True)
 class UnitPlan:
@@ -73,8 +75,12 @@ def choose_units(root: nn.Module, units: Units) -> list[str]:
         PlanError: the choice is of no known kind, matches nothing, or matches a module that has
             no forward of its own.
     """
-    chosen = set() if units is None else _select(root, _policy(root, units))
-    if units is not None and not chosen and not isinstance(units, int) and not callable(units):
+    if units is None:
+        return [""]
+    policy = _policy(root, units)
+    chosen = _select(root, policy)
+    is_pattern = isinstance(units, type) or not (isinstance(units, int) or callable(units))
+    if is_pattern and not chosen and not policy(root, False, 0):
         classes = sorted({type(m).__name__ for m in root.modules() if _num_elements(m)})
         raise PlanError(
             f"units={_shown(units)} matches no module of {type(root).__name__}; "
@@ -92,7 +98,7 @@ def check_is_unit(module: nn.Module, name: str) -> None:
     Raises:
         PlanError: the module has no forward, so nothing would ever gather its parameters.
     """
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    if isinstance(module, NEVER_CALLED):
         raise PlanError(
             f"{name or 'root'}: a {type(module).__name__} is never called, so it cannot be a unit; "
             "choose its children or the module that holds it"
@@ -139,16 +145,26 @@ def _policy(root: nn.Module, units: Units) -> UnitPolicy:
     if isinstance(units, int):
         if units < 1:
             raise PlanError(f"units={units}: a size in parameters is at least 1")
-        minimum = units
-        return lambda module, recurse, numel: numel >= minimum  # noqa: ARG005
+        return _size_policy(units)
     if isinstance(units, type) or not callable(units):
-        classes = (units,) if isinstance(units, type) else tuple(units)
+        classes = tuple(units) if isinstance(units, Collection) else (units,)
         if not classes or not all(
             isinstance(c, type) and issubclass(c, nn.Module) for c in classes
         ):
             raise PlanError(f"units={_shown(units)}: expected subclasses of torch.nn.Module")
         return lambda module, recurse, numel: recurse or isinstance(module, classes)  # noqa: ARG005
     return units
+
+
+def _size_policy(minimum: int) -> UnitPolicy:
+    """Modules that hold ``minimum`` elements or more outside of the units inside them."""
+
+    def policy(module: nn.Module, recurse: bool, numel: int) -> bool:
+        if recurse:  # attention reads the weights of its children without calling them
+            return numel >= minimum and not isinstance(module, nn.MultiheadAttention)
+        return numel >= minimum and not isinstance(module, NEVER_CALLED)
+
+    return policy
 
 
 def _select(root: nn.Module, policy: UnitPolicy) -> set[nn.Module]:
@@ -227,9 +243,7 @@ def _enclosing_units(
 
 
 def _innermost_common(chains: list[list[str]]) -> str:
-    common = [level[0] for level in zip(*chains, strict=False) if len(set(level)) == 1]
-    innermost: str = common[-1]
-    return innermost
+    return [unit for unit in chains[0] if all(unit in chain for chain in chains)][-1]
 
 
 def _lay_out_by_kind(specs: Iterable[ParameterSpec], world_size: int) -> tuple[Layout, ...]:

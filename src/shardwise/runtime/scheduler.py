@@ -193,8 +193,11 @@ class Scheduler:
     def _fail(self, error: BaseException) -> None:
         """Tell the other ranks, and leave shards only."""
         self._links.abort(error)
+        # What all ranks launched ends in a moment; what only some did never will.
+        patience = 0.0 if isinstance(error, StepError) else POLL_SECONDS
+        until = time.monotonic() + patience
         for unit in self.units:
-            if unit.quiesce(POLL_SECONDS):
+            if unit.quiesce(max(0.0, until - time.monotonic())):
                 unit.reset()
             else:
                 unit.conceal()

@@ -1,0 +1,32 @@
+# Everything below builds what it needs in .venv first; python 3.11 or newer, pip and make suffice.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: train test check bench clean
+.DELETE_ON_ERROR:
+
+train: $(READY)  ## train a small model on the standard library's source, on this machine
+	$(BIN)/shardwise train configs/stdlib.toml
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)  ## compare with DDP, FSDP1 and FSDP2, interleaved in one run
+	$(BIN)/python -m benchmarks
+
+clean:  ## runs/ stays: it is yours
+	rm -rf .venv build dist .hypothesis .*_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python 3.11 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[plot,test]'
+	touch $@

@@ -1,0 +1,63 @@
+"""The command line: one thin file for each command.
+
+What is imported here is light, so that ``shardwise --help`` answers at once; a command imports
+what it needs when it runs.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+import typer
+from typer.main import get_command
+
+from shardwise.cli.train import train
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.train.errors import ConfigError
+
+__all__ = ["app", "main"]
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+# The base of all that typer finds wrong with a command line; it comes from click, which some
+# versions of typer carry inside them, so it has no other name that is the same for all.
+UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
+
+app = typer.Typer(
+    name="shardwise",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(train)
+
+
+@app.callback()
+def commands() -> None:
+    """Fully Sharded Data Parallel training for PyTorch."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line (that of the process by default) and return its exit code.
+
+    A mistake of the user is one line on stderr and code 2.
+    """
+    command = get_command(app)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        with command.make_context("shardwise", given or ["--help"]) as context:
+            command.invoke(context)
+    except typer.Exit as end:
+        return end.exit_code
+    except KeyboardInterrupt as stop:
+        return _fail("; ".join(["interrupted", *map(str, stop.args)]), INTERRUPTED)
+    except (PlanError, ConfigError) as error:
+        return _fail(" ".join(str(error).split()), BAD_INPUT)
+    except ShardwiseError as error:
+        return _fail(str(error), FAILED)
+    except UsageError as error:
+        return _fail(error.format_message(), BAD_INPUT)
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    typer.echo(f"shardwise: {message}", err=True)
+    return code

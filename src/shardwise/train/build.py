@@ -1,0 +1,69 @@
+"""From a configuration to the model and to what it is cut into, checked before any rank starts."""
+
+import difflib
+
+import torch
+from torch import nn
+
+from shardwise.plan.plan import Plan, make_plan
+from shardwise.plan.units import Units
+from shardwise.train.config import Config
+from shardwise.train.data import VOCABULARY, read_corpus
+from shardwise.train.errors import ConfigError
+from shardwise.train.models import GPT, Shape
+
+__all__ = ["build_model", "build_plan", "check", "find_units"]
+
+
+def check(config: Config) -> None:
+    """Refuse what would otherwise fail on every rank, seconds later and in many lines.
+
+    Raises:
+        ConfigError: the text is missing or too short, or the model cannot be cut as it says.
+        PlanError: the strategy or the units do not fit the model.
+    """
+    read_corpus(config.data).check_holds(config.model.context)
+    with torch.device("meta"):
+        build_plan(build_model(config), config)
+
+
+def build_model(config: Config) -> GPT:
+    """The model, with the same weights on every rank."""
+    torch.manual_seed(config.train.seed)
+    return GPT(
+        Shape(
+            vocabulary=VOCABULARY,
+            context=config.model.context,
+            width=config.model.width,
+            layers=config.model.layers,
+            heads=config.model.heads,
+        )
+    )
+
+
+def build_plan(model: nn.Module, config: Config) -> Plan:
+    """What goes where, before the model is sharded."""
+    return make_plan(
+        model,
+        world_size=config.shard.nproc,
+        units=find_units(model, config.shard.units),
+        strategy=config.shard.strategy,
+        prefetch=config.shard.prefetch,
+    )
+
+
+def find_units(model: nn.Module, units: str | int) -> Units:
+    """What ``shard.units`` stands for: a name of a class becomes that class.
+
+    Raises:
+        ConfigError: no module of the model has such a class.
+    """
+    if units == "auto" or isinstance(units, int):
+        return units
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    if units not in classes:
+        close = difflib.get_close_matches(units, classes, n=1)
+        expected = f"expected auto, a size or one of {', '.join(classes)}"
+        hint = f"did you mean {close[0]}?" if close else expected
+        raise ConfigError(f"shard.units={units!r}: no module has this class; {hint}")
+    return classes[units]

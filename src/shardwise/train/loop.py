@@ -1,0 +1,189 @@
+"""Training: the steps, and what is measured around them. Every rank runs this."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise.plan.plan import Plan
+from shardwise.runtime.device import peak_memory_bytes
+from shardwise.train.baselines import measure_baselines
+from shardwise.train.build import build_model, build_plan, find_units
+from shardwise.train.config import Config
+from shardwise.train.data import Corpus, Sampler, read_corpus
+from shardwise.train.memory import one_process, one_rank
+from shardwise.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from shardwise.train.ranks import Ranks
+from shardwise.train.records import Observer, Record, Start, Summary
+from shardwise.train.sample import generate
+
+__all__ = ["Trainer", "train"]
+
+SUMMARY_STEPS = 50  # one step's batch is small, so the mean of the last ones is told
+VALIDATION_SEED = 0  # the same sequences each time, whatever the run's own seed
+
+
+def train(config: Config, ranks: Ranks, observer: Observer) -> None:
+    """Train the model of ``config`` on ``ranks`` and tell ``observer``.
+
+    Raises:
+        FloatingPointError: the loss or the gradient is no longer a number.
+    """
+    corpus = read_corpus(config.data)
+    model = build_model(config).to(ranks.device)
+    plan = build_plan(model, config)
+    baselines = measure_baselines(corpus.train)
+    records = []
+    try:
+        observer.begin(Start(config, plan, ranks.device.type, corpus.description, baselines))
+        trainer = Trainer(config, ranks, shard(model, config), corpus)
+        for record in trainer.steps():
+            records.append(record)
+            observer.step(record)
+        observer.end(summarize(trainer, records, plan))
+    finally:
+        observer.close()
+
+
+def shard(model: nn.Module, config: Config) -> nn.Module:
+    """The same model, of which this rank keeps its part."""
+    return sw.fully_shard(
+        model,
+        units=find_units(model, config.shard.units),
+        strategy=config.shard.strategy,
+        prefetch=config.shard.prefetch,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """Of the global batch, the same on every rank."""
+
+    loss: float
+    grad_norm: float  # before clipping
+
+
+class Trainer:
+    """One rank's part in every step."""
+
+    def __init__(self, config: Config, ranks: Ranks, model: nn.Module, corpus: Corpus) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.model = model
+        self.optimizer = build_optimizer(model, config.train)
+        self.training_seconds = 0.0  # validation aside
+        self._overlapped_shares: list[float] = []  # of the steps
+        batch, context = config.train.global_batch, config.model.context
+        self._text = Sampler(corpus.train, context, batch, config.train.seed)
+        self._held_out = Sampler(corpus.validation, context, batch, VALIDATION_SEED)
+
+    @property
+    def overlapped_share(self) -> float:
+        """Of the time of this rank's gathers, what was hidden behind compute, in the mean step."""
+        return sum(self._overlapped_shares) / len(self._overlapped_shares)
+
+    def steps(self) -> Iterator[Record]:
+        """Train, one record a step."""
+        config = self.config.train
+        step_tokens = config.global_batch * self.config.model.context
+        began = time.perf_counter()
+        for step in range(1, config.steps + 1):
+            step_began = time.perf_counter()
+            lr = learning_rate(step, config)
+            outcome = self._step(step, lr)
+            step_seconds = time.perf_counter() - step_began
+            self.training_seconds += step_seconds
+            validates = config.validate_every and step % config.validate_every == 0
+            yield Record(
+                step=step,
+                loss=outcome.loss,
+                grad_norm=outcome.grad_norm,
+                lr=lr,
+                tokens=step * step_tokens,
+                tokens_per_second=step_tokens / step_seconds,
+                validation_loss=self.validate() if validates or step == config.steps else None,
+                seconds=time.perf_counter() - began,
+            )
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """The mean loss on text that is not trained on."""
+        self.model.eval()
+        num_batches = self.config.train.validation_batches
+        total = torch.zeros((), device=self.ranks.device)
+        for batch in range(num_batches):
+            for part in self._parts(self._held_out, batch):
+                total += self._loss(part)
+        self.model.train()
+        return float(self.ranks.mean(total)) / num_batches
+
+    def sample(self) -> str:
+        """Text that the model writes, the same on every rank."""
+        # Not inside sw.gathered: what trains only because it is sharded would not fit whole.
+        return generate(
+            self.model,
+            self.config.sample,
+            context=self.config.model.context,
+            seed=self.config.train.seed,
+            device=self.ranks.device,
+        )
+
+    def _step(self, step: int, lr: float) -> StepOutcome:
+        """Train on the global batch of ``step``."""
+        total = torch.zeros((), device=self.ranks.device)
+        for part in self._parts(self._text, step):
+            loss = self._loss(part)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        self._overlapped_shares.append(sw.ledger(self.model).overlapped_share())
+        norm = sw.clip_grad_norm_(self.model.parameters(), self.config.train.grad_clip)
+        set_learning_rate(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss, grad_norm = torch.stack([self.ranks.mean(total), norm]).tolist()
+        if not math.isfinite(loss + grad_norm):
+            raise FloatingPointError(
+                f"step {step}: loss {loss}, gradient norm {grad_norm}; "
+                f"lower train.lr (now {self.config.train.lr}) or train.grad_clip"
+            )
+        return StepOutcome(loss, grad_norm)
+
+    def _parts(self, sampler: Sampler, step: int) -> Sequence[Tensor]:
+        """This rank's micro batches of a step, int64 [micro_batch, context + 1] each."""
+        share = sampler.share(step, rank=self.ranks.rank, num_ranks=self.ranks.size)
+        return torch.split(share.to(self.ranks.device), self.config.micro_batch)
+
+    def _loss(self, sequences: Tensor) -> Tensor:
+        """The part of the rank's mean loss that these sequences give, so that parts add up."""
+        logits = self.model(sequences[:, :-1])  # [micro_batch, context, vocabulary]
+        mean = functional.cross_entropy(logits.flatten(0, 1).float(), sequences[:, 1:].flatten())
+        return mean * (len(sequences) / self.config.share)
+
+
+def summarize(trainer: Trainer, records: Sequence[Record], plan: Plan) -> Summary:
+    """Measure what is left to measure; every rank calls it."""
+    sample = trainer.sample()
+    ledger = sw.ledger(trainer.model)
+    ranks = trainer.ranks
+    last = records[-SUMMARY_STEPS:]
+    tokens = records[-1].tokens
+    assert records[-1].validation_loss is not None, "the last step is followed by a validation"
+    return Summary(
+        loss=sum(record.loss for record in last) / len(last),
+        loss_steps=len(last),
+        validation_loss=records[-1].validation_loss,
+        tokens=tokens,
+        tokens_per_second=tokens / trainer.training_seconds,
+        seconds=records[-1].seconds,
+        rank=one_rank(plan, gathered=max(ranks.gather(ledger.peak_gathered_bytes()))),
+        process=one_process(plan),
+        resident_peaks=tuple(ranks.gather(peak_memory_bytes(ranks.device))),
+        overlapped_share=sum(ranks.gather(trainer.overlapped_share)) / ranks.size,
+        sample=sample,
+        ledger=ledger,
+    )

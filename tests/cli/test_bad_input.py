@@ -1,0 +1,124 @@
+"""Every mistake is one line on stderr and code 2, before anything is started."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main
+
+from .commands import LAUNCHERS, run
+
+COMMAND_LINES = {
+    "": "Missing argument 'CONFIG.toml'",
+    "nope.toml": "nope.toml: no such file",
+    "{tiny} --frobnicate": "No such option: --frobnicate",
+    "{tiny} --nproc two": "Invalid value for '--nproc'",
+    "{tiny} --nproc 0": "--nproc 0: expected 1 or more ranks",
+    "{tiny} --nproc -2": "--nproc -2: expected 1 or more ranks",
+    "{tiny} --nproc 3": "train.global_batch=8 does not divide into 3 ranks; "
+    "set train.global_batch to 6 or 9",
+    "{tiny} --set train.micro_batch=3": "set train.global_batch to 6 or 12, "
+    "or train.micro_batch to 2",
+    "{tiny} --set train.stpes=3": "unknown key 'train.stpes'; did you mean train.steps?",
+    "{tiny} --set train.steps": "expected section.key=value",
+    "{tiny} --set train.steps=few": "train.steps: expected a valid integer, got 'few'",
+    "{tiny} --set train.steps=0": "train.steps: expected a number greater than or equal to 1",
+    "{tiny} --set shard.nproc=0": "shard.nproc: expected a number greater than or equal to 1",
+    "{tiny} --set shard.units=Blok": "shard.units='Blok': no module has this class; "
+    "did you mean Block?",
+    "{tiny} --set shard.units=0": "units=0",
+    "{tiny} --set shard.strategy=zero9": "strategy='zero9': expected one of",
+    "{tiny} --set data.path=/no/such/text": "data.path='/no/such/text': no such file",
+    "{tiny} --set data.glob=*.rs": "no file matches data.glob='*.rs'",
+    "{tiny} --set model.context=1000000": "take more text",
+    "{tiny} --set run.directory={tiny}/run": "cannot be written: Not a directory",
+    "{tiny} --set run.directory={tiny.parent}": "already holds files",
+}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No launcher, and a directory in which a run would show."""
+    for name in list(os.environ):
+        if name.startswith(LAUNCHERS):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def fail(capfd: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    """The one line that a bad command line gets."""
+    assert main(arguments) == 2
+    captured = capfd.readouterr()
+    [line] = captured.err.splitlines()
+    assert captured.out == ""
+    assert line.startswith("shardwise: ")
+    return line
+
+
+@pytest.mark.parametrize(("command_line", "message"), COMMAND_LINES.items())
+def test_a_mistake_is_one_line(
+    command_line: str, message: str, tiny: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert message in fail(capfd, ["train", *command_line.format(tiny=tiny).split()])
+
+
+def test_nothing_is_left_behind(
+    tiny: Path, elsewhere: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fail(capfd, ["train", str(tiny), "--set", "data.path=/no/such/text"])
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_broken_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[train\nsteps = 3", encoding="utf-8")
+    assert "is not valid TOML" in fail(capfd, ["train", str(broken)])
+
+
+def test_an_unknown_command(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "No such command 'trian'" in fail(capfd, ["trian"])
+
+
+def test_a_place_without_a_meeting_point(
+    tiny: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "set MASTER_ADDR and MASTER_PORT" in fail(capfd, ["train", str(tiny)])
+
+
+def test_the_first_rank_speaks_for_all(
+    tiny: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "0")
+    assert "does not divide into 3 ranks" in fail(capfd, ["train", str(tiny)])
+    assert "--nproc 2: this process is one of 3 ranks" in fail(
+        capfd, ["train", str(tiny), "--nproc", "2"]
+    )
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", str(tiny)])
+    assert stopped.value.code == 2
+    assert capfd.readouterr().err == ""
+
+
+def test_the_process_ends_with_the_code(tiny: Path, tmp_path: Path) -> None:
+    finished = run(["train", tiny, "--nproc", "0"], tmp_path)
+    assert finished.code == 2
+    assert finished.stderr == "shardwise: --nproc 0: expected 1 or more ranks\n"
+
+
+def test_help_is_no_mistake(capfd: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--help"]):
+        assert main(arguments) == 0
+        assert "train" in capfd.readouterr().out
+    assert main(["train", "--help"]) == 0
+    shown = capfd.readouterr().out
+    assert "CONFIG.toml" in shown
+    assert "--set" in shown
+    assert "--nproc" in shown

@@ -1,0 +1,195 @@
+"""`shardwise train` from the command line to its files."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shardwise.train.settings import read_config
+
+from .commands import Finished, finish, losses, run, start
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended well."""
+
+    finished: Finished
+    directory: Path
+
+    @property
+    def summary(self) -> dict[str, object]:
+        summary: dict[str, object] = json.loads(
+            (self.directory / "summary.json").read_text(encoding="utf-8")
+        )
+        return summary
+
+
+def train(tiny: Path, directory: Path, *arguments: str) -> Run:
+    finished = run(
+        ["train", tiny, "--set", f"run.directory={directory}", *arguments], directory.parent
+    )
+    assert finished.code == 0, finished.stderr
+    return Run(finished, directory)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(tiny, tmp_path_factory.mktemp("two") / "run")
+
+
+def test_it_leaves_its_files(two_ranks: Run, tiny: Path) -> None:
+    names = {file.name for file in two_ranks.directory.iterdir()}
+    assert names == {
+        "config.toml",
+        "loss.png",
+        "metrics.jsonl",
+        "summary.json",
+        "timeline.json",
+    }
+    assert (two_ranks.directory / "loss.png").read_bytes().startswith(b"\x89PNG")
+    written = read_config(two_ranks.directory / "config.toml")
+    assert written == read_config(tiny, [f"run.directory={two_ranks.directory}"])
+    assert json.loads((two_ranks.directory / "timeline.json").read_text())["traceEvents"]
+
+
+def test_it_writes_a_line_a_step(two_ranks: Run) -> None:
+    lines = (two_ranks.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["step"] for record in records] == list(range(1, 21))
+    assert [record["tokens"] for record in records] == [8 * 32 * n for n in range(1, 21)]
+    assert all(record["tokens_per_second"] > 0 for record in records)
+    assert all(record["grad_norm"] > 0 for record in records)
+    assert records[-1]["validation_loss"] == two_ranks.summary["validation_loss"]
+
+
+def test_it_learns(two_ranks: Run) -> None:
+    trained = losses(two_ranks.directory)
+    assert 5.3 < trained[0] < 5.8  # ln 256 = 5.55
+    assert trained[-1] < trained[0] - 1
+
+
+def test_it_shows_what_it_does(two_ranks: Run) -> None:
+    shown = two_ranks.finished.stdout
+    assert re.search(r"blocks\.0 to blocks\.1 .*2 x 12,352", shown)
+    assert re.search(r"a rank \(of 2\) .*one process", shown)
+    steps = [line.split()[1] for line in shown.splitlines() if re.match(r"step \d+/", line)]
+    assert steps == ["1/20", "5/20", "10/20", "15/20", "20/20"]
+    assert re.search(r"loss \d\.\d+ in training .* \d\.\d+ in validation", shown)
+    assert re.search(r"\d\.\d\d also the byte before it", shown)
+    assert "def " in shown
+    assert re.search(r"\d+% of the gathers' time hidden", shown)
+    assert f"run directory: {two_ranks.directory}" in shown
+
+
+def test_it_is_quiet_on_stderr(two_ranks: Run) -> None:
+    ours = [line for line in two_ranks.finished.stderr.splitlines() if "[Gloo]" not in line]
+    assert ours == []
+
+
+def test_memory_of_a_rank_is_what_the_plan_says(two_ranks: Run) -> None:
+    rank, process = two_ranks.summary["rank"], two_ranks.summary["process"]
+    assert isinstance(rank, dict)
+    assert isinstance(process, dict)
+    for kept in ("parameters", "gradients", "optimizer"):
+        assert rank[kept] == process[kept] / 2
+    assert process["parameters"] == 4 * 32_928
+    assert rank["gathered"] == 4 * 32_928  # the root, one block and the one ahead of it
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_losses_do_not_depend_on_the_ranks(
+    two_ranks: Run, tiny: Path, tmp_path: Path, num_ranks: int
+) -> None:
+    other = train(tiny, tmp_path / "run", "--nproc", str(num_ranks))
+    assert losses(other.directory) == pytest.approx(losses(two_ranks.directory), abs=1e-4)
+    assert other.summary["validation_loss"] == pytest.approx(
+        two_ranks.summary["validation_loss"], abs=1e-4
+    )
+    assert read_config(other.directory / "config.toml").shard.nproc == num_ranks
+
+
+def test_it_joins_the_ranks_of_a_launcher_and_micro_batches_change_nothing(
+    two_ranks: Run, tiny: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    arguments: list[str | Path] = [
+        *("train", tiny, "--set", f"run.directory={directory}"),
+        *("--set", "train.micro_batch=2", "--set", "shard.units=Block"),
+    ]
+    launched = launcher(num_ranks=2)
+    ranks = [
+        start(arguments, tmp_path, RANK=rank, LOCAL_RANK=rank, **launched) for rank in ("0", "1")
+    ]
+    first, second = map(finish, ranks)
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    assert "run directory:" in first.stdout
+    assert second.stdout == ""
+    assert losses(directory) == pytest.approx(losses(two_ranks.directory), abs=1e-4)
+
+
+def test_ranks_of_a_launcher_hear_of_a_bad_directory_from_the_first(
+    two_ranks: Run, tiny: Path, tmp_path: Path
+) -> None:
+    arguments: list[str | Path] = ["train", tiny, "--set", f"run.directory={two_ranks.directory}"]
+    launched = launcher(num_ranks=2)
+    ranks = [start(arguments, tmp_path, RANK=rank, **launched) for rank in ("0", "1")]
+    first, second = map(finish, ranks)
+    assert (first.code, second.code) == (2, 2)
+    [line] = (line for line in first.stderr.splitlines() if "[Gloo]" not in line)
+    assert line.startswith("shardwise: run.directory=")
+    assert "shardwise:" not in second.stderr
+
+
+def launcher(num_ranks: int) -> dict[str, str]:
+    """What a launcher tells all its ranks."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    return {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+
+
+def test_a_rank_that_fails_shows_its_traceback(tiny: Path, tmp_path: Path) -> None:
+    finished = run(["train", tiny, "--set", "train.lr=1e30"], tmp_path)
+    assert finished.code == 1
+    told = [line for line in finished.stderr.splitlines() if "[Gloo]" not in line]
+    assert re.fullmatch(r"shardwise: rank [01] failed:", told[0])
+    assert told[1] == "Traceback (most recent call last):"
+    assert re.match(r"FloatingPointError: step \d+: loss .*; lower train\.lr", told[-1])
+    assert len(told) < 20
+
+
+def test_an_interrupt_ends_it_at_once(tiny: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    process = start(
+        ["train", tiny, "--set", "train.steps=100000", "--set", f"run.directory={directory}"],
+        tmp_path,
+    )
+    wait_for_steps(process, directory / "metrics.jsonl")
+    os.killpg(process.pid, signal.SIGINT)
+    began = time.monotonic()
+    finished = finish(process)
+    assert time.monotonic() - began < 10
+    assert finished.code == 130
+    assert finished.stderr.splitlines()[-1] == (
+        f"shardwise: interrupted; what was measured so far is in {directory}"
+    )
+    assert "Traceback" not in finished.stderr
+    assert losses(directory)
+
+
+def wait_for_steps(process: subprocess.Popen[str], metrics: Path) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and metrics.stat().st_size:
+            return
+        time.sleep(0.05)
+    process.kill()
+    pytest.fail(f"no step in a minute: {process.communicate()}")

@@ -1,0 +1,57 @@
+"""Threads and processes that a test started and did not end."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import pool_processes
+
+LEAVE_SECONDS = 1.0  # what a test has ended may need a moment to be gone
+
+
+@contextmanager
+def fail_on_leaks(leave_seconds: float = LEAVE_SECONDS) -> Iterator[None]:
+    """Fail if the block leaves a process, or a thread that keeps Python from ending, behind."""
+    threads, processes = _live_threads(), _live_children()
+    yield
+    left = _wait_until_empty(lambda: _describe_new(threads, processes), leave_seconds)
+    if left:
+        pytest.fail("left behind by this test: " + ", ".join(left), pytrace=False)
+
+
+def _describe_new(threads: set[threading.Thread], processes: set[int]) -> list[str]:
+    new_threads = [f"thread {thread.name!r}" for thread in _live_threads() - threads]
+    new_processes = _live_children() - processes - pool_processes()
+    return new_threads + [f"process {pid}: {_command_of(pid)}" for pid in new_processes]
+
+
+def _wait_until_empty(find: Callable[[], list[str]], seconds: float) -> list[str]:
+    end = time.monotonic() + seconds
+    while (found := find()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return found
+
+
+def _live_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if not thread.daemon}
+
+
+def _live_children() -> set[int]:
+    """This process's children, as Linux lists them; elsewhere none are known."""
+    lists = Path("/proc/self/task").glob("*/children")
+    children = {int(pid) for path in lists for pid in path.read_text().split()}
+    return {pid for pid in children if _command_of(pid)}
+
+
+def _command_of(pid: int) -> str:
+    """Its command line: empty for one that has ended, or that serves the whole session."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    except OSError:
+        return ""
+    # multiprocessing starts it once, at the first use of a semaphore, and keeps it.
+    return "" if "resource_tracker" in command else command

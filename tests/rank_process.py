@@ -1,0 +1,145 @@
+"""One rank of a pool: ``python -m tests.rank_process FD FOLDER RANK WORLD_SIZE``.
+
+The pool (``tests/ranks.py``) talks to it over the socket FD. It runs inside pytest, because that
+is the public way to have ``assert`` rewritten: a failing ``assert a == b`` in a rank shows values.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LOOPBACK = "127.0.0.1"
+# Longer than any deadline of a call: the pool decides when to stop waiting, and shows where.
+GROUP_TIMEOUT = timedelta(minutes=10)
+# Plugins that would collect what a rank should print, or take the handler its stacks come from.
+UNWANTED_PLUGINS = ("faulthandler", "threadexception", "unraisableexception", "cacheprovider")
+
+Request: TypeAlias = bytes | None  # a pickled (function, arguments), or: renew the groups
+Reply: TypeAlias = tuple[bool, bytes]  # (returned, pickled result) or (raised, traceback)
+
+
+class Rank:
+    """Runs what the pool asks for, one call at a time, on the main thread."""
+
+    def __init__(self, pool: Connection, rank: int, world_size: int) -> None:
+        self.pool = pool
+        self.rank = rank
+        self.world_size = world_size
+        self.num_groups = 0
+        self.store = self.meet()
+
+    def meet(self) -> Store:
+        """Join the store of rank 0, whose free port goes round through the pool."""
+        if self.rank == 0:
+            store = TCPStore(LOOPBACK, 0, self.world_size, is_master=True, wait_for_workers=False)
+            self.pool.send(store.port)
+            return store
+        return TCPStore(LOOPBACK, self.pool.recv(), self.world_size, wait_for_workers=False)
+
+    def renew_groups(self) -> None:
+        """Start with a default group that knows nothing of what earlier calls did to theirs."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore(f"groups{self.num_groups}", self.store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=GROUP_TIMEOUT,
+        )
+        self.num_groups += 1
+
+    def serve(self) -> None:
+        """Answer requests until the pool hangs up."""
+        requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        # A thread of its own reads the socket, so that a rank which is stuck in a call still
+        # notices that the pool is gone, and leaves with it.
+        threading.Thread(target=self.read_requests, args=(requests,), daemon=True).start()
+        while True:
+            request = requests.get()
+            self.pool.send_bytes(pickle.dumps(self.answer(request)))
+
+    def read_requests(self, requests: queue.SimpleQueue[Request]) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                requests.put(self.pool.recv_bytes() or None)
+        os._exit(0)
+
+    def answer(self, request: Request) -> Reply:
+        try:
+            if request is None:
+                self.renew_groups()
+                return True, pickle.dumps(None)
+            return True, call(request)
+        except BaseException as error:  # noqa: BLE001 (the pool's to show)
+            return False, own_traceback(error).encode()
+
+
+def call(request: bytes) -> bytes:
+    function: Callable[..., object]
+    function, arguments = pickle.loads(request)
+    # What lives by now is not this call's. Hidden from the collector, it makes a collection take
+    # well under a millisecond instead of 100, so that a call's groups and models go at once.
+    gc.collect()
+    gc.freeze()
+    torch.manual_seed(0)
+    try:
+        return pickle.dumps(function(*arguments))
+    finally:
+        gc.collect()
+
+
+def own_traceback(error: BaseException) -> str:
+    """The traceback from the test's function on, without the frames of this file."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+class Serving:
+    """The pytest plugin that is a rank instead of running tests."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.socket = int(arguments[0])
+        self.folder = Path(arguments[1])
+        self.rank = int(arguments[2])
+        self.world_size = int(arguments[3])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_cmdline_main(self) -> int:
+        pytest.register_assert_rewrite("tests")
+        torch.set_num_threads(1)
+        os.set_inheritable(self.socket, False)  # a child of the rank must not keep it open
+        with (self.folder / f"stacks{self.rank}").open("w") as stacks:
+            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+            rank = Rank(Connection(self.socket), self.rank, self.world_size)
+            rank.renew_groups()
+            rank.pool.send_bytes(pickle.dumps((True, pickle.dumps(None))))
+            rank.serve()
+        return 0
+
+
+if __name__ == "__main__":
+    without = [option for name in UNWANTED_PLUGINS for option in ("-p", f"no:{name}")]
+    sys.exit(pytest.main(["-s", "--noconftest", *without], plugins=[Serving(sys.argv[1:])]))

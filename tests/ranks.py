@@ -1,0 +1,228 @@
+"""Pools of Gloo ranks that tests share.
+
+::
+
+    def gather_ranks(scale: int) -> list[int]:      # module level: it is pickled by name
+        ...
+
+    def test_gather() -> None:
+        assert run_on(2, gather_ranks, 10) == [[0, 10], [0, 10]]
+
+A pool of W processes is started by the first test that needs W ranks and serves all later ones,
+so that a multi-rank test costs milliseconds. A rank that dies, hangs or raises fails its own test
+at once, with what it was doing, and never the next: a pool that may be spoilt is killed.
+"""
+
+import atexit
+import pickle
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TypeVar, cast
+
+from tests.rank_handle import POLL_SECONDS, RankProcess
+
+T = TypeVar("T")
+
+START_SECONDS = 120.0  # importing torch in four processes on a busy machine
+# How long the other ranks may take once one has raised: they are often in a collective with it.
+GRACE_SECONDS = 3.0
+# New groups take 70 ms on four ranks, so not every call gets them; but each group that a test
+# makes keeps threads and sockets until its default group goes.
+CALLS_PER_GROUP = 16
+
+
+class RankFailed(AssertionError):  # noqa: N818 (it is a test that failed)
+    """At least one rank raised, died or did not answer. ``errors`` says what, by rank."""
+
+    def __init__(self, message: str, errors: dict[int, str]) -> None:
+        super().__init__(message)
+        self.errors = errors
+
+
+def run_on(
+    world_size: int, function: Callable[..., T], *args: object, deadline: float = 20.0
+) -> list[T]:
+    """Call ``function(*args)`` in every rank of a pool; the results, by rank.
+
+    ``function`` is a module-level function. In each rank torch.distributed is initialised (Gloo),
+    torch has one thread, and its seed is 0. Arguments and results are pickled. Raises
+    ``RankFailed`` when a rank raises, dies, or does not answer within ``deadline`` seconds.
+    """
+    __tracebackhide__ = True
+    request = pickle.dumps((function, args))
+    pool = _ready_pool(world_size)
+    try:
+        outcome = pool.run(request, deadline)
+    except BaseException:  # an interrupt or a test's own timeout: the ranks are still at it
+        pool.kill()
+        raise
+    if outcome.errors:
+        raise RankFailed(outcome.report(), outcome.errors)
+    return [cast("T", pickle.loads(outcome.results[rank])) for rank in range(world_size)]
+
+
+def close_pools() -> None:
+    for pool in _pools.values():
+        pool.kill()
+    _pools.clear()
+
+
+def pool_processes() -> set[int]:
+    """The process ids of all ranks."""
+    return {rank.process.pid for pool in _pools.values() for rank in pool.ranks}
+
+
+@dataclass
+class Outcome:
+    """What became of one call."""
+
+    world_size: int
+    results: dict[int, bytes] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    headlines: dict[int, str] = field(default_factory=dict)  # of the errors, first failure first
+
+    @property
+    def missing(self) -> list[int]:
+        answered = self.results.keys() | self.errors.keys()
+        return [rank for rank in range(self.world_size) if rank not in answered]
+
+    def fail(self, rank: int, headline: str, error: str) -> None:
+        self.headlines[rank] = headline
+        self.errors[rank] = error
+
+    def report(self) -> str:
+        lines = [f"rank {rank} {headline}" for rank, headline in self.headlines.items()]
+        lines += [f"rank {rank} returned" for rank in sorted(self.results)]
+        for rank in self.headlines:
+            lines += ["", f"----- rank {rank} of {self.world_size} -----", self.errors[rank]]
+        return "\n".join(lines)
+
+
+class Pool:
+    """The ranks of one world size."""
+
+    def __init__(self, world_size: int) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.ranks = [
+            RankProcess(Path(self.folder.name), rank, world_size) for rank in range(world_size)
+        ]
+        self.num_calls = 0
+        self.alive = True
+
+    def start(self) -> None:
+        """Wait until every rank is ready, and say why when one is not."""
+        try:
+            self.pass_on_port()
+            outcome = self.collect(START_SECONDS)
+        except BaseException:
+            self.kill()
+            raise
+        if outcome.errors:
+            self.kill()
+            raise RankFailed("the ranks did not start\n" + outcome.report(), outcome.errors)
+
+    def pass_on_port(self) -> None:
+        """Hand the port of rank 0's store to the others."""
+        if not self.ranks[0].socket.poll(START_SECONDS):
+            return
+        try:
+            port = self.ranks[0].socket.recv()
+        except EOFError:
+            return  # it died, as ``collect`` is about to find out
+        for rank in self.ranks[1:]:
+            rank.send(pickle.dumps(port))
+
+    def run(self, request: bytes, deadline: float) -> Outcome:
+        for rank in self.ranks:
+            rank.send(request)
+        outcome = self.collect(deadline)
+        self.num_calls += 1
+        if self.is_alive() and (outcome.errors or self.num_calls % CALLS_PER_GROUP == 0):
+            self.renew_groups()
+        return outcome
+
+    def renew_groups(self) -> None:
+        """Give the next call new groups; ranks that cannot agree even on that are killed."""
+        for rank in self.ranks:
+            rank.send(b"")
+        if self.collect(GRACE_SECONDS).errors:
+            self.kill()
+
+    def collect(self, deadline: float) -> Outcome:
+        """Wait for every rank's answer. The pool is dead afterwards if one gave none."""
+        outcome = Outcome(len(self.ranks))
+        patience = f"{deadline:g} s of the call"
+        end = time.monotonic() + deadline
+        in_grace = False
+        while outcome.missing and time.monotonic() < end:
+            self.collect_answers(outcome)
+            if outcome.errors and not in_grace:
+                in_grace = True
+                patience = f"{GRACE_SECONDS:g} s of the first failure"
+                end = min(end, time.monotonic() + GRACE_SECONDS)
+        self.give_up_on_missing(outcome, patience)
+        return outcome
+
+    def collect_answers(self, outcome: Outcome) -> None:
+        ready = wait([self.ranks[number].socket for number in outcome.missing], POLL_SECONDS)
+        for number in outcome.missing:
+            rank = self.ranks[number]
+            if rank.socket in ready or rank.has_died():
+                record_answer(outcome, number, rank)
+
+    def give_up_on_missing(self, outcome: Outcome, patience: str) -> None:
+        missing = outcome.missing
+        for number in missing:
+            headline = f"gave no answer within {patience}"
+            stacks = f"{headline}; its stacks:\n{self.ranks[number].read_stacks()}"
+            outcome.fail(number, headline, stacks + self.ranks[number].read_output())
+        if missing or not self.is_alive():
+            self.kill()
+
+    def is_alive(self) -> bool:
+        return self.alive and all(rank.process.poll() is None for rank in self.ranks)
+
+    def kill(self) -> None:
+        self.alive = False
+        for rank in self.ranks:
+            rank.kill()
+        self.folder.cleanup()
+
+
+def record_answer(outcome: Outcome, number: int, rank: RankProcess) -> None:
+    match rank.receive():
+        case None:
+            death = rank.describe_death()
+            outcome.fail(number, death, death + rank.read_output())
+        case True, result:
+            outcome.results[number] = result
+        case _, text:
+            trace = text.decode().rstrip()
+            headline = "raised " + _line_of_type(trace)
+            outcome.fail(number, headline, trace + rank.read_output())
+
+
+_pools: dict[int, Pool] = {}
+atexit.register(close_pools)
+
+
+def _ready_pool(world_size: int) -> Pool:
+    pool = _pools.get(world_size)
+    if pool is None or not pool.is_alive():
+        if pool is not None:
+            pool.kill()
+        pool = _pools[world_size] = Pool(world_size)
+        pool.start()
+    return pool
+
+
+def _line_of_type(trace: str) -> str:
+    """The line with the exception's type: the first one after the last frame."""
+    lines = trace.splitlines()
+    frames = [index for index, line in enumerate(lines) if line.startswith("  File ")]
+    after = lines[frames[-1] + 1 :] if frames else lines
+    return next((line for line in after if line and not line.startswith(" ")), lines[-1])

@@ -1,0 +1,102 @@
+"""What one process on the global batch computes, and how ranks compare with it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.runtime.sharded_tensor import ShardedTensor
+from tests.models import CASES, build
+
+TOLERANCE = 1e-10
+BATCH = 12  # divides by 1, 2, 3 and 4 ranks
+
+MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
+
+
+def adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    # A large eps: where a gradient is all rounding, Adam would make a step of it.
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
+
+
+def own_part(batch: Tensor) -> Tensor:
+    """This rank's share of the global batch."""
+    return batch.chunk(world_size())[rank()].clone()
+
+
+def mean_over_ranks(loss: Tensor) -> Tensor:
+    total = loss.detach().clone()
+    if world_size() > 1:
+        dist.all_reduce(total)
+    return total / world_size()
+
+
+def assert_close(actual: Tensor | None, expected: Tensor | None, what: str) -> None:
+    if expected is None or actual is None:
+        assert actual is None, f"{what}: expected None, got {actual}"
+        assert expected is None, f"{what}: got None, expected {expected}"
+        return
+    actual = full(actual)
+    assert actual.shape == expected.shape, what
+    error = (actual.double() - expected.double()).norm().item()
+    scale = max(1.0, expected.double().norm().item())
+    assert error <= TOLERANCE * scale, f"{what}: off by {error:.2e} of {scale:.2e}"
+
+
+def assert_equal_training(
+    name: str,
+    steps: int = 3,
+    accumulate: int = 1,
+    make_optimizer: MakeOptimizer = adamw,
+    set_to_none: bool = True,
+    clip: float | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Train a case sharded and in one process; compare loss, gradients and parameters."""
+    case = CASES[name]
+    reference, model = build(name), build(name)
+    sw.fully_shard(model, **{"units": case.units, **options})
+    optimizers = [make_optimizer(m.parameters()) for m in (reference, model)]
+    for step in range(steps):
+        for _ in range(accumulate):
+            batch = case.batch(BATCH)
+            expected = case.loss(reference(batch.clone())) / accumulate
+            expected.backward()
+            loss = case.loss(model(own_part(batch))) / accumulate
+            loss.backward()
+            assert_close(mean_over_ranks(loss), expected.detach(), f"loss of step {step}")
+        assert_equal_models(model, reference, step)
+        if clip is not None:
+            clipped = sw.clip_grad_norm_(model.parameters(), clip)
+            wanted = nn.utils.clip_grad_norm_(reference.parameters(), clip)
+            assert_close(clipped, wanted, "norm")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+    assert_equal_models(model, reference, steps)
+    return model
+
+
+def assert_equal_models(model: nn.Module, reference: nn.Module, step: int) -> None:
+    pairs = zip(model.named_parameters(), reference.named_parameters(), strict=True)
+    for (name, parameter), (expected_name, expected) in pairs:
+        assert name == expected_name
+        assert parameter.shape == expected.shape
+        assert parameter.requires_grad == expected.requires_grad
+        assert_close(parameter.grad, expected.grad, f"gradient of {name} in step {step}")
+        assert_close(parameter.detach(), expected.detach(), f"{name} after step {step}")

@@ -1,0 +1,355 @@
+"""`fully_shard` and what it makes of a module."""
+
+import copy
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise as sw
+from tests.models import WIDTH, Block, Stack, build
+from tests.ranks import run_on
+from tests.runtime.one_process import (
+    adamw,
+    assert_close,
+    assert_equal_models,
+    assert_equal_training,
+    own_part,
+)
+from tests.runtime.test_memory import runtime_of
+
+
+def test_returns_the_module_and_keeps_names_ties_and_optimizers() -> None:
+    run_on(2, _keeps)
+
+
+def test_block_by_block_and_then_the_root() -> None:
+    run_on(2, _block_by_block)
+
+
+def test_a_mesh_and_its_errors() -> None:
+    run_on(2, _mesh)
+
+
+def test_a_mesh_of_some_ranks() -> None:
+    run_on(4, _two_meshes)
+
+
+def test_deepcopy_before_and_after() -> None:
+    run_on(2, _deepcopy)
+
+
+def test_gathered_shows_and_takes_whole_parameters() -> None:
+    run_on(2, _gathered)
+
+
+def test_different_initial_values_are_refused() -> None:
+    run_on(2, _different_values)
+
+
+def test_mistakes_are_told_at_the_call() -> None:
+    run_on(1, _mistakes)
+
+
+def test_replaced_parameters() -> None:
+    run_on(2, _replaced)
+
+
+def test_freezing_later() -> None:
+    run_on(2, _freezing)
+
+
+def test_attributes_of_parameters_stay() -> None:
+    run_on(2, _attributes)
+
+
+def test_methods_other_than_forward() -> None:
+    run_on(2, _generate)
+
+
+def test_outputs_of_any_structure() -> None:
+    run_on(2, _outputs)
+
+
+def test_two_models_side_by_side() -> None:
+    run_on(2, _two_models)
+
+
+def test_sequence_of_losses_in_one_backward() -> None:
+    run_on(2, _several_roots)
+
+
+def _keeps() -> None:
+    model = build("gpt")
+    names = [name for name, _ in model.named_parameters()]
+    ids = [id(parameter) for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # built too early, and works
+    assert sw.fully_shard(model, units="auto") is model
+    assert isinstance(model, sw.FSDPModule)
+    assert type(model).__name__ == "FSDPGpt"
+    assert [name for name, _ in model.named_parameters()] == names
+    assert [id(parameter) for parameter in model.parameters()] == ids
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+    assert all(isinstance(p, sw.ShardedTensor) for p in model.parameters())
+    assert model.head.weight is model.embedding.weight
+    before = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+    model(torch.randint(0, 11, (2, 7))).backward()
+    optimizer.step()
+    after = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+    assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def _block_by_block() -> None:
+    reference, model = build("stack"), build("stack")
+    assert isinstance(model, Stack)
+    for position, layer in enumerate(model.layers):
+        sw.fully_shard(layer, reshard_after_forward=None if position else False)
+    sw.fully_shard(model, prefetch=2)
+    plan = runtime_of(model).plan
+    assert [unit.label for unit in plan.units] == ["Stack", "layers.0", "layers.1", "layers.2"]
+    assert [unit.reshard for unit in plan.units] == [False, False, True, True]
+    assert plan.prefetch == 2
+    optimizers = [adamw(m.parameters()) for m in (reference, model)]
+    for step in range(3):
+        batch = torch.randn(12, WIDTH).double()
+        model(own_part(batch)).square().mean().backward()
+        reference(batch).square().mean().backward()
+        assert_equal_models(model, reference, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    tied, plain = build("tied"), build("tied")
+    for layer in tied.layers:  # type: ignore[union-attr]
+        sw.fully_shard(layer)
+    sw.fully_shard(tied)
+    batch = torch.randn(12, WIDTH).double()
+    tied(own_part(batch)).square().mean().backward()
+    plain(batch).square().mean().backward()
+    assert_equal_models(tied, plain, 0)
+
+
+def _mesh() -> None:
+    assert_equal_training("stack", mesh=init_device_mesh("cpu", (2,)))
+    two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    assert_equal_training("stack", mesh=two["shard"])
+    with pytest.raises(sw.PlanError, match="2 dimensions"):
+        sw.fully_shard(Block(), mesh=two)
+
+
+def _two_meshes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
+    torch.manual_seed(dist.get_rank() // 2)
+    reference = nn.Sequential(Block(), Block()).double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Block, mesh=mesh)
+    batch = torch.randn(4, WIDTH).double()
+    model(batch.chunk(2)[mesh.get_local_rank()]).square().mean().backward()
+    reference(batch).square().mean().backward()
+    assert_equal_models(model, reference, 0)
+
+
+def _deepcopy() -> None:
+    reference = build("gpt")
+    model = sw.fully_shard(copy.deepcopy(reference), units="auto")
+    twin = copy.deepcopy(model)
+    assert isinstance(twin, sw.FSDPModule)
+    assert twin.head.weight is twin.embedding.weight
+    tokens = torch.randint(0, 11, (4, 7))
+    for other in (model, twin):
+        other(own_part(tokens)).backward()
+    reference.zero_grad()
+    reference(tokens).backward()
+    assert_equal_models(twin, reference, 0)
+    with torch.no_grad():
+        next(twin.parameters()).zero_()
+    assert_equal_models(model, reference, 0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with pytest.raises(sw.PlanError, match="copy the whole model"):
+        copy.deepcopy(model.layers[0])
+
+
+def _gathered() -> None:
+    reference, model = build("stack"), build("stack")
+    sw.fully_shard(model, units=Block)
+    with sw.gathered(model):
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            assert not isinstance(p, sw.ShardedTensor)
+            assert torch.equal(p, q)
+        x = torch.randn(3, WIDTH).double()
+        assert_close(model(x), reference(x).detach(), "forward")
+        with torch.no_grad():
+            next(model.parameters()).zero_()
+    assert_equal_models(model, reference, 0)
+    with sw.gathered(model, write_back=True), torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.mul_(2)
+    assert_equal_models(model, reference, 0)
+    with pytest.raises(ZeroDivisionError), sw.gathered(model):
+        raise ZeroDivisionError
+    model(x).sum().backward()
+
+
+def _different_values() -> None:
+    torch.manual_seed(dist.get_rank())
+    with pytest.raises(sw.PlanError, match=r"0\.up\.weight differs between ranks 0 and 1.*seed"):
+        sw.fully_shard(nn.Sequential(Block()))
+
+
+def _mistakes() -> None:
+    model = build("stack")
+    for options, message in [
+        ({"units": nn.Conv2d}, "Conv2d matches no module of Stack.*Block"),
+        ({"units": "blocks"}, "units='blocks'"),
+        ({"units": 0}, "at least 1"),
+        ({"units": nn.ModuleList}, "never called"),
+        ({"strategy": "zero9"}, "zero9.*expected one of"),
+        ({"prefetch": -1}, "prefetch=-1"),
+        ({"unused": "ones"}, "unused='ones'"),
+    ]:
+        with pytest.raises(sw.PlanError, match=message):
+            sw.fully_shard(model, **options)  # type: ignore[arg-type]
+    with pytest.raises(sw.PlanError, match="takes a torch"):
+        sw.fully_shard("model")  # type: ignore[type-var]
+    with pytest.raises(sw.PlanError, match="meta"):
+        sw.fully_shard(nn.Linear(2, 2, device="meta"))
+    with pytest.raises(sw.PlanError, match="not sharded"):
+        sw.ledger(model)
+    sw.fully_shard(model, units=Block)
+    with pytest.raises(sw.PlanError, match="sharded already"):
+        sw.fully_shard(model)
+
+
+def _replaced() -> None:
+    model, reference = build("stack"), build("stack", seed=1)
+    sw.fully_shard(model, units=Block)
+    other = build("stack", seed=1)
+    sw.fully_shard(other, units=Block)
+    model.load_state_dict(other.state_dict(), assign=True)
+    x = torch.randn(2, WIDTH).double()
+    with torch.no_grad():
+        assert_close(model(x), reference(x), "forward with assigned values")
+    model.float()
+    with pytest.raises(sw.PlanError, match=r"replaced after fully_shard.*float64.*float32"):
+        model(x)
+
+
+def _freezing() -> None:
+    reference, model = build("stack"), build("stack")
+    sw.fully_shard(model, units=Block)
+    for m in (reference, model):
+        m.layers[1].requires_grad_(False)  # type: ignore[operator,union-attr,index]
+    for step in range(2):
+        batch = torch.randn(4, WIDTH).double()
+        model(own_part(batch)).sum().backward()
+        reference(batch).sum().div(2).backward()
+        assert_equal_models(model, reference, step)
+    frozen = build("frozen")
+    sw.fully_shard(frozen, units=Block)
+    frozen.requires_grad_(True)
+    with pytest.raises(sw.PlanError, match="was frozen when it was sharded"):
+        frozen(batch)
+
+
+def _attributes() -> None:
+    model = build("stack")
+    model.norm.weight.no_decay = True  # type: ignore[union-attr,assignment]
+    sw.fully_shard(model, units=Block)
+    assert model.norm.weight.no_decay  # type: ignore[union-attr]
+
+
+class Generator(Stack):
+    def generate(self, x: Tensor, steps: int) -> Tensor:
+        for _ in range(steps):
+            x = self(x)
+        return x
+
+
+def _generate() -> None:
+    torch.manual_seed(0)
+    reference = Generator().double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Block)
+    x = torch.randn(2, WIDTH).double()
+    with torch.no_grad():
+        assert_close(model.generate(x, 3), reference.generate(x, 3), "generate")
+    model.generate(x, 2).sum().backward()
+    reference.generate(x, 2).sum().backward()
+    assert_equal_models(model, reference, 0)
+
+
+class Wrapping(nn.Module):
+    """Returns its output inside an object of the given kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.block = Block().double()
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.block(x)
+        match self.kind:
+            case "mapping":
+                return UserDict(y=y)
+            case "object":
+                return Box(y)
+            case "set":
+                return frozenset([y])
+            case _:
+                return ([], {"a": (y, None, "text")}, 3)
+
+
+class Box:
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+def _outputs() -> None:
+    unpack: dict[str, Any] = {
+        "mapping": lambda out: out["y"],
+        "object": lambda out: out.y,
+        "set": lambda out: next(iter(out)),
+        "nested": lambda out: out[1]["a"][0],
+    }
+    for kind, take in unpack.items():
+        reference = Wrapping(kind)
+        model = copy.deepcopy(reference)
+        sw.fully_shard(model)
+        batch = torch.randn(4, WIDTH).double()
+        for step in range(2):
+            take(model(own_part(batch))).square().mean().backward()
+            take(reference(batch)).square().mean().backward()
+            assert_equal_models(model, reference, step)
+
+
+def _two_models() -> None:
+    pairs = [(build("stack", seed), build("stack", seed)) for seed in range(2)]
+    for _, model in pairs:
+        sw.fully_shard(model, units=Block)
+    for step in range(3):
+        batch = torch.randn(4, WIDTH).double()
+        for position in (0, 1):
+            out = batch
+            for pair in pairs:
+                out = pair[position](own_part(batch) if position and out is batch else out)
+            out.square().mean().backward()
+        for reference, model in pairs:
+            assert_equal_models(model, reference, step)
+
+
+def _several_roots() -> None:
+    reference, model = build("two uses"), build("two uses")
+    sw.fully_shard(model, units=Block)
+    batch = torch.randn(4, WIDTH).double()
+    for m, x in ((model, own_part(batch)), (reference, batch)):
+        left, right = m(x)
+        torch.autograd.backward([left.mean(), right.mean()])
+    assert_equal_models(model, reference, 0)

@@ -1,0 +1,228 @@
+"""C2: every model trains as one process does on the global batch, to 1e-10 in float64."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from tests.models import CASES, WIDTH, Block, Stack, build
+from tests.ranks import run_on
+from tests.runtime.one_process import (
+    BATCH,
+    adamw,
+    assert_close,
+    assert_equal_models,
+    assert_equal_training,
+    own_part,
+)
+
+WORLD_SIZES = (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", CASES)
+def test_training_equals_one_process(name: str, world_size: int) -> None:
+    run_on(world_size, _train, name, {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefetch": 0},
+        {"prefetch": 2},
+        {"prefetch": 9},
+        {"reshard_after_forward": True},
+        {"reshard_after_forward": False},
+        {"accumulate": 3},
+        {"accumulate": 2, "set_to_none": False},
+        {"set_to_none": False},
+        {"clip": 0.01},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["stack", "gpt", "unused and reused", "tied", "lora"])
+def test_options_change_no_number(name: str, options: dict[str, Any]) -> None:
+    run_on(2, _train, name, options)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "foreach", "fused", "adagrad", "loop"])
+def test_any_optimizer_works_on_shards(kind: str) -> None:
+    run_on(2, _train_with, kind)
+
+
+def test_random_models_and_options() -> None:
+    run_on(2, _train_random_models, 25, deadline=120.0)
+
+
+def test_two_forwards_before_two_backwards() -> None:
+    run_on(2, _two_forwards, deadline=30.0)
+
+
+def test_ranks_may_use_different_parameters() -> None:
+    run_on(3, _branch_by_rank)
+
+
+def test_zeros_for_unused_parameters_when_asked() -> None:
+    run_on(2, _unused_zeros)
+
+
+def test_forward_without_gradients_and_between() -> None:
+    run_on(2, _evaluate_between)
+
+
+def _train(name: str, options: dict[str, Any]) -> None:
+    assert_equal_training(name, **options)
+
+
+def _train_with(kind: str) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        match kind:
+            case "sgd":
+                return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+            case "adagrad":
+                return torch.optim.Adagrad(parameters, lr=0.1)
+            case _:
+                how = {"foreach": kind == "foreach", "fused": kind == "fused"}
+                return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, **how)
+
+    for name in ("stack", "tiny", "recurrent"):
+        assert_equal_training(name, make_optimizer=make)
+
+
+class RandomTree(nn.Module):
+    """Random nesting, order, repetition and skipping of layers, drawn from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        self.inner = nn.ModuleList(
+            RandomTree(seed * 7 + i) if draw.random() < 0.4 and seed < 400 else Block()
+            for i in range(draw.randint(1, 3))
+        )
+        self.gain = nn.Parameter(torch.rand(draw.randint(1, WIDTH)).double() + 0.5)
+        self.order = [draw.randrange(len(self.inner)) for _ in range(draw.randint(1, 4))]
+        for parameter in self.parameters():
+            parameter.requires_grad = draw.random() < 0.8
+        self.gain.requires_grad = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for position in self.order:
+            x = torch.tanh(self.inner[position](x))
+        return x * self.gain.sum()
+
+
+def _train_random_models(count: int) -> None:
+    for seed in range(1, count + 1):
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        reference = RandomTree(seed).double()
+        model = RandomTree(seed).double()
+        model.load_state_dict(reference.state_dict())
+        units: Any = draw.choice([Block, RandomTree, {Block, RandomTree}, 50, "auto", None])
+        if units == "auto" and not any(len(list(m.inner)) > 1 for m in _trees(model)):
+            units = None
+        prefetch, reshard = draw.randint(0, 3), draw.choice([None, True, False])
+        sw.fully_shard(model, units=units, prefetch=prefetch, reshard_after_forward=reshard)
+        optimizers = [adamw(m.parameters()) for m in (reference, model)]
+        for step in range(3):
+            batch = torch.randn(BATCH, WIDTH).double()
+            reference(batch).square().mean().backward()
+            model(own_part(batch)).square().mean().backward()
+            assert_equal_models(model, reference, step)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def _trees(model: nn.Module) -> list[RandomTree]:
+    return [module for module in model.modules() if isinstance(module, RandomTree)]
+
+
+def _two_forwards() -> None:
+    orders: list[list[int]] = [[0, 1], [1, 0]]
+    for reshard in (None, True, False):
+        for order in orders:
+            reference, model = build("stack"), build("stack")
+            sw.fully_shard(model, units=Block, reshard_after_forward=reshard)
+            for step in range(3):
+                batches = [torch.randn(BATCH, WIDTH).double() for _ in order]
+                losses = [model(own_part(batch)).square().mean() for batch in batches]
+                for position in order:
+                    losses[position].backward()
+                sum(reference(batch).square().mean() for batch in batches).backward()  # type: ignore[union-attr]
+                assert_equal_models(model, reference, step)
+                both = sum(model(own_part(batch)).sin().mean() for batch in batches)
+                both.backward()  # type: ignore[union-attr]
+                sum(reference(batch).sin().mean() for batch in batches).backward()  # type: ignore[union-attr]
+                assert_equal_models(model, reference, step)
+                model.zero_grad()
+                reference.zero_grad()
+
+
+class Branching(nn.Module):
+    """Which matrices of its unit a rank uses depends on its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ParameterList(torch.randn(WIDTH, WIDTH).double() for _ in range(4))
+        self.last = Block().double()
+
+    def forward(self, x: torch.Tensor, expert: int | None) -> torch.Tensor:
+        if expert is not None:
+            x = x @ self.experts[expert]
+        y: torch.Tensor = self.last(x)
+        return y
+
+
+def _branch_by_rank() -> None:
+    reference, model = Branching(), Branching()
+    model.load_state_dict(reference.state_dict())
+    sw.fully_shard(model, units=Block)
+    optimizers = [adamw(m.parameters()) for m in (reference, model)]
+    for step in range(3):
+        batch = torch.randn(BATCH, WIDTH).double()
+        choices = [step, None, 0]
+        for part, expert in zip(batch.chunk(3), choices, strict=True):
+            (reference(part, expert).square().mean() / 3).backward()
+        expert = choices[torch.distributed.get_rank()]
+        model(own_part(batch), expert).square().mean().backward()
+        assert_equal_models(model, reference, step)
+        assert model.experts[3].grad is None
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _unused_zeros() -> None:
+    model = build("unused and reused")
+    sw.fully_shard(model, units=Block, unused="zeros")
+    model(torch.randn(4, WIDTH).double()).sum().backward()
+    for name, parameter in model.named_parameters():
+        called = name.startswith(("shared", "other"))
+        root = name == "spare"
+        if called or root:
+            assert parameter.grad is not None, name
+            assert bool((parameter.grad != 0).any()) == called, name
+
+
+def _evaluate_between() -> None:
+    reference, model = build("stack"), build("stack")
+    sw.fully_shard(model, units=Block)
+    for step in range(3):
+        batch = torch.randn(BATCH, WIDTH).double()
+        with torch.no_grad():
+            assert_close(model(batch), reference(batch), "evaluation before")
+        model(own_part(batch)).square().mean().backward()
+        reference(batch).square().mean().backward()
+        with torch.inference_mode():
+            assert_close(model(batch), reference(batch), "evaluation with gradients about")
+        assert_equal_models(model, reference, step)
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *reference.parameters()):
+                parameter.mul_(0.9)
+        kept_graph = model(batch)  # a graph that nobody runs backward through
+        assert_close(kept_graph.detach(), reference(batch).detach(), "after an update")
+    assert isinstance(model, Stack)

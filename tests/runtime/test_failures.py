@@ -1,0 +1,178 @@
+"""C6: errors name what is wrong, reach every rank, and leave a model that trains on."""
+
+import copy
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.runtime.unit import UnitState
+from tests.models import WIDTH, Block
+from tests.ranks import RankFailed, run_on
+from tests.runtime.one_process import assert_close, own_part
+from tests.runtime.test_memory import runtime_of
+
+EVERY = (0, 1, 2)
+
+
+@pytest.mark.parametrize("position", [1, 3])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("raising", [EVERY, (0,), (2,), (0, 2)], ids=str)
+def test_an_exception_reaches_every_rank_and_the_next_step_works(
+    where: str, position: int, raising: Sequence[int]
+) -> None:
+    run_on(3, _raise, where, position, raising, deadline=40.0)
+
+
+def test_an_exception_in_one_process_is_the_users_own() -> None:
+    run_on(1, _raise, "backward", 3, EVERY)
+
+
+@pytest.mark.parametrize("swap", ["another unit", "one more forward", "evaluation on one rank"])
+def test_ranks_that_diverge_are_named_on_every_rank(swap: str) -> None:
+    run_on(2, _diverge, swap, deadline=40.0)
+
+
+def test_a_rank_that_dies_is_noticed_by_the_others() -> None:
+    with pytest.raises(RankFailed) as failure:
+        run_on(3, _die, deadline=30.0)
+    assert "PeerLost" in str(failure.value) or "killed" in str(failure.value).lower()
+
+
+def test_double_backward_is_refused() -> None:
+    run_on(2, _double_backward)
+
+
+def test_a_user_may_catch_an_exception_inside_forward() -> None:
+    run_on(2, _caught_inside)
+
+
+class Touchy(nn.Module):
+    """Raises where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.where = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "forward":
+            raise ValueError("it hurts")
+        y: Tensor = self.linear(x)
+        if self.where == "backward":
+            y.register_hook(self._raise)
+        return y
+
+    def _raise(self, _gradient: Tensor) -> None:
+        raise ValueError("it hurts")
+
+
+def _make() -> tuple[nn.Sequential, nn.Sequential]:
+    reference = nn.Sequential(Block(), Touchy(), Block(), Touchy(), Block()).double()
+    model = copy.deepcopy(reference)
+    return reference, sw.fully_shard(model, units={Block, Touchy})
+
+
+def _check_step(model: nn.Module, reference: nn.Module) -> None:
+    batch = torch.randn(12, WIDTH).double()
+    model.zero_grad()
+    reference.zero_grad()
+    model(own_part(batch)).square().mean().backward()
+    reference(batch).square().mean().backward()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert_close(p.grad, q.grad, name)
+    runtime = runtime_of(model)
+    assert all(unit.state is UnitState.SHARDED for unit in runtime.units)
+    assert runtime.scheduler.ledger.gathered_bytes == 0
+
+
+def _raise(where: str, position: int, raising: Sequence[int]) -> None:
+    reference, model = _make()
+    touchy = model[position]
+    assert isinstance(touchy, Touchy)
+    rank = dist.get_rank()
+    for _ in range(2):
+        _check_step(model, reference)
+        touchy.where = where if rank in raising else ""
+        expected = ValueError if rank in raising else sw.PeerAborted
+        with pytest.raises(expected, match=r"it hurts|in backward|gave up"):
+            model(torch.randn(4, WIDTH).double()).square().mean().backward()
+        touchy.where = ""
+        if raising == EVERY:
+            assert all(unit.state is UnitState.SHARDED for unit in runtime_of(model).units)
+        _check_step(model, reference)
+
+
+def _diverge(swap: str) -> None:
+    reference, model = _make()
+    _check_step(model, reference)
+    x = torch.randn(4, WIDTH).double()
+    first = dist.get_rank() == 0
+    started = time.monotonic()
+    with pytest.raises(sw.RanksDiverged) as caught:  # noqa: PT012 - any of them may raise
+        match swap:
+            case "another unit":
+                y = model[0](x) if first else model[2](x)
+            case "one more forward":
+                y = model(model(x)) if first else model(x)
+                y.sum().backward()
+            case _:
+                if first:
+                    with torch.no_grad():
+                        model(x)
+                model(x).sum().backward()
+        model(x).sum().backward()
+    assert time.monotonic() - started < 15
+    text = str(caught.value)
+    assert "rank 0: step 1" in text
+    assert "rank 1: step 1" in text
+    assert "waits for" in text
+    for _ in range(2):
+        _check_step(model, reference)
+
+
+def _die() -> None:
+    reference, model = _make()
+    _check_step(model, reference)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _check_step(model, reference)
+
+
+def _double_backward() -> None:
+    reference, model = _make()
+    x = torch.randn(4, WIDTH).double()
+    with pytest.raises(sw.StepError, match="create_graph"):
+        model(x).square().mean().backward(create_graph=True)
+    _check_step(model, reference)
+
+
+class Forgiving(nn.Module):
+    """Falls back on another unit if the first one raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.risky = Touchy()
+        self.safe = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            y: Tensor = self.risky(x)
+        except ValueError:
+            y = self.safe(x)
+        return y
+
+
+def _caught_inside() -> None:
+    reference = Forgiving().double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units={Touchy, Block})
+    for where in ("", "forward", "forward", ""):
+        model.risky.where = reference.risky.where = where
+        _check_step(model, reference)

@@ -1,0 +1,46 @@
+"""recorded(engine) == schedule(plan): the engine does what the plan foresees."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.plan.plan import make_plan
+from shardwise.plan.schedule import schedule
+from tests.models import CASES, build
+from tests.ranks import run_on
+from tests.runtime.one_process import own_part, world_size
+
+# Their units run once each, in module order, inside the root.
+IN_MODULE_ORDER = [
+    "stack", "stack, one unit", "stack, every layer", "stack, by size", "sequential", "gpt", "conv",
+    "frozen", "lora", "tied", "tiny", "mixed dtypes", "structured", "recurrent",
+]  # fmt: skip
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"prefetch": 0},
+    {"prefetch": 3},
+    {"reshard_after_forward": True},
+    {"reshard_after_forward": False},
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", IN_MODULE_ORDER)
+def test_recorded_is_scheduled(name: str, world_size: int) -> None:
+    run_on(world_size, _compare, name)
+
+
+def _compare(name: str) -> None:
+    case = CASES[name]
+    for options in OPTIONS:
+        model = build(name)
+        plan = make_plan(model, world_size=world_size(), units=case.units, **options)
+        sw.fully_shard(model, units=case.units, **options)
+        for step in range(3):
+            case.loss(model(own_part(case.batch(12)))).backward()
+            if step:  # the first records the order
+                assert sw.ledger(model).events() == schedule(plan), f"{options} in step {step}"
+        with torch.no_grad():
+            model(own_part(case.batch(12)))

@@ -1,0 +1,160 @@
+"""C3: what is gathered is bounded, and shards are all that stays."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.plan.events import EventKind
+from shardwise.plan.plan import Plan
+from shardwise.runtime.engine import Runtime
+from tests.models import CASES, WIDTH, Block, build
+from tests.ranks import run_on
+from tests.runtime.one_process import own_part, world_size
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("name", ["sequential", "stack", "gpt", "unused and reused", "lora"])
+def test_gathered_bytes_never_exceed_one_unit_and_those_ahead(name: str, prefetch: int) -> None:
+    run_on(2, _count_gathered, name, prefetch)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_rank_keeps_its_share_of_parameters_gradients_and_states(world_size: int) -> None:
+    run_on(world_size, _count_kept)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_deleted_model_frees_its_memory_without_the_cycle_collector(world_size: int) -> None:
+    run_on(world_size, _delete)
+
+
+def test_steps_allocate_nothing_new() -> None:
+    run_on(2, _reuse)
+
+
+def test_frozen_parameters_own_no_gradient_buffer() -> None:
+    run_on(2, _frozen)
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    runtime = model.__dict__["_shardwise"].runtime
+    assert isinstance(runtime, Runtime)
+    return runtime
+
+
+def _bound(plan: Plan, prefetch: int) -> int:
+    """The root, whose parameters are in use throughout, and the largest units next to each other."""
+    inner = sorted((unit.gathered_bytes for unit in plan.units[1:]), reverse=True)
+    return plan.units[0].gathered_bytes + sum(inner[: 1 + prefetch])
+
+
+def _count_gathered(name: str, prefetch: int) -> None:
+    case = CASES[name]
+    model = build(name)
+    sw.fully_shard(model, units=case.units, prefetch=prefetch)
+    runtime = runtime_of(model)
+    for _ in range(3):
+        case.loss(model(own_part(case.batch(12)))).backward()
+        with torch.no_grad():
+            model(own_part(case.batch(12)))
+    ledger = sw.ledger(model)
+    assert ledger.gathered_bytes == 0
+    assert 0 < ledger.peak_gathered_bytes() <= _bound(runtime.plan, prefetch)
+    # The pool held no more than that, and two reductions with what they receive into.
+    gradients = sorted((unit.gradient_bytes for unit in runtime.plan.units), reverse=True)
+    reductions = 2 * sum(gradients[:2])
+    assert runtime.pool.peak_bytes <= 2 * (_bound(runtime.plan, prefetch) + reductions)
+    assert runtime.pool.held_bytes <= runtime.pool.peak_bytes
+    outstanding = 0
+    for event in ledger.events():
+        outstanding += (event.kind is EventKind.REDUCE) - (event.kind is EventKind.COLLECT)
+        assert outstanding <= 2, "at most two reduce buffers are alive"
+
+
+def _local_bytes(tensors: list[Tensor]) -> int:
+    return sum(t.to_local().nbytes for t in tensors if isinstance(t, sw.ShardedTensor))
+
+
+def _count_kept() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(32) for _ in range(3)))
+    parameters = list(model.parameters())
+    one_process = sum(parameter.nbytes for parameter in parameters)
+    sw.fully_shard(model, units=Block)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.randn(4, 32)).square().mean().backward()
+    optimizer.step()
+    # One unit has 4 parameters, each padded to 16 bytes, and a shard that is.
+    padding = 3 * (4 * 16 + 16 * world_size())
+    for kept in (
+        _local_bytes([p.detach() for p in model.parameters()]),
+        _local_bytes([p.grad for p in model.parameters() if p.grad is not None]),
+        _local_bytes([s["exp_avg"] for s in optimizer.state.values()]),
+        _local_bytes([s["exp_avg_sq"] for s in optimizer.state.values()]),
+        sum(flat.shard.nbytes for unit in runtime_of(model).units for flat in unit.flats),
+    ):
+        assert abs(kept * world_size() - one_process) <= padding * world_size()
+        assert kept <= one_process / world_size() + padding
+
+
+def _delete() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = build("stack")
+        sw.fully_shard(model, units=Block)
+        for _ in range(2):
+            model(torch.randn(4, WIDTH).double()).sum().backward()
+        model(torch.randn(4, WIDTH).double())  # leaves a unit gathered
+        runtime = runtime_of(model)
+        watched = [weakref.ref(runtime), weakref.ref(runtime.pool), weakref.ref(model)]
+        watched += [weakref.ref(flat) for unit in runtime.units for flat in unit.flats]
+        watched += [weakref.ref(p) for p in model.parameters()]
+        watched += [weakref.ref(p.dense) for unit in runtime.units for p in unit.parameters]
+        del runtime
+        del model
+        alive = [reference() for reference in watched if reference() is not None]
+        assert not alive, alive
+    finally:
+        gc.enable()
+
+
+def _reuse() -> None:
+    model = nn.Sequential(*(Block(16) for _ in range(4)))
+    sw.fully_shard(model, units=Block)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    addresses = []
+    for _ in range(4):
+        model(torch.randn(4, 16)).square().mean().backward()
+        optimizer.step()
+        grads = [p.grad for p in model.parameters()]
+        addresses.append(
+            [g.to_local().data_ptr() for g in grads if isinstance(g, sw.ShardedTensor)]
+        )
+        del grads
+        optimizer.zero_grad()
+    assert addresses[0] == addresses[-1], "the shard of gradients is used again"
+    kept = [p.grad for p in model.parameters()]
+    model(torch.randn(4, 16)).square().mean().backward()
+    first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    held = [p.grad for p in model.parameters()]
+    optimizer.zero_grad()
+    model(torch.randn(4, 16)).square().mean().backward()
+    for before, now in zip(first, held, strict=True):
+        assert isinstance(now, sw.ShardedTensor)
+        assert torch.equal(before.to_local(), now.to_local()), "a gradient that is held stays"
+    assert kept == [None] * len(kept)
+
+
+def _frozen() -> None:
+    model = build("frozen")
+    sw.fully_shard(model, units=Block)
+    model(torch.randn(4, WIDTH).double()).sum().backward()
+    for unit in runtime_of(model).units:
+        for flat in unit.flats:
+            trainable = all(p.sharded.requires_grad for p in flat.parameters)
+            assert (flat.gradients is not None) == trainable

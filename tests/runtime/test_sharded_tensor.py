@@ -1,0 +1,207 @@
+"""C1: a sharded parameter is its whole self to the user."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from tests.models import Tiny, build
+from tests.ranks import run_on
+
+SHAPES = [(5, 3), (7,), (), (1,), (0, 4), (2, 3, 4)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_reductions_are_global(world_size: int) -> None:
+    run_on(world_size, _reductions)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_elementwise_operations_are_those_of_the_whole(world_size: int) -> None:
+    run_on(world_size, _elementwise)
+
+
+def test_what_a_shard_cannot_answer_is_refused() -> None:
+    run_on(2, _refused)
+
+
+def test_torchs_own_clipping_and_grad_scaler() -> None:
+    run_on(2, _clip_and_scale)
+
+
+def test_state_dict_round_trip_and_whole_values() -> None:
+    run_on(3, _state_dict)
+
+
+def test_versions_are_counted() -> None:
+    run_on(2, _versions)
+
+
+def test_penalty_on_sharded_parameters() -> None:
+    run_on(2, _penalty)
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.ParameterList(torch.randn(shape).double() for shape in SHAPES)
+
+    def forward(self) -> Tensor:
+        return torch.stack([value.sum() for value in self.values]).sum()
+
+
+def _pairs() -> list[tuple[Tensor, Tensor]]:
+    whole, holder = Holder(), Holder()
+    holder.load_state_dict(whole.state_dict())
+    sw.fully_shard(holder)
+    return [
+        (p.detach(), q.detach()) for p, q in zip(holder.values, whole.values, strict=True)
+    ]
+
+
+def _equal(actual: Tensor, expected: Tensor) -> None:
+    actual = actual.full_tensor() if isinstance(actual, sw.ShardedTensor) else actual
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def _reductions() -> None:
+    functions: list[Callable[[Tensor], Tensor]] = [
+        torch.sum, torch.mean, torch.norm, Tensor.norm, torch.linalg.vector_norm,
+        lambda x: x.norm(1), lambda x: x.norm(math.inf), lambda x: x.norm(p=3),
+        lambda x: torch.linalg.vector_norm(x, dtype=torch.float32), lambda x: x.isfinite().all(),
+        lambda x: (x > 0).any(), lambda x: (x > 100).any(), lambda x: (x == x).all(),
+    ]  # fmt: skip
+    extremes: list[Callable[[Tensor], Tensor]] = [torch.max, torch.min, torch.amax, torch.amin]
+    for sharded, whole in _pairs():
+        for function in functions + (extremes if whole.numel() else []):
+            if whole.numel() or function is not torch.mean:
+                _equal(function(sharded), function(whole))
+    shards, wholes = zip(*_pairs(), strict=True)
+    for order in (1.0, 2.0, math.inf):
+        norms = torch._foreach_norm(shards, order)
+        for norm, whole in zip(norms, wholes, strict=True):
+            _equal(norm, torch.linalg.vector_norm(whole, order) if whole.numel() else norm * 0)
+
+
+def _elementwise() -> None:
+    for sharded, whole in _pairs():
+        assert isinstance(sharded, sw.ShardedTensor)
+        other = torch.randn_like(whole)
+        for function in (
+            lambda x, y: x + y,
+            lambda x, y: y * x - 2,
+            lambda x, y: torch.where(x > 0, x, y),
+            lambda x, y: x.clamp(-1, 1).pow(2).lerp(y, 0.3),
+            lambda x, y: x.addcmul(y, y, value=0.1),
+            lambda x, y: torch.zeros_like(x) + x.clone().fill_(3.0),
+            lambda x, y: x.to(torch.float32),
+            lambda x, y: x.new_tensor(1.0) * x if x is None else -x,
+        ):
+            _equal(function(sharded, other), function(whole, other))
+        if whole.ndim == 2 and whole.numel():
+            _equal(sharded * other[:1], whole * other[:1])
+            _equal(sharded * other[0], whole * other[0])
+        both = sharded * sharded + sharded
+        assert isinstance(both, sw.ShardedTensor)
+        assert both.shape == whole.shape
+        _equal(both, whole * whole + whole)
+        copied = sharded.clone()
+        copied.copy_(other)
+        _equal(copied, other)
+        copied.mul_(2).add_(sharded, alpha=3)
+        _equal(copied, 2 * other + 3 * whole)
+        assert isinstance(copied.to_local(), Tensor)
+        assert copied.to_local().ndim == 1
+
+
+def _refused() -> None:
+    (sharded, whole), *_ = _pairs()
+    for function in (
+        lambda x: x @ x.T,
+        lambda x: x.sum(dim=0),
+        lambda x: x[0],
+        lambda x: x.view(-1),
+        lambda x: nn.functional.linear(whole, x),
+        lambda x: torch.cat([x, x]),
+        lambda x: x.sort(),
+        lambda x: whole.clone().add_(x),
+        lambda x: x + torch.ones(2, 9).double(),
+        lambda x: x.tolist(),
+    ):
+        with pytest.raises(sw.ShardedTensorError, match=r"values\.0|full_tensor"):
+            function(sharded)
+    model = build("stack")
+    sw.fully_shard(model, units="auto")
+    with pytest.raises(sw.ShardedTensorError, match=r"first\.weight.*through its unit"):
+        model.first(torch.randn(2, 6).double())
+
+
+def _clip_and_scale() -> None:
+    for sharded, whole in [_gradients()]:
+        norms = [torch.nn.utils.clip_grad_norm_(ps, 0.5) for ps in (sharded, whole)]
+        _equal(norms[0], norms[1])
+        for p, q in zip(sharded, whole, strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            _equal(p.grad, q.grad)
+        assert torch.nn.utils.get_total_norm([p.grad for p in sharded if p.grad is not None])
+    parameters, _ = _gradients()
+    gradient = parameters[0].grad
+    assert isinstance(gradient, sw.ShardedTensor)
+    if torch.distributed.get_rank() == 1:
+        gradient.to_local()[-1] = math.inf
+    found = torch.zeros(1)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.5))
+    assert found.item() == 1, "an overflow on one rank is one on all"
+
+
+def _gradients() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    torch.manual_seed(0)
+    models = [Holder(), Holder()]
+    models[0].load_state_dict(models[1].state_dict())
+    sw.fully_shard(models[0])
+    for model in models:
+        (model() * 3).backward()
+    return list(models[0].parameters()), list(models[1].parameters())
+
+
+def _state_dict() -> None:
+    reference, model = build("gpt"), build("gpt", seed=1)
+    sw.fully_shard(model, units="auto")
+    model.load_state_dict(reference.state_dict())
+    for (name, value), (other, expected) in zip(
+        model.state_dict().items(), reference.state_dict().items(), strict=True
+    ):
+        assert name == other
+        _equal(value, expected)
+    tokens = torch.randint(0, 11, (2, 7))
+    _equal(model(tokens).detach(), reference(tokens).detach())
+    tiny = Tiny()
+    sw.fully_shard(tiny, units="auto")
+    assert [tuple(p.shape) for p in tiny.parameters()] == [tuple(p.shape) for p in Tiny().parameters()]
+
+
+def _versions() -> None:
+    (sharded, _), *_ = _pairs()
+    before = sharded._version
+    sharded.add_(1)
+    torch._foreach_mul_([sharded], 2.0)
+    assert sharded._version >= before + 2
+
+
+def _penalty() -> None:
+    models = [build("stack"), build("stack")]
+    sw.fully_shard(models[1], units="auto")
+    for model in models:
+        penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+        (penalty * 0.1 + model(torch.ones(4, 6).double()).square().mean()).backward()
+    for p, q in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        _equal(p.grad, q.grad)
