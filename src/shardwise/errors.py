@@ -4,7 +4,7 @@
 
     ShardwiseError
     ├── PlanError(ValueError)            the model, units, strategy or mesh do not fit together
-    ├── ShardedTensorError(TypeError)    an operation that a shard alone cannot answer
+    ├── ShardedTensorError(RuntimeError) an operation that a shard alone cannot answer
     └── StepError(RuntimeError)          a step ended for every rank of the mesh
         ├── RanksDiverged                ranks wait for different things
         ├── PeerAborted                  another rank raised; its message is in this one
@@ -30,8 +30,11 @@ class PlanError(ShardwiseError, ValueError):
     """A model, a wrap choice, a strategy or a mesh that do not fit together."""
 
 
-class ShardedTensorError(ShardwiseError, TypeError):
-    """An operation on a sharded parameter that no rank can answer from its shard."""
+class ShardedTensorError(ShardwiseError, RuntimeError):
+    """An operation on a sharded parameter that no rank can answer from its shard.
+
+    Not a TypeError: Python's operators would swallow it and say "unsupported operand type(s)".
+    """
 
 
 class StepError(ShardwiseError, RuntimeError):

@@ -100,6 +100,7 @@ class Backward:
     missing: int = 0  # bit i: the i-th call is not reached; the last of each pass always is
     recomputes: tuple[Recompute | None, ...] = ()  # for the i-th arrival
     dies_after: int | None = None  # arrivals
+    retain: bool = False  # the same passes may be walked again
 
 
 Program = tuple[Forward | Backward, ...]
@@ -157,20 +158,25 @@ def programs(
     outcomes: Sequence[Outcome] = ANY_OUTCOME,
     recomputes: st.SearchStrategy[Recompute] | None = RECOMPUTES,
     may_die: bool = False,
-    max_length: int = 6,
 ) -> Program:
-    recompute = st.none() if recomputes is None else st.none() | recomputes
+    """Up to three times some forwards and then some backwards."""
+    recompute = st.none() if recomputes is None else st.none() | recomputes | recomputes
     forward = st.builds(
         Forward, call_specs(plan, outcomes), grad=st.sampled_from([True, True, True, False])
     )
     backward = st.builds(
         Backward,
         passes=st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True).map(tuple),
-        missing=st.integers(0, 255),
+        missing=st.just(0) | st.integers(0, 255),
         recomputes=st.lists(recompute, max_size=4).map(tuple),
         dies_after=st.none() | st.integers(1, 3) if may_die else st.none(),
+        retain=st.sampled_from([False, False, True]),
     )
-    return tuple(draw(st.lists(forward | backward, max_size=max_length)))
+    program: list[Forward | Backward] = []
+    for _ in range(draw(st.integers(1, 3))):
+        program += draw(st.lists(forward, min_size=1, max_size=3))
+        program += draw(st.lists(backward, min_size=1, max_size=2))
+    return tuple(program)
 
 
 # -- the laws ----------------------------------------------------------------------------------
@@ -207,8 +213,10 @@ class Monitor:
             self.events.append(event)
             if event.kind is EventKind.GATHER and self.check_bound:
                 self._check_bound(events[position:])
-        for label in in_use:
-            assert self._is_ready(self.units[label]), f"{label} computes but is not gathered"
+
+    def check_ready(self, busy: Iterable[int]) -> None:
+        for unit in busy:
+            assert self._is_ready(self.plan.units[unit]), f"u{unit} computes but is not gathered"
 
     def _gather(self, unit: UnitPlan, event: Event, _: set[str]) -> None:
         assert event.bytes == unit.gathered_bytes > 0
@@ -273,7 +281,7 @@ class Monitor:
 
 
 class Failed(Exception):  # noqa: N818
-    """A forward raised, or a recomputation has all that it needs."""
+    """A forward raised, or a recomputation was cut short because it has all that it needs."""
 
 
 @dataclass(eq=False)
@@ -315,6 +323,7 @@ class Driver:
         self.stack: list[Ran] = []
         self.walking: dict[int, list[Ran]] = {}  # calls whose backward is under way, by task
         self.num_tasks = 0
+        self.reduced: list[Counter[str]] = []  # of the graph tasks under way, innermost last
 
     def run(self, program: Program) -> None:
         for op in program:
@@ -336,7 +345,7 @@ class Driver:
             return None
         if op.grad:
             self.pending.insert(0, ran[0])
-        if not any(each.call.differentiable for each in ran[0].everything()):
+        if not any(call.differentiable for call in ran[0].call.of.calls):
             assert not self.monitor.gathered, "no backward will come"
         return ran[0]
 
@@ -352,39 +361,30 @@ class Driver:
         recomputed = recompute is not None
         call, events = self.sequencer.enter(spec.unit, grad=grad, recomputed=recomputed)
         ran = Ran(spec, call, self.stack[-1] if self.stack else None)
+        self._perform(events, ran)
         self.stack.append(ran)
-        self._perform(events)
-        outcome = spec.outcome if grad else Outcome.DETACHED
-        if recomputed and spec.outcome is not Outcome.FAILED:
-            outcome = Outcome.DIFFERENTIABLE
         try:
-            if recompute is not None:
-                recompute[0] -= 1
-                if not recompute[0]:
-                    raise Failed
-            for inner in spec.inner:
-                self._call_inside(ran, inner, grad=grad, recompute=recompute)
-            if spec.outcome is Outcome.FAILED:
-                raise Failed
+            self._compute(ran, grad=grad, recompute=recompute)
         except Failed:
             self._exit(ran, Outcome.FAILED)
             raise
-        self._exit(ran, outcome)
+        outcome = Outcome.DIFFERENTIABLE if recomputed else spec.outcome
+        self._exit(ran, outcome if grad else Outcome.DETACHED)
         into.append(ran)
 
-    def _call_inside(
-        self,
-        ran: Ran,
-        inner: CallSpec,
-        *,
-        grad: bool,
-        recompute: list[int] | None,
-    ) -> None:
-        try:
-            self._call(inner, ran.inner, grad=grad, recompute=recompute)
-        except Failed:
-            if not ran.spec.catches or recompute == [0]:
-                raise
+    def _compute(self, ran: Ran, *, grad: bool, recompute: list[int] | None) -> None:
+        if recompute is not None:
+            recompute[0] -= 1
+            if not recompute[0]:
+                raise Failed
+        for inner in ran.spec.inner:
+            try:
+                self._call(inner, ran.inner, grad=grad, recompute=recompute)
+            except Failed:
+                if not ran.spec.catches or recompute == [0]:
+                    raise
+        if ran.spec.outcome is Outcome.FAILED:
+            raise Failed
 
     def _exit(self, ran: Ran, outcome: Outcome) -> None:
         assert self.stack.pop() is ran
@@ -399,7 +399,8 @@ class Driver:
         if not arrivals:
             return
         self._walk(arrivals, op)
-        self.pending = [top for top in self.pending if top not in chosen]
+        if not op.retain:
+            self.pending = [top for top in self.pending if top not in chosen]
         assert not self.walking
         assert not self.monitor.gathered, "something is left gathered"
         assert not self.monitor.reducing, "a reduction is left"
@@ -407,21 +408,19 @@ class Driver:
     def _walk(self, arrivals: list[Ran], op: Backward) -> None:
         self.num_tasks += 1
         task = self.num_tasks
-        before = len(self.monitor.events)
-        nested = Counter[str]()
         self.walking[task] = []
+        self.reduced.append(Counter())
         for i, ran in enumerate(sorted(arrivals, key=lambda ran: -ran.order)):
             self._reach(ran, task)
             recompute = op.recomputes[i] if i < len(op.recomputes) else None
             if recompute is not None:
-                nested += self._recompute(ran, recompute)
+                self._recompute(ran, recompute, op.recomputes[i + 1 :])
             if op.dies_after == i + 1:
                 self._die()
                 return
         del self.walking[task]
         self._perform(self.sequencer.finish_backward(task))
-        reduced = reductions(self.monitor.events[before:])
-        assert reduced - nested == self._expected_reductions(arrivals)
+        assert self.reduced.pop() == self._expected_reductions(arrivals)
 
     def _reach(self, ran: Ran, task: int) -> None:
         """Autograd runs the node that made what the call returned; nothing younger is left."""
@@ -429,35 +428,28 @@ class Driver:
             other for other in self.walking[task] if not other.call.entered > ran.call.exited
         ]
         around = [other for other in ran.enclosing() if other.call.differentiable]
+        self.walking[task] = under_way
+        self._perform(self.sequencer.before_backward(ran.call, task), ran, *around)
         self.walking[task] = [*under_way, ran, *around]
-        self._perform(self.sequencer.before_backward(ran.call, task))
 
-    def _recompute(self, ran: Ran, recompute: Recompute) -> Counter[str]:
-        """Run a checkpointed region again; returns what its own backward has reduced."""
-        specs = region(ran, recompute)
-        again: list[Ran] = []
-        outer, self.stack = self.stack, []
+    def _recompute(
+        self, ran: Ran, recompute: Recompute, nested: tuple[Recompute | None, ...]
+    ) -> None:
+        """Run a checkpointed region again and, if it is reentrant, its own backward."""
         countdown = [-1 if recompute.stop_after is None else recompute.stop_after]
-        countdown = [-1] if recompute.reentrant else countdown
+        again: list[Ran] = []
         try:
-            for spec in specs:
+            for spec in region(ran, recompute):
                 self._call(spec, again, grad=True, recompute=countdown)
         except Failed:
-            if recompute.reentrant:
-                return Counter()
-        finally:
-            self.stack = outer
-        if not recompute.reentrant:
-            return Counter()
+            return
         arrivals = [each for top in again for each in reached(top, 0)]
-        if not arrivals:
-            return Counter()
-        before = len(self.monitor.events)
-        self._walk(arrivals, Backward())
-        return reductions(self.monitor.events[before:])
+        if recompute.reentrant and arrivals:
+            self._walk(arrivals, Backward(recomputes=nested))
 
     def _die(self) -> None:
         self.walking.clear()
+        self.reduced.clear()
         self.monitor.reducing.clear()  # what is in flight counts as collected
         self._perform(self.sequencer.abandon())
         assert not self.monitor.gathered, "something is left gathered"
@@ -470,9 +462,13 @@ class Driver:
             expected.update(unit.label for unit in units if unit.gradient_bytes)
         return expected
 
-    def _perform(self, events: list[Event]) -> None:
-        busy = [*self.stack, *(ran for walk in self.walking.values() for ran in walk)]
-        self.monitor.perform(events, {ran.call.unit for ran in busy})
+    def _perform(self, events: list[Event], *beginning: Ran) -> None:
+        """Have ``events`` monitored, after which ``beginning`` compute too."""
+        under_way = [*self.stack, *(ran for walk in self.walking.values() for ran in walk)]
+        self.monitor.perform(events, {ran.call.unit for ran in under_way})
+        self.monitor.check_ready({ran.call.unit for ran in (*under_way, *beginning)})
+        if self.reduced:
+            self.reduced[-1].update(e.unit for e in events if e.kind is EventKind.REDUCE)
         if self.walking:
             assert len(self.monitor.reducing) <= 1, "backward goes on without room for gradients"
 
@@ -496,7 +492,3 @@ def region(ran: Ran, recompute: Recompute) -> list[CallSpec]:
     if recompute.reentrant:
         chosen = [each for each in chosen if each.call.outcome is Outcome.DETACHED]
     return [each.spec for each in chosen]
-
-
-def reductions(events: Iterable[Event]) -> Counter[str]:
-    return Counter(event.unit for event in events if event.kind is EventKind.REDUCE)

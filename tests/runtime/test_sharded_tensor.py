@@ -72,11 +72,11 @@ def _equal(actual: Tensor, expected: Tensor) -> None:
 def _reductions() -> None:
     functions: list[Callable[[Tensor], Tensor]] = [
         torch.sum, torch.mean, torch.norm, Tensor.norm, torch.linalg.vector_norm,
-        lambda x: x.norm(1), lambda x: x.norm(math.inf), lambda x: x.norm(p=3),
-        lambda x: torch.linalg.vector_norm(x, dtype=torch.float32), lambda x: x.isfinite().all(),
+        lambda x: x.norm(1), lambda x: x.norm(p=3),
+        lambda x: torch.linalg.vector_norm(x.float(), dtype=torch.float64), lambda x: x.isfinite().all(),
         lambda x: (x > 0).any(), lambda x: (x > 100).any(), lambda x: (x == x).all(),
     ]  # fmt: skip
-    extremes: list[Callable[[Tensor], Tensor]] = [torch.max, torch.min, torch.amax, torch.amin]
+    extremes: list[Callable[[Tensor], Tensor]] = [torch.max, torch.min, torch.amax, torch.amin, lambda x: x.norm(math.inf)]
     for sharded, whole in _pairs():
         for function in functions + (extremes if whole.numel() else []):
             if whole.numel() or function is not torch.mean:
@@ -131,7 +131,6 @@ def _refused() -> None:
         lambda x: x.sort(),
         lambda x: whole.clone().add_(x),
         lambda x: x + torch.ones(2, 9).double(),
-        lambda x: x.tolist(),
     ):
         with pytest.raises(sw.ShardedTensorError, match=r"values\.0|full_tensor"):
             function(sharded)
@@ -151,7 +150,7 @@ def _clip_and_scale() -> None:
             _equal(p.grad, q.grad)
         assert torch.nn.utils.get_total_norm([p.grad for p in sharded if p.grad is not None])
     parameters, _ = _gradients()
-    gradient = parameters[0].grad
+    gradient = parameters[-1].grad  # of which rank 1 has a part
     assert isinstance(gradient, sw.ShardedTensor)
     if torch.distributed.get_rank() == 1:
         gradient.to_local()[-1] = math.inf

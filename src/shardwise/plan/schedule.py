@@ -8,7 +8,7 @@ Two blocks inside a root, prefetch=1, from the second step on::
 
     forward    gather root, gather 0, wait root | gather 1, wait 0 | free 0, wait 1 |
     backward   BACKWARD root | gather 0, BACKWARD 1 | free 1, reduce 1, BACKWARD 0 |
-               free 0, reduce 0, free root, reduce root, collect 1, collect 0, collect root
+               free 0, reduce 0, free root, collect 1, reduce root, collect 0, collect root
 
 What is decided here, and why:
 
@@ -200,8 +200,8 @@ class Sequencer:
         for walk in self._walks.get(task, {}).values():
             self._complete(walk)
         self._walks.pop(task, None)
+        self._collect_until(1 if self._walks else 0)  # an outer backward needs room to go on
         if not self._walks:
-            self._collect_until(0)
             self._free_all()
         return self._flush()
 

@@ -170,39 +170,38 @@ def _size_policy(minimum: int) -> UnitPolicy:
 def _select(root: nn.Module, policy: UnitPolicy) -> set[nn.Module]:
     """Run ``policy`` over the tree, children first, as FSDP1's recursive wrapping does."""
     chosen: set[nn.Module] = set()
-
-    def elements_taken(module: nn.Module, *, is_root: bool = False) -> int:
-        if module in chosen:  # the same module under a second name
-            return _num_elements(module)
-        total = _num_elements(module)
-        if not policy(module, True, total):
-            return 0
-        taken = sum(elements_taken(child) for child in module.children())
-        if is_root or not policy(module, False, total - taken):
-            return taken
-        chosen.add(module)
-        return total
-
-    elements_taken(root, is_root=True)
+    if policy(root, True, _num_elements(root)):  # whether it is a unit itself is not asked
+        for child in root.children():
+            _visit(child, policy, chosen)
     return chosen
 
 
-def _repeated_blocks(root: nn.Module) -> set[nn.Module]:
+def _visit(module: nn.Module, policy: UnitPolicy, chosen: set[nn.Module]) -> int:
+    """Choose units in ``module``; returns how many elements they take."""
+    total = _num_elements(module)
+    if module in chosen:  # the same module under a second name
+        return total
+    if not policy(module, True, total):
+        return 0
+    taken = sum(_visit(child, policy, chosen) for child in module.children())
+    if not policy(module, False, total - taken):
+        return taken
+    chosen.add(module)
+    return total
+
+
+def _repeated_blocks(module: nn.Module) -> set[nn.Module]:
     """Outermost children of a container that share their class with a sibling."""
     blocks: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> None:
-        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-        siblings = Counter(type(child) for child in module.children())
-        for child in module.children():
-            repeated = is_container and siblings[type(child)] > 1
-            is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict))
-            if repeated and not is_list and _num_elements(child):
-                blocks.add(child)
-            else:
-                visit(child)
-
-    visit(root)
+    is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    siblings = Counter(type(child) for child in module.children())
+    for child in module.children():
+        repeated = is_container and siblings[type(child)] > 1
+        is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        if repeated and not is_list and _num_elements(child):
+            blocks.add(child)
+        else:
+            blocks |= _repeated_blocks(child)
     return blocks
 
 

@@ -319,8 +319,9 @@ def _run_of(original: Tensor, sharding: Sharding) -> Tensor:
 
 def _replace(original: nn.Parameter, payload: ShardedTensor) -> nn.Parameter:
     """A parameter with ``payload``: the same object where possible, for whoever holds it."""
-    attributes = dict(original.__dict__)
     parameter = nn.Parameter(payload, requires_grad=original.requires_grad)
+    own = parameter.__dict__
+    attributes = {key: value for key, value in original.__dict__.items() if key not in own}
     original.grad = None
     try:
         torch.utils.swap_tensors(original, parameter)  # type: ignore[no-untyped-call]

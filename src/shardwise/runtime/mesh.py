@@ -18,6 +18,10 @@ class Axis:
     rank: int
     group: dist.ProcessGroup | None  # None where there is one rank only
 
+    def is_same(self, other: "Axis") -> bool:
+        """Whether both are the same ranks of the same group."""
+        return self.group is other.group and (self.size, self.rank) == (other.size, other.rank)
+
     @property
     def backend(self) -> str | None:
         """What moves the bytes: "gloo", "nccl", …; None where there is one rank only."""

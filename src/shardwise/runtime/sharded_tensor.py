@@ -55,7 +55,7 @@ class Sharding:
     def matches(self, other: "Sharding") -> bool:
         """Whether tensors of both have the same elements on the same ranks."""
         return self is other or (
-            self.axis is other.axis and self.shape == other.shape and self.runs == other.runs
+            self.axis.is_same(other.axis) and self.shape == other.shape and self.runs == other.runs
         )
 
 
@@ -68,7 +68,6 @@ class ShardedTensor(torch.Tensor):
     _local: Tensor
     _sharding: Sharding
 
-    __slots__ = ("_local", "_sharding")
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod

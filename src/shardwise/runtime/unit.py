@@ -54,6 +54,11 @@ class Home:
         # Recurrent layers keep a second list of their weights up to date in __setattr__.
         self._is_plain = type(module).__setattr__ is nn.Module.__setattr__
 
+    def get(self) -> Tensor | None:
+        """What is there now; None if the module is gone."""
+        module = self._module()
+        return None if module is None else getattr(module, self._attribute)
+
     def put(self, parameter: nn.Parameter) -> None:
         module = self._module()
         if module is None:
@@ -111,6 +116,8 @@ class ManagedParameter:
         with torch.no_grad():
             self.local.copy_(replacement.to_local())
         replacement.rebind(self.local)
+        assert isinstance(replacement, nn.Parameter)
+        self.sharded = replacement
 
     def _follow_requires_grad(self) -> None:
         if self.sharded.requires_grad and not self.sharding.slot.parameter.trainable:
@@ -155,10 +162,11 @@ class FlatParameters:
     def _reclaim_locals(self) -> None:
         """Notice parameters whose memory was replaced, as `Module.to` and `assign=True` do."""
         for parameter in self.parameters:
-            current: Tensor = parameter.sharded
+            current = parameter.homes[0].get()
             if isinstance(current, ShardedTensor) and current.to_local() is parameter.local:
                 continue
-            parameter.adopt(current)
+            if current is not None:
+                parameter.adopt(current)
 
 
 class Gradients:
