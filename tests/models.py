@@ -243,6 +243,7 @@ class MixedLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.weight(x)[:, self.table]) * self.single.sum().double()
 
+
 @dataclass
 class Answer:
     """What a model may return: tensors anywhere in a structure."""
@@ -327,7 +328,8 @@ class HiddenLoss(nn.Module):
         y = self.block(x)
         self.probe(y)
         assert self.probe.loss is not None
-        return y.mean(1) + self.probe.loss
+        z: Tensor = y.mean(1) + self.probe.loss
+        return z
 
 
 class Probe(nn.Module):

@@ -362,6 +362,11 @@ class Driver:
         call, events = self.sequencer.enter(spec.unit, grad=grad, recomputed=recomputed)
         ran = Ran(spec, call, self.stack[-1] if self.stack else None)
         self._perform(events, ran)
+        if not recomputed and not self.stack:
+            gathered = {event.unit for event in events if event.kind is EventKind.GATHER}
+            assert self.monitor.gathered == gathered, "stale since the optimizer's last step"
+        else:
+            check_thrift(events)
         self.stack.append(ran)
         try:
             self._compute(ran, grad=grad, recompute=recompute)
@@ -429,7 +434,9 @@ class Driver:
         ]
         around = [other for other in ran.enclosing() if other.call.differentiable]
         self.walking[task] = under_way
-        self._perform(self.sequencer.before_backward(ran.call, task), ran, *around)
+        events = self.sequencer.before_backward(ran.call, task)
+        self._perform(events, ran, *around)
+        check_thrift(events)
         self.walking[task] = [*under_way, ran, *around]
 
     def _recompute(
@@ -492,3 +499,15 @@ def region(ran: Ran, recompute: Recompute) -> list[CallSpec]:
     if recompute.reentrant:
         chosen = [each for each in chosen if each.call.outcome is Outcome.DETACHED]
     return [each.spec for each in chosen]
+
+
+def check_thrift(events: Iterable[Event]) -> None:
+    """Nothing is freed and gathered again before anything else computes."""
+    freed: set[str] = set()
+    for event in events:
+        if event.kind is EventKind.FREE:
+            freed.add(event.unit)
+        elif event.kind is EventKind.GATHER:
+            assert event.unit not in freed, f"{event}: it was there"
+        elif event.kind in (EventKind.FORWARD, EventKind.BACKWARD):
+            freed.clear()

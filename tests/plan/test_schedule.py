@@ -150,6 +150,42 @@ def test_a_new_order_gathers_nothing_ahead() -> None:
     )
 
 
+def test_a_shorter_pass_frees_what_it_gathered_ahead() -> None:
+    driver = Driver(flat_plan(2))
+    driver.run((Forward(CallSpec(0, inner=(CallSpec(1), CallSpec(2)))), Backward()))
+    start = len(driver.monitor.events)
+    driver.run((Forward(CallSpec(0, inner=(CallSpec(1),))),))
+    assert told(driver, start) == words("gather u0, gather u1, gather u2, free u2")
+
+
+def test_an_older_pass_may_be_walked_first() -> None:
+    """The last unit of forward lingers for its backward, which is not the first to come."""
+    driver = Driver(flat_plan(2))
+    driver.run((Forward(CallSpec(1)), Forward(CallSpec(2))))
+    start = len(driver.monitor.events)
+    driver.run((Backward((1,)),))
+    assert told(driver, start) == words("free u2, gather u1, free u1, reduce u1, collect u1")
+
+
+def test_recomputing_several_units_keeps_the_one_that_is_next() -> None:
+    """u2 is gathered ahead for its own backward; u1 is gathered for the recomputation alone."""
+    driver = Driver(flat_plan(3))
+    driver.run((Forward(CallSpec(0, inner=(CallSpec(1), CallSpec(2), CallSpec(3)))),))
+    start = len(driver.monitor.events)
+    region = Recompute(reentrant=False, region="siblings", stop_after=None)
+    driver.run((Backward(recomputes=(None, region)),))
+    assert told(driver, start)[:7] == words(
+        "gather u2, gather u1, free u1, free u3, reduce u3, gather u1, free u2"
+    )
+
+
+def test_a_backward_that_dies_forgets_its_reductions() -> None:
+    driver = Driver(flat_plan(3))
+    call = CallSpec(0, inner=(CallSpec(1), CallSpec(2), CallSpec(3)))
+    driver.run((Forward(call), Backward(dies_after=4), Forward(call), Backward()))
+    assert not driver.monitor.reducing
+
+
 def test_one_unit_called_twice_is_reduced_once() -> None:
     driver = Driver(flat_plan(1))
     driver.run((Forward(CallSpec(0, inner=(CallSpec(1), CallSpec(1)))), Backward()))
@@ -269,14 +305,19 @@ def test_a_repeated_pass_gathers_ahead(data: st.DataObject) -> None:
     outcomes = (*DIFFERENTIABLE_OR_NOT, Outcome.HIDDEN)
     call = data.draw(call_specs(plan, outcomes))
     driver = Driver(plan)
-    driver.run((Forward(call), Backward(), Forward(call, grad=False)))
-    driver.run(data.draw(st.sampled_from([(), (Forward(call),), (Forward(call), Backward())])))
-    start = len(driver.monitor.snapshots)
-    driver.run((Forward(call), Backward()))
-    snapshots = driver.monitor.snapshots[start:]
-    for kind in (EventKind.FORWARD, EventKind.BACKWARD):
-        computes = [snapshot for snapshot in snapshots if snapshot.event.kind is kind]
-        for i, snapshot in enumerate(computes):
-            following = [each.event.unit for each in computes[i + 1 :]]
-            units = [unit for unit in following if driver.monitor.units[unit].gathered_bytes]
-            assert not units or units[0] in snapshot.gathered, f"{units[0]} at {snapshot.event}"
+    other = data.draw(st.sampled_from([(), (Backward(),), (Backward(), Forward(call))]))
+    driver.run((Forward(call, grad=False), Forward(call), *other))
+    for grad in (False, True):
+        start = len(driver.monitor.snapshots)
+        driver.run((Forward(call, grad=grad), Backward()))
+        for kind in (EventKind.FORWARD, EventKind.BACKWARD):
+            check_gathers_ahead(driver.monitor, start, kind)
+
+
+def check_gathers_ahead(monitor: Monitor, start: int, kind: EventKind) -> None:
+    """While a unit computes, the next one that has parameters is gathered."""
+    computes = [snapshot for snapshot in monitor.snapshots[start:] if snapshot.event.kind is kind]
+    for i, snapshot in enumerate(computes):
+        following = [each.event.unit for each in computes[i + 1 :]]
+        units = [unit for unit in following if monitor.units[unit].gathered_bytes]
+        assert not units or units[0] in snapshot.gathered, f"{units[0]} at {snapshot.event}"

@@ -76,9 +76,9 @@ def assert_equal_training(
         for _ in range(accumulate):
             batch = case.batch(BATCH)
             expected = case.loss(reference(batch.clone())) / accumulate
-            expected.backward()
+            expected.backward()  # type: ignore[no-untyped-call]
             loss = case.loss(model(own_part(batch))) / accumulate
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             assert_close(mean_over_ranks(loss), expected.detach(), f"loss of step {step}")
         assert_equal_models(model, reference, step)
         if clip is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from tests.models import WIDTH, Block, Stack, build
+from tests.models import WIDTH, Block, Gpt, Stack, build
 from tests.ranks import run_on
 from tests.runtime.one_process import (
     adamw,
@@ -85,6 +85,7 @@ def test_sequence_of_losses_in_one_backward() -> None:
 
 def _keeps() -> None:
     model = build("gpt")
+    assert isinstance(model, Gpt)
     names = [name for name, _ in model.named_parameters()]
     ids = [id(parameter) for parameter in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # built too early, and works
@@ -154,6 +155,7 @@ def _two_meshes() -> None:
 
 def _deepcopy() -> None:
     reference = build("gpt")
+    assert isinstance(reference, Gpt)
     model = sw.fully_shard(copy.deepcopy(reference), units="auto")
     twin = copy.deepcopy(model)
     assert isinstance(twin, sw.FSDPModule)
@@ -246,7 +248,8 @@ def _freezing() -> None:
     reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units=Block)
     for m in (reference, model):
-        m.layers[1].requires_grad_(False)  # type: ignore[operator,union-attr,index]
+        assert isinstance(m, Stack)
+        m.layers[1].requires_grad_(False)
     for step in range(2):
         batch = torch.randn(4, WIDTH).double()
         model(own_part(batch)).sum().backward()
@@ -261,9 +264,10 @@ def _freezing() -> None:
 
 def _attributes() -> None:
     model = build("stack")
-    model.norm.weight.no_decay = True  # type: ignore[union-attr,assignment]
+    assert isinstance(model, Stack)
+    model.norm.weight.no_decay = True  # type: ignore[attr-defined]
     sw.fully_shard(model, units=Block)
-    assert model.norm.weight.no_decay  # type: ignore[union-attr]
+    assert model.norm.weight.no_decay  # type: ignore[attr-defined]
 
 
 class Generator(Stack):
@@ -281,8 +285,8 @@ def _generate() -> None:
     x = torch.randn(2, WIDTH).double()
     with torch.no_grad():
         assert_close(model.generate(x, 3), reference.generate(x, 3), "generate")
-    model.generate(x, 2).sum().backward()
-    reference.generate(x, 2).sum().backward()
+    model.generate(x, 2).sum().backward()  # type: ignore[no-untyped-call]
+    reference.generate(x, 2).sum().backward()  # type: ignore[no-untyped-call]
     assert_equal_models(model, reference, 0)
 
 
@@ -340,7 +344,7 @@ def _two_models() -> None:
             out = batch
             for pair in pairs:
                 out = pair[position](own_part(batch) if position and out is batch else out)
-            out.square().mean().backward()
+            out.square().mean().backward()  # type: ignore[no-untyped-call]
         for reference, model in pairs:
             assert_equal_models(model, reference, step)
 

@@ -85,8 +85,10 @@ def _train_with(kind: str) -> None:
             case "adagrad":
                 return torch.optim.Adagrad(parameters, lr=0.1)
             case _:
-                how = {"foreach": kind == "foreach", "fused": kind == "fused"}
-                return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, **how)
+                foreach, fused = kind == "foreach", kind == "fused"
+                return torch.optim.AdamW(
+                    parameters, lr=1e-2, eps=1e-3, foreach=foreach, fused=fused
+                )
 
     for name in ("stack", "tiny", "recurrent"):
         assert_equal_training(name, make_optimizer=make)
@@ -152,11 +154,11 @@ def _two_forwards() -> None:
                 losses = [model(own_part(batch)).square().mean() for batch in batches]
                 for position in order:
                     losses[position].backward()
-                sum(reference(batch).square().mean() for batch in batches).backward()  # type: ignore[union-attr]
+                sum(reference(batch).square().mean() for batch in batches).backward()
                 assert_equal_models(model, reference, step)
                 both = sum(model(own_part(batch)).sin().mean() for batch in batches)
-                both.backward()  # type: ignore[union-attr]
-                sum(reference(batch).sin().mean() for batch in batches).backward()  # type: ignore[union-attr]
+                both.backward()
+                sum(reference(batch).sin().mean() for batch in batches).backward()
                 assert_equal_models(model, reference, step)
                 model.zero_grad()
                 reference.zero_grad()

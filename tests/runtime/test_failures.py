@@ -66,7 +66,7 @@ class Touchy(nn.Module):
             raise ValueError("it hurts")
         y: Tensor = self.linear(x)
         if self.where == "backward":
-            y.register_hook(self._raise)
+            y.register_hook(self._raise)  # type: ignore[no-untyped-call]
         return y
 
     def _raise(self, _gradient: Tensor) -> None:

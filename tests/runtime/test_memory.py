@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def runtime_of(model: nn.Module) -> Runtime:
 
 
 def _bound(plan: Plan, prefetch: int) -> int:
-    """The root, whose parameters are in use throughout, and the largest units next to each other."""
+    """The root, whose parameters are in use throughout, and the largest units side by side."""
     inner = sorted((unit.gathered_bytes for unit in plan.units[1:]), reverse=True)
     return plan.units[0].gathered_bytes + sum(inner[: 1 + prefetch])
 
@@ -58,7 +59,8 @@ def _count_gathered(name: str, prefetch: int) -> None:
     sw.fully_shard(model, units=case.units, prefetch=prefetch)
     runtime = runtime_of(model)
     for _ in range(3):
-        case.loss(model(own_part(case.batch(12)))).backward()
+        loss = case.loss(model(own_part(case.batch(12))))
+        loss.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             model(own_part(case.batch(12)))
     ledger = sw.ledger(model)
@@ -111,6 +113,7 @@ def _delete() -> None:
             model(torch.randn(4, WIDTH).double()).sum().backward()
         model(torch.randn(4, WIDTH).double())  # leaves a unit gathered
         runtime = runtime_of(model)
+        watched: list[weakref.ref[Any]]
         watched = [weakref.ref(runtime), weakref.ref(runtime.pool), weakref.ref(model)]
         watched += [weakref.ref(flat) for unit in runtime.units for flat in unit.flats]
         watched += [weakref.ref(p) for p in model.parameters()]
@@ -145,6 +148,7 @@ def _reuse() -> None:
     optimizer.zero_grad()
     model(torch.randn(4, 16)).square().mean().backward()
     for before, now in zip(first, held, strict=True):
+        assert isinstance(before, sw.ShardedTensor)
         assert isinstance(now, sw.ShardedTensor)
         assert torch.equal(before.to_local(), now.to_local()), "a gradient that is held stays"
     assert kept == [None] * len(kept)

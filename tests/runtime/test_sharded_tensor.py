@@ -1,15 +1,18 @@
 """C1: a sharded parameter is its whole self to the user."""
 
 import math
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from tests.models import Tiny, build
+from tests.models import Stack, Tiny, build
 from tests.ranks import run_on
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SHAPES = [(5, 3), (7,), (), (1,), (0, 4), (2, 3, 4)]
 
@@ -57,9 +60,7 @@ def _pairs() -> list[tuple[Tensor, Tensor]]:
     whole, holder = Holder(), Holder()
     holder.load_state_dict(whole.state_dict())
     sw.fully_shard(holder)
-    return [
-        (p.detach(), q.detach()) for p, q in zip(holder.values, whole.values, strict=True)
-    ]
+    return [(p.detach(), q.detach()) for p, q in zip(holder.values, whole.values, strict=True)]
 
 
 def _equal(actual: Tensor, expected: Tensor) -> None:
@@ -73,10 +74,13 @@ def _reductions() -> None:
     functions: list[Callable[[Tensor], Tensor]] = [
         torch.sum, torch.mean, torch.norm, Tensor.norm, torch.linalg.vector_norm,
         lambda x: x.norm(1), lambda x: x.norm(p=3),
-        lambda x: torch.linalg.vector_norm(x.float(), dtype=torch.float64), lambda x: x.isfinite().all(),
-        lambda x: (x > 0).any(), lambda x: (x > 100).any(), lambda x: (x == x).all(),
+        lambda x: torch.linalg.vector_norm(x.float(), dtype=torch.float64),
+        lambda x: x.isfinite().all(), lambda x: (x > 0).any(), lambda x: (x > 100).any(),
+        lambda x: (x == x.clone()).all(),
     ]  # fmt: skip
-    extremes: list[Callable[[Tensor], Tensor]] = [torch.max, torch.min, torch.amax, torch.amin, lambda x: x.norm(math.inf)]
+    extremes: list[Callable[[Tensor], Tensor]] = [
+        torch.max, torch.min, torch.amax, torch.amin, lambda x: x.norm(math.inf),
+    ]  # fmt: skip
     for sharded, whole in _pairs():
         for function in functions + (extremes if whole.numel() else []):
             if whole.numel() or function is not torch.mean:
@@ -98,9 +102,9 @@ def _elementwise() -> None:
             lambda x, y: torch.where(x > 0, x, y),
             lambda x, y: x.clamp(-1, 1).pow(2).lerp(y, 0.3),
             lambda x, y: x.addcmul(y, y, value=0.1),
-            lambda x, y: torch.zeros_like(x) + x.clone().fill_(3.0),
-            lambda x, y: x.to(torch.float32),
-            lambda x, y: x.new_tensor(1.0) * x if x is None else -x,
+            lambda x, _: torch.zeros_like(x) + x.clone().fill_(3.0),
+            lambda x, _: x.to(torch.float32),
+            lambda x, _: -x,
         ):
             _equal(function(sharded, other), function(whole, other))
         if whole.ndim == 2 and whole.numel():
@@ -111,6 +115,7 @@ def _elementwise() -> None:
         assert both.shape == whole.shape
         _equal(both, whole * whole + whole)
         copied = sharded.clone()
+        assert isinstance(copied, sw.ShardedTensor)
         copied.copy_(other)
         _equal(copied, other)
         copied.mul_(2).add_(sharded, alpha=3)
@@ -135,6 +140,7 @@ def _refused() -> None:
         with pytest.raises(sw.ShardedTensorError, match=r"values\.0|full_tensor"):
             function(sharded)
     model = build("stack")
+    assert isinstance(model, Stack)
     sw.fully_shard(model, units="auto")
     with pytest.raises(sw.ShardedTensorError, match=r"first\.weight.*through its unit"):
         model.first(torch.randn(2, 6).double())
@@ -183,7 +189,7 @@ def _state_dict() -> None:
     _equal(model(tokens).detach(), reference(tokens).detach())
     tiny = Tiny()
     sw.fully_shard(tiny, units="auto")
-    assert [tuple(p.shape) for p in tiny.parameters()] == [tuple(p.shape) for p in Tiny().parameters()]
+    assert [p.shape for p in tiny.parameters()] == [p.shape for p in Tiny().parameters()]
 
 
 def _versions() -> None:

@@ -60,9 +60,11 @@ class Link:
     """Collectives of one kind among the ranks of an axis, one after the other."""
 
     def __init__(self, axis: Axis, device: torch.device, name: str) -> None:
-        self._axis = axis
-        self._group = _new_group(axis)
-        self._direct = self._group is not None and dist.get_backend(self._group) == "gloo"
+        self._size = axis.size
+        self._rank = axis.rank
+        backend = axis.backend(device.type)
+        self._group = _new_group(axis, backend)
+        self._direct = backend == "gloo"
         self.lane = make_lane(device, threaded=self._direct, name=f"shardwise-{name}")
         self._issued = 0
         self._running: Ticket | None = None
@@ -78,7 +80,7 @@ class Link:
     @property
     def scratch_slots(self) -> int:
         """Slots of scratch that a reduce-scatter needs."""
-        return self._axis.size - 1 if self._direct else 0
+        return self._size - 1 if self._direct else 0
 
     def all_gather(self, flat: Tensor, fill: Callable[[], None], label: str) -> Pending:
         """Give every rank the whole of ``flat``.
@@ -93,7 +95,7 @@ class Link:
             fill()
             self._gather_slots(flat, ticket)
 
-        return self._submit(label, flat.nbytes // self._axis.size, run)
+        return self._submit(label, flat.nbytes // self._size, run)
 
     def reduce_scatter(self, flat: Tensor, out: Tensor, scratch: Tensor, label: str) -> Pending:
         """Sum ``flat`` [world_size * S] over the ranks; this rank's slot goes to ``out`` [S].
@@ -129,11 +131,11 @@ class Link:
     def _gather_slots(self, flat: Tensor, ticket: Ticket) -> None:
         if self._group is None or not flat.numel():
             return
-        slots = flat.view(self._axis.size, -1)
+        slots = flat.view(self._size, -1)
         if not self._direct:
-            dist.all_gather_into_tensor(flat, slots[self._axis.rank], group=self._group)
+            dist.all_gather_into_tensor(flat, slots[self._rank], group=self._group)
             return
-        own = slots[self._axis.rank]
+        own = slots[self._rank]
         self._exchange({peer: (own, slots[peer]) for peer in self._peers()}, ticket.tag)
 
     def _sum_slots(self, flat: Tensor, out: Tensor, scratch: Tensor, ticket: Ticket) -> None:
@@ -145,13 +147,13 @@ class Link:
         if not self._direct:
             dist.reduce_scatter_tensor(out, flat, group=self._group)
             return
-        slots = flat.view(self._axis.size, -1)
+        slots = flat.view(self._size, -1)
         received = dict(zip(self._peers(), scratch.view(-1, out.numel()), strict=True))
         self._exchange({peer: (slots[peer], into) for peer, into in received.items()}, ticket.tag)
-        received[self._axis.rank] = slots[self._axis.rank]
+        received[self._rank] = slots[self._rank]
         # In the order of ranks, so that the sum does not depend on who computes it.
         torch.add(received[0], received[1], out=out)
-        for rank in range(2, self._axis.size):
+        for rank in range(2, self._size):
             out.add_(received[rank])
 
     def _exchange(self, tensors: dict[int, tuple[Tensor, Tensor]], tag: int) -> None:
@@ -175,10 +177,10 @@ class Link:
         try:
             yield
         except RuntimeError as error:
-            raise PeerLost(f"rank {self._axis.rank} lost rank {peer}: {error}") from error
+            raise PeerLost(f"rank {self._rank} lost rank {peer}: {error}") from error
 
     def _peers(self) -> list[int]:
-        return [rank for rank in range(self._axis.size) if rank != self._axis.rank]
+        return [rank for rank in range(self._size) if rank != self._rank]
 
     # -- coming back into step -------------------------------------------------------------------
 
@@ -193,7 +195,7 @@ class Link:
 
     def release(self, states: list[LinkState]) -> None:
         """Send what the others' running tickets wait for and this rank never took; start afresh."""
-        own = states[self._axis.rank]
+        own = states[self._rank]
         running = {state.running.tag: state.running for state in states if state.running}
         for tag, ticket in sorted(running.items()):
             if not own.took(ticket):
@@ -216,15 +218,17 @@ class Link:
         own = _encode(report)
         received = {peer: torch.zeros_like(own) for peer in self._peers()}
         self._exchange({peer: (own, received[peer]) for peer in self._peers()}, tag)
-        received[self._axis.rank] = own
-        return [_decode(received[rank]) for rank in range(self._axis.size)]
+        received[self._rank] = own
+        return [_decode(received[rank]) for rank in range(self._size)]
 
 
 class Communicator:
     """The links of one axis, and what keeps its ranks from waiting for each other for ever."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
-        self.axis = axis
+        # Not the axis: it holds the group, under which this object is kept weakly.
+        self.size = axis.size
+        self.rank = axis.rank
         self.gather = Link(axis, device, "gather")
         self.reduce = Link(axis, device, "reduce")
         self._links = (self.gather, self.reduce)
@@ -301,12 +305,11 @@ class Communicator:
         return Report(self._epoch, beat, self.step, where, links, error, diverged)
 
 
-def _new_group(axis: Axis) -> dist.ProcessGroup | None:
+def _new_group(axis: Axis, backend: str | None) -> dist.ProcessGroup | None:
     """A process group of its own over the ranks of ``axis``; only they call this."""
     if axis.group is None:
         return None
     ranks = dist.get_process_group_ranks(axis.group)
-    backend = dist.get_backend(axis.group)
     local = backend != "fake"  # the fake backend cannot, and has nobody to wait for
     group: dist.ProcessGroup = dist.new_group(
         ranks, backend=backend, use_local_synchronization=local

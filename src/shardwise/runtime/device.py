@@ -19,7 +19,16 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["InlineLane", "Lane", "Mark", "local_device", "make_lane", "peak_memory_bytes"]
+__all__ = [
+    "InlineLane",
+    "Lane",
+    "Mark",
+    "current_gpu",
+    "local_device",
+    "make_lane",
+    "num_local_gpus",
+    "peak_memory_bytes",
+]
 
 
 class Mark:
@@ -128,6 +137,16 @@ def local_device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+def current_gpu() -> torch.device:
+    """The GPU that the user made current."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def num_local_gpus() -> int:
+    """GPUs of this machine; 0 where ranks compute on the CPU."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def peak_memory_bytes(device: torch.device) -> int:

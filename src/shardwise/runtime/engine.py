@@ -24,7 +24,7 @@ from shardwise.plan.strategy import Strategy
 from shardwise.plan.units import UnitPlan, Units, check_is_unit
 from shardwise.runtime import hooks
 from shardwise.runtime.buffer import Pool
-from shardwise.runtime.device import local_device
+from shardwise.runtime.device import current_gpu
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.mesh import Axis, resolve_mesh
 from shardwise.runtime.reductions import across
@@ -168,6 +168,7 @@ class Runtime:
         self._agree_on_unused = agree_on_unused
         device = _device_for(root, axis)
         self.pool = Pool(device)
+        _move_buffers(root, device)
         self.units = [_make_unit(root, unit, axis, self.pool) for unit in plan.units]
         self.scheduler = Scheduler(plan, self.units, axis, device, agree_on_unused=agree_on_unused)
         for index, unit in enumerate(self.units):
@@ -340,11 +341,18 @@ def _device_for(root: nn.Module, axis: Axis) -> torch.device:
             "the model is on the meta device; give it values first, with "
             "model.to_empty(device=...) and its initialisation"
         )
-    if axis.backend == "nccl":
-        return local_device()
+    if axis.backend("cuda") == "nccl" and not axis.on_cpu:
+        return current_gpu()
     if len(devices) > 1:
         raise PlanError(f"the model is on several devices: {sorted(map(str, devices))}; use one")
     return devices.pop() if devices else torch.device("cpu")
+
+
+def _move_buffers(root: nn.Module, device: torch.device) -> None:
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device != device:
+                module._buffers[name] = buffer.to(device)
 
 
 def _check_same_values(root: nn.Module, axis: Axis) -> None:
@@ -354,7 +362,7 @@ def _check_same_values(root: nn.Module, axis: Axis) -> None:
         for name, parameter in root.named_parameters()
         if not isinstance(parameter, ShardedTensor)
     ]
-    if axis.size == 1 or axis.backend == "fake" or not named:
+    if axis.size == 1 or axis.backend("cpu") == "fake" or not named:
         return
     sums = [_checksum(parameter.detach()) for _, parameter in named]
     by_rank = across(sums, axis)  # [ranks, parameters]

@@ -17,15 +17,18 @@ class Axis:
     size: int
     rank: int
     group: dist.ProcessGroup | None  # None where there is one rank only
+    on_cpu: bool = False  # the user said so, by a mesh of CPUs
 
     def is_same(self, other: "Axis") -> bool:
         """Whether both are the same ranks of the same group."""
         return self.group is other.group and (self.size, self.rank) == (other.size, other.rank)
 
-    @property
-    def backend(self) -> str | None:
-        """What moves the bytes: "gloo", "nccl", …; None where there is one rank only."""
-        return None if self.group is None else dist.get_backend(self.group)
+    def backend(self, device_type: str) -> str | None:
+        """What moves the bytes of tensors on ``device_type``: "gloo", "nccl", "fake" or None."""
+        if self.group is None:
+            return None
+        pairs = dist.get_backend_config(self.group).split(",")  # "cpu:gloo,cuda:nccl"
+        return dict(pair.split(":") for pair in pairs).get(device_type)
 
 
 def resolve_mesh(mesh: DeviceMesh | None) -> Axis:
@@ -48,4 +51,4 @@ def resolve_mesh(mesh: DeviceMesh | None) -> Axis:
         raise PlanError(f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}")
     if mesh.size() == 1:
         return Axis(size=1, rank=0, group=None)
-    return Axis(mesh.size(), coordinate[0], mesh.get_group())
+    return Axis(mesh.size(), coordinate[0], mesh.get_group(), on_cpu=mesh.device_type == "cpu")

@@ -208,11 +208,11 @@ class Scheduler:
     def _launch_agreement(self) -> "_Agreement | None":
         own = [used for gradients in self._gradients() for used in gradients.used]
         links = self._links
-        if not self._agree_on_unused or not own or links.axis.size == 1:
+        if not self._agree_on_unused or not own or links.size == 1:
             return None
         device = self._device
-        flags = torch.zeros(links.axis.size, len(own), dtype=torch.uint8, device=device)
-        flags[links.axis.rank] = torch.tensor(own, dtype=torch.uint8)
+        flags = torch.zeros(links.size, len(own), dtype=torch.uint8, device=device)
+        flags[links.rank] = torch.tensor(own, dtype=torch.uint8)
         pending = links.reduce.all_gather(flags.view(-1), _nothing, "agree on unused parameters")
         return _Agreement(pending, flags)
 

@@ -51,6 +51,7 @@ def run(config: Config, nproc: int | None = None) -> None:
 def launch(config: Config) -> None:
     """Start local ranks and wait for them."""
     check(config)
+    _check_gpus(config.shard.nproc)
     directory = open_run(config)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as logs, _quiet_launcher():
         ranks = elastic_launch(_launch_config(config.shard.nproc, Path(logs)), run_local_rank)
@@ -84,6 +85,14 @@ def join(config: Config, place: Place, nproc: int | None) -> None:
         if place.rank == 0:
             raise
         raise SystemExit(2) from None
+
+
+def _check_gpus(nproc: int) -> None:
+    gpus = num_local_gpus()
+    if 0 < gpus < nproc:
+        raise ConfigError(
+            f"shard.nproc={nproc}: this machine has {gpus} GPU(s), and a rank needs one of its own"
+        )
 
 
 def _check_nproc(nproc: int | None, place: Place) -> None:
