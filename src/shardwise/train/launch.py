@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardwise.errors import PlanError
+from shardwise.runtime.device import num_local_gpus
 from shardwise.train.build import check
 from shardwise.train.config import Config
 from shardwise.train.display import Display
