@@ -207,6 +207,26 @@ def test_two_passes_in_one_graph_task() -> None:
     )
 
 
+def test_a_pass_ends_alike_wherever_backward_leaves_it() -> None:
+    """The younger pass of one graph task is over when the older begins, reached or not.
+
+    u1 is freed by the younger pass's last call, u2, and gathered again for the older pass, also on
+    the rank where no gradient reaches u2.
+    """
+    programs = [
+        (
+            Forward(CallSpec(0, Outcome.DETACHED, inner=(CallSpec(1),))),
+            Forward(CallSpec(0, inner=(CallSpec(2), CallSpec(1)))),
+            Backward((0, 1), missing),
+        )
+        for missing in (0b000, 0b100)
+    ]
+    one, other = Driver(flat_plan(2, prefetch=0)), Driver(flat_plan(2, prefetch=0))
+    one.run(programs[0])
+    other.run(programs[1])
+    assert told(one) == told(other)
+
+
 def test_a_hidden_result_keeps_its_unit_gathered() -> None:
     """Nothing tells when its backward begins, so its parameters must be there."""
     driver = Driver(flat_plan(2))

@@ -93,10 +93,6 @@ class Walk:
         self._visited: dict[Call, None] = {}  # and not finished
 
     @property
-    def is_done(self) -> bool:
-        return not self._unvisited and not self._visited
-
-    @property
     def upcoming(self) -> Iterator[int]:
         return (call.unit for call in self._unvisited)
 
@@ -191,8 +187,13 @@ class Sequencer:
         """Gradients reach what ``call`` returned, in autograd's graph task ``task``."""
         walks = self._walks.setdefault(task, {})
         walk = walks.setdefault(call.of, Walk(call.of))
+        window = self._window(list(walk.upcoming))
+        for of, other in walks.items():
+            if of.calls[0].entered > call.exited:
+                # Before any visit, so that it ends alike whichever of its calls were reached.
+                self._complete(other, keep=window)
         for visited in walk.visits_until(call):
-            self._visit(walk, visited, walks)
+            self._visit(walk, visited)
         return self._flush()
 
     def finish_backward(self, task: int) -> list[Event]:
@@ -246,13 +247,8 @@ class Sequencer:
             return True  # nothing would gather it before its backward
         return not self._units[call.unit].reshard and any(c.differentiable for c in calls)
 
-    def _visit(self, walk: Walk, call: Call, walks: dict[Pass, Walk]) -> None:
-        # While an enclosing unit's own backward runs there is room for the first one inside it.
-        ahead = max(self._prefetch, int(self._units[call.unit].encloses))
-        window = [call.unit, *self._distinct(walk.upcoming, ahead)]
-        for of, other in walks.items():
-            if other is not walk and of.calls[0].entered > call.exited:
-                self._complete(other, keep=window)
+    def _visit(self, walk: Walk, call: Call) -> None:
+        window = self._window([call.unit, *walk.upcoming])
         self._end_lingering(keep=window)
         for finished in walk.finish_younger(than=call.exited):
             self._finish(walk, finished, keep=window)
@@ -264,7 +260,7 @@ class Sequencer:
 
     def _complete(self, walk: Walk, keep: Collection[int] = ()) -> None:
         for call in walk.visits_until(None):
-            self._visit(walk, call, {})
+            self._visit(walk, call)
         for call in walk.finish_younger(than=-1):
             self._finish(walk, call, keep)
 
@@ -277,6 +273,14 @@ class Sequencer:
             self._reducing.append(call.unit)
 
     # -- single decisions ------------------------------------------------------------------------
+
+    def _window(self, units: list[int]) -> list[int]:
+        """Of units in the order of backward: the first, and those to gather while it computes."""
+        if not units:
+            return []
+        # While an enclosing unit's own backward runs there is room for the first one inside it.
+        ahead = max(self._prefetch, int(self._units[units[0]].encloses))
+        return [units[0], *self._distinct(units[1:], ahead)]
 
     def _distinct(self, upcoming: Iterable[int], count: int) -> list[int]:
         """The next ``count`` units to have gathered: those with parameters, not being called."""

@@ -35,17 +35,21 @@ _REPORT_BYTES = 8192
 _communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator]" = (
     weakref.WeakKeyDictionary()
 )
-_lock = threading.Lock()
+
+
+# Their names since torch 2.13, which warns about the old ones.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def communicator(axis: Axis, device: torch.device) -> "Communicator":
     """The links of ``axis``; the first call makes them, on all its ranks."""
     if axis.group is None:
         return Communicator(axis, device)
-    with _lock:
-        if axis.group not in _communicators:
-            _communicators[axis.group] = Communicator(axis, device)
-        return _communicators[axis.group]
+    # No lock: a group belongs to one rank, and making links waits for the others of the axis.
+    if axis.group not in _communicators:
+        _communicators[axis.group] = Communicator(axis, device)
+    return _communicators[axis.group]
 
 
 class Pending:
@@ -133,7 +137,7 @@ class Link:
             return
         slots = flat.view(self._size, -1)
         if not self._direct:
-            dist.all_gather_into_tensor(flat, slots[self._rank], group=self._group)
+            _all_gather(flat, slots[self._rank], group=self._group)
             return
         own = slots[self._rank]
         self._exchange({peer: (own, slots[peer]) for peer in self._peers()}, ticket.tag)
@@ -145,7 +149,7 @@ class Link:
         if not flat.numel():
             return
         if not self._direct:
-            dist.reduce_scatter_tensor(out, flat, group=self._group)
+            _reduce_scatter(out, flat, group=self._group)
             return
         slots = flat.view(self._size, -1)
         received = dict(zip(self._peers(), scratch.view(-1, out.numel()), strict=True))

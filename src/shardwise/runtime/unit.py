@@ -181,8 +181,7 @@ class Gradients:
         self._fresh: list[int] = []  # positions whose .grad was None before this backward
         self._kept_shard: Tensor | None = None  # [S], reused when nobody holds the last .grad
         self._reduced: Tensor | None = None  # [S]
-        self._scratch: FlatBuffer | None = None
-        self._borrowed: torch.UntypedStorage | None = None
+        self._borrowed: list[torch.UntypedStorage] = []
 
     def write(self, position: int, gradient: Tensor) -> None:
         """Put a gradient into its slot of the reduce buffer, divided by the number of ranks."""
@@ -214,7 +213,7 @@ class Gradients:
     def collect(self) -> None:
         """Hand the reduced gradients to the parameters."""
         assert self._reduced is not None
-        self._give_back()
+        is_kept = self._reduced is self._kept_shard
         runs = self._owner.locals_of(self._reduced)
         with torch.no_grad():
             for position, (parameter, run) in enumerate(
@@ -223,11 +222,14 @@ class Gradients:
                 if not parameter.sharded.requires_grad:
                     continue
                 if parameter.sharded.grad is None:
-                    parameter.sharded.grad = ShardedTensor(run, parameter.sharding)
+                    own = run if is_kept else run.clone()
+                    parameter.sharded.grad = ShardedTensor(own, parameter.sharding)
                     self._fresh.append(position)
                 else:
                     _accumulate(parameter, run)
+        del runs
         self._reduced = None
+        self._give_back()
 
     def settle(self, used_anywhere: Sequence[bool]) -> None:
         """A parameter that no rank used keeps the gradient it had, which may be None."""
@@ -248,27 +250,27 @@ class Gradients:
         self.forget()
 
     def _target(self) -> Tensor:
-        """Where to reduce to: the last shard of gradients if nobody holds it, or a new one."""
-        kept = self._kept_shard
-        if kept is None or is_shared(kept, own_references=1):
-            kept = torch.empty_like(self._owner.shard)
-            if all(p.sharded.grad is None for p in self._owner.parameters):
-                self._kept_shard = kept
-        return kept
+        """Where to reduce to [S]: what will be the gradients, or memory to add to them from."""
+        if any(p.sharded.grad is not None for p in self._owner.parameters):
+            return self._borrow(self._owner.layout.shard_elements)
+        if self._kept_shard is None or is_shared(self._kept_shard, own_references=1):
+            self._kept_shard = torch.empty_like(self._owner.shard)
+        return self._kept_shard
 
     def _borrow(self, num_elements: int) -> Tensor:
         dtype = self._owner.shard.dtype
-        self._borrowed = self._pool.take(num_elements * dtype.itemsize)
+        storage = self._pool.take(num_elements * dtype.itemsize)
+        self._borrowed.append(storage)
         return torch.empty(0, dtype=dtype, device=self._pool.device).set_(
-            self._borrowed, 0, (num_elements,), (1,)
+            storage, 0, (num_elements,), (1,)
         )
 
     def _give_back(self) -> None:
         if self._buffer.is_acquired:
             self._buffer.release()
-        if self._borrowed is not None:
-            self._pool.give(self._borrowed)
-            self._borrowed = None
+        for storage in self._borrowed:
+            self._pool.give(storage)
+        self._borrowed = []
 
 
 class Unit:

@@ -72,7 +72,7 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """[train]: AdamW with a warm-up and a cosine decay."""
 
-    steps: Count = 1500
+    steps: Count = 1000
     global_batch: Count = 16  # sequences of all ranks together in one step
     micro_batch: CountOrNone = 0  # sequences in one forward of one rank; 0 is its whole share
     lr: Positive = 4e-3

@@ -1,0 +1,284 @@
+"""Memory that comes and goes: the pool's bound, and views that outlive the memory below them."""
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from shardwise.plan.layout import Layout, ParameterSpec, lay_out
+from shardwise.runtime import buffer as buffer_module
+from shardwise.runtime.buffer import FlatBuffer, Pool, is_shared
+
+CPU = torch.device("cpu")
+HAS_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def layout(*shapes: tuple[int, ...], dtype: str = "float32", itemsize: int = 4) -> Layout:
+    specs = [
+        ParameterSpec((f"p{number}",), shape, dtype, itemsize, trainable=True)
+        for number, shape in enumerate(shapes)
+    ]
+    return lay_out(specs, world_size=2)
+
+
+# -- Pool ----------------------------------------------------------------------------------------
+
+
+def test_memory_is_used_again() -> None:
+    pool = Pool(CPU)
+    lent = pool.take(4096)
+    storage = pool.take(1024)
+    pool.give(storage)
+    again = pool.take(1024)
+    assert again.data_ptr() == storage.data_ptr()
+    assert again.data_ptr() != lent.data_ptr()
+    assert (pool.held_bytes, pool.peak_bytes) == (5120, 5120)
+
+
+def test_the_best_fit_is_taken_and_never_more_than_double() -> None:
+    pool = Pool(CPU)
+    lent = {size: pool.take(size) for size in (2000, 1000, 1500)}
+    for storage in lent.values():
+        pool.give(storage)
+    assert pool.take(900).data_ptr() == lent[1000].data_ptr()
+    assert pool.take(1001).data_ptr() == lent[1500].data_ptr()
+    assert pool.take(999).nbytes() == 999, "2000 is more than twice that"
+
+
+def test_the_oldest_memory_makes_room_for_what_fits_nowhere() -> None:
+    pool = Pool(CPU)
+    older, newer = pool.take(1000), pool.take(800)
+    pool.give(older)
+    pool.give(newer)
+    pool.take(300)
+    assert pool.held_bytes == 800 + 300, "the older one alone makes room"
+    assert pool.take(800).data_ptr() == newer.data_ptr()
+    assert pool.peak_bytes == 1800
+
+
+def test_all_of_it_goes_if_it_must() -> None:
+    pool = Pool(CPU)
+    for storage in [pool.take(1000), pool.take(1000)]:
+        pool.give(storage)
+    pool.take(1500)
+    assert (pool.held_bytes, pool.peak_bytes) == (1500, 2000)
+
+
+def test_no_bytes_are_memory_too() -> None:
+    pool = Pool(CPU)
+    nothing = pool.take(0)
+    assert nothing.nbytes() == 0
+    pool.give(nothing)
+    assert (pool.held_bytes, pool.peak_bytes) == (0, 0)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3000)), max_size=60))
+def test_a_pool_never_holds_more_than_was_lent_at_once(steps: list[tuple[bool, int]]) -> None:
+    """(True, n) takes n bytes; (False, n) gives back the n-th of what is lent."""
+    pool = Pool(CPU)
+    lent: list[torch.UntypedStorage] = []
+    for is_taken, number in steps:
+        if is_taken:
+            lent.append(pool.take(number))
+            assert number <= lent[-1].nbytes() <= 2 * number
+        elif lent:
+            pool.give(lent.pop(number % len(lent)))
+        lent_bytes = sum(storage.nbytes() for storage in lent)
+        assert lent_bytes <= pool.held_bytes <= pool.peak_bytes
+        addresses = [storage.data_ptr() for storage in lent if storage.nbytes()]
+        assert len(set(addresses)) == len(addresses), "nothing is lent twice"
+
+
+# -- FlatBuffer ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["swapped", "resized"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Both ways in which a Storage gets its memory: torch 2.13 has the first."""
+    if request.param == "swapped":
+        if not HAS_SWAP:
+            pytest.skip(f"torch {torch.__version__} has no UntypedStorage._swap_data_ptr_")
+        yield request.param
+        return
+    # Shadows the builtin in that file alone: an attribute of a C type cannot be taken away.
+    with mock.patch.object(buffer_module, "hasattr", return_value=False, create=True):
+        yield request.param
+
+
+def two_in_turn() -> tuple[FlatBuffer, FlatBuffer]:
+    """Two buffers of one pool, so that each gets the memory that the other gave back."""
+    pool = Pool(CPU)
+    return FlatBuffer(layout((3, 4), (5,)), pool), FlatBuffer(layout((3, 4), (5,)), pool)
+
+
+def fill(buffer: FlatBuffer, value: float) -> None:
+    """What a gather does."""
+    buffer.acquire()
+    with torch.no_grad():
+        buffer.flat.fill_(value)
+
+
+@pytest.mark.usefixtures("way")
+def test_a_released_buffer_has_no_memory() -> None:
+    buffer, _ = two_in_turn()
+    for _ in range(2):
+        assert (buffer.is_acquired, bytes_of(buffer)) == (False, 0)
+        buffer.acquire()
+        assert (buffer.is_acquired, bytes_of(buffer)) == (True, buffer.layout.num_bytes)
+        buffer.release()
+    assert (buffer.is_acquired, bytes_of(buffer)) == (False, 0)
+
+
+def bytes_of(buffer: FlatBuffer) -> int:
+    return buffer.flat.untyped_storage().nbytes()
+
+
+@pytest.mark.usefixtures("way")
+def test_views_show_the_memory_that_is_there_now() -> None:
+    buffer, other = two_in_turn()
+    first, second = buffer.views
+    assert (first.shape, second.shape) == ((3, 4), (5,))
+    for value in (1.0, 2.0, 3.0):
+        fill(buffer, value)
+        buffer.slot_of(1).add_(0.5)
+        size = buffer.layout.shard_elements
+        flat = torch.cat([torch.full((size,), value), torch.full((size,), value + 0.5)])
+        assert torch.equal(buffer.flat, flat)
+        for view, slot in zip(buffer.views, buffer.layout.slots, strict=True):
+            assert torch.equal(view.flatten(), flat[slot.offset : slot.stop])
+        second.zero_()
+        stop = buffer.layout.slots[1].stop
+        assert not buffer.flat[stop - 5 : stop].any(), "a view writes where it reads"
+        buffer.release()
+        fill(other, -1.0)
+        other.release()
+
+
+@pytest.mark.usefixtures("way")
+def test_a_buffer_is_one_storage_for_life() -> None:
+    buffer, _ = two_in_turn()
+
+    def storages() -> set[int]:
+        return {tensor.untyped_storage()._cdata for tensor in (buffer.flat, *buffer.views)}
+
+    (before,) = storages()
+    for _ in range(2):
+        buffer.acquire()
+        assert storages() == {before}
+        buffer.release()
+        assert storages() == {before}
+
+
+def test_buffers_of_a_pool_use_the_same_memory_in_turn() -> None:
+    if not HAS_SWAP:
+        pytest.skip("resize_ goes through the allocator, which may choose other memory")
+    addresses = set()
+    for buffer in two_in_turn() * 2:
+        buffer.acquire()
+        addresses.add(buffer.flat.data_ptr())
+        buffer.release()
+    assert len(addresses) == 1
+
+
+@pytest.mark.usefixtures("way")
+def test_the_pool_counts_a_buffer_while_it_is_acquired() -> None:
+    pool = Pool(CPU)
+    buffers = [FlatBuffer(layout((3, 4), (5,)), pool) for _ in range(3)]
+    num_bytes = buffers[0].layout.num_bytes
+    assert pool.held_bytes == 0
+    for _ in range(3):
+        for buffer in buffers[:2]:
+            buffer.acquire()
+        assert (pool.held_bytes, pool.peak_bytes) == (2 * num_bytes, 2 * num_bytes)
+        for buffer in buffers[:2]:
+            buffer.release()
+        assert pool.held_bytes == 2 * num_bytes, "idle"
+        buffers[2].acquire()
+        assert pool.held_bytes == 2 * num_bytes
+        buffers[2].release()
+
+
+@pytest.mark.usefixtures("way")
+def test_what_autograd_saved_may_be_taken_away_and_come_back() -> None:
+    buffer, other = two_in_turn()
+    weight = nn.Parameter(buffer.views[0])
+    x = torch.ones(2, 3, requires_grad=True)
+    fill(buffer, 2.0)
+    y = (x @ weight).square().sum()  # saves the weight for the gradient of x
+    buffer.release()
+    fill(other, -7.0)
+    other.release()
+    fill(buffer, 2.0)
+    y.backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((2, 3), 2 * 6.0 * 2.0 * 4))
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full((3, 4), 2 * 6.0 * 2))
+
+
+@pytest.mark.usefixtures("way")
+def test_what_autograd_saved_is_what_the_buffer_holds_now() -> None:
+    buffer, _ = two_in_turn()
+    weight = nn.Parameter(buffer.views[0])
+    x = torch.ones(2, 3, requires_grad=True)
+    fill(buffer, 3.0)
+    y = (x @ weight).sum()
+    buffer.release()
+    fill(buffer, 5.0)  # no version error: the refill is not a change of `weight`
+    (gradient,) = torch.autograd.grad(y, x)
+    assert torch.equal(gradient, torch.full((2, 3), 4 * 5.0))
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    ("dtype", "itemsize"), [("bfloat16", 2), ("float64", 8), ("int64", 8), ("uint8", 1)]
+)
+def test_other_dtypes_and_nothing_at_all(dtype: str, itemsize: int) -> None:
+    for shapes in ([(3, 1), (), (0, 2)], [(0, 2)]):
+        buffer = FlatBuffer(layout(*shapes, dtype=dtype, itemsize=itemsize), Pool(CPU))
+        assert buffer.flat.dtype == getattr(torch, dtype)
+        assert [view.shape for view in buffer.views] == shapes
+        fill(buffer, 3)
+        assert all(bool((view == 3).all()) for view in buffer.views)
+        buffer.release()
+
+
+def test_acquire_and_release_alternate() -> None:
+    buffer, _ = two_in_turn()
+    with pytest.raises(AssertionError, match="without being acquired"):
+        buffer.release()
+    buffer.acquire()
+    with pytest.raises(AssertionError, match="acquired twice"):
+        buffer.acquire()
+
+
+# -- is_shared -----------------------------------------------------------------------------------
+
+
+def test_is_shared_counts_the_tensors_on_a_storage() -> None:
+    tensor = torch.zeros(6)
+    assert not is_shared(tensor, own_references=1)
+    view = tensor[2:4]
+    assert is_shared(tensor, own_references=1)
+    assert is_shared(view, own_references=1)
+    assert not is_shared(tensor, own_references=2)
+    detached = view.detach()
+    del view
+    assert is_shared(tensor, own_references=1), "a view of a view"
+    del detached
+    assert not is_shared(tensor, own_references=1)
+    same = tensor
+    assert not is_shared(same, own_references=1), "two names of one tensor"
+
+
+def test_what_autograd_saved_shares() -> None:
+    tensor = torch.zeros(6)
+    x = torch.ones(6, requires_grad=True)
+    y = x * tensor.detach()
+    assert is_shared(tensor, own_references=1)
+    y.sum().backward()  # type: ignore[no-untyped-call]
+    assert not is_shared(tensor, own_references=1)

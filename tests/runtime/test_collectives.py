@@ -1,0 +1,356 @@
+"""All-gather and reduce-scatter between real ranks, and how these come back into step."""
+
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.runtime import collectives
+from shardwise.runtime.collectives import Communicator, Pending, communicator
+from shardwise.runtime.guard import Ticket
+from shardwise.runtime.mesh import Axis, resolve_mesh
+from tests.ranks import run_on
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8]
+SIZES = [0, 1, 7, 1025]
+IMPATIENT = 0.05  # seconds between the looks at a wait that takes long
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_results_are_those_of_torch(world_size: int) -> None:
+    run_on(world_size, _compare)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_sums_are_taken_in_the_order_of_ranks(world_size: int) -> None:
+    run_on(world_size, _sum_in_order)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_link_runs_its_collectives_in_order(world_size: int) -> None:
+    assert len({tuple(tags) for tags in run_on(world_size, _order)}) == 1
+
+
+def test_launching_returns_before_the_slowest_rank_arrives() -> None:
+    run_on(3, _launch_early)
+
+
+def test_gathers_do_not_queue_behind_reductions() -> None:
+    run_on(2, _two_links)
+
+
+def test_what_is_sent_is_filled_in_when_its_turn_comes() -> None:
+    run_on(2, _fill_late)
+
+
+@pytest.mark.parametrize("difference", ["label", "size", "number"])
+def test_different_tickets_never_mix(difference: str) -> None:
+    texts = run_on(2, _diverge, difference)
+    assert "rank 0: step 5, testing, waits for" in texts[0]
+    assert "rank 1: step 5, testing, waits for" in texts[0]
+    assert texts[0] == texts[1], "the same on every rank"
+
+
+@pytest.mark.parametrize("aborting", [0, 2])
+def test_an_error_on_one_rank_reaches_those_that_wait_for_it(aborting: int) -> None:
+    run_on(3, _abort, aborting)
+
+
+def test_an_error_in_a_collective_is_raised_where_it_is_waited_for() -> None:
+    run_on(2, _fail_to_fill)
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    run_on(2, _be_slow)
+
+
+def test_links_are_made_once_for_a_group() -> None:
+    run_on(2, _share)
+
+
+def test_links_go_with_their_group() -> None:
+    run_on(2, _forget)
+
+
+def test_one_rank_needs_no_wire() -> None:
+    links = Communicator(Axis(size=1, rank=0, group=None), CPU)
+    flat, out, filled = torch.arange(5.0), torch.zeros(5), torch.zeros(5)
+    assert (links.gather.has_wire, links.reduce.scratch_slots) == (False, 0)
+    links.wait(links.gather.all_gather(filled, lambda: _fill(filled, 3), "gather"))
+    links.wait(links.reduce.reduce_scatter(flat, out, flat[:0], "reduce"))
+    assert torch.equal(filled, torch.full((5,), 3.0))
+    assert torch.equal(out, flat)
+    failing = links.gather.all_gather(flat, _raise, "gather")
+    with pytest.raises(ZeroDivisionError):
+        links.wait(failing)
+    links.recover()
+    links.wait(links.gather.all_gather(flat, lambda: None, "gather"))
+
+
+# -- in a rank -----------------------------------------------------------------------------------
+
+
+def _links() -> Communicator:
+    links = communicator(resolve_mesh(None), CPU)
+    links.step, links.where = 5, "testing"
+    return links
+
+
+def _fill(tensor: Tensor, value: float) -> None:
+    tensor.fill_(value)
+
+
+def _raise() -> None:
+    raise ZeroDivisionError("it hurts")
+
+
+def _gather(links: Communicator, own: Tensor, label: str = "gather") -> tuple[Pending, Tensor]:
+    """Launch a gather of ``own`` [S]: the result [ranks * S] is -1 where nothing came yet."""
+    flat = torch.zeros(links.size * own.numel(), dtype=own.dtype).sub_(1)
+    slot = flat.view(links.size, -1)[links.rank] if own.numel() else flat
+    return links.gather.all_gather(flat, lambda: _copy(slot, own), label), flat
+
+
+def _copy(to: Tensor, of: Tensor) -> None:
+    to.copy_(of)
+
+
+def _reduce(links: Communicator, flat: Tensor, label: str = "reduce") -> tuple[Pending, Tensor]:
+    """Launch a sum of ``flat`` [ranks * S]: the result is this rank's slot [S]."""
+    size = flat.numel() // links.size
+    out = torch.zeros(size, dtype=flat.dtype).sub_(1)
+    scratch = torch.zeros(links.reduce.scratch_slots * size, dtype=flat.dtype)
+    return links.reduce.reduce_scatter(flat, out, scratch, label), out
+
+
+def _check_gather(links: Communicator, size: int = 3) -> None:
+    """The links work: every rank's slot comes to its place."""
+    pending, flat = _gather(links, torch.full((size,), float(links.rank)))
+    links.wait(pending)
+    expected = torch.arange(float(links.size)).repeat_interleave(size)
+    assert torch.equal(flat, expected)
+
+
+def _hurried() -> "mock._patch[float]":
+    return mock.patch.object(collectives, "POLL_SECONDS", IMPATIENT)
+
+
+def _compare() -> None:
+    links = _links()
+    assert links.gather.has_wire
+    for dtype in DTYPES:
+        for size in SIZES:
+            # Small integers: their sums are exact in every dtype, in whatever order.
+            own = torch.randint(0, 50, (size,)).add_(links.rank).to(dtype)
+            pending, gathered = _gather(links, own)
+            links.wait(pending)
+            expected = torch.empty_like(gathered)
+            dist.all_gather_into_tensor(expected, own)
+            assert torch.equal(gathered, expected), f"{size} of {dtype}"
+
+            flat = torch.randint(0, 50, (links.size * size,)).add_(links.rank).to(dtype)
+            before = flat.clone()
+            pending, out = _reduce(links, flat)
+            links.wait(pending)
+            expected = torch.empty_like(out)
+            dist.reduce_scatter_tensor(expected, flat)
+            assert torch.equal(out, expected), f"{size} of {dtype}"
+            assert torch.equal(flat, before), "what is reduced is only read"
+
+
+def _sum_in_order() -> None:
+    links = _links()
+    for dtype in (torch.float32, torch.bfloat16):
+        everyone = torch.randn(links.size, links.size, 33).to(dtype)  # the same on every rank
+        pending, out = _reduce(links, everyone[links.rank].reshape(-1))
+        links.wait(pending)
+        expected = everyone[0, links.rank].clone()
+        for rank in range(1, links.size):
+            expected += everyone[rank, links.rank]
+        assert torch.equal(out, expected), "to the last bit"
+
+
+def _order() -> list[int]:
+    links = _links()
+    before, other = links.gather.state(), links.reduce.state()
+    launched = [
+        _gather(links, torch.full((number,), float(number)), f"gather {number}")
+        for number in range(8)
+    ]
+    pendings = [pending for pending, _ in launched]
+    links.wait(pendings[-1])
+    for number, (pending, flat) in enumerate(launched):
+        assert pending.mark.is_done, "those before it have ended"
+        assert torch.equal(flat, torch.full_like(flat, number))
+    times = [moment for p in pendings for moment in (p.mark.started, p.mark.finished)]
+    assert times == sorted(times)
+    numbers = range(before.issued + 1, before.issued + 9)
+    assert [p.ticket for p in pendings] == [
+        Ticket(number, f"gather {size}", 4 * size) for size, number in enumerate(numbers)
+    ]
+    after = links.gather.state()
+    assert after.issued == before.issued + 8
+    tags = [pending.ticket.tag for pending in pendings]
+    assert list(after.ended)[-8:] == tags
+    assert all(after.took(pending.ticket) for pending in pendings)
+    assert links.reduce.state() == other, "the other link has its own numbers"
+    return tags
+
+
+def _launch_early() -> None:
+    """The last rank comes only when the others have returned from launching."""
+    links = _links()
+    is_last = links.rank == links.size - 1
+    if is_last:
+        dist.barrier()
+        time.sleep(0.05)
+    arrived = time.perf_counter()
+    gathering, gathered = _gather(links, torch.ones(3))
+    reducing, reduced = _reduce(links, torch.ones(3 * links.size))
+    if not is_last:
+        assert not gathering.mark.is_done
+        assert not reducing.mark.is_done
+        arrived = time.perf_counter()
+        dist.barrier()
+    for pending, result, expected in ((gathering, gathered, 1.0), (reducing, reduced, 3.0)):
+        links.wait(pending)
+        assert torch.equal(result, torch.full_like(result, expected))
+        assert pending.mark.finished > arrived
+
+
+def _two_links() -> None:
+    links = _links()
+    if links.rank == 0:
+        reducing, out = _reduce(links, torch.ones(6))
+        _check_gather(links)
+        assert not reducing.mark.is_done
+    else:
+        _check_gather(links)
+        dist.barrier()
+        reducing, out = _reduce(links, torch.ones(6))
+    if links.rank == 0:
+        dist.barrier()
+    links.wait(reducing)
+    assert torch.equal(out, torch.full((3,), 2.0))
+
+
+def _fill_late() -> None:
+    """A gather that waits behind another does not write into its buffer yet."""
+    links = _links()
+    if links.rank == 0:
+        first, _ = _gather(links, torch.ones(3))
+        second, flat = _gather(links, torch.ones(3))
+        assert not first.mark.wait(0.1)
+        assert torch.equal(flat, torch.full((6,), -1.0))
+        dist.barrier()
+    else:
+        dist.barrier()
+        _gather(links, torch.ones(3))
+        second, flat = _gather(links, torch.ones(3))
+    links.wait(second)
+    assert torch.equal(flat, torch.ones(6))
+
+
+def _diverge(difference: str) -> str:
+    links = _links()
+    _check_gather(links)
+    odd = links.rank == 1
+    if odd and difference == "number":
+        links.gather._issued += 1
+    size = 5 if odd and difference == "size" else 3
+    label = "gather b" if odd and difference == "label" else "gather a"
+    with _hurried():
+        pending, flat = _gather(links, torch.full((size,), 8.0), label)
+        with pytest.raises(sw.RanksDiverged) as caught:
+            links.wait(pending)
+        own = flat.view(2, -1)[links.rank]
+        assert torch.equal(own, torch.full((size,), 8.0))
+        assert torch.equal(flat.view(2, -1)[1 - links.rank], torch.full((size,), -1.0))
+        links.recover()
+        assert pending.mark.is_done
+        for _ in range(3):
+            _check_gather(links)
+    states = links.gather.swap_reports(links._report(0))
+    assert len({state.links[0].issued for state in states}) == 1, "back in step"
+    return str(caught.value)
+
+
+def _abort(aborting: int) -> None:
+    links = _links()
+    with _hurried():
+        for round_ in range(2):
+            _check_gather(links)
+            if links.rank == aborting:
+                links.abort(ValueError(f"it hurts, round {round_}"))
+            else:
+                pending, _ = _reduce(links, torch.ones(3 * links.size))
+                message = (
+                    rf"rank {aborting} gave up in step 5: ValueError: it hurts, round {round_}$"
+                )
+                with pytest.raises(sw.PeerAborted, match=message):
+                    links.wait(pending)
+            links.recover()
+            _check_reduce(links)
+
+
+def _check_reduce(links: Communicator) -> None:
+    pending, out = _reduce(links, torch.arange(2.0 * links.size))
+    links.wait(pending)
+    expected = torch.arange(2.0) + 2 * links.rank
+    assert torch.equal(out, links.size * expected)
+
+
+def _fail_to_fill() -> None:
+    links = _links()
+    fills: list[Callable[[], None]] = [_raise, lambda: None]
+    for fill in fills:
+        flat = torch.zeros(6)
+        pending = links.gather.all_gather(flat, fill, "gather")
+        if fill is _raise:
+            with pytest.raises(ZeroDivisionError, match="it hurts"):
+                links.wait(pending)
+            links.recover()
+        else:
+            links.wait(pending)
+    _check_gather(links)
+
+
+def _be_slow() -> None:
+    """Many beats pass, and nobody despairs: the slow rank has not spoken, for it computes."""
+    links = _links()
+    with _hurried():
+        if links.rank == 1:
+            time.sleep(8 * IMPATIENT)
+        _check_gather(links)
+        if links.rank == 0:
+            time.sleep(8 * IMPATIENT)
+        _check_gather(links)
+
+
+def _share() -> None:
+    links = _links()
+    assert _links() is links
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    other = communicator(Axis(1, 0, alone), CPU)
+    assert other is not links
+    assert other is communicator(Axis(1, 0, alone), CPU)
+
+
+def _forget() -> None:
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    links = communicator(Axis(1, 0, alone), CPU)
+    links.wait(links.gather.all_gather(torch.zeros(3), lambda: None, "gather"))
+    watched: list[weakref.ref[Any]] = [weakref.ref(links), weakref.ref(links.gather.lane)]
+    dist.destroy_process_group(alone)
+    del alone, links
+    assert [reference() for reference in watched] == [None, None]

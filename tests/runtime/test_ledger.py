@@ -1,0 +1,223 @@
+"""The record of a step: how long it is kept, and what is computed from it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.plan.events import Event, EventKind
+from shardwise.runtime.device import Mark
+from shardwise.runtime.ledger import Ledger, Record
+
+
+def mark(started: float, finished: float) -> Mark:
+    made = Mark()
+    made.started, made.finished = started, finished
+    return made
+
+
+def record(
+    kind: EventKind, began: float, ended: float, *marks: Mark, unit: str = "a", num_bytes: int = 0
+) -> Record:
+    return Record(Event(kind, unit, num_bytes), 0, began, ended, marks)
+
+
+def ledger_of(*records: Record) -> Ledger:
+    """One complete step."""
+    ledger = Ledger()
+    for each in records:
+        ledger.append(each)
+    ledger.begin_step()
+    return ledger
+
+
+def gathers(ledger: Ledger, *units: str) -> None:
+    for unit in units:
+        ledger.append(record(EventKind.GATHER, 0.0, 0.0, unit=unit, num_bytes=100))
+
+
+def frees(ledger: Ledger, *units: str) -> None:
+    for unit in units:
+        ledger.append(record(EventKind.FREE, 0.0, 0.0, unit=unit, num_bytes=100))
+
+
+# -- steps ---------------------------------------------------------------------------------------
+
+
+def test_the_last_complete_step_is_the_default() -> None:
+    ledger = Ledger()
+    gathers(ledger, "a", "b")
+    ledger.begin_step()
+    gathers(ledger, "c")
+    assert ledger.step == 1
+    assert [event.unit for event in ledger.events()] == ["a", "b"]
+    assert ledger.events() == ledger.events(0)
+    assert [str(event) for event in ledger.events(1)] == ["gather c"], "the one under way"
+    ledger.begin_step()
+    assert [event.unit for event in ledger.events()] == ["c"]
+
+
+def test_only_the_last_steps_are_kept() -> None:
+    ledger = Ledger(max_steps=3)
+    for step in range(6):
+        gathers(ledger, f"step {step}")
+        ledger.begin_step()
+    assert ledger.step == 6
+    assert {step: [e.unit for e in ledger.events(step)] for step in (4, 5, 6)} == {
+        4: ["step 4"],
+        5: ["step 5"],
+        6: [],
+    }
+
+
+@pytest.mark.parametrize("step", [0, 3, 7, -2])
+def test_another_step_is_refused_with_those_that_are_kept(step: int) -> None:
+    ledger = Ledger(max_steps=3)
+    for _ in range(6):
+        ledger.begin_step()
+    message = f"^step {step} is not in the ledger, which keeps steps 4 to 6$"
+    with pytest.raises(IndexError, match=message):
+        ledger.records(step)
+
+
+def test_before_the_first_step_has_ended_there_is_no_last_one() -> None:
+    with pytest.raises(IndexError, match="not in the ledger"):
+        Ledger().events()
+
+
+def test_what_is_handed_out_is_a_copy() -> None:
+    ledger = ledger_of(record(EventKind.FORWARD, 0.0, 0.0))
+    ledger.records().clear()
+    assert len(ledger.records()) == 1
+
+
+# -- gathered bytes ------------------------------------------------------------------------------
+
+
+def test_the_peak_is_of_all_steps() -> None:
+    ledger = Ledger(max_steps=1)
+    gathers(ledger, "a", "b", "c")
+    frees(ledger, "a", "b")
+    assert (ledger.gathered_bytes, ledger.peak_gathered_bytes()) == (100, 300)
+    ledger.begin_step()
+    gathers(ledger, "a")
+    frees(ledger, "a", "c")
+    ledger.begin_step()
+    assert (ledger.gathered_bytes, ledger.peak_gathered_bytes()) == (0, 300)
+
+
+def test_reductions_are_not_gathered_bytes() -> None:
+    ledger = ledger_of(
+        record(EventKind.REDUCE, 0.0, 0.0, num_bytes=100),
+        record(EventKind.COLLECT, 0.0, 0.0, num_bytes=100),
+    )
+    assert (ledger.gathered_bytes, ledger.peak_gathered_bytes()) == (0, 0)
+
+
+def test_an_abandoned_step_leaves_no_records_and_nothing_gathered() -> None:
+    ledger = ledger_of(record(EventKind.FORWARD, 0.0, 0.0, unit="before"))
+    gathers(ledger, "a", "b")
+    ledger.abandon_step()
+    assert ledger.step == 1, "it is tried again under the same number"
+    assert ledger.records(1) == []
+    assert [event.unit for event in ledger.events()] == ["before"]
+    assert (ledger.gathered_bytes, ledger.peak_gathered_bytes()) == (0, 200)
+    gathers(ledger, "c")
+    ledger.begin_step()
+    assert [event.unit for event in ledger.events()] == ["c"]
+
+
+# -- overlap -------------------------------------------------------------------------------------
+
+
+def test_busy_seconds_are_those_of_all_marks() -> None:
+    gather = record(EventKind.GATHER, 0.0, 0.1, mark(0.0, 1.5), mark(2.0, 2.5))
+    assert gather.busy_seconds == 2.0
+    assert record(EventKind.WAIT, 0.0, 1.0).busy_seconds == 0.0
+
+
+@pytest.mark.parametrize(
+    ("waits", "share"),
+    [([], 1.0), ([0.0], 1.0), ([1.0], 0.75), ([1.0, 2.0], 0.25), ([4.0], 0.0), ([9.0], 0.0)],
+)
+def test_overlapped_is_what_compute_did_not_wait_for(waits: list[float], share: float) -> None:
+    ledger = ledger_of(
+        record(EventKind.GATHER, 0.0, 0.0, mark(0.0, 1.0), mark(1.0, 2.0)),
+        record(EventKind.GATHER, 0.0, 0.0, mark(5.0, 7.0), unit="b"),
+        record(EventKind.FORWARD, 3.0, 3.0),
+        *(record(EventKind.WAIT, 10.0, 10.0 + seconds) for seconds in waits),
+        # Neither a reduction nor the wait for its end is a gather.
+        record(EventKind.REDUCE, 20.0, 20.0, mark(20.0, 90.0)),
+        record(EventKind.COLLECT, 30.0, 90.0),
+    )
+    assert ledger.overlapped_share() == pytest.approx(share)
+
+
+def test_without_gathers_all_is_overlapped() -> None:
+    assert ledger_of(record(EventKind.WAIT, 0.0, 0.0)).overlapped_share() == 1.0
+    assert ledger_of().overlapped_share() == 1.0
+
+
+def test_overlap_is_of_the_step_that_is_asked_for() -> None:
+    ledger = ledger_of(record(EventKind.GATHER, 0.0, 0.0, mark(0.0, 1.0)))
+    ledger.append(record(EventKind.GATHER, 0.0, 0.0, mark(0.0, 1.0)))
+    ledger.append(record(EventKind.WAIT, 0.0, 0.5))
+    ledger.begin_step()
+    assert (ledger.overlapped_share(0), ledger.overlapped_share(1)) == (1.0, 0.5)
+
+
+# -- the trace -----------------------------------------------------------------------------------
+
+
+def spans_of(ledger: Ledger, folder: Path, row: str) -> Iterator[tuple[str, float, float]]:
+    """(name, start, duration) of a row, in microseconds."""
+    path = folder / "step.json"
+    ledger.save(path)
+    trace: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for event in trace["traceEvents"]:
+        assert event["ph"] == "X"
+        if event["tid"] == row:
+            yield event["name"], round(event["ts"]), round(event["dur"])
+
+
+def test_a_trace_has_a_row_for_compute_and_one_for_each_link(tmp_path: Path) -> None:
+    ledger = ledger_of(
+        record(EventKind.GATHER, 10.0, 10.1, mark(10.1, 10.5), mark(10.5, 10.6), num_bytes=64),
+        record(EventKind.WAIT, 10.1, 10.6),
+        record(EventKind.FORWARD, 10.6, 10.6),
+        record(EventKind.BACKWARD, 11.0, 11.0),
+        record(EventKind.REDUCE, 11.5, 11.5, mark(11.5, 12.0), num_bytes=64),
+        record(EventKind.COLLECT, 11.5, 12.0, num_bytes=64),
+        record(EventKind.FREE, 12.0, 12.0, num_bytes=64),
+    )
+    assert list(spans_of(ledger, tmp_path, "gather")) == [
+        ("gather a", 100_000, 400_000),
+        ("gather a", 500_000, 100_000),
+    ]
+    assert list(spans_of(ledger, tmp_path, "reduce")) == [("reduce a", 1_500_000, 500_000)]
+    assert sorted(spans_of(ledger, tmp_path, "compute")) == [
+        ("backward a", 1_000_000, 1_000_000),  # to the end of the step
+        ("collect a", 1_500_000, 500_000),
+        ("forward a", 600_000, 400_000),  # until the next unit is turned to
+        ("wait a", 100_000, 500_000),
+    ]
+
+
+def test_a_trace_says_how_many_bytes_moved(tmp_path: Path) -> None:
+    ledger = ledger_of(
+        record(EventKind.GATHER, 0.0, 0.0, mark(0.0, 1.0), num_bytes=64),
+        record(EventKind.FORWARD, 1.0, 1.0),
+    )
+    ledger.save(str(tmp_path / "step.json"), step=0)
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert {event["cat"]: event["args"]["bytes"] for event in events} == {
+        "gather": 64,
+        "forward": 0,
+    }
+
+
+def test_the_trace_of_an_empty_step_is_empty(tmp_path: Path) -> None:
+    ledger_of().save(tmp_path / "step.json")
+    assert json.loads((tmp_path / "step.json").read_text()) == {"traceEvents": []}

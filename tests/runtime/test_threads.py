@@ -1,0 +1,58 @@
+"""C9: nothing per rank stands in a module global, so ranks can be threads of one process."""
+
+import subprocess
+import sys
+import threading
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+import shardwise as sw
+from tests.models import WIDTH, Block, build
+from tests.runtime.one_process import assert_equal_models, own_part
+
+RANKS = 2
+
+
+def test_ranks_may_be_threads_of_one_process() -> None:
+    # In a process of its own: torch's threaded process group replaces globals of torch's.
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.test_threads"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["equal"] * RANKS
+
+
+def _main() -> None:
+    from torch.testing._internal.distributed import multi_threaded_pg  # noqa: PLC0415
+
+    multi_threaded_pg._install_threaded_pg()  # type: ignore[no-untyped-call]
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+    seed, store = threading.Lock(), HashStore()
+    ranks = [threading.Thread(target=_rank, args=(rank, store, seed)) for rank in range(RANKS)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+
+
+def _rank(rank: int, store: HashStore, seed: threading.Lock) -> None:
+    dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)
+    with seed:  # torch's generator is one for all threads
+        reference, model = build("stack"), build("stack")
+    sw.fully_shard(model, units=Block)
+    for step in range(3):
+        batch = (torch.arange(12 * WIDTH).double().view(12, WIDTH) / 7 + step).sin()
+        reference(batch).square().mean().backward()
+        model(own_part(batch)).square().mean().backward()
+        assert_equal_models(model, reference, step)
+    sys.stdout.write("equal\n")
+
+
+if __name__ == "__main__":
+    _main()
