@@ -43,15 +43,20 @@ def _live_threads() -> set[threading.Thread]:
 def _live_children() -> set[int]:
     """This process's children, as Linux lists them; elsewhere none are known."""
     lists = Path("/proc/self/task").glob("*/children")
-    children = {int(pid) for path in lists for pid in path.read_text().split()}
+    children = {int(pid) for path in lists for pid in _read(path).split()}
     return {pid for pid in children if _command_of(pid)}
 
 
 def _command_of(pid: int) -> str:
     """Its command line: empty for one that has ended, or that serves the whole session."""
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-    except OSError:
-        return ""
+    command = _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
     # multiprocessing starts it once, at the first use of a semaphore, and keeps it.
     return "" if "resource_tracker" in command else command
+
+
+def _read(path: Path) -> str:
+    """A file of a thread or process, which may end at any moment; empty if it has."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

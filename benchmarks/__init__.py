@@ -1,0 +1,1 @@
+"""Comparisons with other engines, interleaved in one run, told as ratios of medians."""
