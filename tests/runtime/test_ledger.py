@@ -83,7 +83,7 @@ def test_another_step_is_refused_with_those_that_are_kept(step: int) -> None:
 
 
 def test_before_the_first_step_has_ended_there_is_no_last_one() -> None:
-    with pytest.raises(IndexError, match="not in the ledger"):
+    with pytest.raises(IndexError, match="no step has ended yet"):
         Ledger().events()
 
 

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -269,7 +270,7 @@ class Communicator:
             return
         self._broken = True
         text = f"{type(error).__name__}: {error}"
-        self._board.post(self._report(0, error=text[:500]))
+        self._board.post(replace(self._report(0), error=text[:500]))
 
     def recover(self) -> None:
         """After an error: bring all ranks back into step. Costs nothing when there was none."""
@@ -291,22 +292,15 @@ class Communicator:
         if error is None:
             return
         self._broken = True
-        self._board.post(
-            self._report(0, error=str(error), diverged=isinstance(error, RanksDiverged))
-        )
+        diverged = isinstance(error, RanksDiverged)
+        report = replace(self._report(0), error=str(error), relayed=True, diverged=diverged)
+        self._board.post(report)
         raise error
 
-    def _report(
-        self,
-        beat: int,
-        *,
-        waits_for: str | None = None,
-        error: str | None = None,
-        diverged: bool = False,
-    ) -> Report:
+    def _report(self, beat: int, *, waits_for: str | None = None) -> Report:
         where = self.where if waits_for is None else f"{self.where}, waits for {waits_for}"
         links = tuple(link.state() for link in self._links)
-        return Report(self._epoch, beat, self.step, where, links, error, diverged)
+        return Report(self._epoch, beat, self.step, where, links)
 
 
 def _new_group(axis: Axis, backend: str | None) -> dist.ProcessGroup | None:

@@ -53,7 +53,11 @@ class LinkState:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where one rank stands; ``error`` says that it gave up, ``diverged`` that all must."""
+    """Where one rank stands.
+
+    ``error`` says why it gave up; ``relayed`` that the words are those of another rank's error,
+    and ``diverged`` that the ranks had diverged.
+    """
 
     epoch: int
     beat: int
@@ -61,6 +65,7 @@ class Report:
     where: str
     links: tuple[LinkState, ...]
     error: str | None = None
+    relayed: bool = False
     diverged: bool = False
 
     def to_json(self) -> str:
@@ -105,6 +110,8 @@ def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
     for rank, report in current.items():
         if report.diverged:
             return RanksDiverged(report.error)
+        if report.error is not None and report.relayed:
+            return PeerAborted(report.error)
         if report.error is not None:
             return PeerAborted(f"rank {rank} gave up in step {report.step}: {report.error}")
     if len(current) < len(reports) or any(report.beat < BEATS for report in current.values()):

@@ -73,6 +73,8 @@ class Ledger:
         """
         wanted = self._step - 1 if step == -1 else step
         position = wanted - (self._step - len(self._steps) + 1)
+        if step == -1 and not self._step:
+            raise IndexError("no step has ended yet: a step is one forward and its backward")
         if wanted < 0 or not 0 <= position < len(self._steps):
             kept = f"{self._step - len(self._steps) + 1} to {self._step}"
             raise IndexError(f"step {wanted} is not in the ledger, which keeps steps {kept}")
@@ -119,7 +121,7 @@ def _trace_events(records: Sequence[Record]) -> Iterable[dict[str, Any]]:
         return
     origin = records[0].began
     computes = [r for r in records if r.event.kind in _COMPUTE]
-    ends = [r.began for r in computes[1:]] + [records[-1].ended]
+    ends = [r.began for r in computes[1:]] + [records[-1].ended] if computes else []
     for record, end in zip(computes, ends, strict=True):
         yield _span("compute", record.event, record.ended - origin, end - origin)
     for record in records:
