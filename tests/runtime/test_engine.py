@@ -83,6 +83,18 @@ def test_sequence_of_losses_in_one_backward() -> None:
     run_on(2, _several_roots)
 
 
+def test_a_change_that_would_be_lost_is_refused() -> None:
+    run_on(2, _changed_in_place)
+
+
+def test_the_users_gradient_hooks_see_reduced_gradients() -> None:
+    run_on(2, _gradient_hooks)
+
+
+def test_parametrized_modules() -> None:
+    run_on(2, _parametrized)
+
+
 def _keeps() -> None:
     model = build("gpt")
     assert isinstance(model, Gpt)
@@ -357,3 +369,79 @@ def _several_roots() -> None:
         left, right = m(x)
         torch.autograd.backward([left.mean(), right.mean()])
     assert_equal_models(model, reference, 0)
+
+
+class Clamping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).double())
+        self.clamps = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.clamps:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+        return torch.tanh(x @ self.weight)
+
+
+def _changed_in_place() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(Clamping(), Clamping(), Clamping())
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Clamping)
+    batch = torch.randn(4, WIDTH).double()
+    for position in (0, 2):
+        touched = model[position]
+        assert isinstance(touched, Clamping)
+        touched.clamps = True
+        for _ in range(2):
+            with pytest.raises(sw.StepError, match=rf"{position}\.weight: changed in place"):
+                model(own_part(batch)).square().mean().backward()
+        touched.clamps = False
+        model.zero_grad()
+        reference.zero_grad()
+        model(own_part(batch)).square().mean().backward()
+        reference(batch).square().mean().backward()
+        assert_equal_models(model, reference, position)
+
+
+def _gradient_hooks() -> None:
+    calls: list[str] = []
+    reference, early = build("stack"), build("stack")
+    late = copy.deepcopy(early)
+    for model in (reference, early):
+        _add_hooks(model, calls)
+    for model in (early, late):
+        sw.fully_shard(model, units=Block)
+    _add_hooks(late, calls)
+    batch = torch.randn(4, WIDTH).double()
+    for step in range(2):
+        reference(batch).square().mean().backward()
+        for model in (early, late):
+            model(own_part(batch)).square().mean().backward()
+            assert_equal_models(model, reference, step)
+    assert sorted(calls) == sorted(["norm.weight", "first.bias"] * 6)
+
+
+def _add_hooks(model: nn.Module, calls: list[str]) -> None:
+    for name in ("norm.weight", "first.bias"):
+        parameter = model.get_parameter(name)
+        parameter.register_hook(  # type: ignore[no-untyped-call]
+            lambda gradient: gradient * 3
+        )
+        parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda _parameter, name=name: calls.append(name)
+        )
+
+
+def _parametrized() -> None:
+    for kind in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm):
+        torch.manual_seed(0)
+        reference = nn.Sequential(*(kind(nn.Linear(WIDTH, WIDTH)) for _ in range(2))).double()
+        model = copy.deepcopy(reference)
+        sw.fully_shard(model, units="auto")
+        batch = torch.randn(4, WIDTH).double()
+        for step in range(2):
+            model(own_part(batch)).square().mean().backward()
+            reference(batch).square().mean().backward()
+            assert_equal_models(model, reference, step)

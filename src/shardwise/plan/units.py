@@ -194,9 +194,10 @@ def _repeated_blocks(module: nn.Module) -> set[nn.Module]:
     """Outermost children of a container that share their class with a sibling."""
     blocks: set[nn.Module] = set()
     is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-    siblings = Counter(type(child) for child in module.children())
+    # By name: every parametrized module has a class of its own.
+    siblings = Counter(type(child).__qualname__ for child in module.children())
     for child in module.children():
-        repeated = is_container and siblings[type(child)] > 1
+        repeated = is_container and siblings[type(child).__qualname__] > 1
         is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict))
         if repeated and not is_list and _num_elements(child):
             blocks.add(child)

@@ -79,6 +79,7 @@ def fully_shard(
     if isinstance(module, FSDPModule):
         raise PlanError(f"{type(module).__name__} is sharded already; shard the root last and once")
     check_is_unit(module, "")
+    _check_initialized(module)
     axis = resolve_mesh(mesh)
     manual = _sharded_before(module)
     plan = make_plan(
@@ -331,6 +332,12 @@ def _replace(original: nn.Parameter, payload: ShardedTensor) -> nn.Parameter:
         pass  # held by a weak reference, as recurrent layers do with their weights
     parameter.__dict__.update(attributes)
     return parameter
+
+
+def _check_initialized(root: nn.Module) -> None:
+    for name, parameter in root.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise PlanError(f"{name} has no shape yet; run one forward before fully_shard")
 
 
 def _device_for(root: nn.Module, axis: Axis) -> torch.device:

@@ -44,6 +44,7 @@ class Scheduler:
         self._tasks: set[int] = set()  # autograd graph tasks under way
         self._condemned: list[Unit] = []  # an exception left communication of theirs behind
         self._is_held = False
+        self._is_broken = False  # an event failed, so units are not where the sequencer has them
         self._hidden: dict[int, Call] = {}
 
     @cached_property
@@ -64,6 +65,8 @@ class Scheduler:
             return None
         if self.is_idle:
             self.recover()
+        if self._is_broken:
+            raise StepError("this step has failed already; let its exception leave the model")
         self._note(f"forward of {self.units[index].plan.label}")
         grad = torch.is_grad_enabled()
         call, events = self._sequencer.enter(index, grad=grad, recomputed=recomputed)
@@ -85,7 +88,12 @@ class Scheduler:
         if error is not None and self.is_idle:
             self._fail(error)
             return
-        self._perform(events)
+        try:
+            self._perform(events)
+        except BaseException as failure:
+            if self.is_idle:
+                self._fail(failure)
+            raise
         if not self._sequencer.is_in_use(call.unit):
             self.units[call.unit].conceal()
 
@@ -124,7 +132,6 @@ class Scheduler:
         """A graph task died."""
         self._tasks.discard(task)
         if not self._tasks:
-            self._sequencer.abandon()
             self._fail(error)
 
     # -- outside steps ---------------------------------------------------------------------------
@@ -152,6 +159,7 @@ class Scheduler:
         for unit in self.units:
             for flat in unit.flats if write_back else ():
                 flat.write_back()
+            unit.forget_changes()
             unit.free(self._links)
         self._is_held = False
 
@@ -166,11 +174,15 @@ class Scheduler:
     # -- steps of the above ----------------------------------------------------------------------
 
     def _perform(self, events: Sequence[Event]) -> None:
+        if self._is_broken:
+            return
+        self._is_broken = True
         for event in events:
             record = Record(event, self.ledger.step, time.perf_counter())
             record.marks = self._do(event.kind, self._by_label[event.unit])
             record.ended = time.perf_counter()
             self.ledger.append(record)
+        self._is_broken = False
 
     def _do(self, kind: EventKind, unit: Unit) -> tuple[Mark, ...]:
         links = self._links
@@ -193,6 +205,8 @@ class Scheduler:
     def _fail(self, error: BaseException) -> None:
         """Tell the other ranks, and leave shards only."""
         self._links.abort(error)
+        self._sequencer.abandon()
+        self._is_broken = False
         # What all ranks launched ends in a moment; what only some did never will.
         patience = 0.0 if isinstance(error, StepError) else POLL_SECONDS
         until = time.monotonic() + patience

@@ -23,7 +23,7 @@ from shardwise.plan.layout import Layout, Run, Slot
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.reductions import across, combine, gather_runs, norms
 
-__all__ = ["ShardedTensor", "Sharding"]
+__all__ = ["ShardedTensor", "Sharding", "apply_gradient_hooks", "run_accumulated_hooks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,12 +164,26 @@ class ShardedTensor(torch.Tensor):
             return _foreach_norm(*args, **kwargs)
         if base == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(func, *args, **kwargs)
-        if _works_on_runs(func, base):
+        if _works_on_runs(func, base) or _is_masked_fill(base, *args):
             return _on_runs(func, base, args, kwargs)
         if base in _SAME_SHAPE and tuple(args[1]) == tuple(args[0].shape):
             return torch.ops.aten.alias(args[0])
         sharded = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)]
         raise _refusal(func, sharded[0])
+
+
+def apply_gradient_hooks(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """What the hooks that the user registered on ``parameter`` make of its gradient."""
+    for hook in (parameter._backward_hooks or {}).values():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
+def run_accumulated_hooks(parameter: Tensor) -> None:
+    """Call the user's hooks for a gradient that has been accumulated."""
+    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(parameter)
 
 
 # Not tagged as element-wise by torch, but they are, or make a tensor of the same shape.
@@ -189,6 +203,15 @@ def _works_on_runs(func: torch._ops.OpOverload, base: str) -> bool:
         or base in _LIKE_ELEMENTWISE
         or base.startswith(("_foreach_", "_fused_ada", "_fused_sgd"))
     )
+
+
+def _is_masked_fill(base: str, *args: Any) -> bool:
+    """Whether it is ``x[mask] = number``, with a mask that is cut as ``x`` is."""
+    if base not in ("index_put", "index_put_"):
+        return False
+    indices, value = args[1], args[2]
+    masks = [x for x in indices if isinstance(x, ShardedTensor) and x.dtype is torch.bool]
+    return len(masks) == len(indices) == 1 and value.numel() == 1
 
 
 def _on_runs(

@@ -24,7 +24,12 @@ from shardwise.runtime.buffer import FlatBuffer, Pool, is_shared
 from shardwise.runtime.collectives import Communicator, Link, Pending
 from shardwise.runtime.device import Mark
 from shardwise.runtime.mesh import Axis
-from shardwise.runtime.sharded_tensor import ShardedTensor, Sharding
+from shardwise.runtime.sharded_tensor import (
+    ShardedTensor,
+    Sharding,
+    apply_gradient_hooks,
+    run_accumulated_hooks,
+)
 
 __all__ = ["FlatParameters", "Home", "ManagedParameter", "Unit", "UnitState"]
 
@@ -78,10 +83,16 @@ class ManagedParameter:
     local: Tensor  # [run], of the shard
     dense: nn.Parameter  # [shape], of the flat buffer
     homes: Sequence[Home]
+    _version: int = 0  # of `dense`, when it was last known to be what was gathered
 
     @property
     def name(self) -> str:
         return self.sharding.name
+
+    def forget_changes(self) -> bool:
+        """Whether the dense parameter was changed in place since this was last asked."""
+        before, self._version = self._version, self.dense._version
+        return before != self._version
 
     def expose(self) -> None:
         """Let the modules see the dense parameter."""
@@ -221,13 +232,10 @@ class Gradients:
             ):
                 if not parameter.sharded.requires_grad:
                     continue
-                if parameter.sharded.grad is None:
-                    own = run if is_kept else run.clone()
-                    parameter.sharded.grad = ShardedTensor(own, parameter.sharding)
+                own = run if is_kept or parameter.sharded.grad is not None else run.clone()
+                gradient = ShardedTensor(own, parameter.sharding)
+                if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
                     self._fresh.append(position)
-                else:
-                    _accumulate(parameter, run)
-        del runs
         self._reduced = None
         self._give_back()
 
@@ -236,6 +244,9 @@ class Gradients:
         for position in self._fresh:
             if not used_anywhere[position]:
                 self._owner.parameters[position].sharded.grad = None
+        for parameter, used in zip(self._owner.parameters, used_anywhere, strict=True):
+            if used and parameter.sharded.requires_grad:
+                run_accumulated_hooks(parameter.sharded)
         self.forget()
 
     def forget(self) -> None:
@@ -323,7 +334,11 @@ class Unit:
             self._is_exposed = False
 
     def free(self, links: Communicator) -> None:
-        """Drop the gathered parameters; a gather under way is waited for first."""
+        """Drop the gathered parameters; a gather under way is waited for first.
+
+        Raises:
+            StepError: one of them was changed in place, and the change would be lost.
+        """
         for pending in self._gathering:
             links.wait(pending)
         self._gathering = []
@@ -331,6 +346,18 @@ class Unit:
         for flat in self.flats:
             flat.buffer.release()
         self._move(UnitState.SHARDED)
+        changed = [parameter.name for parameter in self.parameters if parameter.forget_changes()]
+        if changed:
+            raise StepError(
+                f"{', '.join(changed)}: changed in place while gathered, which is lost when "
+                f"{self.plan.label} is freed; change the sharded parameter between steps, or "
+                "whole ones in sw.gathered(model, write_back=True)"
+            )
+
+    def forget_changes(self) -> None:
+        """Do not mind that the gathered parameters were changed."""
+        for parameter in self.parameters:
+            parameter.forget_changes()
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -387,6 +414,7 @@ class Unit:
         self._gathering, self._reducing = [], []
         self.expects_gradients = False
         self.conceal()
+        self.forget_changes()
         for parameter in self.parameters:
             parameter.dense.grad = None
         for gradients in self.gradients:
@@ -413,12 +441,16 @@ def _copy(to: Tensor, of: Tensor) -> None:
         to.copy_(of)
 
 
-def _accumulate(parameter: ManagedParameter, run: Tensor) -> None:
-    gradient = parameter.sharded.grad
-    if isinstance(gradient, ShardedTensor):
-        gradient.add_(ShardedTensor(run, parameter.sharding))
-        return
-    raise PlanError(
-        f"{parameter.name}.grad is a {type(gradient).__name__} of the user's, not a ShardedTensor; "
-        "set it to None before backward"
-    )
+def _accumulate(parameter: ManagedParameter, gradient: Tensor) -> bool:
+    """Add ``gradient`` to the parameter's; whether it is the first."""
+    sharded = parameter.sharded
+    if sharded.grad is None:
+        sharded.grad = gradient
+        return True
+    if not isinstance(sharded.grad, ShardedTensor):
+        raise PlanError(
+            f"{parameter.name}.grad is a {type(sharded.grad).__name__} of the user's, not a "
+            "ShardedTensor; set it to None before backward"
+        )
+    sharded.grad.add_(gradient)
+    return False
