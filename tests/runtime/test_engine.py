@@ -95,6 +95,10 @@ def test_parametrized_modules() -> None:
     run_on(2, _parametrized)
 
 
+def test_a_forward_that_takes_gradients_itself() -> None:
+    run_on(2, _forces)
+
+
 def _keeps() -> None:
     model = build("gpt")
     assert isinstance(model, Gpt)
@@ -445,3 +449,24 @@ def _parametrized() -> None:
             model(own_part(batch)).square().mean().backward()
             reference(batch).square().mean().backward()
             assert_equal_models(model, reference, step)
+
+
+class Forces(Stack):
+    """Returns an energy and its slope at the input, taken inside its own forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        (slope,) = torch.autograd.grad(super().forward(x).square().sum(), x)
+        return super().forward(x + slope)
+
+
+def _forces() -> None:
+    torch.manual_seed(0)
+    reference = Forces().double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Block)
+    batch = torch.randn(4, WIDTH).double()
+    for step in range(3):
+        model(own_part(batch)).square().mean().backward()
+        reference(batch).square().mean().backward()
+        assert_equal_models(model, reference, step)

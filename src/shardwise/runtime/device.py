@@ -91,15 +91,11 @@ class ThreadLane:
 
 
 class _CudaMark(Mark):
-    """Compute waits on the device; the host does not."""
+    """Compute waits on the device; the host does not, for which a job is done when it is queued."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         super().__init__()
         self._event = event
-
-    @property
-    def is_done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self, timeout_seconds: float) -> bool:  # noqa: ARG002 - the host never waits
         torch.cuda.current_stream().wait_event(self._event)

@@ -123,10 +123,12 @@ class Scheduler:
         agreement = self._launch_agreement()
         self._perform(self._sequencer.finish_backward(task))
         self._settle(agreement)
-        for unit in self.units:
-            unit.conceal()
         self._hidden.clear()
-        self.ledger.begin_step()
+        if self.is_idle:  # not inside a forward, as when that takes gradients itself
+            self.ledger.begin_step()
+        for index, unit in enumerate(self.units):
+            if not self._sequencer.is_in_use(index):
+                unit.conceal()
 
     def abandon_backward(self, task: int, error: BaseException) -> None:
         """A graph task died."""
@@ -146,14 +148,18 @@ class Scheduler:
             raise StepError("parameters cannot be gathered in the middle of a step")
         self.recover()
         self._perform(self._sequencer.abandon())
-        self._is_held = True
         self._note("gathered()")
         links = self._links
-        for unit in self.units:
-            unit.launch_gather(links.gather)
-        for unit in self.units:
-            unit.await_gather(links)
-            unit.expose()
+        try:
+            for unit in self.units:
+                unit.launch_gather(links.gather)
+            for unit in self.units:
+                unit.await_gather(links)
+                unit.expose()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._is_held = True
 
     def release(self, *, write_back: bool) -> None:
         for unit in self.units:
