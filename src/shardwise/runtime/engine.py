@@ -14,23 +14,27 @@ from functools import cache, partial
 from typing import Any, Literal, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.schedule import Call, Outcome
 from shardwise.plan.strategy import Strategy
-from shardwise.plan.units import UnitPlan, Units, check_is_unit
+from shardwise.plan.units import Units, check_is_unit
 from shardwise.runtime import hooks
+from shardwise.runtime.attach import (
+    check_initialized,
+    check_same_values,
+    device_for,
+    make_unit,
+    move_buffers,
+)
 from shardwise.runtime.buffer import Pool
-from shardwise.runtime.device import current_gpu
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.mesh import Axis, resolve_mesh
-from shardwise.runtime.reductions import across
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.sharded_tensor import ShardedTensor, Sharding
-from shardwise.runtime.unit import FlatParameters, Home, ManagedParameter, Unit
+from shardwise.runtime.unit import FlatParameters, Unit
 
 __all__ = ["FSDPModule", "Runtime", "fully_shard", "gathered", "ledger"]
 
@@ -79,7 +83,7 @@ def fully_shard(
     if isinstance(module, FSDPModule):
         raise PlanError(f"{type(module).__name__} is sharded already; shard the root last and once")
     check_is_unit(module, "")
-    _check_initialized(module)
+    check_initialized(module)
     axis = resolve_mesh(mesh)
     manual = _sharded_before(module)
     plan = make_plan(
@@ -163,14 +167,14 @@ class Runtime:
     """
 
     def __init__(self, root: nn.Module, plan: Plan, axis: Axis, *, agree_on_unused: bool) -> None:
-        _check_same_values(root, axis)
+        check_same_values(root, axis)
         self.plan = plan
         self.axis = axis
         self._agree_on_unused = agree_on_unused
-        device = _device_for(root, axis)
+        device = device_for(root, axis)
         self.pool = Pool(device)
-        _move_buffers(root, device)
-        self.units = [_make_unit(root, unit, axis, self.pool) for unit in plan.units]
+        move_buffers(root, device)
+        self.units = [make_unit(root, unit, axis, self.pool) for unit in plan.units]
         self.scheduler = Scheduler(plan, self.units, axis, device, agree_on_unused=agree_on_unused)
         for index, unit in enumerate(self.units):
             self._listen(index, unit)
@@ -277,114 +281,3 @@ def _sharded_before(root: nn.Module) -> dict[str, bool | None]:
         for name, module in root.named_modules()
         if isinstance(module, FSDPModule)
     }
-
-
-def _make_unit(root: nn.Module, plan: UnitPlan, axis: Axis, pool: Pool) -> Unit:
-    flats = []
-    for layout in plan.layouts:
-        flat = FlatParameters(layout, axis, pool)
-        locals_ = flat.locals_of(flat.shard)
-        for slot, local, view in zip(layout.slots, locals_, flat.buffer.views, strict=True):
-            flat.parameters.append(_manage(root, Sharding(layout, slot, axis), local, view))
-        flats.append(flat)
-    return Unit(plan, flats)
-
-
-def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) -> ManagedParameter:
-    """Replace a parameter of ``root`` by its shard ``local`` [run]."""
-    spec = sharding.slot.parameter
-    homes = [_home(root, name) for name in spec.names]
-    original = root.get_parameter(spec.name)
-    with torch.no_grad():
-        local.copy_(_run_of(original, sharding))
-    sharded = _replace(original, ShardedTensor(local, sharding))
-    for home in homes:
-        home.put(sharded)
-    assert isinstance(sharded, ShardedTensor)
-    dense = nn.Parameter(view, requires_grad=spec.trainable)
-    return ManagedParameter(sharding, sharded, sharded.to_local(), dense, homes)
-
-
-def _home(root: nn.Module, name: str) -> Home:
-    path, _, attribute = name.rpartition(".")
-    return Home(root.get_submodule(path), attribute)
-
-
-def _run_of(original: Tensor, sharding: Sharding) -> Tensor:
-    run = sharding.run
-    if isinstance(original, ShardedTensor):
-        if original.sharding.runs == sharding.runs:
-            return original.to_local()
-        original = original.full_tensor()
-    return original.detach().reshape(-1)[run.start : run.stop]
-
-
-def _replace(original: nn.Parameter, payload: ShardedTensor) -> nn.Parameter:
-    """A parameter with ``payload``: the same object where possible, for whoever holds it."""
-    parameter = nn.Parameter(payload, requires_grad=original.requires_grad)
-    own = parameter.__dict__
-    attributes = {key: value for key, value in original.__dict__.items() if key not in own}
-    original.grad = None
-    try:
-        torch.utils.swap_tensors(original, parameter)  # type: ignore[no-untyped-call]
-        parameter = original
-    except RuntimeError:
-        pass  # held by a weak reference, as recurrent layers do with their weights
-    parameter.__dict__.update(attributes)
-    return parameter
-
-
-def _check_initialized(root: nn.Module) -> None:
-    for name, parameter in root.named_parameters():
-        if nn.parameter.is_lazy(parameter):
-            raise PlanError(f"{name} has no shape yet; run one forward before fully_shard")
-
-
-def _device_for(root: nn.Module, axis: Axis) -> torch.device:
-    """Where the shards live: with the model, or on this rank's GPU if NCCL moves them."""
-    devices = {parameter.device for parameter in root.parameters()}
-    if any(device.type == "meta" for device in devices):
-        raise PlanError(
-            "the model is on the meta device; give it values first, with "
-            "model.to_empty(device=...) and its initialisation"
-        )
-    if axis.backend("cuda") == "nccl" and not axis.on_cpu:
-        return current_gpu()
-    if len(devices) > 1:
-        raise PlanError(f"the model is on several devices: {sorted(map(str, devices))}; use one")
-    return devices.pop() if devices else torch.device("cpu")
-
-
-def _move_buffers(root: nn.Module, device: torch.device) -> None:
-    for module in root.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.device != device:
-                module._buffers[name] = buffer.to(device)
-
-
-def _check_same_values(root: nn.Module, axis: Axis) -> None:
-    """Shards of different initialisations would make one weight that nobody initialised."""
-    named = [
-        (name, parameter)
-        for name, parameter in root.named_parameters()
-        if not isinstance(parameter, ShardedTensor)
-    ]
-    if axis.size == 1 or axis.backend("cpu") == "fake" or not named:
-        return
-    sums = [_checksum(parameter.detach()) for _, parameter in named]
-    by_rank = across(sums, axis)  # [ranks, parameters]
-    for position, (name, _) in enumerate(named):
-        different = (by_rank[:, position] != by_rank[0, position]).nonzero()
-        if different.numel():
-            raise PlanError(
-                f"{name} differs between ranks 0 and {different[0].item()}; build the model from "
-                "the same seed, or load the same weights, on every rank before fully_shard"
-            )
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.itemsize, torch.int64)
-    flat = tensor.reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(integer).sum(dtype=torch.int64)

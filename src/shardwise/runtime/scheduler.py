@@ -14,9 +14,10 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import Call, Outcome, Sequencer
 from shardwise.runtime.collectives import POLL_SECONDS, Communicator, Pending, communicator
 from shardwise.runtime.device import Mark
+from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.mesh import Axis
-from shardwise.runtime.unit import Gradients, Unit
+from shardwise.runtime.unit import Unit
 
 __all__ = ["Scheduler"]
 

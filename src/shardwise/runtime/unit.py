@@ -9,29 +9,24 @@ For every layout of its plan a unit has a `FlatParameters`: the persistent ``sha
     after it        gradient shard [S]   p.grad = ShardedTensor(run of it)
 """
 
-import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardwise.errors import PlanError, StepError
+from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.units import UnitPlan
-from shardwise.runtime.buffer import FlatBuffer, Pool, is_shared
+from shardwise.runtime.buffer import FlatBuffer, Pool
 from shardwise.runtime.collectives import Communicator, Link, Pending
 from shardwise.runtime.device import Mark
+from shardwise.runtime.gradients import Gradients
+from shardwise.runtime.managed import ManagedParameter
 from shardwise.runtime.mesh import Axis
-from shardwise.runtime.sharded_tensor import (
-    ShardedTensor,
-    Sharding,
-    apply_gradient_hooks,
-    run_accumulated_hooks,
-)
+from shardwise.runtime.sharded_tensor import ShardedTensor
 
-__all__ = ["FlatParameters", "Home", "ManagedParameter", "Unit", "UnitState"]
+__all__ = ["FlatParameters", "Unit", "UnitState"]
 
 
 class UnitState(StrEnum):
@@ -50,95 +45,6 @@ _TRANSITIONS = {
 }
 
 
-class Home:
-    """A module's attribute that holds a parameter; tied parameters have several."""
-
-    def __init__(self, module: nn.Module, attribute: str) -> None:
-        self._module = weakref.ref(module)
-        self._attribute = attribute
-        # Recurrent layers keep a second list of their weights up to date in __setattr__.
-        self._is_plain = type(module).__setattr__ is nn.Module.__setattr__
-
-    def get(self) -> Tensor | None:
-        """What is there now; None if the module is gone."""
-        module = self._module()
-        return None if module is None else getattr(module, self._attribute)
-
-    def put(self, parameter: nn.Parameter) -> None:
-        module = self._module()
-        if module is None:
-            return
-        if self._is_plain:
-            module._parameters[self._attribute] = parameter
-        else:
-            setattr(module, self._attribute, parameter)
-
-
-@dataclass(eq=False, slots=True)
-class ManagedParameter:
-    """One parameter: what the user sees between steps, and what the modules compute with."""
-
-    sharding: Sharding
-    sharded: nn.Parameter  # holds a ShardedTensor
-    local: Tensor  # [run], of the shard
-    dense: nn.Parameter  # [shape], of the flat buffer
-    homes: Sequence[Home]
-    _version: int = 0  # of `dense`, when it was last known to be what was gathered
-
-    @property
-    def name(self) -> str:
-        return self.sharding.name
-
-    def forget_changes(self) -> bool:
-        """Whether the dense parameter was changed in place since this was last asked."""
-        before, self._version = self._version, self.dense._version
-        return before != self._version
-
-    def expose(self) -> None:
-        """Let the modules see the dense parameter."""
-        if self.dense.requires_grad != self.sharded.requires_grad:
-            self._follow_requires_grad()
-        for home in self.homes:
-            home.put(self.dense)
-
-    def conceal(self) -> None:
-        """Let them see the sharded one again."""
-        for home in self.homes:
-            home.put(self.sharded)
-
-    def adopt(self, replacement: Tensor) -> None:
-        """Copy what the user put in place of the shard into it.
-
-        Raises:
-            PlanError: it has another dtype, device or shape, or is not sharded.
-        """
-        fits = (
-            isinstance(replacement, ShardedTensor)
-            and replacement.sharding.matches(self.sharding)
-            and replacement.dtype == self.local.dtype
-            and replacement.device == self.local.device
-        )
-        if not fits or not isinstance(replacement, ShardedTensor):
-            raise PlanError(
-                f"{self.name} was replaced after fully_shard: expected {self.local.dtype} on "
-                f"{self.local.device}, sharded; got {replacement.dtype} on {replacement.device}, "
-                f"a {type(replacement).__name__}; convert and move the model before fully_shard"
-            )
-        with torch.no_grad():
-            self.local.copy_(replacement.to_local())
-        replacement.rebind(self.local)
-        assert isinstance(replacement, nn.Parameter)
-        self.sharded = replacement
-
-    def _follow_requires_grad(self) -> None:
-        if self.sharded.requires_grad and not self.sharding.slot.parameter.trainable:
-            raise PlanError(
-                f"{self.name} was frozen when it was sharded and has no room for gradients; "
-                "set requires_grad before fully_shard"
-            )
-        self.dense.requires_grad_(self.sharded.requires_grad)
-
-
 class FlatParameters:
     """The parameters of one layout."""
 
@@ -150,14 +56,7 @@ class FlatParameters:
         self.shard = torch.zeros(layout.shard_elements, dtype=dtype, device=pool.device)
         self.parameters: list[ManagedParameter] = []  # in the order of the layout's slots
         trainable = layout.slots[0].parameter.trainable
-        self.gradients = Gradients(self, pool) if trainable else None
-
-    def locals_of(self, flat_shard: Tensor) -> Iterator[Tensor]:
-        """This rank's run of every parameter in ``flat_shard`` [S]."""
-        for slot in self.layout.slots:
-            start = self.layout.offset_in_shard(slot, self.axis.rank)
-            length = len(self.layout.run(slot, self.axis.rank))
-            yield flat_shard[start : start + length].data
+        self.gradients = Gradients(layout, self.parameters, axis, pool) if trainable else None
 
     def launch_gather(self, link: Link, label: str) -> Pending:
         self._reclaim_locals()
@@ -178,110 +77,6 @@ class FlatParameters:
                 continue
             if current is not None:
                 parameter.adopt(current)
-
-
-class Gradients:
-    """The gradients of one layout, from the moment autograd yields them to ``p.grad``."""
-
-    def __init__(self, owner: FlatParameters, pool: Pool) -> None:
-        self._owner = weakref.proxy(owner)
-        self._pool = pool
-        self._buffer = FlatBuffer(owner.layout, pool)
-        self._written = [False] * len(owner.layout.slots)
-        self.used = [False] * len(owner.layout.slots)
-        self._fresh: list[int] = []  # positions whose .grad was None before this backward
-        self._kept_shard: Tensor | None = None  # [S], reused when nobody holds the last .grad
-        self._reduced: Tensor | None = None  # [S]
-        self._borrowed: list[torch.UntypedStorage] = []
-
-    def write(self, position: int, gradient: Tensor) -> None:
-        """Put a gradient into its slot of the reduce buffer, divided by the number of ranks."""
-        if not self._buffer.is_acquired:
-            self._buffer.acquire()
-        slot = self._buffer.views[position]
-        scale = 1.0 / self._owner.axis.size
-        if gradient.layout is not torch.strided:
-            gradient = gradient.to_dense()
-        if self._written[position]:
-            slot.add_(gradient, alpha=scale)
-        else:
-            torch.mul(gradient, scale, out=slot)
-        self._written[position] = True
-
-    def launch_reduce(self, link: Link, label: str) -> Pending:
-        """Reduce what was written; slots that nothing was written to count as zeros."""
-        if not self._buffer.is_acquired:
-            self._buffer.acquire()
-        for position, view in enumerate(self._buffer.views):
-            if not self._written[position]:
-                view.zero_()
-        self._written = [False] * len(self._written)
-        self._reduced = self._target()
-        scratch_elements = link.scratch_slots * self._owner.layout.shard_elements
-        scratch = self._borrow(scratch_elements)
-        return link.reduce_scatter(self._buffer.flat, self._reduced, scratch, label)
-
-    def collect(self) -> None:
-        """Hand the reduced gradients to the parameters."""
-        assert self._reduced is not None
-        is_kept = self._reduced is self._kept_shard
-        runs = self._owner.locals_of(self._reduced)
-        with torch.no_grad():
-            for position, (parameter, run) in enumerate(
-                zip(self._owner.parameters, runs, strict=True)
-            ):
-                if not parameter.sharded.requires_grad:
-                    continue
-                own = run if is_kept or parameter.sharded.grad is not None else run.clone()
-                gradient = ShardedTensor(own, parameter.sharding)
-                if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
-                    self._fresh.append(position)
-        self._reduced = None
-        self._give_back()
-
-    def settle(self, used_anywhere: Sequence[bool]) -> None:
-        """A parameter that no rank used keeps the gradient it had, which may be None."""
-        for position in self._fresh:
-            if not used_anywhere[position]:
-                self._owner.parameters[position].sharded.grad = None
-        for parameter, used in zip(self._owner.parameters, used_anywhere, strict=True):
-            if used and parameter.sharded.requires_grad:
-                run_accumulated_hooks(parameter.sharded)
-        self.forget()
-
-    def forget(self) -> None:
-        self._fresh = []
-        self.used = [False] * len(self.used)
-
-    def discard(self) -> None:
-        """Drop what is under way."""
-        self._written = [False] * len(self._written)
-        self._reduced = None
-        self._give_back()
-        self.forget()
-
-    def _target(self) -> Tensor:
-        """Where to reduce to [S]: what will be the gradients, or memory to add to them from."""
-        if any(p.sharded.grad is not None for p in self._owner.parameters):
-            return self._borrow(self._owner.layout.shard_elements)
-        if self._kept_shard is None or is_shared(self._kept_shard, own_references=1):
-            self._kept_shard = torch.empty_like(self._owner.shard)
-        return self._kept_shard
-
-    def _borrow(self, num_elements: int) -> Tensor:
-        dtype = self._owner.shard.dtype
-        storage = self._pool.take(num_elements * dtype.itemsize)
-        self._borrowed.append(storage)
-        return torch.empty(0, dtype=dtype, device=self._pool.device).set_(
-            storage, 0, (num_elements,), (1,)
-        )
-
-    def _give_back(self) -> None:
-        if self._buffer.is_acquired:
-            self._buffer.release()
-        for storage in self._borrowed:
-            self._pool.give(storage)
-        self._borrowed = []
 
 
 class Unit:
@@ -439,18 +234,3 @@ class Unit:
 def _copy(to: Tensor, of: Tensor) -> None:
     with torch.no_grad():
         to.copy_(of)
-
-
-def _accumulate(parameter: ManagedParameter, gradient: Tensor) -> bool:
-    """Add ``gradient`` to the parameter's; whether it is the first."""
-    sharded = parameter.sharded
-    if sharded.grad is None:
-        sharded.grad = gradient
-        return True
-    if not isinstance(sharded.grad, ShardedTensor):
-        raise PlanError(
-            f"{parameter.name}.grad is a {type(sharded.grad).__name__} of the user's, not a "
-            "ShardedTensor; set it to None before backward"
-        )
-    sharded.grad.add_(gradient)
-    return False
