@@ -83,8 +83,16 @@ def test_the_numbers_of_one_rank() -> None:
 
 def test_one_rank_keeps_everything_and_its_padding() -> None:
     plan = make_plan(Model().to(torch.float64), world_size=1, units=Block)
-    assert plan.shard_bytes == sum(unit.gathered_bytes for unit in plan.units)
+    assert sum(unit.gathered_bytes for unit in plan.units) == 0, "it is whole already"
     assert 0 <= plan.shard_bytes - plan.parameter_bytes < 16 * 2 * 5
+
+
+@pytest.mark.parametrize(("strategy", "frees"), [("fsdp", True), ("zero2", False), ("hsdp", True)])
+def test_a_strategy_that_keeps_parameters_whole_frees_no_unit(strategy: str, frees: bool) -> None:
+    plan = make_plan(Model(), world_size=2, units=Block, strategy=strategy)
+    assert [unit.reshard for unit in plan.units] == [False, frees, frees]
+    forced = make_plan(Model(), world_size=2, strategy=strategy, reshard_after_forward=True)
+    assert forced.units[0].reshard
 
 
 def test_the_meta_device_will_do() -> None:

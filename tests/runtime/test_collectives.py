@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardwise as sw
+from shardwise.plan.strategy import FSDP
 from shardwise.runtime import collectives
 from shardwise.runtime.collectives import Communicator, Pending, communicator
 from shardwise.runtime.guard import Ticket
@@ -101,7 +102,7 @@ def test_one_rank_needs_no_wire() -> None:
 
 
 def _links() -> Communicator:
-    links = communicator(resolve_mesh(None), CPU)
+    links = communicator(resolve_mesh(None, FSDP), CPU)
     links.step, links.where = 5, "testing"
     return links
 
@@ -116,8 +117,8 @@ def _raise() -> None:
 
 def _gather(links: Communicator, own: Tensor, label: str = "gather") -> tuple[Pending, Tensor]:
     """Launch a gather of ``own`` [S]: the result [ranks * S] is -1 where nothing came yet."""
-    flat = torch.zeros(links.size * own.numel(), dtype=own.dtype).sub_(1)
-    slot = flat.view(links.size, -1)[links.rank] if own.numel() else flat
+    flat = torch.zeros(links.num_ranks * own.numel(), dtype=own.dtype).sub_(1)
+    slot = flat.view(links.num_ranks, -1)[links.rank] if own.numel() else flat
     return links.gather.all_gather(flat, lambda: _copy(slot, own), label), flat
 
 
@@ -127,7 +128,7 @@ def _copy(to: Tensor, of: Tensor) -> None:
 
 def _reduce(links: Communicator, flat: Tensor, label: str = "reduce") -> tuple[Pending, Tensor]:
     """Launch a sum of ``flat`` [ranks * S]: the result is this rank's slot [S]."""
-    size = flat.numel() // links.size
+    size = flat.numel() // links.num_ranks
     out = torch.zeros(size, dtype=flat.dtype).sub_(1)
     scratch = torch.zeros(links.reduce.scratch_slots * size, dtype=flat.dtype)
     return links.reduce.reduce_scatter(flat, out, scratch, label), out
@@ -137,7 +138,7 @@ def _check_gather(links: Communicator, size: int = 3) -> None:
     """The links work: every rank's slot comes to its place."""
     pending, flat = _gather(links, torch.full((size,), float(links.rank)))
     links.wait(pending)
-    expected = torch.arange(float(links.size)).repeat_interleave(size)
+    expected = torch.arange(float(links.num_ranks)).repeat_interleave(size)
     assert torch.equal(flat, expected)
 
 
@@ -158,7 +159,7 @@ def _compare() -> None:
             dist.all_gather_into_tensor(expected, own)
             assert torch.equal(gathered, expected), f"{size} of {dtype}"
 
-            flat = torch.randint(0, 50, (links.size * size,)).add_(links.rank).to(dtype)
+            flat = torch.randint(0, 50, (links.num_ranks * size,)).add_(links.rank).to(dtype)
             before = flat.clone()
             pending, out = _reduce(links, flat)
             links.wait(pending)
@@ -171,11 +172,13 @@ def _compare() -> None:
 def _sum_in_order() -> None:
     links = _links()
     for dtype in (torch.float32, torch.bfloat16):
-        everyone = torch.randn(links.size, links.size, 33).to(dtype)  # the same on every rank
+        everyone = torch.randn(links.num_ranks, links.num_ranks, 33).to(
+            dtype
+        )  # the same on every rank
         pending, out = _reduce(links, everyone[links.rank].reshape(-1))
         links.wait(pending)
         expected = everyone[0, links.rank].clone()
-        for rank in range(1, links.size):
+        for rank in range(1, links.num_ranks):
             expected += everyone[rank, links.rank]
         assert torch.equal(out, expected), "to the last bit"
 
@@ -210,13 +213,13 @@ def _order() -> list[int]:
 def _launch_early() -> None:
     """The last rank comes only when the others have returned from launching."""
     links = _links()
-    is_last = links.rank == links.size - 1
+    is_last = links.rank == links.num_ranks - 1
     if is_last:
         dist.barrier()
         time.sleep(0.05)
     arrived = time.perf_counter()
     gathering, gathered = _gather(links, torch.ones(3))
-    reducing, reduced = _reduce(links, torch.ones(3 * links.size))
+    reducing, reduced = _reduce(links, torch.ones(3 * links.num_ranks))
     if not is_last:
         assert not gathering.mark.is_done
         assert not reducing.mark.is_done
@@ -293,7 +296,7 @@ def _abort(aborting: int) -> None:
             if links.rank == aborting:
                 links.abort(ValueError(f"it hurts, round {round_}"))
             else:
-                pending, _ = _reduce(links, torch.ones(3 * links.size))
+                pending, _ = _reduce(links, torch.ones(3 * links.num_ranks))
                 message = (
                     rf"rank {aborting} gave up in step 5: ValueError: it hurts, round {round_}$"
                 )
@@ -304,10 +307,10 @@ def _abort(aborting: int) -> None:
 
 
 def _check_reduce(links: Communicator) -> None:
-    pending, out = _reduce(links, torch.arange(2.0 * links.size))
+    pending, out = _reduce(links, torch.arange(2.0 * links.num_ranks))
     links.wait(pending)
     expected = torch.arange(2.0) + 2 * links.rank
-    assert torch.equal(out, links.size * expected)
+    assert torch.equal(out, links.num_ranks * expected)
 
 
 def _fail_to_fill() -> None:

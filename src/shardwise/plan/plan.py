@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.plan.strategy import Strategy, resolve_strategy
+from shardwise.plan.strategy import Placement, Strategy, resolve_strategy
 from shardwise.plan.units import UnitPlan, Units, choose_units, plan_units
 
 __all__ = ["Plan", "make_plan"]
@@ -80,15 +80,17 @@ def make_plan(
     Raises:
         PlanError: an argument does not fit the model.
     """
+    strategy = resolve_strategy(strategy)
+    frees = strategy.parameters is Placement.SHARD
     choices = dict.fromkeys(choose_units(root, units), reshard_after_forward) | dict(manual or {})
     reshard = {
-        name: bool(name) if choices[name] is None else bool(choices[name])
+        name: frees and bool(name) if choices[name] is None else bool(choices[name])
         for name, _ in root.named_modules()
         if name in choices
     }
     return Plan(
         units=plan_units(root, reshard, world_size),
-        strategy=resolve_strategy(strategy),
+        strategy=strategy,
         world_size=world_size,
         prefetch=prefetch,
     )

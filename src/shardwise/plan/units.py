@@ -45,8 +45,8 @@ class UnitPlan:
 
     @property
     def gathered_bytes(self) -> int:
-        """What the unit takes while it is gathered."""
-        return sum(layout.num_bytes for layout in self.layouts)
+        """What the unit takes while it is gathered; 0 if this rank keeps the whole of it."""
+        return sum(layout.num_bytes for layout in self.layouts if layout.world_size > 1)
 
     @property
     def shard_bytes(self) -> int:

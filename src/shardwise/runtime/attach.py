@@ -7,6 +7,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.buffer import Pool
 from shardwise.runtime.device import current_gpu
+from shardwise.runtime.guard import Scope
 from shardwise.runtime.managed import Home, ManagedParameter, split_shard
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.reductions import across
@@ -34,10 +35,10 @@ def check_same_values(root: nn.Module, axis: Axis) -> None:
         for name, parameter in root.named_parameters()
         if not isinstance(parameter, ShardedTensor)
     ]
-    if axis.size == 1 or axis.backend("cpu") == "fake" or not named:
+    if axis.num_ranks == 1 or axis.backend("cpu") == "fake" or not named:
         return
     sums = [_checksum(parameter.detach()) for _, parameter in named]
-    by_rank = across(sums, axis)  # [ranks, parameters]
+    by_rank = across(sums, axis, Scope.ALL)  # [ranks, parameters]
     for position, (name, _) in enumerate(named):
         different = (by_rank[:, position] != by_rank[0, position]).nonzero()
         if different.numel():

@@ -64,10 +64,11 @@ class Pool:
 class FlatBuffer:
     """The flat buffer of a layout: ``flat`` [world_size * S] and one view for each parameter.
 
-    ``flat`` and the views may be kept for ever and read between `acquire` and `release`.
+    ``flat`` and the views may be kept for ever and read between `acquire` and `release`; with
+    ``owns_memory`` they may be read at any time, and neither is called.
     """
 
-    def __init__(self, layout: Layout, pool: Pool) -> None:
+    def __init__(self, layout: Layout, pool: Pool, *, owns_memory: bool = False) -> None:
         self.layout = layout
         self._pool = pool
         self._lent: torch.UntypedStorage | None = None
@@ -80,7 +81,10 @@ class FlatBuffer:
         # like a change of what it saved; and no reference to `flat`.
         self.views = tuple(self._view(slot) for slot in layout.slots)
         self._storage = storage
-        _swap(storage, _allocate(0, storage.device))
+        if owns_memory:
+            self.flat.zero_()
+        else:
+            _swap(storage, _allocate(0, storage.device))
 
     @property
     def is_acquired(self) -> bool:

@@ -13,7 +13,7 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwise.errors import PeerLost, RanksDiverged, StepError
 from shardwise.runtime.device import Mark, make_lane
-from shardwise.runtime.guard import Board, LinkState, Report, Ticket
+from shardwise.runtime.guard import Board, LinkState, Report, Rows, Scope, Ticket
 from shardwise.runtime.guard import verdict as verdict_on
 from shardwise.runtime.mesh import Axis
 
@@ -31,9 +31,9 @@ __all__ = ["Communicator", "Link", "Pending", "communicator"]
 POLL_SECONDS = 1.0
 _REPORT_BYTES = 8192
 
-# One pair of links for each process group, however many models use it. Keyed by the group object,
-# so ranks that live as threads of one process have their own.
-_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator]" = (
+# One pair of links for each process group and way to shard over it, however many models use them.
+# Keyed by the group object, so ranks that live as threads of one process have their own.
+_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Rows, Communicator]]" = (
     weakref.WeakKeyDictionary()
 )
 
@@ -48,9 +48,10 @@ def communicator(axis: Axis, device: torch.device) -> "Communicator":
     if axis.group is None:
         return Communicator(axis, device)
     # No lock: a group belongs to one rank, and making links waits for the others of the axis.
-    if axis.group not in _communicators:
-        _communicators[axis.group] = Communicator(axis, device)
-    return _communicators[axis.group]
+    of_group = _communicators.setdefault(axis.group, {})
+    if axis.rows not in of_group:
+        of_group[axis.rows] = Communicator(axis, device)
+    return of_group[axis.rows]
 
 
 class Pending:
@@ -65,11 +66,17 @@ class Link:
     """Collectives of one kind among the ranks of an axis, one after the other."""
 
     def __init__(self, axis: Axis, device: torch.device, name: str) -> None:
-        self._size = axis.size
-        self._rank = axis.rank
         backend = axis.backend(device.type)
-        self._group = _new_group(axis, backend)
+        self._shards = _Members(axis.shard_ranks, axis.rank)
+        self._replicas = _Members(axis.replica_ranks, axis.replica_ranks.index(axis.group_rank))
+        self._all = _Members(tuple(range(axis.num_ranks)), axis.group_rank)
+        self._rows = axis.rows
         self._direct = backend == "gloo"
+        self._group = _new_group(axis, self._all, backend)
+        if not self._direct:
+            self._shards.group = _new_group(axis, self._shards, backend)
+            self._replicas.group = _new_group(axis, self._replicas, backend)
+            self._all.group = self._group
         self.lane = make_lane(device, threaded=self._direct, name=f"shardwise-{name}")
         self._issued = 0
         self._running: Ticket | None = None
@@ -85,37 +92,50 @@ class Link:
     @property
     def scratch_slots(self) -> int:
         """Slots of scratch that a reduce-scatter needs."""
-        return self._size - 1 if self._direct else 0
+        return max(self._shards.size, self._replicas.size) - 1 if self._direct else 0
 
-    def all_gather(self, flat: Tensor, fill: Callable[[], None], label: str) -> Pending:
+    def all_gather(
+        self,
+        flat: Tensor,
+        fill: Callable[[], None],
+        label: str,
+        *,
+        scope: Scope = Scope.SHARDS,
+    ) -> Pending:
         """Give every rank the whole of ``flat``.
 
         Args:
-            flat: [world_size * S], of which ``fill`` writes this rank's slot [S].
+            flat: [ranks * S], of which ``fill`` writes this rank's slot [S].
             fill: runs just before the slot is sent.
             label: what this is, in the words of the ledger.
+            scope: the ranks; those whose shards make the model, or all.
         """
+        members = self._all if scope is Scope.ALL else self._shards
 
         def run(ticket: Ticket) -> None:
             fill()
-            self._gather_slots(flat, ticket)
+            self._gather_slots(flat, members, ticket)
 
-        return self._submit(label, flat.nbytes // self._size, run)
+        return self._submit(label, flat.nbytes // members.size, scope, run)
 
     def reduce_scatter(self, flat: Tensor, out: Tensor, scratch: Tensor, label: str) -> Pending:
-        """Sum ``flat`` [world_size * S] over the ranks; this rank's slot goes to ``out`` [S].
+        """Sum ``flat`` [shards * S] over all ranks; this rank's slot goes to ``out`` [S].
 
-        ``scratch`` [scratch_slots * S] is used on the way.
+        The sum is over the ranks that share a replica, then over replicas. ``scratch``
+        [scratch_slots * S] is used on the way.
         """
 
         def run(ticket: Ticket) -> None:
             self._sum_slots(flat, out, scratch, ticket)
+            self._sum_replicas(out, scratch, ticket)
 
-        return self._submit(label, out.nbytes, run)
+        return self._submit(label, out.nbytes, Scope.REPLICAS, run)
 
-    def _submit(self, label: str, slot_bytes: int, run: Callable[[Ticket], None]) -> Pending:
+    def _submit(
+        self, label: str, slot_bytes: int, scope: Scope, run: Callable[[Ticket], None]
+    ) -> Pending:
         self._issued += 1
-        ticket = Ticket(self._issued, label, slot_bytes)
+        ticket = Ticket(self._issued, label, slot_bytes, scope)
 
         def job() -> None:
             with self._lock:
@@ -133,33 +153,59 @@ class Link:
 
     # -- the collectives themselves, on the lane -------------------------------------------------
 
-    def _gather_slots(self, flat: Tensor, ticket: Ticket) -> None:
-        if self._group is None or not flat.numel():
+    def _gather_slots(self, flat: Tensor, members: "_Members", ticket: Ticket) -> None:
+        if members.size == 1 or not flat.numel():
             return
-        slots = flat.view(self._size, -1)
+        slots = flat.view(members.size, -1)
+        own = slots[members.own]
         if not self._direct:
-            _all_gather(flat, slots[self._rank], group=self._group)
+            _all_gather(flat, own, group=members.group)
             return
-        own = slots[self._rank]
-        self._exchange({peer: (own, slots[peer]) for peer in self._peers()}, ticket.tag)
+        self._exchange({rank: (own, slots[i]) for i, rank in members.others()}, ticket.tag)
 
     def _sum_slots(self, flat: Tensor, out: Tensor, scratch: Tensor, ticket: Ticket) -> None:
-        if self._group is None:
+        members = self._shards
+        if members.size == 1:
             out.copy_(flat)
             return
         if not flat.numel():
             return
         if not self._direct:
-            _reduce_scatter(out, flat, group=self._group)
+            _reduce_scatter(out, flat, group=members.group)
             return
-        slots = flat.view(self._size, -1)
-        received = dict(zip(self._peers(), scratch.view(-1, out.numel()), strict=True))
-        self._exchange({peer: (slots[peer], into) for peer, into in received.items()}, ticket.tag)
-        received[self._rank] = slots[self._rank]
-        # In the order of ranks, so that the sum does not depend on who computes it.
-        torch.add(received[0], received[1], out=out)
-        for rank in range(2, self._size):
-            out.add_(received[rank])
+        slots = flat.view(members.size, -1)
+        self._exchange_and_sum(members, list(slots), out, scratch, ticket)
+
+    def _sum_replicas(self, out: Tensor, scratch: Tensor, ticket: Ticket) -> None:
+        members = self._replicas
+        if members.size == 1 or not out.numel():
+            return
+        if not self._direct:
+            dist.all_reduce(out, group=members.group)
+            return
+        self._exchange_and_sum(members, [out] * members.size, out, scratch, ticket)
+
+    def _exchange_and_sum(
+        self,
+        members: "_Members",
+        parts: Sequence[Tensor],
+        out: Tensor,
+        scratch: Tensor,
+        ticket: Ticket,
+    ) -> None:
+        """Send ``parts[i]`` to member i; put the sum of what comes and of the own part in ``out``.
+
+        In the order of the members, so that replicas get the same bits.
+        """
+        free = scratch.view(-1, out.numel())
+        received = {i: free[n] for n, (i, _) in enumerate(members.others())}
+        pairs = {rank: (parts[i], received[i]) for i, rank in members.others()}
+        self._exchange(pairs, ticket.tag)
+        received[members.own] = parts[members.own]  # which may be `out`
+        total = received[0]
+        for i in range(1, members.size):
+            is_last = i == members.size - 1
+            total = torch.add(total, received[i], out=out if is_last else free[0])
 
     def _exchange(self, tensors: dict[int, tuple[Tensor, Tensor]], tag: int) -> None:
         """Send the first of each pair to its peer and receive the second from it."""
@@ -182,10 +228,7 @@ class Link:
         try:
             yield
         except RuntimeError as error:
-            raise PeerLost(f"rank {self._rank} lost rank {peer}: {error}") from error
-
-    def _peers(self) -> list[int]:
-        return [rank for rank in range(self._size) if rank != self._rank]
+            raise PeerLost(f"rank {self._all.own} lost rank {peer}: {error}") from error
 
     # -- coming back into step -------------------------------------------------------------------
 
@@ -200,15 +243,15 @@ class Link:
 
     def release(self, states: list[LinkState]) -> None:
         """Send what the others' running tickets wait for and this rank never took; start afresh."""
-        own = states[self._rank]
+        rank = self._all.own
         running = {state.running.tag: state.running for state in states if state.running}
         for tag, ticket in sorted(running.items()):
-            if not own.took(ticket):
-                waiting = [
-                    r
-                    for r, s in enumerate(states)
-                    if s.running is not None and s.running.tag == tag
-                ]
+            waiting = [
+                other
+                for other in ticket.partners(rank, self._rows)
+                if (theirs := states[other].running) is not None and theirs.tag == tag
+            ]
+            if not states[rank].took(ticket):
                 self._exchange({peer: _dummies(ticket) for peer in waiting}, tag)
         idle = self.lane.submit(lambda: None)
         while not idle.wait(POLL_SECONDS):
@@ -221,10 +264,27 @@ class Link:
         """Every rank's report, straight over the wire; returns when all have come to this point."""
         tag = Ticket(report.epoch, "swap reports", _REPORT_BYTES).tag
         own = _encode(report)
-        received = {peer: torch.zeros_like(own) for peer in self._peers()}
-        self._exchange({peer: (own, received[peer]) for peer in self._peers()}, tag)
-        received[self._rank] = own
-        return [_decode(received[rank]) for rank in range(self._size)]
+        received = [torch.zeros_like(own) for _ in range(self._all.size)]
+        self._exchange({rank: (own, received[i]) for i, rank in self._all.others()}, tag)
+        received[self._all.own] = own
+        return [_decode(encoded) for encoded in received]
+
+
+class _Members:
+    """Some ranks of a group, in order; ``own`` is the place of this one among them."""
+
+    def __init__(self, ranks: tuple[int, ...], own: int) -> None:
+        self.ranks = ranks
+        self.own = own
+        self.group: dist.ProcessGroup | None = None  # theirs alone, where the backend wants one
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def others(self) -> list[tuple[int, int]]:
+        """Place and rank of the others."""
+        return [(i, rank) for i, rank in enumerate(self.ranks) if i != self.own]
 
 
 class Communicator:
@@ -232,8 +292,9 @@ class Communicator:
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         # Not the axis: it holds the group, under which this object is kept weakly.
-        self.size = axis.size
-        self.rank = axis.rank
+        self.num_ranks = axis.num_ranks
+        self.rank = axis.group_rank
+        self._rows = axis.rows
         self.gather = Link(axis, device, "gather")
         self.reduce = Link(axis, device, "reduce")
         self._links = (self.gather, self.reduce)
@@ -288,7 +349,7 @@ class Communicator:
         if self._board is None:
             return
         self._board.post(report)
-        error = verdict_on(self._board.read(), self._epoch)
+        error = verdict_on(self._board.read(), self._epoch, self._rows)
         if error is None:
             return
         self._broken = True
@@ -303,14 +364,16 @@ class Communicator:
         return Report(self._epoch, beat, self.step, where, links)
 
 
-def _new_group(axis: Axis, backend: str | None) -> dist.ProcessGroup | None:
-    """A process group of its own over the ranks of ``axis``; only they call this."""
-    if axis.group is None:
+def _new_group(axis: Axis, members: _Members, backend: str | None) -> dist.ProcessGroup | None:
+    """A process group of their own for ``members``; only they call this."""
+    if axis.group is None or members.size == 1:
         return None
-    ranks = dist.get_process_group_ranks(axis.group)
+    of_all = dist.get_process_group_ranks(axis.group)
     local = backend != "fake"  # the fake backend cannot, and has nobody to wait for
     group: dist.ProcessGroup = dist.new_group(
-        ranks, backend=backend, use_local_synchronization=local
+        sorted(of_all[rank] for rank in members.ranks),
+        backend=backend,
+        use_local_synchronization=local,
     )
     return group
 
@@ -319,7 +382,8 @@ def _board(axis: Axis) -> Board:
     assert axis.group is not None
     # The store has no public accessor; a store of our own would need an address of its own.
     store = dist.distributed_c10d._get_default_store()
-    return Board(store, axis.group.group_name, axis.rank, axis.size)
+    name = f"{axis.group.group_name}/{len(axis.rows)}x{axis.size}"
+    return Board(store, name, axis.group_rank, axis.num_ranks)
 
 
 def _dummies(ticket: Ticket) -> tuple[Tensor, Tensor]:

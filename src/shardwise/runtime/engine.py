@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.schedule import Call, Outcome
-from shardwise.plan.strategy import Strategy
+from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.units import Units, check_is_unit
 from shardwise.runtime import hooks
 from shardwise.runtime.attach import (
@@ -84,7 +84,8 @@ def fully_shard(
         raise PlanError(f"{type(module).__name__} is sharded already; shard the root last and once")
     check_is_unit(module, "")
     check_initialized(module)
-    axis = resolve_mesh(mesh)
+    strategy = resolve_strategy(strategy)
+    axis = resolve_mesh(mesh, strategy)
     manual = _sharded_before(module)
     plan = make_plan(
         module,

@@ -42,7 +42,7 @@ class Gradients:
         if not self._buffer.is_acquired:
             self._buffer.acquire()
         slot = self._buffer.views[position]
-        scale = 1.0 / self._axis.size
+        scale = 1.0 / self._axis.num_ranks
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         if self._written[position]:

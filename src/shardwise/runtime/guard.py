@@ -4,22 +4,33 @@ Nothing here costs a step anything: a rank speaks only once it has waited a seco
 a `Report` to the job's store, reads the others', and asks `verdict`. Reports are posted at every
 *beat* of waiting, so a report that stays the same over two beats is a rank that does not move.
 
-Ranks are stuck for good if none of them moves and no link has a ticket that all of them took:
-tickets of a link run one after the other, so what all ranks took will end, however slow the wire.
+Ranks are stuck for good if none of them moves and no ticket that runs was taken by all that take
+part in it: what they all took will end, however slow the wire.
 """
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 
 from torch.distributed.distributed_c10d import Store
 
 from shardwise.errors import PeerAborted, RanksDiverged, StepError
 
-__all__ = ["Board", "LinkState", "Report", "Ticket", "verdict"]
+__all__ = ["Board", "LinkState", "Report", "Rows", "Scope", "Ticket", "verdict"]
 
 BEATS = 2
+
+Rows = tuple[tuple[int, ...], ...]  # see `mesh.Axis.blocks`
+
+
+class Scope(StrEnum):
+    """Who exchanges something in a collective, seen from one rank."""
+
+    SHARDS = "shards"  # those whose shards make the model with its own
+    REPLICAS = "replicas"  # these, and then those that hold the same as it does
+    ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +40,20 @@ class Ticket:
     number: int
     label: str
     slot_bytes: int
+    scope: str = Scope.SHARDS
+
+    def partners(self, rank: int, rows: Rows) -> set[int]:
+        """The ranks that ``rank`` exchanges something with."""
+        row = next(row for row in rows if rank in row)
+        column = {other[row.index(rank)] for other in rows}
+        match self.scope:
+            case Scope.SHARDS:
+                partners = set(row)
+            case Scope.REPLICAS:
+                partners = set(row) | column
+            case _:
+                partners = {other for row in rows for other in row}
+        return partners - {rank}
 
     @property
     def tag(self) -> int:
@@ -104,8 +129,16 @@ class Board:
         ]
 
 
-def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
-    """The error to raise on every rank, or None while there is hope."""
+def verdict(
+    reports: Sequence[Report | None], epoch: int, rows: Rows | None = None
+) -> StepError | None:
+    """The error to raise on every rank, or None while there is hope.
+
+    Args:
+        reports: of all ranks.
+        epoch: reports of an earlier one are old.
+        rows: who holds what; None for one replica over all ranks.
+    """
     current = {rank: r for rank, r in enumerate(reports) if r is not None and r.epoch == epoch}
     for rank, report in current.items():
         if report.diverged:
@@ -116,7 +149,7 @@ def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
             return PeerAborted(f"rank {rank} gave up in step {report.step}: {report.error}")
     if len(current) < len(reports) or any(report.beat < BEATS for report in current.values()):
         return None
-    if _can_move(list(current.values())):
+    if _can_move(current, rows or (tuple(range(len(reports))),)):
         return None
     places = (f"  rank {rank}: step {r.step}, {r.where}" for rank, r in current.items())
     return RanksDiverged(
@@ -127,10 +160,12 @@ def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
     )
 
 
-def _can_move(reports: Sequence[Report]) -> bool:
-    for states in zip(*(report.links for report in reports), strict=True):
-        running = [state.running for state in states if state.running is not None]
-        first = min(running, key=lambda ticket: ticket.number, default=None)
-        if first is not None and all(state.took(first) for state in states):
-            return True
+def _can_move(reports: Mapping[int, Report], rows: Rows) -> bool:
+    """Whether some rank's ticket was taken by all that it exchanges something with."""
+    for rank, report in reports.items():
+        for link, state in enumerate(report.links):
+            if state.running is not None:
+                partners = state.running.partners(rank, rows)
+                if all(reports[other].links[link].took(state.running) for other in partners):
+                    return True
     return False

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.plan.layout import Run
 from shardwise.runtime.collectives import communicator
+from shardwise.runtime.guard import Scope
 from shardwise.runtime.mesh import Axis
 
 __all__ = ["across", "combine", "gather_runs", "norms"]
@@ -50,23 +51,28 @@ def norms(runs: Sequence[Tensor], axis: Axis, order: float) -> list[Tensor]:
     ]
 
 
-def across(values: Sequence[Tensor], axis: Axis) -> Tensor:
-    """Gather scalars of one dtype from all ranks: [ranks, values]."""
+def across(values: Sequence[Tensor], axis: Axis, scope: Scope = Scope.SHARDS) -> Tensor:
+    """Gather scalars of one dtype: [ranks, values], from the ranks of a replica or from all."""
     own = torch.stack(list(values))
-    return gather_runs(own, [Run(0, own.numel())] * axis.size, axis, "scalars")
+    runs = [Run(0, own.numel())] * (axis.num_ranks if scope is Scope.ALL else axis.size)
+    return gather_runs(own, runs, axis, "scalars", scope)
 
 
-def gather_runs(run: Tensor, runs: Sequence[Run], axis: Axis, what: str) -> Tensor:
+def gather_runs(
+    run: Tensor, runs: Sequence[Run], axis: Axis, what: str, scope: Scope = Scope.SHARDS
+) -> Tensor:
     """Gather 1-D pieces of the lengths of ``runs``: [ranks, longest], padded with zeros."""
     longest = max(len(other) for other in runs)
-    gathered = run.new_zeros(axis.size, longest)
+    gathered = run.new_zeros(len(runs), longest)
+    own = axis.group_rank if scope is Scope.ALL else axis.rank
     links = communicator(axis, run.device)
     links.recover()
 
     def fill() -> None:
-        gathered[axis.rank, : run.numel()].copy_(run)
+        gathered[own, : run.numel()].copy_(run)
 
-    links.wait(links.reduce.all_gather(gathered.view(-1), fill, f"gather {what}"))
+    label = f"gather {what}"
+    links.wait(links.reduce.all_gather(gathered.view(-1), fill, label, scope=scope))
     return gathered
 
 

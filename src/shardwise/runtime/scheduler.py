@@ -15,6 +15,7 @@ from shardwise.plan.schedule import Call, Outcome, Sequencer
 from shardwise.runtime.collectives import POLL_SECONDS, Communicator, Pending, communicator
 from shardwise.runtime.device import Mark
 from shardwise.runtime.gradients import Gradients
+from shardwise.runtime.guard import Scope
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.unit import Unit
@@ -229,12 +230,14 @@ class Scheduler:
     def _launch_agreement(self) -> "_Agreement | None":
         own = [used for gradients in self._gradients() for used in gradients.used]
         links = self._links
-        if not self._agree_on_unused or not own or links.size == 1:
+        if not self._agree_on_unused or not own or links.num_ranks == 1:
             return None
         device = self._device
-        flags = torch.zeros(links.size, len(own), dtype=torch.uint8, device=device)
+        flags = torch.zeros(links.num_ranks, len(own), dtype=torch.uint8, device=device)
         flags[links.rank] = torch.tensor(own, dtype=torch.uint8)
-        pending = links.reduce.all_gather(flags.view(-1), _nothing, "agree on unused parameters")
+        pending = links.reduce.all_gather(
+            flags.view(-1), _nothing, "agree on unused parameters", scope=Scope.ALL
+        )
         return _Agreement(pending, flags)
 
     def _settle(self, agreement: "_Agreement | None") -> None:

@@ -51,15 +51,20 @@ class FlatParameters:
     def __init__(self, layout: Layout, axis: Axis, pool: Pool) -> None:
         self.layout = layout
         self.axis = axis
-        self.buffer = FlatBuffer(layout, pool)
+        self.is_whole = layout.world_size == 1  # the shard is the buffer: nothing to gather
+        self.buffer = FlatBuffer(layout, pool, owns_memory=self.is_whole)
         dtype: torch.dtype = getattr(torch, layout.dtype)
-        self.shard = torch.zeros(layout.shard_elements, dtype=dtype, device=pool.device)
+        self.shard = (
+            self.buffer.flat
+            if self.is_whole
+            else torch.zeros(layout.shard_elements, dtype=dtype, device=pool.device)
+        )
         self.parameters: list[ManagedParameter] = []  # in the order of the layout's slots
         trainable = layout.slots[0].parameter.trainable
         self.gradients = Gradients(layout, self.parameters, axis, pool) if trainable else None
 
     def launch_gather(self, link: Link, label: str) -> Pending:
-        self._reclaim_locals()
+        self.reclaim_locals()
         self.buffer.acquire()
         own_slot = self.buffer.slot_of(self.axis.rank)
         shard = self.shard
@@ -67,9 +72,11 @@ class FlatParameters:
 
     def write_back(self) -> None:
         """Take over what was written into the gathered parameters."""
+        if self.is_whole:
+            return
         self.shard.copy_(self.buffer.slot_of(self.axis.rank))
 
-    def _reclaim_locals(self) -> None:
+    def reclaim_locals(self) -> None:
         """Notice parameters whose memory was replaced, as `Module.to` and `assign=True` do."""
         for parameter in self.parameters:
             current = parameter.homes[0].get()
@@ -105,7 +112,8 @@ class Unit:
     def launch_gather(self, link: Link) -> tuple[Mark, ...]:
         self._move(UnitState.GATHERING)
         label = f"gather {self.plan.label}"
-        self._gathering = [flat.launch_gather(link, label) for flat in self.flats]
+        cut = [flat for flat in self.flats if not flat.is_whole]
+        self._gathering = [flat.launch_gather(link, label) for flat in cut]
         return tuple(pending.mark for pending in self._gathering)
 
     def await_gather(self, links: Communicator) -> None:
@@ -117,6 +125,9 @@ class Unit:
     def expose(self) -> None:
         """Put the dense parameters into the modules."""
         if not self._is_exposed:
+            for flat in self.flats:
+                if flat.is_whole:  # otherwise the gather did it
+                    flat.reclaim_locals()
             for parameter in self.parameters:
                 parameter.expose()
             self._is_exposed = True
@@ -139,7 +150,8 @@ class Unit:
         self._gathering = []
         self.conceal()
         for flat in self.flats:
-            flat.buffer.release()
+            if flat.buffer.is_acquired:
+                flat.buffer.release()
         self._move(UnitState.SHARDED)
         changed = [parameter.name for parameter in self.parameters if parameter.forget_changes()]
         if changed:
