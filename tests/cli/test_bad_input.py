@@ -29,6 +29,8 @@ COMMAND_LINES = {
     "did you mean Block?",
     "{tiny} --set shard.units=0": "units=0",
     "{tiny} --set shard.strategy=zero9": "strategy='zero9': expected one of",
+    "{tiny} --set shard.replicas=2": "shard.replicas=2: strategy 'fsdp' has none to choose",
+    "{tiny} --set shard.strategy=hsdp --set shard.replicas=4": "does not divide the 2 ranks",
     "{tiny} --set data.path=/no/such/text": "data.path='/no/such/text': no such file",
     "{tiny} --set data.glob=*.rs": "no file matches data.glob='*.rs'",
     "{tiny} --set model.context=1000000": "take more text",

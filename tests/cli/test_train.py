@@ -116,6 +116,21 @@ def test_losses_do_not_depend_on_the_ranks(
     assert read_config(other.directory / "config.toml").shard.nproc == num_ranks
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--set", "shard.strategy=ddp"],
+        ["--nproc", "4", "--set", "shard.strategy=hsdp", "--set", "shard.replicas=2"],
+    ],
+    ids=["ddp", "hsdp"],
+)
+def test_losses_do_not_depend_on_the_strategy(
+    two_ranks: Run, tiny: Path, tmp_path: Path, arguments: list[str]
+) -> None:
+    other = train(tiny, tmp_path / "run", *arguments)
+    assert losses(other.directory) == pytest.approx(losses(two_ranks.directory), abs=1e-4)
+
+
 def test_it_joins_the_ranks_of_a_launcher_and_micro_batches_change_nothing(
     two_ranks: Run, tiny: Path, tmp_path: Path
 ) -> None:

@@ -6,13 +6,14 @@ import torch
 from torch import nn
 
 from shardwise.plan.plan import Plan, make_plan
+from shardwise.plan.strategy import resolve_strategy
 from shardwise.plan.units import Units
 from shardwise.train.config import Config
 from shardwise.train.data import VOCABULARY, read_corpus
 from shardwise.train.errors import ConfigError
 from shardwise.train.models import GPT, Shape
 
-__all__ = ["build_model", "build_plan", "check", "find_units"]
+__all__ = ["build_model", "build_plan", "check", "find_units", "num_shards"]
 
 
 def check(config: Config) -> None:
@@ -45,11 +46,34 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
     """What goes where, before the model is sharded."""
     return make_plan(
         model,
-        world_size=config.shard.nproc,
+        world_size=num_shards(config),
         units=find_units(model, config.shard.units),
         strategy=config.shard.strategy,
         prefetch=config.shard.prefetch,
     )
+
+
+def num_shards(config: Config) -> int:
+    """Into how many parts the strategy cuts the model.
+
+    Raises:
+        ConfigError: ``shard.replicas`` does not fit the strategy or the ranks.
+        PlanError: there is no such strategy.
+    """
+    shard = config.shard
+    strategy = resolve_strategy(shard.strategy)
+    if not strategy.replicas:
+        if shard.replicas != 1:
+            raise ConfigError(
+                f"shard.replicas={shard.replicas}: strategy {shard.strategy!r} has none to choose; "
+                "leave it at 1, or use 'hsdp'"
+            )
+        return shard.nproc if strategy.shards else 1
+    if shard.nproc % shard.replicas:
+        raise ConfigError(
+            f"shard.replicas={shard.replicas} does not divide the {shard.nproc} ranks"
+        )
+    return shard.nproc // shard.replicas
 
 
 def find_units(model: nn.Module, units: str | int) -> Units:

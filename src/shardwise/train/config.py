@@ -108,7 +108,8 @@ class ShardConfig(Section):
 
     nproc: Count = 2  # local ranks; a launcher that set WORLD_SIZE has the last word
     units: str | int = "auto"  # or a module class such as "Block", or a size in parameters
-    strategy: str = "fsdp"
+    strategy: str = "fsdp"  # or "ddp", "zero2", "hsdp"
+    replicas: Count = 1  # of the sharded model, for "hsdp"
     prefetch: CountOrNone = 1  # units gathered ahead of the one that computes
 
 
