@@ -37,14 +37,16 @@ def _fsdp2(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def _shardwise(model: nn.Module, prefetch: int) -> nn.Module:
-    return sw.fully_shard(model, units=Block, prefetch=prefetch)
+def _shardwise(model: nn.Module, strategy: str, prefetch: int = 1) -> nn.Module:
+    return sw.fully_shard(model, units=Block, strategy=strategy, prefetch=prefetch)
 
 
 ENGINES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "ddp": _ddp,
     "fsdp1": _fsdp1,
     "fsdp2": _fsdp2,
-    "shardwise": partial(_shardwise, prefetch=1),
-    "shardwise-no-prefetch": partial(_shardwise, prefetch=0),
+    "shardwise-fsdp": partial(_shardwise, strategy="fsdp"),
+    "shardwise-fsdp-no-prefetch": partial(_shardwise, strategy="fsdp", prefetch=0),
+    "shardwise-zero2": partial(_shardwise, strategy="zero2"),
+    "shardwise-ddp": partial(_shardwise, strategy="ddp"),
 }
