@@ -81,8 +81,9 @@ def verify(
     Raises:
         PlanError: an argument cannot be used; a difference is not raised but returned.
     """
-    single = isinstance(strategies, (str, Strategy))
-    rows = [resolve_strategy(row) for row in ([strategies] if single else strategies)]  # type: ignore[list-item, union-attr]
+    if isinstance(strategies, (str, Strategy)):
+        strategies = [strategies]
+    rows = [resolve_strategy(row) for row in strategies]
     if not rows or steps < 1 or not tolerance >= 0:
         raise PlanError(
             f"strategies={strategies!r}, steps={steps}, tolerance={tolerance}: expected at least "
