@@ -10,7 +10,7 @@ from shardwise.plan.events import Event, EventKind
 from shardwise.plan.layout import ParameterSpec, lay_out
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import Call, Outcome, Sequencer
-from shardwise.plan.strategy import FSDP
+from shardwise.plan.strategy import PRESETS
 from shardwise.plan.units import UnitPlan
 
 __all__ = [
@@ -60,7 +60,9 @@ def plans(draw: st.DrawFn, *, reshard_all: bool = False, max_units: int = 6) -> 
     kind = st.sampled_from(["trainable", "trainable", "trainable", "frozen", "empty"])
     kinds = [draw(kind) for _ in range(count)]
     reshard = [draw(st.booleans()) or (reshard_all and i > 0) for i in range(count)]
-    return Plan(make_units(parents, kinds, reshard), FSDP, 2, prefetch=draw(st.integers(0, 3)))
+    return Plan(
+        make_units(parents, kinds, reshard), PRESETS["fsdp"], 2, prefetch=draw(st.integers(0, 3))
+    )
 
 
 # -- programs ----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from torch import nn
 
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan, make_plan
-from shardwise.plan.strategy import FSDP
+from shardwise.plan.strategy import PRESETS
 
 
 class Block(nn.Module):
@@ -25,7 +25,7 @@ class Model(nn.Module):
 def test_defaults() -> None:
     plan = make_plan(Model(), world_size=2)
     assert [unit.label for unit in plan.units] == ["Model"]
-    assert (plan.world_size, plan.prefetch, plan.strategy) == (2, 1, FSDP)
+    assert (plan.world_size, plan.prefetch, plan.strategy) == (2, 1, PRESETS["fsdp"])
 
 
 @pytest.mark.parametrize(
@@ -118,6 +118,6 @@ def test_the_users_words_are_checked() -> None:
 def test_a_plan_proves_itself() -> None:
     plan = make_plan(Model(), world_size=2, units=Block)
     with pytest.raises(AssertionError, match="root is a unit"):
-        Plan((), FSDP, world_size=2, prefetch=1)
+        Plan((), PRESETS["fsdp"], world_size=2, prefetch=1)
     with pytest.raises(AssertionError, match="root comes first"):
-        Plan(plan.units[1:], FSDP, world_size=2, prefetch=1)
+        Plan(plan.units[1:], PRESETS["fsdp"], world_size=2, prefetch=1)

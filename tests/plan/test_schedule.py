@@ -8,7 +8,7 @@ from torch import nn
 from shardwise.plan.events import EventKind
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.schedule import Outcome, Sequencer, schedule
-from shardwise.plan.strategy import FSDP
+from shardwise.plan.strategy import PRESETS
 from tests.plan.programs import (
     DIFFERENTIABLE_OR_NOT,
     Backward,
@@ -131,7 +131,7 @@ def flat_plan(num_blocks: int, *, prefetch: int = 1) -> Plan:
     count = num_blocks + 1
     parents = [None, *(0 for _ in range(num_blocks))]
     reshard = [False, *(True for _ in range(num_blocks))]
-    return Plan(make_units(parents, ["trainable"] * count, reshard), FSDP, 2, prefetch)
+    return Plan(make_units(parents, ["trainable"] * count, reshard), PRESETS["fsdp"], 2, prefetch)
 
 
 def told(driver: Driver, start: int = 0) -> list[str]:

@@ -1,28 +1,31 @@
-"""Strategies are rows with several names."""
+"""Strategies are rows: what each shards over which axis, and which rows make no sense."""
+
+import itertools
+import re
 
 import pytest
 
 from shardwise.errors import PlanError
 from shardwise.plan.strategy import (
-    DDP,
-    FSDP,
-    HSDP,
-    HSDP_ZERO2,
+    PRESETS,
     STRATEGIES,
-    ZERO2,
+    Level,
     Placement,
     Strategy,
     resolve_strategy,
 )
 
+WHOLE, CUT = Placement.REPLICATE, Placement.SHARD
+
 
 @pytest.mark.parametrize("name", ["fsdp", "zero3", "FULL_SHARD"])
 def test_names_of_full_sharding(name: str) -> None:
-    assert resolve_strategy(name) is FSDP
+    assert resolve_strategy(name) is PRESETS["fsdp"]
 
 
 def test_a_row_stands_for_itself() -> None:
-    assert resolve_strategy(FSDP) is FSDP
+    row = Strategy("replicate", "replicate", "shard")
+    assert resolve_strategy(row) is row
 
 
 def test_rows_are_known_by_their_own_name() -> None:
@@ -30,38 +33,94 @@ def test_rows_are_known_by_their_own_name() -> None:
         assert resolve_strategy(strategy.name) is strategy
 
 
-def test_full_sharding_shards_everything() -> None:
-    assert {FSDP.parameters, FSDP.gradients, FSDP.optimizer} == {Placement.SHARD}
+@pytest.mark.parametrize(
+    ("name", "parameters", "gradients", "optimizer"),
+    [
+        ("ddp", (WHOLE,), (WHOLE,), (WHOLE,)),
+        ("zero1", (WHOLE,), (WHOLE,), (CUT,)),
+        ("zero2", (WHOLE,), (CUT,), (CUT,)),
+        ("fsdp", (CUT,), (CUT,), (CUT,)),
+        ("hsdp", (WHOLE, CUT), (WHOLE, CUT), (WHOLE, CUT)),
+        ("hfsdp", (WHOLE, CUT), (WHOLE, CUT), (CUT, CUT)),
+    ],
+)
+def test_the_table(
+    name: str,
+    parameters: tuple[Placement, ...],
+    gradients: tuple[Placement, ...],
+    optimizer: tuple[Placement, ...],
+) -> None:
+    row = PRESETS[name]
+    assert (row.parameters, row.gradients, row.optimizer) == (parameters, gradients, optimizer)
 
 
 @pytest.mark.parametrize(
-    ("name", "row"),
+    ("name", "preset"),
     [
-        ("NO_SHARD", DDP),
-        ("SHARD_GRAD_OP", ZERO2),
-        ("FULL_SHARD", FSDP),
-        ("HYBRID_SHARD", HSDP),
-        ("_HYBRID_SHARD_ZERO2", HSDP_ZERO2),
+        ("NO_SHARD", "ddp"),
+        ("SHARD_GRAD_OP", "zero2"),
+        ("FULL_SHARD", "fsdp"),
+        ("HYBRID_SHARD", "hsdp"),
+        ("_HYBRID_SHARD_ZERO2", "hsdp-zero2"),
     ],
 )
-def test_names_of_fsdp1(name: str, row: Strategy) -> None:
-    assert resolve_strategy(name) is row
+def test_names_of_fsdp1(name: str, preset: str) -> None:
+    assert resolve_strategy(name) is PRESETS[preset]
 
 
-def test_only_ddp_shards_nothing_and_only_hybrids_want_replicas() -> None:
-    rows = STRATEGIES.values()
+def test_only_ddp_shards_nothing_and_only_hybrids_want_two_axes() -> None:
+    rows = PRESETS.values()
     assert {row.name for row in rows if not row.shards} == {"ddp"}
-    assert {row.name for row in rows if row.replicas} == {"hsdp", "hsdp-zero2"}
+    assert {row.name for row in rows if row.num_axes > 1} == {"hsdp", "hsdp-zero2", "hfsdp"}
+    assert {row.name for row in rows if row.is_two_level} == {"hfsdp"}
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(
-        PlanError, match=r"strategy='zero9': expected one of ddp, zero2, fsdp, zero3, hsdp"
+        PlanError, match=r"strategy='zero9': expected one of ddp, zero1, zero2, fsdp, hsdp"
     ):
         resolve_strategy("zero9")
 
 
-def test_a_row_that_cannot_be_run_is_refused() -> None:
-    row = Strategy("odd", Placement.SHARD, Placement.REPLICATE, Placement.REPLICATE)
-    with pytest.raises(PlanError, match="cannot be run yet"):
-        resolve_strategy(row)
+def test_one_axis_takes_zeros_four_stages_and_nothing_else() -> None:
+    valid = {}
+    for row in itertools.product(Placement, repeat=3):
+        try:
+            valid[row] = Strategy(*row).inner
+        except PlanError as error:
+            assert "; shard " in str(error), "says the way out"  # noqa: PT017
+    assert valid == {
+        (WHOLE, WHOLE, WHOLE): Level.NOTHING,
+        (WHOLE, WHOLE, CUT): Level.OPTIMIZER,
+        (WHOLE, CUT, CUT): Level.GRADIENTS,
+        (CUT, CUT, CUT): Level.PARAMETERS,
+    }
+
+
+def test_two_axes_take_every_pair_of_stages_with_the_higher_one_inside() -> None:
+    pairs = list(itertools.product(Placement, repeat=2))
+    valid = []
+    for row in itertools.product(pairs, repeat=3):
+        parameters, gradients, optimizer = row
+        try:
+            strategy = Strategy(parameters, gradients, optimizer)
+        except PlanError:
+            continue
+        valid.append((strategy.outer, strategy.inner))
+    assert sorted(valid) == [(o, i) for o in Level for i in Level if o <= i]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (("shard", "replicate", "replicate"), "parameters are sharded over axis 0 and gradients"),
+        (("replicate", "shard", "replicate"), "gradients are sharded over axis 0 and optimizer"),
+        (("shard", "shard", ("shard", "shard")), "give each one placement, or each a pair"),
+        (("cut", "shard", "shard"), "parameters='cut': expected 'shard' or 'replicate'"),
+        (((), "shard", "shard"), "expected 'shard' or 'replicate', or a pair"),
+        ((("replicate",) * 2,) * 2 + (("shard", "replicate"),), "swap the dimensions"),
+    ],
+)
+def test_a_row_that_makes_no_sense_is_refused(row: tuple[str, str, str], message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        Strategy(*row)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.plan.strategy import FSDP
+from shardwise.plan.strategy import PRESETS
 from shardwise.runtime import collectives
-from shardwise.runtime.collectives import Communicator, Pending, communicator
+from shardwise.runtime.collectives import Communicator, Pending, Reduction, communicator
 from shardwise.runtime.guard import Ticket
 from shardwise.runtime.mesh import Axis, resolve_mesh
 from tests.ranks import run_on
@@ -86,9 +86,9 @@ def test_links_go_with_their_group() -> None:
 def test_one_rank_needs_no_wire() -> None:
     links = Communicator(Axis(size=1, rank=0, group=None), CPU)
     flat, out, filled = torch.arange(5.0), torch.zeros(5), torch.zeros(5)
-    assert (links.gather.has_wire, links.reduce.scratch_slots) == (False, 0)
+    assert (links.gather.has_wire, links.reduce.scratch_elements(64)) == (False, 0)
     links.wait(links.gather.all_gather(filled, lambda: _fill(filled, 3), "gather"))
-    links.wait(links.reduce.reduce_scatter(flat, out, flat[:0], "reduce"))
+    links.wait(links.reduce.reduce(Reduction(flat, out, None, out, flat[:0]), "reduce"))
     assert torch.equal(filled, torch.full((5,), 3.0))
     assert torch.equal(out, flat)
     failing = links.gather.all_gather(flat, _raise, "gather")
@@ -102,7 +102,7 @@ def test_one_rank_needs_no_wire() -> None:
 
 
 def _links() -> Communicator:
-    links = communicator(resolve_mesh(None, FSDP), CPU)
+    links = communicator(resolve_mesh(None, PRESETS["fsdp"]), CPU)
     links.step, links.where = 5, "testing"
     return links
 
@@ -130,8 +130,8 @@ def _reduce(links: Communicator, flat: Tensor, label: str = "reduce") -> tuple[P
     """Launch a sum of ``flat`` [ranks * S]: the result is this rank's slot [S]."""
     size = flat.numel() // links.num_ranks
     out = torch.zeros(size, dtype=flat.dtype).sub_(1)
-    scratch = torch.zeros(links.reduce.scratch_slots * size, dtype=flat.dtype)
-    return links.reduce.reduce_scatter(flat, out, scratch, label), out
+    scratch = torch.zeros(links.reduce.scratch_elements(flat.numel()), dtype=flat.dtype)
+    return links.reduce.reduce(Reduction(flat, out, None, out, scratch), label), out
 
 
 def _check_gather(links: Communicator, size: int = 3) -> None:
@@ -193,19 +193,19 @@ def _order() -> list[int]:
     pendings = [pending for pending, _ in launched]
     links.wait(pendings[-1])
     for number, (pending, flat) in enumerate(launched):
-        assert pending.mark.is_done, "those before it have ended"
+        assert pending.marks[0].is_done, "those before it have ended"
         assert torch.equal(flat, torch.full_like(flat, number))
-    times = [moment for p in pendings for moment in (p.mark.started, p.mark.finished)]
+    times = [moment for p in pendings for moment in (p.marks[0].started, p.marks[0].finished)]
     assert times == sorted(times)
     numbers = range(before.issued + 1, before.issued + 9)
-    assert [p.ticket for p in pendings] == [
+    assert [p.tickets[0] for p in pendings] == [
         Ticket(number, f"gather {size}", 4 * size) for size, number in enumerate(numbers)
     ]
     after = links.gather.state()
     assert after.issued == before.issued + 8
-    tags = [pending.ticket.tag for pending in pendings]
+    tags = [pending.tickets[0].tag for pending in pendings]
     assert list(after.ended)[-8:] == tags
-    assert all(after.took(pending.ticket) for pending in pendings)
+    assert all(after.took(pending.tickets[0]) for pending in pendings)
     assert links.reduce.state() == other, "the other link has its own numbers"
     return tags
 
@@ -221,14 +221,14 @@ def _launch_early() -> None:
     gathering, gathered = _gather(links, torch.ones(3))
     reducing, reduced = _reduce(links, torch.ones(3 * links.num_ranks))
     if not is_last:
-        assert not gathering.mark.is_done
-        assert not reducing.mark.is_done
+        assert not gathering.marks[0].is_done
+        assert not reducing.marks[0].is_done
         arrived = time.perf_counter()
         dist.barrier()
     for pending, result, expected in ((gathering, gathered, 1.0), (reducing, reduced, 3.0)):
         links.wait(pending)
         assert torch.equal(result, torch.full_like(result, expected))
-        assert pending.mark.finished > arrived
+        assert pending.marks[0].finished > arrived
 
 
 def _two_links() -> None:
@@ -236,7 +236,7 @@ def _two_links() -> None:
     if links.rank == 0:
         reducing, out = _reduce(links, torch.ones(6))
         _check_gather(links)
-        assert not reducing.mark.is_done
+        assert not reducing.marks[0].is_done
     else:
         _check_gather(links)
         dist.barrier()
@@ -253,7 +253,7 @@ def _fill_late() -> None:
     if links.rank == 0:
         first, _ = _gather(links, torch.ones(3))
         second, flat = _gather(links, torch.ones(3))
-        assert not first.mark.wait(0.1)
+        assert not first.marks[0].wait(0.1)
         assert torch.equal(flat, torch.full((6,), -1.0))
         dist.barrier()
     else:
@@ -280,7 +280,7 @@ def _diverge(difference: str) -> str:
         assert torch.equal(own, torch.full((size,), 8.0))
         assert torch.equal(flat.view(2, -1)[1 - links.rank], torch.full((size,), -1.0))
         links.recover()
-        assert pending.mark.is_done
+        assert pending.marks[0].is_done
         for _ in range(3):
             _check_gather(links)
     states = links.gather.swap_reports(links._report(0))

@@ -1,5 +1,6 @@
 """One word changes what is sharded, and no number."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,21 +11,67 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.plan.events import EventKind
-from shardwise.plan.plan import make_plan
+from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.schedule import schedule
+from shardwise.plan.strategy import PRESETS, STRATEGIES, Strategy
 from tests.models import CASES, WIDTH, Block, build
 from tests.ranks import run_on
-from tests.runtime.one_process import assert_close, assert_equal_training, own_part
+from tests.runtime.one_process import adamw, assert_close, assert_equal_training, own_part
 from tests.runtime.test_failures import Touchy
 from tests.runtime.test_memory import runtime_of
 
 
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
-    [("ddp", 2), ("ddp", 3), ("ddp", 4), ("zero2", 3), ("hsdp", 4), ("_HYBRID_SHARD_ZERO2", 4)],
+    [
+        *(("ddp", n) for n in (2, 3, 4)),
+        *(("zero1", n) for n in (2, 3)),
+        ("zero2", 3),
+        ("hsdp", 4),
+        ("_HYBRID_SHARD_ZERO2", 4),
+        ("hfsdp", 4),
+    ],
 )
 def test_every_model_trains_as_in_one_process(strategy: str, ranks: int) -> None:
     run_on(ranks, _train_all, strategy, deadline=120.0)
+
+
+# Rows over two axes, by how much the outer and the inner one shard; 0 is nothing, 3 is all.
+@pytest.mark.parametrize("levels", [(0, 1), (1, 1), (1, 2), (2, 2), (2, 3), (3, 3)], ids=str)
+def test_rows_of_ones_own_train_as_in_one_process(levels: tuple[int, int]) -> None:
+    run_on(4, _train_some, {"strategy": row_of(levels), "sharding_factor": 2}, deadline=60.0)
+
+
+@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
+@pytest.mark.parametrize("factor", [1, 4])
+def test_any_sharding_factor(strategy: str, factor: int) -> None:
+    options = {"strategy": strategy, "sharding_factor": factor}
+    run_on(4, _train_some, options, deadline=60.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_parameters_are_gathered_again_from_a_smaller_group(size: int, prefetch: int) -> None:
+    options = {"reshard_after_forward": size, "prefetch": prefetch}
+    run_on(4, _train_some, options, deadline=60.0)
+
+
+@pytest.mark.parametrize("strategy", [*PRESETS])
+@pytest.mark.parametrize("method", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_gradients_may_wait_for_the_last_micro_batch(strategy: str, method: str) -> None:
+    run_on(4, _accumulate_unreduced, strategy, method, deadline=60.0)
+
+
+def test_hfsdp_crosses_the_outer_axis_once_a_step() -> None:
+    run_on(4, _hfsdp_events)
+
+
+def test_a_smaller_group_needs_only_a_part() -> None:
+    run_on(4, _subgroup_events)
+
+
+def test_ddp_reduces_during_backward_without_being_told_units() -> None:
+    run_on(2, _ddp_buckets)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
@@ -59,8 +106,16 @@ def test_diverging_replicas_are_named() -> None:
     run_on(4, _diverge, deadline=40.0)
 
 
+def row_of(levels: tuple[int, int]) -> Strategy:
+    parameters, gradients, optimizer = (
+        tuple("shard" if level >= needed else "replicate" for level in levels)
+        for needed in (3, 2, 1)
+    )
+    return Strategy(parameters, gradients, optimizer)
+
+
 def _options(strategy: str) -> dict[str, Any]:
-    if "hsdp" not in strategy and "HYBRID" not in strategy:
+    if STRATEGIES[strategy].num_axes == 1:
         return {"strategy": strategy}
     shape = (2, dist.get_world_size() // 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
@@ -73,6 +128,90 @@ def _train_all(strategy: str) -> None:
         assert_equal_training(name, **options)
     assert_equal_training("gpt", accumulate=2, clip=0.01, **options)
     assert_equal_training("lora", set_to_none=False, prefetch=0, **options)
+
+
+def _train_some(options: dict[str, Any]) -> None:
+    for name in ("stack", "gpt", "unused and reused", "tied", "lora", "checkpointed"):
+        assert_equal_training(name, **options)
+    assert_equal_training("stack", accumulate=2, clip=0.01, **options)
+
+
+def _accumulate_unreduced(strategy: str, method: str) -> None:
+    reference, model = build("gpt"), build("gpt")
+    sw.fully_shard(model, units="auto", **_options(strategy))
+    assert isinstance(model, sw.FSDPModule)
+    optimizers = [adamw(one.parameters()) for one in (reference, model)]
+    for _ in range(3):
+        for micro in range(3):
+            batch = CASES["gpt"].batch(12)
+            getattr(model, method)(micro == 2)
+            (model(own_part(batch)) / 3).backward()
+            (reference(batch) / 3).backward()
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert_close(p.grad, q.grad, name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert_close(p, q, name)
+
+
+def _hfsdp_events() -> None:
+    model = build("stack")
+    sw.fully_shard(model, units=Block, **_options("hfsdp"))
+    plan = runtime_of(model).plan
+    assert isinstance(model, sw.FSDPModule)
+    x = torch.randn(4, WIDTH).double()
+    for _ in range(2):
+        model(x).sum().backward()
+    assert sw.ledger(model).events() == schedule(plan)
+    outer = [unit.label for unit in plan.units if unit.gathered_bytes]
+    kinds = Counter(event.kind for event in schedule(plan))
+    assert kinds[EventKind.KEEP] == kinds[EventKind.DROP] == len(outer)
+    assert kinds[EventKind.GATHER] > len(outer)
+    for is_last in (False, False, True):  # one optimizer step
+        model.set_requires_all_reduce(is_last)
+        model(x).sum().backward()
+        kinds = Counter(event.kind for event in sw.ledger(model).events())
+        sent = sw.ledger(model).step - 3
+        assert kinds[EventKind.KEEP] == (len(outer) if sent == 0 else 0)
+        assert kinds[EventKind.DROP] == (len(outer) if is_last else 0)
+    assert sw.ledger(model).gathered_bytes == 0
+
+
+def _subgroup_events() -> None:
+    model = build("stack")
+    sw.fully_shard(model, units=Block, reshard_after_forward=2)
+    plan = runtime_of(model).plan
+    for _ in range(2):
+        model(torch.randn(4, WIDTH).double()).sum().backward()
+    events = sw.ledger(model).events()
+    assert events == schedule(plan)
+    kept = [event for event in events if event.kind is EventKind.KEEP]
+    assert kept
+    assert all(2 * event.bytes == gathered_bytes_of(plan, event.unit) for event in kept)
+    assert sw.ledger(model).gathered_bytes == 0
+    with pytest.raises(sw.PlanError, match=r"reshard_after_forward=3: .*: 1, 2, 4"):
+        sw.fully_shard(build("stack"), reshard_after_forward=3)
+    with pytest.raises(sw.PlanError, match=r"'zero2' has no parameters to cut"):
+        sw.fully_shard(build("stack"), reshard_after_forward=2, strategy="zero2")
+
+
+def gathered_bytes_of(plan: Plan, label: str) -> int:
+    return next(unit.gathered_bytes for unit in plan.units if unit.label == label)
+
+
+def _ddp_buckets() -> None:
+    model = nn.Sequential(
+        *(nn.Linear(1024, 7000) if i % 2 else nn.Linear(7000, 1024) for i in range(4))
+    )
+    sw.fully_shard(model, strategy="ddp")
+    for _ in range(2):
+        model(torch.randn(1, 7000)).sum().backward()
+    kinds = [event.kind for event in sw.ledger(model).events()]
+    last_compute = len(kinds) - kinds[::-1].index(EventKind.BACKWARD)
+    assert kinds[:last_compute].count(EventKind.REDUCE) >= 2
+    assert EventKind.GATHER not in kinds
 
 
 def _train_float32(strategy: str) -> bytes:
@@ -121,6 +260,12 @@ def _wrong_mesh() -> None:
     mesh = init_device_mesh("cpu", (4,))
     with pytest.raises(sw.PlanError, match=r"1 dimensions.*'hsdp'"):
         sw.fully_shard(Block(), strategy="hsdp", mesh=mesh)
+    with pytest.raises(sw.PlanError, match="either mesh or sharding_factor"):
+        sw.fully_shard(Block(), mesh=mesh, sharding_factor=4)
+    with pytest.raises(sw.PlanError, match=r"sharding_factor=3: .*: 1, 2, 4"):
+        sw.fully_shard(Block(), strategy="hsdp", sharding_factor=3)
+    with pytest.raises(sw.PlanError, match=r"sharding_factor=2: .*'fsdp' shards over all 4"):
+        sw.fully_shard(Block(), sharding_factor=2)
 
 
 def _raise_on_one(strategy: str, raising: int) -> None:

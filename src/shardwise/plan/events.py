@@ -14,6 +14,8 @@ class EventKind(StrEnum):
     FORWARD = "forward"  # its forward begins
     BACKWARD = "backward"  # its backward begins
     FREE = "free"  # its gathered parameters are dropped
+    KEEP = "keep"  # a part for the gathers of a smaller group is kept, or gathered for them
+    DROP = "drop"  # that part is dropped
     REDUCE = "reduce"  # the reduce-scatter of its gradients is launched
     COLLECT = "collect"  # its reduced gradients are waited for and handed to the parameters
 

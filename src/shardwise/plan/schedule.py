@@ -133,6 +133,11 @@ class Sequencer:
         self._stack: list[Call] = []
         self._expected: dict[bool, tuple[int, ...]] = {False: (), True: ()}
         self._walks: dict[int, dict[Pass, Walk]] = {}  # by the id of autograd's graph task
+        self.synchronizes = [True] * len(plan.units)  # or gradients are held until it does
+        self.crosses = [True] * len(plan.units)  # or they are summed within the row only
+        self._held: set[int] = set()  # units whose gradients wait for either
+        self._is_accumulating = False  # no optimizer steps before the next backward
+        self._kept: set[int] = set()  # a part of them is, for a smaller group
         self._gathered: set[int] = set()
         self._waited: set[int] = set()
         self._ahead: set[int] = set()  # gathered by forward prefetch and not entered yet
@@ -176,7 +181,7 @@ class Sequencer:
             if call.differentiable:
                 self._lingering = call.unit
             else:
-                self._free(call.unit)
+                self._free(call.unit, keep=False)
         if not self._stack or self._stack[-1].of is not call.of:
             self._end_pass(call.of, failed=outcome is Outcome.FAILED)
         return self._flush()
@@ -201,15 +206,29 @@ class Sequencer:
         for walk in self._walks.get(task, {}).values():
             self._complete(walk)
         self._walks.pop(task, None)
-        self._collect_until(1 if self._walks else 0)  # an outer backward needs room to go on
-        if not self._walks:
-            self._free_all()
+        if self._walks:  # an outer backward, which needs room to go on
+            self._collect_until(1)
+            return self._flush()
+        for unit in sorted(self._held):
+            if self.synchronizes[unit] and self.crosses[unit]:
+                self._reduce(unit)
+        self._collect_until(0)
+        self._is_accumulating = not all((*self.synchronizes, *self.crosses))
+        self._free_all()
         return self._flush()
 
     def abandon(self) -> list[Event]:
         """Backward raised: forget what is under way; reductions in flight count as collected."""
         self._walks.clear()
         self._reducing.clear()
+        self._held.clear()
+        self._is_accumulating = False
+        self._free_all()
+        return self._flush()
+
+    def rest(self) -> list[Event]:
+        """Somebody else will use the parameters now: keep shards only."""
+        self._is_accumulating = False
         self._free_all()
         return self._flush()
 
@@ -265,12 +284,28 @@ class Sequencer:
             self._finish(walk, call, keep)
 
     def _finish(self, walk: Walk, call: Call, keep: Collection[int]) -> None:
+        is_last = not walk.is_outstanding(call.unit)
         if call.unit not in keep:
-            self._free(call.unit)
-        if self._units[call.unit].gradient_bytes and not walk.is_outstanding(call.unit):
-            self._collect_until(1)
-            self._emit(EventKind.REDUCE, call.unit)
-            self._reducing.append(call.unit)
+            self._free(call.unit, keep=not is_last or self._is_needed_again(call.unit))
+        if self._units[call.unit].gradient_bytes and is_last:
+            if self.synchronizes[call.unit]:
+                self._reduce(call.unit)
+            else:
+                self._held.add(call.unit)
+
+    def _is_needed_again(self, unit: int) -> bool:
+        """Whether another backward follows before an optimizer changes the parameters."""
+        steps = self.synchronizes[unit] and self.crosses[unit]
+        return self._units[unit].subgroup_first and not steps
+
+    def _reduce(self, unit: int) -> None:
+        self._collect_until(1)
+        self._emit(EventKind.REDUCE, unit)
+        self._reducing.append(unit)
+        if self.crosses[unit]:
+            self._held.discard(unit)
+        else:
+            self._held.add(unit)
 
     # -- single decisions ------------------------------------------------------------------------
 
@@ -301,6 +336,8 @@ class Sequencer:
         if unit in self._gathered or not self._units[unit].gathered_bytes:
             return False
         self._gathered.add(unit)
+        if self._units[unit].subgroup_first:
+            self._keep(unit)
         self._emit(EventKind.GATHER, unit)
         return True
 
@@ -309,25 +346,44 @@ class Sequencer:
             self._waited.add(unit)
             self._emit(EventKind.WAIT, unit)
 
-    def _free(self, unit: int) -> None:
-        if unit in self._gathered and not self.is_in_use(unit):
-            self._gathered.discard(unit)
-            self._waited.discard(unit)
-            self._ahead.discard(unit)
-            self._emit(EventKind.FREE, unit)
+    def _free(self, unit: int, *, keep: bool) -> None:
+        """Drop a gathered unit; with ``keep``, all but what a smaller group gathers it from."""
+        if unit not in self._gathered or self.is_in_use(unit):
+            return
+        if keep and self._units[unit].subgroup:
+            self._keep(unit)
+        self._gathered.discard(unit)
+        self._waited.discard(unit)
+        self._ahead.discard(unit)
+        self._emit(EventKind.FREE, unit)
+        if not keep:
+            self._drop(unit)
+
+    def _keep(self, unit: int) -> None:
+        if unit not in self._kept:
+            self._kept.add(unit)
+            self._emit(EventKind.KEEP, unit)
+
+    def _drop(self, unit: int) -> None:
+        outlives = self._units[unit].subgroup_first and self._is_accumulating
+        if unit in self._kept and not outlives and not self.is_in_use(unit):
+            self._kept.discard(unit)
+            self._emit(EventKind.DROP, unit)
 
     def _free_ahead(self) -> None:
         for unit in sorted(self._ahead):
-            self._free(unit)
+            self._free(unit, keep=self._units[unit].subgroup_first)
 
     def _free_all(self) -> None:
         self._lingering = None
         for unit in sorted(self._gathered):
-            self._free(unit)
+            self._free(unit, keep=False)
+        for unit in sorted(self._kept):
+            self._drop(unit)
 
     def _end_lingering(self, keep: Collection[int] = ()) -> None:
         if self._lingering is not None and self._lingering not in keep:
-            self._free(self._lingering)
+            self._free(self._lingering, keep=True)
         self._lingering = None
 
     def _collect_until(self, left: int) -> None:
@@ -341,6 +397,8 @@ class Sequencer:
         match kind:
             case EventKind.GATHER | EventKind.FREE:
                 return self._units[unit].gathered_bytes
+            case EventKind.KEEP | EventKind.DROP:
+                return self._units[unit].kept_bytes
             case EventKind.REDUCE:
                 return self._units[unit].gradient_bytes
             case EventKind.COLLECT:

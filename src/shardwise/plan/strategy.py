@@ -1,21 +1,24 @@
-"""What is sharded over the ranks and what every rank keeps whole: strategies are rows."""
+"""What is sharded over the ranks and what every rank keeps whole: strategies are rows.
 
-from dataclasses import dataclass
-from enum import StrEnum
+A row says, for parameters (from forward to backward), gradients and optimizer state, over which
+axes of the mesh they are sharded. On an axis, each kind may be sharded only if the next one is::
+
+    parameters  gradients  optimizer
+    replicate   replicate  replicate   DDP
+    replicate   replicate  shard       ZeRO-1
+    replicate   shard      shard       ZeRO-2
+    shard       shard      shard       ZeRO-3, FSDP
+
+A mesh of two dimensions has a row of its own for each axis: the outer one, over which the model is
+repeated (say, between machines), and the inner one (within a machine).
+"""
+
+from dataclasses import dataclass, fields
+from enum import IntEnum, StrEnum
 
 from shardwise.errors import PlanError
 
-__all__ = [
-    "DDP",
-    "FSDP",
-    "HSDP",
-    "HSDP_ZERO2",
-    "STRATEGIES",
-    "ZERO2",
-    "Placement",
-    "Strategy",
-    "resolve_strategy",
-]
+__all__ = ["PRESETS", "STRATEGIES", "Level", "Placement", "Strategy", "resolve_strategy"]
 
 
 class Placement(StrEnum):
@@ -25,48 +28,147 @@ class Placement(StrEnum):
     REPLICATE = "replicate"
 
 
-@dataclass(frozen=True, slots=True)
-class Strategy:
-    """The placement of parameters (from forward to backward), gradients and optimizer state.
+class Level(IntEnum):
+    """How much is sharded over one axis: ZeRO's stages."""
 
-    ``replicas`` says that the shards are over one dimension of a mesh of two, and repeated over
-    the other.
+    NOTHING = 0
+    OPTIMIZER = 1
+    GRADIENTS = 2
+    PARAMETERS = 3
+
+
+Placements = Placement | str | tuple[Placement | str, ...]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A placement for each axis of the mesh: one, or a pair ``(outer, inner)``.
+
+    ``Strategy(parameters="replicate", gradients="shard", optimizer="shard")`` is ZeRO-2, and
+    ``Strategy(("replicate", "shard"), ("replicate", "shard"), ("shard", "shard"))`` is HFSDP.
+
+    Raises:
+        PlanError: the row cannot be run, or would be for nothing; says why.
     """
 
-    name: str
-    parameters: Placement
-    gradients: Placement
-    optimizer: Placement
-    replicas: bool = False
+    parameters: Placements
+    gradients: Placements
+    optimizer: Placements
+    name: str = "custom"
+
+    def __post_init__(self) -> None:
+        rows = [_axes(kind, getattr(self, kind)) for kind in _KINDS]
+        if len({len(row) for row in rows}) > 1:
+            given = ", ".join(f"{k}={list(r)}" for k, r in zip(_KINDS, rows, strict=True))
+            raise PlanError(f"{given}: give each one placement, or each a pair (outer, inner)")
+        for kind, row in zip(_KINDS, rows, strict=True):
+            object.__setattr__(self, kind, row)
+        for axis in range(len(rows[0])):
+            _check_axis(self, axis)
+        if self.outer > self.inner:
+            raise PlanError(
+                f"{self}: more is sharded over the outer axis than over the inner one; swap the "
+                "dimensions of the mesh and the pairs"
+            )
+
+    def __str__(self) -> str:
+        return f"strategy {self.name!r}"
+
+    @property
+    def num_axes(self) -> int:
+        """Dimensions of the mesh that it wants."""
+        return len(self.parameters)
+
+    @property
+    def inner(self) -> Level:
+        return _level(self, -1)
+
+    @property
+    def outer(self) -> Level:
+        """Of the axis over which the model is repeated; of none, nothing."""
+        return _level(self, 0) if self.num_axes > 1 else Level.NOTHING
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether two axes are sharded alike, so that they are as good as one."""
+        return self.num_axes == 1 or self.outer == self.inner
+
+    @property
+    def is_two_level(self) -> bool:
+        """Whether shards are cut once more over the outer axis."""
+        return not self.is_flat and self.outer > Level.NOTHING
 
     @property
     def shards(self) -> bool:
         """Whether ranks keep less than the whole of anything."""
-        return self.optimizer is Placement.SHARD
+        return self.inner > Level.NOTHING
 
 
 _WHOLE, _CUT = Placement.REPLICATE, Placement.SHARD
+_KINDS = tuple(field.name for field in fields(Strategy) if field.name != "name")
 
-# ZeRO, Rajbhandari et al., 2019 (arXiv 1910.02054); FSDP, Zhao et al., 2023 (arXiv 2304.11277).
-DDP = Strategy("ddp", parameters=_WHOLE, gradients=_WHOLE, optimizer=_WHOLE)
-ZERO2 = Strategy("zero2", parameters=_WHOLE, gradients=_CUT, optimizer=_CUT)
-FSDP = Strategy("fsdp", parameters=_CUT, gradients=_CUT, optimizer=_CUT)
-HSDP = Strategy("hsdp", parameters=_CUT, gradients=_CUT, optimizer=_CUT, replicas=True)
-HSDP_ZERO2 = Strategy("hsdp-zero2", _WHOLE, _CUT, _CUT, replicas=True)
 
-STRATEGIES: dict[str, Strategy] = {
-    "ddp": DDP,
-    "zero2": ZERO2,
-    "fsdp": FSDP,
-    "zero3": FSDP,
-    "hsdp": HSDP,
-    "hsdp-zero2": HSDP_ZERO2,
+def _axes(kind: str, given: Placements) -> tuple[Placement, ...]:
+    several = (given,) if isinstance(given, str) else tuple(given)
+    allowed = [placement.value for placement in Placement]
+    if len(several) not in (1, 2) or any(one not in allowed for one in several):
+        raise PlanError(
+            f"{kind}={given!r}: expected 'shard' or 'replicate', or a pair (outer, inner) of them"
+        )
+    return tuple(Placement(one) for one in several)
+
+
+_REASONS = {
+    ("parameters", "gradients"): "a rank would hold whole gradients of parameters that it does not",
+    ("gradients", "optimizer"): "every rank would need whole gradients again for its whole states",
+}
+
+
+def _check_axis(strategy: Strategy, axis: int) -> None:
+    for (cut, whole), reason in _REASONS.items():
+        if getattr(strategy, cut)[axis] is _CUT and getattr(strategy, whole)[axis] is _WHOLE:
+            raise PlanError(
+                f"{strategy}: {cut} are sharded over axis {axis} and {whole} is not: {reason}; "
+                f"shard {whole} too, or replicate {cut}"
+            )
+
+
+def _level(strategy: Strategy, axis: int) -> Level:
+    return Level(sum(getattr(strategy, kind)[axis] is _CUT for kind in _KINDS))
+
+
+def _preset(name: str, inner: Level, outer: Level | None = None) -> Strategy:
+    levels = (inner,) if outer is None else (outer, inner)
+    kinds = {
+        kind: tuple(_CUT if level >= needed else _WHOLE for level in levels)
+        for kind, needed in zip(_KINDS, (3, 2, 1), strict=True)
+    }
+    return Strategy(**kinds, name=name)
+
+
+# ZeRO, Rajbhandari et al., 2019 (arXiv 1910.02054); FSDP and the hybrid of it, Zhao et al., 2023
+# (arXiv 2304.11277); the optimizer state over both axes: Megatron-FSDP's HFSDP.
+PRESETS: dict[str, Strategy] = {
+    preset.name: preset
+    for preset in (
+        _preset("ddp", Level.NOTHING),
+        _preset("zero1", Level.OPTIMIZER),
+        _preset("zero2", Level.GRADIENTS),
+        _preset("fsdp", Level.PARAMETERS),
+        _preset("hsdp", Level.PARAMETERS, outer=Level.NOTHING),
+        _preset("hsdp-zero2", Level.GRADIENTS, outer=Level.NOTHING),
+        _preset("hfsdp", Level.PARAMETERS, outer=Level.OPTIMIZER),
+    )
+}
+
+STRATEGIES: dict[str, Strategy] = PRESETS | {
+    "zero3": PRESETS["fsdp"],
     # FSDP1's names
-    "NO_SHARD": DDP,
-    "SHARD_GRAD_OP": ZERO2,
-    "FULL_SHARD": FSDP,
-    "HYBRID_SHARD": HSDP,
-    "_HYBRID_SHARD_ZERO2": HSDP_ZERO2,
+    "NO_SHARD": PRESETS["ddp"],
+    "SHARD_GRAD_OP": PRESETS["zero2"],
+    "FULL_SHARD": PRESETS["fsdp"],
+    "HYBRID_SHARD": PRESETS["hsdp"],
+    "_HYBRID_SHARD_ZERO2": PRESETS["hsdp-zero2"],
 }
 
 
@@ -74,12 +176,12 @@ def resolve_strategy(strategy: str | Strategy) -> Strategy:
     """The row that a user's word stands for.
 
     Raises:
-        PlanError: the word is none of ``STRATEGIES``, or the row is not one that can be run.
+        PlanError: the word is none of ``STRATEGIES``.
     """
-    if isinstance(strategy, str):
-        if strategy not in STRATEGIES:
-            raise PlanError(f"strategy={strategy!r}: expected one of {', '.join(STRATEGIES)}")
-        return STRATEGIES[strategy]
-    if strategy not in STRATEGIES.values():
-        raise PlanError(f"{strategy} cannot be run yet; use one of {', '.join(STRATEGIES)}")
-    return strategy
+    if isinstance(strategy, Strategy):
+        return strategy
+    if strategy not in STRATEGIES:
+        raise PlanError(
+            f"strategy={strategy!r}: expected one of {', '.join(STRATEGIES)}, or a Strategy"
+        )
+    return STRATEGIES[strategy]

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out
 
-__all__ = ["UnitPlan", "UnitPolicy", "Units", "choose_units", "plan_units"]
+__all__ = ["Reshard", "UnitPlan", "UnitPolicy", "Units", "choose_units", "plan_units"]
 
 # FSDP1's protocol: called with recurse=True on the way down ("look inside this module?") and with
 # recurse=False on the way up ("is it a unit, given the elements that no unit inside it holds?").
@@ -22,6 +22,15 @@ UnitPolicy = Callable[[nn.Module, bool, int], bool]
 Units = type[nn.Module] | Collection[type[nn.Module]] | str | int | UnitPolicy | None
 
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """What becomes of a unit's parameters after forward; see the fields of `UnitPlan`."""
+
+    frees: bool
+    subgroup: int = 0
+    subgroup_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,9 @@ class UnitPlan:
     parent: int | None  # index of the innermost unit around it; None is the root's
     encloses: bool  # another unit is inside it
     reshard: bool  # freed after forward and gathered again for backward
+    subgroup: int = 0  # ranks among which it is gathered again; 0: all that shard it
+    subgroup_first: bool = False  # and for forward as well, from what the outer axis brings once
+    holds_gradients: bool = False  # has room of its own for whole gradients, in every moment
 
     def __post_init__(self) -> None:
         laid_out = [slot.parameter for layout in self.layouts for slot in layout.slots]
@@ -47,6 +59,11 @@ class UnitPlan:
     def gathered_bytes(self) -> int:
         """What the unit takes while it is gathered; 0 if this rank keeps the whole of it."""
         return sum(layout.num_bytes for layout in self.layouts if layout.world_size > 1)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What a rank keeps of a gathered unit for the gathers of a smaller group."""
+        return self.gathered_bytes // self.subgroup if self.subgroup else 0
 
     @property
     def shard_bytes(self) -> int:
@@ -106,14 +123,19 @@ def check_is_unit(module: nn.Module, name: str) -> None:
 
 
 def plan_units(
-    root: nn.Module, reshard: Mapping[str, bool], world_size: int
+    root: nn.Module,
+    reshard: Mapping[str, Reshard],
+    world_size: int,
+    *,
+    holds_gradients: bool = False,
 ) -> tuple[UnitPlan, ...]:
     """Assign every parameter of ``root`` to a unit and lay the units out over ``world_size`` ranks.
 
     Args:
         root: read for names, shapes and dtypes only; meta tensors will do.
-        reshard: the units by name, in module order, and whether each is freed after forward.
+        reshard: the units by name, in module order, and what becomes of each after forward.
         world_size: number of ranks that the parameters are sharded over.
+        holds_gradients: see `UnitPlan`.
     """
     owned: dict[str, list[ParameterSpec]] = {name: [] for name in reshard}
     for owner, spec in _owned_parameters(root, reshard):
@@ -127,7 +149,10 @@ def plan_units(
             layouts=_lay_out_by_kind(specs, world_size),
             parent=_parent(name, order),
             encloses=any(_is_inside(other, name) for other in order),
-            reshard=reshard[name],
+            reshard=reshard[name].frees,
+            subgroup=reshard[name].subgroup,
+            subgroup_first=reshard[name].subgroup_first,
+            holds_gradients=holds_gradients,
         )
         for name, specs in owned.items()
     )

@@ -75,7 +75,7 @@ def make_unit(root: nn.Module, plan: UnitPlan, axis: Axis, pool: Pool) -> Unit:
     """Shard the parameters of ``plan`` in ``root``."""
     flats = []
     for layout in plan.layouts:
-        flat = FlatParameters(layout, axis, pool)
+        flat = FlatParameters(layout, axis, pool, plan)
         locals_ = split_shard(flat.shard, layout, axis.rank)
         for slot, local, view in zip(layout.slots, locals_, flat.buffer.views, strict=True):
             flat.parameters.append(_manage(root, Sharding(layout, slot, axis), local, view))

@@ -14,7 +14,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,18 +23,27 @@ from torch import Tensor
 
 from shardwise.errors import PeerLost, RanksDiverged, StepError
 from shardwise.runtime.device import Mark, make_lane
-from shardwise.runtime.guard import Board, LinkState, Report, Rows, Scope, Ticket
+from shardwise.runtime.guard import (
+    Board,
+    LinkState,
+    Report,
+    Scope,
+    Ticket,
+    Topology,
+)
 from shardwise.runtime.guard import verdict as verdict_on
 from shardwise.runtime.mesh import Axis
 
-__all__ = ["Communicator", "Link", "Pending", "communicator"]
+__all__ = ["Communicator", "Link", "Pending", "Reduction", "communicator"]
 
 POLL_SECONDS = 1.0
 _REPORT_BYTES = 8192
+_PAIR = 2
+_WHOLE_ELEMENTS = 1 << 14  # an all-reduce of fewer is one exchange of all
 
 # One pair of links for each process group and way to shard over it, however many models use them.
 # Keyed by the group object, so ranks that live as threads of one process have their own.
-_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Rows, Communicator]]" = (
+_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Topology, Communicator]]" = (
     weakref.WeakKeyDictionary()
 )
 
@@ -49,17 +59,50 @@ def communicator(axis: Axis, device: torch.device) -> "Communicator":
         return Communicator(axis, device)
     # No lock: a group belongs to one rank, and making links waits for the others of the axis.
     of_group = _communicators.setdefault(axis.group, {})
-    if axis.rows not in of_group:
-        of_group[axis.rows] = Communicator(axis, device)
-    return of_group[axis.rows]
+    if axis.topology not in of_group:
+        of_group[axis.topology] = Communicator(axis, device)
+    return of_group[axis.topology]
 
 
+@dataclass(frozen=True, slots=True)
 class Pending:
-    """A collective under way."""
+    """A collective under way, in one exchange or several, one after the other."""
 
-    def __init__(self, ticket: Ticket, mark: Mark) -> None:
-        self.ticket = ticket
-        self.mark = mark
+    tickets: tuple[Ticket, ...]
+    marks: tuple[Mark, ...]
+
+    @property
+    def label(self) -> str:
+        return self.tickets[0].label
+
+    @property
+    def is_done(self) -> bool:
+        return all(mark.is_done for mark in self.marks)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed; the first reason."""
+        return next((mark.error for mark in self.marks if mark.error is not None), None)
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Whether all exchanges ended, each after at most ``timeout_seconds``, or one failed."""
+        for mark in self.marks:
+            if not mark.wait(timeout_seconds):
+                return False
+            if mark.error is not None:
+                return True
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """The memory of one reduction, and how far it goes."""
+
+    flat: Tensor  # [slots * M], what every rank has to add
+    inner: Tensor  # [M], for the sum over the row; may be `out`
+    carried: Tensor | None  # [M], a sum over the row of earlier, to be added; may be `inner`
+    out: Tensor | None  # [M], or [S] if shards are cut in the column too; None: leave that out
+    scratch: Tensor  # [scratch_elements]
 
 
 class Link:
@@ -67,16 +110,25 @@ class Link:
 
     def __init__(self, axis: Axis, device: torch.device, name: str) -> None:
         backend = axis.backend(device.type)
-        self._shards = _Members(axis.shard_ranks, axis.rank)
-        self._replicas = _Members(axis.replica_ranks, axis.replica_ranks.index(axis.group_rank))
-        self._all = _Members(tuple(range(axis.num_ranks)), axis.group_rank)
-        self._rows = axis.rows
+        own = axis.group_rank
+        self._members: dict[str, _Members] = {
+            Scope.ALL: _Members(tuple(range(axis.num_ranks)), own),
+            Scope.ROW: _Members(axis.row, own),
+            Scope.COLUMN: _Members(axis.column, own),
+        }
+        self._members[Scope.SHARDS] = (
+            _Members(axis.shard_ranks, own) if axis.is_two_level else self._members[Scope.ROW]
+        )
+        self._own = own
+        self._topology = axis.topology
         self._direct = backend == "gloo"
-        self._group = _new_group(axis, self._all, backend)
+        # Not the axis: it holds the group, under which this object is kept weakly.
+        ranks = () if axis.group is None else dist.get_process_group_ranks(axis.group)
+        self._new_group = partial(_new_group, tuple(ranks), backend)
+        self._group = self._new_group(self._members[Scope.ALL])
         if not self._direct:
-            self._shards.group = _new_group(axis, self._shards, backend)
-            self._replicas.group = _new_group(axis, self._replicas, backend)
-            self._all.group = self._group
+            for members in self._members.values():
+                members.group = members.group or self._new_group(members)
         self.lane = make_lane(device, threaded=self._direct, name=f"shardwise-{name}")
         self._issued = 0
         self._running: Ticket | None = None
@@ -89,10 +141,14 @@ class Link:
         """Whether exchanges are point to point, so that ranks can be out of step for a while."""
         return self._direct
 
-    @property
-    def scratch_slots(self) -> int:
-        """Slots of scratch that a reduce-scatter needs."""
-        return max(self._shards.size, self._replicas.size) - 1 if self._direct else 0
+    def scratch_elements(self, flat_elements: int) -> int:
+        """How much scratch the reduction of a flat buffer needs."""
+        if not self._direct:
+            return 0
+        row, column = self._members[Scope.ROW].size, self._members[Scope.COLUMN].size
+        slot = flat_elements // row
+        by_column = min(column - 1, 1) if _is_cut(slot, column) else column - 1
+        return max(row - 1, by_column) * slot
 
     def all_gather(
         self,
@@ -100,7 +156,7 @@ class Link:
         fill: Callable[[], None],
         label: str,
         *,
-        scope: Scope = Scope.SHARDS,
+        scope: str = Scope.SHARDS,
     ) -> Pending:
         """Give every rank the whole of ``flat``.
 
@@ -108,31 +164,45 @@ class Link:
             flat: [ranks * S], of which ``fill`` writes this rank's slot [S].
             fill: runs just before the slot is sent.
             label: what this is, in the words of the ledger.
-            scope: the ranks; those whose shards make the model, or all.
+            scope: the ranks; by default those whose shards make the model.
         """
-        members = self._all if scope is Scope.ALL else self._shards
+        members = self._members[scope]
 
         def run(ticket: Ticket) -> None:
             fill()
-            self._gather_slots(flat, members, ticket)
+            self._gather_slots(flat, members, ticket.tag)
 
         return self._submit(label, flat.nbytes // members.size, scope, run)
 
-    def reduce_scatter(self, flat: Tensor, out: Tensor, scratch: Tensor, label: str) -> Pending:
-        """Sum ``flat`` [shards * S] over all ranks; this rank's slot goes to ``out`` [S].
+    def all_gather_in_subgroup(
+        self, flat: Tensor, fill: Callable[[], None], label: str, size: int
+    ) -> Pending:
+        """As `all_gather`, among this rank and its neighbours in groups of ``size`` of the row."""
+        scope = str(size)
+        if scope not in self._members:
+            row = self._members[Scope.ROW]
+            first = row.own // size * size
+            members = _Members(row.ranks[first : first + size], self._own)
+            members.group = None if self._direct else self._new_group(members)
+            self._members[scope] = members
+        return self.all_gather(flat, fill, label, scope=scope)
 
-        The sum is over the ranks that share a replica, then over replicas. ``scratch``
-        [scratch_slots * S] is used on the way.
+    def reduce(self, reduction: Reduction, label: str) -> Pending:
+        """Sum over all ranks, by row and then by column, in as many exchanges as that takes.
+
+        Over the row it is a reduce-scatter. Over the column it is one too if shards are cut there,
+        and otherwise an all-reduce, whose every rank gets the same bits.
         """
-
-        def run(ticket: Ticket) -> None:
-            self._sum_slots(flat, out, scratch, ticket)
-            self._sum_replicas(out, scratch, ticket)
-
-        return self._submit(label, out.nbytes, Scope.REPLICAS, run)
+        stages = [self._sum_row(reduction, label)]
+        if reduction.out is not None and self._members[Scope.COLUMN].size > 1:
+            stages += self._sum_column(reduction, label)
+        return Pending(
+            tuple(ticket for stage in stages for ticket in stage.tickets),
+            tuple(mark for stage in stages for mark in stage.marks),
+        )
 
     def _submit(
-        self, label: str, slot_bytes: int, scope: Scope, run: Callable[[Ticket], None]
+        self, label: str, slot_bytes: int, scope: str, run: Callable[[Ticket], None]
     ) -> Pending:
         self._issued += 1
         ticket = Ticket(self._issued, label, slot_bytes, scope)
@@ -149,41 +219,70 @@ class Link:
                     self._running = None
                     self._ended.append(ticket.tag)
 
-        return Pending(ticket, self.lane.submit(job))
+        return Pending((ticket,), (self.lane.submit(job),))
 
-    # -- the collectives themselves, on the lane -------------------------------------------------
+    # -- the stages of a reduction ---------------------------------------------------------------
 
-    def _gather_slots(self, flat: Tensor, members: "_Members", ticket: Ticket) -> None:
+    def _sum_row(self, reduction: Reduction, label: str) -> Pending:
+        members = self._members[Scope.ROW]
+        flat, inner, carried = reduction.flat, reduction.inner, reduction.carried
+
+        def run(ticket: Ticket) -> None:
+            if members.size == 1:
+                inner.copy_(flat)
+            elif not self._direct:
+                _reduce_scatter(inner, flat, group=members.group)
+            else:
+                parts = list(flat.view(members.size, -1))
+                self._exchange_and_sum(members, parts, inner, reduction.scratch, ticket.tag)
+            if carried is not None:
+                inner.add_(carried)
+
+        return self._submit(label, inner.nbytes, Scope.ROW, run)
+
+    def _sum_column(self, reduction: Reduction, label: str) -> Iterator[Pending]:
+        members = self._members[Scope.COLUMN]
+        inner, out, scratch = reduction.inner, reduction.out, reduction.scratch
+        assert out is not None
+
+        def exchange(parts: Sequence[Tensor], result: Tensor) -> Pending:
+            def run(ticket: Ticket) -> None:
+                self._exchange_and_sum(members, parts, result, scratch, ticket.tag)
+
+            return self._submit(label, result.nbytes, Scope.COLUMN, run)
+
+        if not self._direct:
+            run = partial(_sum_by_backend, inner, out, members.group)
+            yield self._submit(label, out.nbytes, Scope.COLUMN, lambda _ticket: run())
+        elif self._topology.is_two_level:
+            yield exchange(list(inner.view(members.size, -1)), out)
+        elif not _is_cut(inner.numel(), members.size):
+            yield exchange([inner] * members.size, inner)
+        else:
+            size = inner.numel() // members.size
+            cut, rest = inner[: size * members.size], inner[size * members.size :]
+            parts = cut.view(members.size, size)
+            yield exchange(list(parts), parts[members.own])
+            yield self._submit(
+                label,
+                size * inner.itemsize,
+                Scope.COLUMN,
+                lambda ticket: self._gather_slots(cut, members, ticket.tag),
+            )
+            if rest.numel():
+                yield exchange([rest] * members.size, rest)
+
+    # -- what a stage does, on the lane ----------------------------------------------------------
+
+    def _gather_slots(self, flat: Tensor, members: "_Members", tag: int) -> None:
         if members.size == 1 or not flat.numel():
             return
         slots = flat.view(members.size, -1)
         own = slots[members.own]
         if not self._direct:
-            _all_gather(flat, own, group=members.group)
+            _gather_by_backend(flat, own, members)
             return
-        self._exchange({rank: (own, slots[i]) for i, rank in members.others()}, ticket.tag)
-
-    def _sum_slots(self, flat: Tensor, out: Tensor, scratch: Tensor, ticket: Ticket) -> None:
-        members = self._shards
-        if members.size == 1:
-            out.copy_(flat)
-            return
-        if not flat.numel():
-            return
-        if not self._direct:
-            _reduce_scatter(out, flat, group=members.group)
-            return
-        slots = flat.view(members.size, -1)
-        self._exchange_and_sum(members, list(slots), out, scratch, ticket)
-
-    def _sum_replicas(self, out: Tensor, scratch: Tensor, ticket: Ticket) -> None:
-        members = self._replicas
-        if members.size == 1 or not out.numel():
-            return
-        if not self._direct:
-            dist.all_reduce(out, group=members.group)
-            return
-        self._exchange_and_sum(members, [out] * members.size, out, scratch, ticket)
+        self._exchange({rank: (own, slots[i]) for i, rank in members.others()}, tag)
 
     def _exchange_and_sum(
         self,
@@ -191,16 +290,18 @@ class Link:
         parts: Sequence[Tensor],
         out: Tensor,
         scratch: Tensor,
-        ticket: Ticket,
+        tag: int,
     ) -> None:
         """Send ``parts[i]`` to member i; put the sum of what comes and of the own part in ``out``.
 
         In the order of the members, so that replicas get the same bits.
         """
-        free = scratch.view(-1, out.numel())
+        if not out.numel():
+            return
+        free = scratch[: (members.size - 1) * out.numel()].view(-1, out.numel())
         received = {i: free[n] for n, (i, _) in enumerate(members.others())}
         pairs = {rank: (parts[i], received[i]) for i, rank in members.others()}
-        self._exchange(pairs, ticket.tag)
+        self._exchange(pairs, tag)
         received[members.own] = parts[members.own]  # which may be `out`
         total = received[0]
         for i in range(1, members.size):
@@ -228,7 +329,7 @@ class Link:
         try:
             yield
         except RuntimeError as error:
-            raise PeerLost(f"rank {self._all.own} lost rank {peer}: {error}") from error
+            raise PeerLost(f"rank {self._own} lost rank {peer}: {error}") from error
 
     # -- coming back into step -------------------------------------------------------------------
 
@@ -243,12 +344,12 @@ class Link:
 
     def release(self, states: list[LinkState]) -> None:
         """Send what the others' running tickets wait for and this rank never took; start afresh."""
-        rank = self._all.own
+        rank = self._own
         running = {state.running.tag: state.running for state in states if state.running}
         for tag, ticket in sorted(running.items()):
             waiting = [
                 other
-                for other in ticket.partners(rank, self._rows)
+                for other in self._topology.partners(ticket.scope, rank)
                 if (theirs := states[other].running) is not None and theirs.tag == tag
             ]
             if not states[rank].took(ticket):
@@ -264,18 +365,20 @@ class Link:
         """Every rank's report, straight over the wire; returns when all have come to this point."""
         tag = Ticket(report.epoch, "swap reports", _REPORT_BYTES).tag
         own = _encode(report)
-        received = [torch.zeros_like(own) for _ in range(self._all.size)]
-        self._exchange({rank: (own, received[i]) for i, rank in self._all.others()}, tag)
-        received[self._all.own] = own
+        received = [torch.zeros_like(own) for _ in range(self._members[Scope.ALL].size)]
+        self._exchange(
+            {rank: (own, received[i]) for i, rank in self._members[Scope.ALL].others()}, tag
+        )
+        received[self._own] = own
         return [_decode(encoded) for encoded in received]
 
 
 class _Members:
     """Some ranks of a group, in order; ``own`` is the place of this one among them."""
 
-    def __init__(self, ranks: tuple[int, ...], own: int) -> None:
+    def __init__(self, ranks: tuple[int, ...], own_rank: int) -> None:
         self.ranks = ranks
-        self.own = own
+        self.own = ranks.index(own_rank)
         self.group: dist.ProcessGroup | None = None  # theirs alone, where the backend wants one
 
     @property
@@ -294,7 +397,7 @@ class Communicator:
         # Not the axis: it holds the group, under which this object is kept weakly.
         self.num_ranks = axis.num_ranks
         self.rank = axis.group_rank
-        self._rows = axis.rows
+        self._topology = axis.topology
         self.gather = Link(axis, device, "gather")
         self.reduce = Link(axis, device, "reduce")
         self._links = (self.gather, self.reduce)
@@ -314,16 +417,16 @@ class Communicator:
         """
         beat = 0
         last: tuple[LinkState, ...] = ()
-        while not pending.mark.wait(POLL_SECONDS):
+        while not pending.wait(POLL_SECONDS):
             states = tuple(link.state() for link in self._links)
             beat = beat + 1 if states == last else 0
             last = states
-            self._confer(self._report(beat, waits_for=pending.ticket.label))
+            self._confer(self._report(beat, waits_for=pending.label))
         if last and self._board is not None:
             self._board.post(self._report(beat=0))
-        if pending.mark.error is not None:
+        if pending.error is not None:
             self._broken = True
-            raise pending.mark.error
+            raise pending.error
 
     def abort(self, error: BaseException) -> None:
         """Tell the others that this rank raised, so that they need not wait for it."""
@@ -349,7 +452,7 @@ class Communicator:
         if self._board is None:
             return
         self._board.post(report)
-        error = verdict_on(self._board.read(), self._epoch, self._rows)
+        error = verdict_on(self._board.read(), self._epoch, self._topology)
         if error is None:
             return
         self._broken = True
@@ -364,14 +467,15 @@ class Communicator:
         return Report(self._epoch, beat, self.step, where, links)
 
 
-def _new_group(axis: Axis, members: _Members, backend: str | None) -> dist.ProcessGroup | None:
+def _new_group(
+    ranks: tuple[int, ...], backend: str | None, members: _Members
+) -> dist.ProcessGroup | None:
     """A process group of their own for ``members``; only they call this."""
-    if axis.group is None or members.size == 1:
+    if members.size == 1:
         return None
-    of_all = dist.get_process_group_ranks(axis.group)
     local = backend != "fake"  # the fake backend cannot, and has nobody to wait for
     group: dist.ProcessGroup = dist.new_group(
-        sorted(of_all[rank] for rank in members.ranks),
+        sorted(ranks[rank] for rank in members.ranks),
         backend=backend,
         use_local_synchronization=local,
     )
@@ -384,6 +488,30 @@ def _board(axis: Axis) -> Board:
     store = dist.distributed_c10d._get_default_store()
     name = f"{axis.group.group_name}/{len(axis.rows)}x{axis.size}"
     return Board(store, name, axis.group_rank, axis.num_ranks)
+
+
+def _is_cut(num_elements: int, num_ranks: int) -> bool:
+    """Whether an all-reduce is worth two exchanges, of parts; with two ranks nothing is saved."""
+    return num_ranks > _PAIR and num_elements >= max(_WHOLE_ELEMENTS, num_ranks**2)
+
+
+def _gather_by_backend(flat: Tensor, own: Tensor, members: _Members) -> None:
+    """Backends order slots by rank, which in a model cut over two axes is not that of shards."""
+    by_rank = sorted(members.ranks)
+    if by_rank == list(members.ranks):
+        _all_gather(flat, own, group=members.group)
+        return
+    gathered = torch.empty_like(flat)
+    _all_gather(gathered, own, group=members.group)
+    slots = gathered.view(members.size, -1)
+    torch.stack([slots[by_rank.index(rank)] for rank in members.ranks], out=flat.view_as(slots))
+
+
+def _sum_by_backend(inner: Tensor, out: Tensor, group: dist.ProcessGroup | None) -> None:
+    if out.numel() < inner.numel():
+        _reduce_scatter(out, inner, group=group)
+    else:
+        dist.all_reduce(inner, group=group)
 
 
 def _dummies(ticket: Ticket) -> tuple[Tensor, Tensor]:

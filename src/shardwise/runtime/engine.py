@@ -49,7 +49,8 @@ def fully_shard(
     strategy: str | Strategy = "fsdp",
     units: Units = None,
     prefetch: int = 1,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
+    sharding_factor: int | None = None,
     unused: Unused = "none",
 ) -> M:
     """Shard ``module`` over the ranks of ``mesh``; returns the same object.
@@ -62,12 +63,17 @@ def fully_shard(
     Args:
         module: the model, with the same values on every rank.
         mesh: one-dimensional; None for all ranks (this process alone without a process group).
-        strategy: what is sharded; ``"fsdp"`` (parameters, gradients and optimizer state).
+            Two-dimensional, (outer, inner), for strategies over two axes.
+        strategy: what is sharded over which axis: a row of `plan.strategy.PRESETS` by its name, or
+            a `Strategy` of your own.
         units: a module class or set of classes, ``"auto"`` (the repeated blocks), a size in
             parameters, or a policy ``(module, recurse, nonwrapped_numel) -> bool``.
         prefetch: how many units to gather ahead of the one that computes.
         reshard_after_forward: free units after forward and gather them again for backward; None
-            does so for all but the root.
+            does so for all but the root. A number keeps as much of them as lets groups of that
+            many neighbouring ranks gather them among themselves.
+        sharding_factor: in the place of a two-dimensional mesh: the ranks, neighbours, that share
+            one copy of the model; divides the number of ranks.
         unused: the gradient of a parameter that no rank used in a step: ``"none"`` leaves it None,
             as one process would; ``"zeros"`` spares the ranks the small exchange about it.
 
@@ -85,7 +91,7 @@ def fully_shard(
     check_is_unit(module, "")
     check_initialized(module)
     strategy = resolve_strategy(strategy)
-    axis = resolve_mesh(mesh, strategy)
+    axis = resolve_mesh(mesh, strategy, sharding_factor)
     manual = _sharded_before(module)
     plan = make_plan(
         module,
@@ -94,6 +100,7 @@ def fully_shard(
         strategy=strategy,
         prefetch=prefetch,
         reshard_after_forward=reshard_after_forward,
+        replicas=len(axis.rows),
         manual=manual,
     )
     runtime = Runtime(module, plan, axis, agree_on_unused=unused == "none")
@@ -133,6 +140,25 @@ class FSDPModule(nn.Module):
         handle = _handle_of(self)
         return handle.runtime.call(handle.index, super().__call__, args, kwargs)
 
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backward reduces gradients; while not, they add up whole on every rank.
+
+        For accumulation with one reduction: set it to False before the first micro-batch and to
+        True before the last. As in FSDP2; every rank has to call it.
+        """
+        scheduler = _handle_of(self).runtime.scheduler
+        scheduler.set_synchronizes(_units_in(self, recurse=recurse), value=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients over the outer axis of a two-dimensional mesh, too.
+
+        While not, they add up in shards of the inner axis. As in FSDP2.
+        """
+        scheduler = _handle_of(self).runtime.scheduler
+        scheduler.set_crosses(_units_in(self, recurse=recurse), value=requires_all_reduce)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A sharded copy of its own; the root of the model has to be in what is copied."""
         handle = _handle_of(self)
@@ -158,7 +184,7 @@ class Handle:
 
     runtime: "Runtime"
     index: int
-    reshard_after_forward: bool | None  # as the user said it
+    reshard_after_forward: bool | int | None  # as the user said it
 
 
 class Runtime:
@@ -260,6 +286,12 @@ def _handle_of(module: nn.Module) -> Handle:
     return handle
 
 
+def _units_in(module: nn.Module, *, recurse: bool) -> Iterator[int]:
+    for inner in module.modules() if recurse else (module,):
+        if isinstance(inner, FSDPModule):
+            yield _handle_of(inner).index
+
+
 def _mark(module: nn.Module, handle: Handle) -> None:
     module.__dict__[_HANDLE] = handle
     if not isinstance(module, FSDPModule):
@@ -275,7 +307,7 @@ def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
     return cast("type[nn.Module]", sharded.__mro__[2])
 
 
-def _sharded_before(root: nn.Module) -> dict[str, bool | None]:
+def _sharded_before(root: nn.Module) -> dict[str, bool | int | None]:
     """Units that were made one by one, as in FSDP2, and whether each is to be freed."""
     return {
         name: _handle_of(module).reshard_after_forward

@@ -8,7 +8,7 @@ from torch import Tensor
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
 from shardwise.runtime.buffer import FlatBuffer, Pool, is_shared
-from shardwise.runtime.collectives import Link, Pending
+from shardwise.runtime.collectives import Link, Pending, Reduction
 from shardwise.runtime.managed import ManagedParameter, split_shard
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.sharded_tensor import (
@@ -21,26 +21,39 @@ __all__ = ["Gradients"]
 
 
 class Gradients:
-    """The gradients of one layout, from the moment autograd yields them to ``p.grad``."""
+    """The gradients of one layout, from the moment autograd yields them to ``p.grad``::
+
+    buffer [world_size * S]   one slot a parameter, written as autograd yields
+    partial [row * S]         summed over this rank's row, waiting for the sum over columns
+    reduced [S]               summed over all ranks, and what ``p.grad`` views
+    """
 
     def __init__(
-        self, layout: Layout, parameters: Sequence[ManagedParameter], axis: Axis, pool: Pool
+        self,
+        layout: Layout,
+        parameters: Sequence[ManagedParameter],
+        axis: Axis,
+        pool: Pool,
+        *,
+        owns_buffer: bool = False,
     ) -> None:
         self._parameters = parameters  # in the order of the layout's slots
         self._axis = axis
         self._pool = pool
-        self._buffer = FlatBuffer(layout, pool)
+        self.owns_buffer = owns_buffer
+        self._buffer = FlatBuffer(layout, pool, owns_memory=owns_buffer)
         self._written = [False] * len(layout.slots)
         self.used = [False] * len(layout.slots)
+        self._is_handed_over = False
         self._fresh: list[int] = []  # positions whose .grad was None before this backward
         self._kept_shard: Tensor | None = None  # [S], reused when nobody holds the last .grad
-        self._reduced: Tensor | None = None  # [S]
+        self._reduced: Tensor | None = None
+        self._partial: Tensor | None = None
         self._borrowed: list[torch.UntypedStorage] = []
 
     def write(self, position: int, gradient: Tensor) -> None:
         """Put a gradient into its slot of the reduce buffer, divided by the number of ranks."""
-        if not self._buffer.is_acquired:
-            self._buffer.acquire()
+        self._open()
         slot = self._buffer.views[position]
         scale = 1.0 / self._axis.num_ranks
         if gradient.layout is not torch.strided:
@@ -51,24 +64,40 @@ class Gradients:
             torch.mul(gradient, scale, out=slot)
         self._written[position] = True
 
-    def launch_reduce(self, link: Link, label: str) -> Pending:
+    def launch_reduce(self, link: Link, label: str, *, crosses: bool) -> Pending:
         """Reduce what was written; slots that nothing was written to count as zeros."""
-        if not self._buffer.is_acquired:
-            self._buffer.acquire()
+        self._open()
         for position, view in enumerate(self._buffer.views):
             if not self._written[position]:
                 view.zero_()
         self._written = [False] * len(self._written)
-        self._reduced = self._target()
-        scratch_elements = link.scratch_slots * self._layout.shard_elements
-        scratch = self._borrow(scratch_elements)
-        return link.reduce_scatter(self._buffer.flat, self._reduced, scratch, label)
+        carried = self._partial
+        if carried is not None:
+            self._borrowed.append(carried.untyped_storage())
+            self._partial = None
+        self._reduced = self._target() if crosses else None
+        if self._reduced is None:
+            inner = self._partial = self._take(self._inner_elements)
+        elif self._axis.is_two_level:
+            inner = self._borrow(self._inner_elements)
+        else:
+            inner = self._reduced
+        scratch = self._borrow(link.scratch_elements(self._layout.num_elements))
+        return link.reduce(
+            Reduction(self._buffer.flat, inner, carried, self._reduced, scratch), label
+        )
 
     def collect(self) -> None:
-        """Hand the reduced gradients to the parameters."""
-        assert self._reduced is not None
-        is_kept = self._reduced is self._kept_shard
-        runs = split_shard(self._reduced, self._layout, self._axis.rank)
+        """Hand the reduced gradients, if they are complete, to the parameters."""
+        if self._reduced is not None:
+            self._hand_over(self._reduced)
+            self._is_handed_over = True
+            self._reduced = None
+        self._give_back()
+
+    def _hand_over(self, reduced: Tensor) -> None:
+        is_kept = reduced is self._kept_shard
+        runs = split_shard(reduced, self._layout, self._axis.rank)
         with torch.no_grad():
             for position, (parameter, run) in enumerate(zip(self._parameters, runs, strict=True)):
                 if not parameter.sharded.requires_grad:
@@ -77,11 +106,11 @@ class Gradients:
                 gradient = ShardedTensor(own, parameter.sharding)
                 if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
                     self._fresh.append(position)
-        self._reduced = None
-        self._give_back()
 
     def settle(self, used_anywhere: Sequence[bool]) -> None:
         """A parameter that no rank used keeps the gradient it had, which may be None."""
+        if not self._is_handed_over:
+            return
         for position in self._fresh:
             if not used_anywhere[position]:
                 self._parameters[position].sharded.grad = None
@@ -91,19 +120,34 @@ class Gradients:
         self.forget()
 
     def forget(self) -> None:
+        """The backward is over; what it left unreduced, and of which parameters, stays."""
         self._fresh = []
-        self.used = [False] * len(self.used)
+        if self._is_handed_over:
+            self._is_handed_over = False
+            self.used = [False] * len(self.used)
 
     def discard(self) -> None:
         """Drop what is under way."""
         self._written = [False] * len(self._written)
         self._reduced = None
+        if self._partial is not None:
+            self._borrowed.append(self._partial.untyped_storage())
+            self._partial = None
         self._give_back()
+        self._is_handed_over = True
         self.forget()
 
     @property
     def _layout(self) -> Layout:
         return self._buffer.layout
+
+    @property
+    def _inner_elements(self) -> int:
+        return self._layout.num_elements // len(self._axis.row)
+
+    def _open(self) -> None:
+        if not self.owns_buffer and not self._buffer.is_acquired:
+            self._buffer.acquire()
 
     def _target(self) -> Tensor:
         """Where to reduce to [S]: what will be the gradients, or memory to add to them from."""
@@ -113,13 +157,14 @@ class Gradients:
             self._kept_shard = self._buffer.flat.new_empty(self._layout.shard_elements)
         return self._kept_shard
 
+    def _take(self, num_elements: int) -> Tensor:
+        return self._pool.take_tensor(num_elements, self._buffer.flat.dtype)
+
     def _borrow(self, num_elements: int) -> Tensor:
-        dtype = self._buffer.flat.dtype
-        storage = self._pool.take(num_elements * dtype.itemsize)
-        self._borrowed.append(storage)
-        return torch.empty(0, dtype=dtype, device=self._pool.device).set_(
-            storage, 0, (num_elements,), (1,)
-        )
+        """Memory until `collect`."""
+        tensor = self._take(num_elements)
+        self._borrowed.append(tensor.untyped_storage())
+        return tensor
 
     def _give_back(self) -> None:
         if self._buffer.is_acquired:

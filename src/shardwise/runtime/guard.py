@@ -18,19 +18,50 @@ from torch.distributed.distributed_c10d import Store
 
 from shardwise.errors import PeerAborted, RanksDiverged, StepError
 
-__all__ = ["Board", "LinkState", "Report", "Rows", "Scope", "Ticket", "verdict"]
+__all__ = ["Board", "LinkState", "Report", "Scope", "Ticket", "Topology", "verdict"]
 
 BEATS = 2
-
-Rows = tuple[tuple[int, ...], ...]  # see `mesh.Axis.blocks`
 
 
 class Scope(StrEnum):
     """Who exchanges something in a collective, seen from one rank."""
 
     SHARDS = "shards"  # those whose shards make the model with its own
-    REPLICAS = "replicas"  # these, and then those that hold the same as it does
+    ROW = "row"  # those of its replica
+    COLUMN = "column"  # those that stand at its place in the other replicas
+    CROSS = "cross"  # its row, and then its column
     ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Who stands where; see `mesh.Axis`."""
+
+    rows: tuple[tuple[int, ...], ...]
+    is_two_level: bool = False
+
+    def partners(self, scope: str, rank: int) -> set[int]:
+        """The ranks that ``rank`` exchanges something with."""
+        row = next(row for row in self.rows if rank in row)
+        place = row.index(rank)
+        column = {other[place] for other in self.rows}
+        everyone = {other for row in self.rows for other in row}
+        match scope:
+            case Scope.ROW:
+                partners = set(row)
+            case Scope.COLUMN:
+                partners = column
+            case Scope.CROSS:
+                partners = set(row) | column
+            case Scope.SHARDS:
+                partners = everyone if self.is_two_level else set(row)
+            case Scope.ALL:
+                partners = everyone
+            case _:
+                size = int(scope)  # so many neighbours of its row
+                first = place // size * size
+                partners = set(row[first : first + size])
+        return partners - {rank}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +72,6 @@ class Ticket:
     label: str
     slot_bytes: int
     scope: str = Scope.SHARDS
-
-    def partners(self, rank: int, rows: Rows) -> set[int]:
-        """The ranks that ``rank`` exchanges something with."""
-        row = next(row for row in rows if rank in row)
-        column = {other[row.index(rank)] for other in rows}
-        match self.scope:
-            case Scope.SHARDS:
-                partners = set(row)
-            case Scope.REPLICAS:
-                partners = set(row) | column
-            case _:
-                partners = {other for row in rows for other in row}
-        return partners - {rank}
 
     @property
     def tag(self) -> int:
@@ -130,14 +148,14 @@ class Board:
 
 
 def verdict(
-    reports: Sequence[Report | None], epoch: int, rows: Rows | None = None
+    reports: Sequence[Report | None], epoch: int, topology: Topology | None = None
 ) -> StepError | None:
     """The error to raise on every rank, or None while there is hope.
 
     Args:
         reports: of all ranks.
         epoch: reports of an earlier one are old.
-        rows: who holds what; None for one replica over all ranks.
+        topology: who stands where; None for one replica over all ranks.
     """
     current = {rank: r for rank, r in enumerate(reports) if r is not None and r.epoch == epoch}
     for rank, report in current.items():
@@ -149,7 +167,7 @@ def verdict(
             return PeerAborted(f"rank {rank} gave up in step {report.step}: {report.error}")
     if len(current) < len(reports) or any(report.beat < BEATS for report in current.values()):
         return None
-    if _can_move(current, rows or (tuple(range(len(reports))),)):
+    if _can_move(current, topology or Topology((tuple(range(len(reports))),))):
         return None
     places = (f"  rank {rank}: step {r.step}, {r.where}" for rank, r in current.items())
     return RanksDiverged(
@@ -160,12 +178,12 @@ def verdict(
     )
 
 
-def _can_move(reports: Mapping[int, Report], rows: Rows) -> bool:
+def _can_move(reports: Mapping[int, Report], topology: Topology) -> bool:
     """Whether some rank's ticket was taken by all that it exchanges something with."""
     for rank, report in reports.items():
         for link, state in enumerate(report.links):
             if state.running is not None:
-                partners = state.running.partners(rank, rows)
+                partners = topology.partners(state.running.scope, rank)
                 if all(reports[other].links[link].took(state.running) for other in partners):
                     return True
     return False

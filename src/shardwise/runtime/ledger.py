@@ -50,9 +50,9 @@ class Ledger:
     def append(self, record: Record) -> None:
         self._steps[-1].append(record)
         event = record.event
-        if event.kind is EventKind.GATHER:
+        if event.kind in (EventKind.GATHER, EventKind.KEEP):
             self._gathered_bytes += event.bytes
-        elif event.kind is EventKind.FREE:
+        elif event.kind in (EventKind.FREE, EventKind.DROP):
             self._gathered_bytes -= event.bytes
         self._peak_gathered_bytes = max(self._peak_gathered_bytes, self._gathered_bytes)
 
@@ -99,7 +99,7 @@ class Ledger:
         1 if there was nothing to gather. The exposed part of a gather is the wait for it.
         """
         records = self.records(step)
-        busy = sum(r.busy_seconds for r in records if r.event.kind is EventKind.GATHER)
+        busy = sum(r.busy_seconds for r in records if _LINKS.get(r.event.kind) == "gather")
         exposed = sum(r.ended - r.began for r in records if r.event.kind is EventKind.WAIT)
         return max(0.0, 1.0 - exposed / busy) if busy else 1.0
 
@@ -113,7 +113,7 @@ class Ledger:
 
 
 _COMPUTE = (EventKind.FORWARD, EventKind.BACKWARD)
-_LINKS = {EventKind.GATHER: "gather", EventKind.REDUCE: "reduce"}
+_LINKS = {EventKind.GATHER: "gather", EventKind.KEEP: "gather", EventKind.REDUCE: "reduce"}
 
 
 def _trace_events(records: Sequence[Record]) -> Iterable[dict[str, Any]]:

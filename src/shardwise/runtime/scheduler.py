@@ -1,7 +1,8 @@
 """Carries out the schedule: asks the sequencer what must follow, does it, and writes it down."""
 
+import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -126,6 +127,8 @@ class Scheduler:
         self._perform(self._sequencer.finish_backward(task))
         self._settle(agreement)
         self._hidden.clear()
+        for unit in self.units:
+            unit.expects_gradients = False
         if self.is_idle:  # not inside a forward, as when that takes gradients itself
             self.ledger.begin_step()
         for index, unit in enumerate(self.units):
@@ -138,6 +141,18 @@ class Scheduler:
         if not self._tasks:
             self._fail(error)
 
+    # -- accumulation ----------------------------------------------------------------------------
+
+    def set_synchronizes(self, indices: Iterable[int], *, value: bool) -> None:
+        """Whether the units reduce their gradients at the end of their backward, or hold them."""
+        for index in indices:
+            self._sequencer.synchronizes[index] = value
+
+    def set_crosses(self, indices: Iterable[int], *, value: bool) -> None:
+        """Whether the units reduce their gradients over the outer axis as well."""
+        for index in indices:
+            self._sequencer.crosses[index] = value
+
     # -- outside steps ---------------------------------------------------------------------------
 
     def hold(self) -> None:
@@ -149,7 +164,7 @@ class Scheduler:
         if not self.is_idle or self._is_held:
             raise StepError("parameters cannot be gathered in the middle of a step")
         self.recover()
-        self._perform(self._sequencer.abandon())
+        self._perform(self._sequencer.rest())
         self._note("gathered()")
         links = self._links
         try:
@@ -204,8 +219,13 @@ class Scheduler:
                 unit.expose()
             case EventKind.FREE:
                 unit.free(links)
+            case EventKind.KEEP:
+                return unit.launch_keep(links.gather)
+            case EventKind.DROP:
+                unit.drop()
             case EventKind.REDUCE:
-                return unit.launch_reduce(links.reduce)
+                crosses = self._sequencer.crosses[self.units.index(unit)]
+                return unit.launch_reduce(links.reduce, crosses=crosses)
             case EventKind.COLLECT:
                 unit.collect(links)
         return ()
@@ -230,7 +250,8 @@ class Scheduler:
     def _launch_agreement(self) -> "_Agreement | None":
         own = [used for gradients in self._gradients() for used in gradients.used]
         links = self._links
-        if not self._agree_on_unused or not own or links.num_ranks == 1:
+        holds = not any(map(operator.and_, self._sequencer.synchronizes, self._sequencer.crosses))
+        if not self._agree_on_unused or not own or links.num_ranks == 1 or holds:
             return None
         device = self._device
         flags = torch.zeros(links.num_ranks, len(own), dtype=torch.uint8, device=device)

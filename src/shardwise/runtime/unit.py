@@ -5,10 +5,12 @@ For every layout of its plan a unit has a `FlatParameters`: the persistent ``sha
 
     between steps   shard [S]   p = ShardedTensor(run of shard)
     in use          buffer [world_size * S], dense parameters view it    <- all-gather of shards
+    to be so again  part [world_size * S / subgroup]                     -> all-gather in subgroup
     in backward     gradients [world_size * S], one slot a parameter     -> reduce-scatter
     after it        gradient shard [S]   p.grad = ShardedTensor(run of it)
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 
@@ -22,6 +24,7 @@ from shardwise.runtime.buffer import FlatBuffer, Pool
 from shardwise.runtime.collectives import Communicator, Link, Pending
 from shardwise.runtime.device import Mark
 from shardwise.runtime.gradients import Gradients
+from shardwise.runtime.guard import Scope
 from shardwise.runtime.managed import ManagedParameter
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.sharded_tensor import ShardedTensor
@@ -48,8 +51,11 @@ _TRANSITIONS = {
 class FlatParameters:
     """The parameters of one layout."""
 
-    def __init__(self, layout: Layout, axis: Axis, pool: Pool) -> None:
+    def __init__(self, layout: Layout, axis: Axis, pool: Pool, plan: UnitPlan) -> None:
         self.layout = layout
+        self._plan = plan
+        self._pool = pool
+        self._part: Tensor | None = None  # [world_size * S / subgroup]
         self.axis = axis
         self.is_whole = layout.world_size == 1  # the shard is the buffer: nothing to gather
         self.buffer = FlatBuffer(layout, pool, owns_memory=self.is_whole)
@@ -61,14 +67,47 @@ class FlatParameters:
         )
         self.parameters: list[ManagedParameter] = []  # in the order of the layout's slots
         trainable = layout.slots[0].parameter.trainable
-        self.gradients = Gradients(layout, self.parameters, axis, pool) if trainable else None
+        self.gradients = (
+            Gradients(layout, self.parameters, axis, pool, owns_buffer=plan.holds_gradients)
+            if trainable
+            else None
+        )
 
     def launch_gather(self, link: Link, label: str) -> Pending:
-        self.reclaim_locals()
         self.buffer.acquire()
-        own_slot = self.buffer.slot_of(self.axis.rank)
+        flat, part = self.buffer.flat, self._part
+        if part is not None:
+            subgroup = self._plan.subgroup
+            place = self._place_in_subgroup
+            return link.all_gather_in_subgroup(
+                flat, lambda: _copy(flat.view(subgroup, -1)[place], part), label, subgroup
+            )
+        self.reclaim_locals()
+        own_slot, shard = self.buffer.slot_of(self.axis.rank), self.shard
+        return link.all_gather(flat, lambda: _copy(own_slot, shard), label)
+
+    def launch_keep(self, link: Link, label: str) -> Pending | None:
+        """Get what the subgroup gathers from: out of what is gathered, or from the other rows."""
+        part = self._pool.take_tensor(
+            self.layout.num_elements // self._plan.subgroup, self.shard.dtype
+        )
+        self._part = part
+        if not self._plan.subgroup_first:
+            _copy(part, self.buffer.flat.view(self._plan.subgroup, -1)[self._place_in_subgroup])
+            return None
+        self.reclaim_locals()
+        own = part.view(len(self.axis.column), -1)[self.axis.column.index(self.axis.group_rank)]
         shard = self.shard
-        return link.all_gather(self.buffer.flat, lambda: _copy(own_slot, shard), label)
+        return link.all_gather(part, lambda: _copy(own, shard), label, scope=Scope.COLUMN)
+
+    def drop_part(self) -> None:
+        if self._part is not None:
+            self._pool.give(self._part.untyped_storage())
+            self._part = None
+
+    @property
+    def _place_in_subgroup(self) -> int:
+        return self.axis.row.index(self.axis.group_rank) % self._plan.subgroup
 
     def write_back(self) -> None:
         """Take over what was written into the gathered parameters."""
@@ -113,8 +152,20 @@ class Unit:
         self._move(UnitState.GATHERING)
         label = f"gather {self.plan.label}"
         cut = [flat for flat in self.flats if not flat.is_whole]
-        self._gathering = [flat.launch_gather(link, label) for flat in cut]
-        return tuple(pending.mark for pending in self._gathering)
+        pending = [flat.launch_gather(link, label) for flat in cut]
+        self._gathering += pending
+        return _marks(pending)
+
+    def launch_keep(self, link: Link) -> tuple[Mark, ...]:
+        label = f"keep {self.plan.label}"
+        cut = [flat for flat in self.flats if not flat.is_whole]
+        pending = [one for flat in cut if (one := flat.launch_keep(link, label)) is not None]
+        self._gathering += pending
+        return _marks(pending)
+
+    def drop(self) -> None:
+        for flat in self.flats:
+            flat.drop_part()
 
     def await_gather(self, links: Communicator) -> None:
         for pending in self._gathering:
@@ -182,18 +233,21 @@ class Unit:
                 "backward; was something kept from a forward that raised, or from another model?"
             )
         flat.gradients.used[position] = True
-        if self.plan.encloses:
+        if self.plan.encloses and not flat.gradients.owns_buffer:
             return  # its buffer would be open during the whole backward of the units inside
         flat.gradients.write(position, gradient)
         parameter.dense.grad = None
 
-    def launch_reduce(self, link: Link) -> tuple[Mark, ...]:
+    def launch_reduce(self, link: Link, *, crosses: bool) -> tuple[Mark, ...]:
+        """Reduce the gradients over the row and, if it ``crosses``, over the column."""
         label = f"reduce {self.plan.label}"
         for flat in self.flats:
             self._write_kept(flat)
-        self._reducing = [gradients.launch_reduce(link, label) for gradients in self.gradients]
+        self._reducing = [
+            gradients.launch_reduce(link, label, crosses=crosses) for gradients in self.gradients
+        ]
         self.expects_gradients = False
-        return tuple(pending.mark for pending in self._reducing)
+        return _marks(self._reducing)
 
     def collect(self, links: Communicator) -> None:
         for pending in self._reducing:
@@ -207,12 +261,14 @@ class Unit:
     @property
     def is_quiet(self) -> bool:
         """Whether no communication of this unit is under way."""
-        return all(pending.mark.is_done for pending in (*self._gathering, *self._reducing))
+        return all(pending.is_done for pending in (*self._gathering, *self._reducing))
 
     def quiesce(self, seconds: float) -> bool:
         """Wait a little for its communication to end, successfully or not."""
+        until = time.monotonic() + seconds
         for pending in (*self._gathering, *self._reducing):
-            pending.mark.wait(seconds)
+            for mark in pending.marks:
+                mark.wait(max(0.0, until - time.monotonic()))
         return self.is_quiet
 
     def reset(self) -> None:
@@ -229,6 +285,7 @@ class Unit:
         for flat in self.flats:
             if flat.buffer.is_acquired:
                 flat.buffer.release()
+            flat.drop_part()
         self.state = UnitState.SHARDED
 
     def _write_kept(self, flat: FlatParameters) -> None:
@@ -241,6 +298,10 @@ class Unit:
     def _move(self, to: UnitState) -> None:
         assert (self.state, to) in _TRANSITIONS, f"{self.plan.label}: {self.state} -> {to}"
         self.state = to
+
+
+def _marks(several: Sequence[Pending]) -> tuple[Mark, ...]:
+    return tuple(mark for pending in several for mark in pending.marks)
 
 
 def _copy(to: Tensor, of: Tensor) -> None:

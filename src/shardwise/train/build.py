@@ -47,6 +47,7 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
     return make_plan(
         model,
         world_size=num_shards(config),
+        replicas=config.shard.replicas,
         units=find_units(model, config.shard.units),
         strategy=config.shard.strategy,
         prefetch=config.shard.prefetch,
@@ -62,7 +63,7 @@ def num_shards(config: Config) -> int:
     """
     shard = config.shard
     strategy = resolve_strategy(shard.strategy)
-    if not strategy.replicas:
+    if strategy.num_axes == 1:
         if shard.replicas != 1:
             raise ConfigError(
                 f"shard.replicas={shard.replicas}: strategy {shard.strategy!r} has none to choose; "
@@ -73,7 +74,7 @@ def num_shards(config: Config) -> int:
         raise ConfigError(
             f"shard.replicas={shard.replicas} does not divide the {shard.nproc} ranks"
         )
-    return shard.nproc // shard.replicas
+    return shard.nproc if strategy.is_two_level else shard.nproc // shard.replicas
 
 
 def find_units(model: nn.Module, units: str | int) -> Units:

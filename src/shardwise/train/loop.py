@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 import shardwise as sw
 from shardwise.plan.plan import Plan
-from shardwise.plan.strategy import resolve_strategy
 from shardwise.runtime.device import peak_memory_bytes
 from shardwise.train.baselines import measure_baselines
-from shardwise.train.build import build_model, build_plan, find_units, num_shards
+from shardwise.train.build import build_model, build_plan, find_units
 from shardwise.train.config import Config
 from shardwise.train.data import Corpus, Sampler, read_corpus
 from shardwise.train.memory import one_process, one_rank
@@ -56,19 +54,11 @@ def shard(model: nn.Module, config: Config) -> nn.Module:
     """The same model, of which this rank keeps its part."""
     return sw.fully_shard(
         model,
-        mesh=_mesh(config, next(model.parameters()).device),
         units=find_units(model, config.shard.units),
         strategy=config.shard.strategy,
         prefetch=config.shard.prefetch,
+        sharding_factor=config.shard.nproc // config.shard.replicas,
     )
-
-
-def _mesh(config: Config, device: torch.device) -> DeviceMesh | None:
-    """Replicas and shards, where the strategy has both; None is all ranks."""
-    if not resolve_strategy(config.shard.strategy).replicas:
-        return None
-    shape = (config.shard.replicas, num_shards(config))
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,9 +57,9 @@ def foresee_gathered(plan: Plan) -> int:
 
 def _gathered_changes(events: Iterable[Event]) -> Iterator[int]:
     for event in events:
-        if event.kind is EventKind.GATHER:
+        if event.kind in (EventKind.GATHER, EventKind.KEEP):
             yield event.bytes
-        elif event.kind is EventKind.FREE:
+        elif event.kind in (EventKind.FREE, EventKind.DROP):
             yield -event.bytes
 
 
