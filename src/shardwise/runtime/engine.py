@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -35,11 +35,11 @@ from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.mesh import Axis, resolve_mesh
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import FlatParameters, Unit
+from shardwise.runtime.unused import UNUSED, Unused
 
 __all__ = ["FSDPModule", "Runtime", "fully_shard", "gathered", "ledger"]
 
 M = TypeVar("M", bound=nn.Module)
-Unused = Literal["none", "zeros"]
 
 
 def fully_shard(
@@ -75,7 +75,9 @@ def fully_shard(
         sharding_factor: in the place of a two-dimensional mesh: the ranks, neighbours, that share
             one copy of the model; divides the number of ranks.
         unused: the gradient of a parameter that no rank used in a step: ``"none"`` leaves it None,
-            as one process would; ``"zeros"`` spares the ranks the small exchange about it.
+            as one process would; ``"zeros"`` spares the ranks the small exchange about it;
+            ``"error"`` has every rank raise a `StepError` at the end of a backward in which some
+            rank gave no gradient to a parameter that requires one. It names both.
 
     Raises:
         PlanError: the arguments do not fit the model or each other.
@@ -84,8 +86,8 @@ def fully_shard(
     """
     if not isinstance(module, nn.Module):
         raise PlanError(f"fully_shard takes a torch.nn.Module, got {type(module).__name__}")
-    if unused not in ("none", "zeros"):
-        raise PlanError(f"unused={unused!r}: expected 'none' or 'zeros'")
+    if unused not in UNUSED:
+        raise PlanError(f"unused={unused!r}: expected one of {', '.join(UNUSED)}")
     if isinstance(module, FSDPModule):
         raise PlanError(f"{type(module).__name__} is sharded already; shard the root last and once")
     check_is_unit(module, "")
@@ -103,7 +105,7 @@ def fully_shard(
         replicas=len(axis.rows),
         manual=manual,
     )
-    runtime = Runtime(module, plan, axis, agree_on_unused=unused == "none")
+    runtime = Runtime(module, plan, axis, unused)
     for index, unit in enumerate(plan.units):
         manual_choice = manual.get(unit.name, reshard_after_forward)
         _mark(module.get_submodule(unit.name), Handle(runtime, index, manual_choice))
@@ -193,16 +195,16 @@ class Runtime:
     The modules hold it; it holds no module, so that a model that is deleted frees its memory.
     """
 
-    def __init__(self, root: nn.Module, plan: Plan, axis: Axis, *, agree_on_unused: bool) -> None:
+    def __init__(self, root: nn.Module, plan: Plan, axis: Axis, unused: Unused) -> None:
         check_same_values(root, axis)
         self.plan = plan
         self.axis = axis
-        self._agree_on_unused = agree_on_unused
+        self._unused: Unused = unused
         device = device_for(root, axis)
         self.pool = Pool(device)
         move_buffers(root, device)
         self.units = [make_unit(root, unit, axis, self.pool) for unit in plan.units]
-        self.scheduler = Scheduler(plan, self.units, axis, device, agree_on_unused=agree_on_unused)
+        self.scheduler = Scheduler(plan, self.units, axis, device, unused)
         for index, unit in enumerate(self.units):
             self._listen(index, unit)
 
@@ -234,7 +236,7 @@ class Runtime:
 
     def attach_to(self, twin: nn.Module) -> None:
         """Shard ``twin``, a copy of the root, in the same way."""
-        runtime = Runtime(twin, self.plan, self.axis, agree_on_unused=self._agree_on_unused)
+        runtime = Runtime(twin, self.plan, self.axis, self._unused)
         for index, unit in enumerate(self.plan.units):
             _mark(twin.get_submodule(unit.name), Handle(runtime, index, unit.reshard))
 

@@ -37,7 +37,7 @@ class Gradients:
         *,
         owns_buffer: bool = False,
     ) -> None:
-        self._parameters = parameters  # in the order of the layout's slots
+        self.parameters = parameters  # in the order of the layout's slots
         self._axis = axis
         self._pool = pool
         self.owns_buffer = owns_buffer
@@ -99,7 +99,7 @@ class Gradients:
         is_kept = reduced is self._kept_shard
         runs = split_shard(reduced, self._layout, self._axis.rank)
         with torch.no_grad():
-            for position, (parameter, run) in enumerate(zip(self._parameters, runs, strict=True)):
+            for position, (parameter, run) in enumerate(zip(self.parameters, runs, strict=True)):
                 if not parameter.sharded.requires_grad:
                     continue
                 own = run if is_kept or parameter.sharded.grad is not None else run.clone()
@@ -113,8 +113,8 @@ class Gradients:
             return
         for position in self._fresh:
             if not used_anywhere[position]:
-                self._parameters[position].sharded.grad = None
-        for parameter, used in zip(self._parameters, used_anywhere, strict=True):
+                self.parameters[position].sharded.grad = None
+        for parameter, used in zip(self.parameters, used_anywhere, strict=True):
             if used and parameter.sharded.requires_grad:
                 run_accumulated_hooks(parameter.sharded)
         self.forget()
@@ -151,7 +151,7 @@ class Gradients:
 
     def _target(self) -> Tensor:
         """Where to reduce to [S]: what will be the gradients, or memory to add to them from."""
-        if any(p.sharded.grad is not None for p in self._parameters):
+        if any(p.sharded.grad is not None for p in self.parameters):
             return self._borrow(self._layout.shard_elements)
         if self._kept_shard is None or is_shared(self._kept_shard, own_references=1):
             self._kept_shard = self._buffer.flat.new_empty(self._layout.shard_elements)

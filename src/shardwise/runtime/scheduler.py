@@ -20,6 +20,7 @@ from shardwise.runtime.guard import Scope
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.unit import Unit
+from shardwise.runtime.unused import Unused, check_all_used
 
 __all__ = ["Scheduler"]
 
@@ -33,8 +34,7 @@ class Scheduler:
         units: Sequence[Unit],
         axis: Axis,
         device: torch.device,
-        *,
-        agree_on_unused: bool,
+        unused: Unused,
     ) -> None:
         self.ledger = Ledger()
         self._sequencer = Sequencer(plan)
@@ -42,7 +42,7 @@ class Scheduler:
         self._by_label = {unit.plan.label: unit for unit in units}
         self._axis = axis
         self._device = device
-        self._agree_on_unused = agree_on_unused
+        self._unused = unused
         self._depth = 0
         self._tasks: set[int] = set()  # autograd graph tasks under way
         self._condemned: list[Unit] = []  # an exception left communication of theirs behind
@@ -251,7 +251,7 @@ class Scheduler:
         own = [used for gradients in self._gradients() for used in gradients.used]
         links = self._links
         holds = not any(map(operator.and_, self._sequencer.synchronizes, self._sequencer.crosses))
-        if not self._agree_on_unused or not own or links.num_ranks == 1 or holds:
+        if self._unused == "zeros" or not own or links.num_ranks == 1 or holds:
             return None
         device = self._device
         flags = torch.zeros(links.num_ranks, len(own), dtype=torch.uint8, device=device)
@@ -262,18 +262,25 @@ class Scheduler:
         return _Agreement(pending, flags)
 
     def _settle(self, agreement: "_Agreement | None") -> None:
-        """Leave the gradient of a parameter alone if no rank used it."""
-        if not self._agree_on_unused:
+        """Leave the gradient of a parameter alone if no rank used it, or refuse that.
+
+        Raises:
+            StepError: a rank did not use some, and the user wants to know.
+        """
+        if self._unused == "zeros":
             for gradients in self._gradients():
                 gradients.forget()
             return
-        used = [used for gradients in self._gradients() for used in gradients.used]
+        used = [[used for gradients in self._gradients() for used in gradients.used]]
         if agreement is not None:
             self._links.wait(agreement.pending)
-            used = agreement.flags.amax(0).tolist()
-        rest = iter(used)
+            used = agreement.flags.tolist()
+        if self._unused == "error":
+            parameters = [p for gradients in self._gradients() for p in gradients.parameters]
+            check_all_used(parameters, used)
+        rest = iter([any(by_rank) for by_rank in zip(*used, strict=True)])
         for gradients in self._gradients():
-            gradients.settle([bool(next(rest)) for _ in gradients.used])
+            gradients.settle([next(rest) for _ in gradients.used])
 
     def _gradients(self) -> Iterator[Gradients]:
         for unit in self.units:

@@ -1,0 +1,53 @@
+"""Parameters that a backward gave no gradient to: what the user may want of them."""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from shardwise.errors import StepError
+from shardwise.runtime.managed import ManagedParameter
+
+__all__ = ["UNUSED", "Unused", "check_all_used"]
+
+Unused = Literal["none", "zeros", "error"]
+UNUSED: tuple[str, ...] = get_args(Unused)
+
+_MOST_SHOWN = 20
+
+
+def check_all_used(
+    parameters: Sequence[ManagedParameter], used: Sequence[Sequence[bool | int]]
+) -> None:
+    """Refuse a backward that left out parameters that require gradients.
+
+    Args:
+        parameters: with room for gradients; those that were frozen since do not count.
+        used: [ranks, parameters], whether the rank gave it a gradient.
+
+    Raises:
+        StepError: names the parameters, and for each the ranks.
+    """
+    if not any(map(any, used)):
+        return  # `autograd.grad` for something else than parameters, which is nobody's mistake
+    missing = [
+        f"  {parameter.name}: unused on {_shown(by_rank)}"
+        for parameter, *by_rank in zip(parameters, *used, strict=True)
+        if parameter.sharded.requires_grad and not all(by_rank)
+    ]
+    if not missing:
+        return
+    if len(missing) > _MOST_SHOWN:
+        missing = [*missing[:_MOST_SHOWN], f"  and {len(missing) - _MOST_SHOWN} more"]
+    raise StepError(
+        "parameters that require gradients got none in this backward (unused='error'):\n"
+        + "\n".join(missing)
+        + "\nLet every rank use them, freeze them with requires_grad_(False), or pass "
+        "unused='none' to fully_shard; zero_grad() drops what this backward left."
+    )
+
+
+def _shown(by_rank: Sequence[bool | int]) -> str:
+    missing = [str(rank) for rank, used in enumerate(by_rank) if not used]
+    if len(missing) == len(by_rank):
+        return "every rank"
+    more = f" and {len(missing) - _MOST_SHOWN} more" if len(missing) > _MOST_SHOWN else ""
+    return f"rank{'s' * (len(missing) > 1)} {', '.join(missing[:_MOST_SHOWN])}{more}"
