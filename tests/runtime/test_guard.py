@@ -1,6 +1,7 @@
 """What ranks conclude from each other's reports: when to give up, and with which words."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,7 +9,17 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import shardwise as sw
-from shardwise.runtime.guard import BEATS, Board, LinkState, Report, Ticket, verdict
+from shardwise.runtime.guard import (
+    BEATS,
+    TRAIL_LENGTH,
+    Board,
+    LinkState,
+    Report,
+    Scope,
+    Ticket,
+    Trail,
+    verdict,
+)
 
 counts = st.integers(0, 1 << 40)
 texts = st.text(max_size=20)
@@ -28,6 +39,8 @@ reports = st.builds(
     links=st.lists(link_states, max_size=2).map(tuple),
     error=st.none() | texts,
     diverged=st.booleans(),
+    num_entered=counts,
+    entered=st.lists(texts, max_size=3).map(tuple),
 )
 
 
@@ -126,6 +139,68 @@ def test_a_rank_that_never_took_the_ticket_is_a_deadlock() -> None:
 
 def test_ranks_that_wait_for_nothing_at_all_are_a_deadlock() -> None:
     assert isinstance(verdict((report(IDLE, IDLE), report(IDLE, IDLE)), 0), sw.RanksDiverged)
+
+
+def test_a_rank_that_waits_for_one_that_waits_in_vain_is_stuck_too() -> None:
+    """Two replicas of two shards; rank 3 goes elsewhere. Ranks 0 and 1 have done with each other
+    and wait for 2 and 3; 2 took the same ticket, and waits for 3.
+    """
+    ticket = Ticket(3, "reduce a", 64, Scope.REPLICAS)
+    at_it = report(IDLE, link(2, ticket))
+    elsewhere = report(link(2, Ticket(3, "gather b", 64)), link(2, None))
+    rows = ((0, 1), (2, 3))
+    assert isinstance(verdict([at_it, at_it, at_it, elsewhere], 0, rows), sw.RanksDiverged)
+    assert verdict([at_it] * 4, 0, rows) is None
+    assert (
+        verdict([at_it, at_it, report(IDLE, LinkState(3, None, (ticket.tag,))), at_it], 0, rows)
+        is None
+    )
+
+
+# -- where they parted ---------------------------------------------------------------------------
+
+
+def trail(*units: str, step: int = 7) -> Trail:
+    made = Trail()
+    for unit in units:
+        made.append(step, unit)
+    return made
+
+
+def parted(*trails: Trail, steps: tuple[int, ...] = (7, 7, 7)) -> str:
+    """What the verdict says of ranks in a deadlock that came by these ways."""
+    states = [report(link(2, Ticket(3, f"gather {i}", 64)), IDLE) for i in range(len(trails))]
+    reports = [
+        replace(state, step=step, num_entered=way.num_entered, entered=way.entered)
+        for state, step, way in zip(states, steps, trails, strict=False)
+    ]
+    lines = str(verdict(reports, epoch=0)).splitlines()
+    return next((line for line in lines if line.startswith("They parted")), "")
+
+
+def test_the_first_units_in_which_ranks_differ_are_named() -> None:
+    assert parted(trail("root", "a", "b"), trail("root", "c", "d"), trail("root", "a")) == (
+        "They parted at call 2 of the step: rank 0, 2 entered a; rank 1 entered c."
+    )
+
+
+def test_ways_that_do_not_part_are_not_spoken_of() -> None:
+    assert parted(trail("root", "a"), trail("root", "a", "b")) == ""
+    assert parted(trail("root", "a"), trail("root", "b"), steps=(7, 8)) == "", "different steps"
+    assert parted(trail(), trail()) == ""
+
+
+def test_a_trail_keeps_the_end_of_one_step() -> None:
+    long = [str(i % 50) for i in range(3 * TRAIL_LENGTH)]
+    assert trail(*long).entered == tuple(long[-TRAIL_LENGTH:])
+    call = len(long) + 1
+    assert parted(trail(*long, "a"), trail(*long, "b", "c")) == (
+        f"They parted at call {call} of the step: rank 0 entered a; rank 1 entered b."
+    )
+    assert parted(trail("a"), trail("b", *long)) == "", "too long ago to tell"
+    made = trail("a", "b")
+    made.append(8, "c")
+    assert (made.entered, made.num_entered) == (("c",), 1)
 
 
 def silent(rank: int) -> tuple[Report | None, ...]:

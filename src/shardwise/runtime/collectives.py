@@ -30,6 +30,7 @@ from shardwise.runtime.guard import (
     Scope,
     Ticket,
     Topology,
+    Trail,
 )
 from shardwise.runtime.guard import verdict as verdict_on
 from shardwise.runtime.mesh import Axis
@@ -406,6 +407,7 @@ class Communicator:
         self._broken = False
         self.step = 0
         self.where = "before the first step"
+        self.trail = Trail()
 
     def wait(self, pending: Pending) -> None:
         """Return when compute may use the result.
@@ -421,7 +423,9 @@ class Communicator:
             states = tuple(link.state() for link in self._links)
             beat = beat + 1 if states == last else 0
             last = states
-            self._confer(self._report(beat, waits_for=pending.label))
+            report = self._report(beat, waits_for=pending.label)
+            trail = self.trail
+            self._confer(replace(report, num_entered=trail.num_entered, entered=trail.entered))
         if last and self._board is not None:
             self._board.post(self._report(beat=0))
         if pending.error is not None:
@@ -447,6 +451,7 @@ class Communicator:
             link.release([report.links[position] for report in reports])
         self._epoch += 1
         self._broken = False
+        self.trail.clear()
 
     def _confer(self, report: Report) -> None:
         if self._board is None:

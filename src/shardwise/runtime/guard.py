@@ -10,6 +10,7 @@ part in it: what they all took will end, however slow the wire.
 
 import json
 import zlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -18,9 +19,10 @@ from torch.distributed.distributed_c10d import Store
 
 from shardwise.errors import PeerAborted, RanksDiverged, StepError
 
-__all__ = ["Board", "LinkState", "Report", "Scope", "Ticket", "Topology", "verdict"]
+__all__ = ["Board", "LinkState", "Report", "Scope", "Ticket", "Topology", "Trail", "verdict"]
 
 BEATS = 2
+TRAIL_LENGTH = 64  # a rank stalls a few units after it took another way than the others
 
 
 class Scope(StrEnum):
@@ -94,12 +96,38 @@ class LinkState:
         )
 
 
+class Trail:
+    """The units whose forwards a rank began in the step under way, in order."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._units: deque[str] = deque(maxlen=TRAIL_LENGTH)
+        self.num_entered = 0
+
+    @property
+    def entered(self) -> tuple[str, ...]:
+        """The last of them."""
+        return tuple(self._units)
+
+    def append(self, step: int, unit: str) -> None:
+        if step != self._step:
+            self.clear()
+            self._step = step
+        self._units.append(unit)
+        self.num_entered += 1
+
+    def clear(self) -> None:
+        self._units.clear()
+        self.num_entered = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """Where one rank stands.
 
     ``error`` says why it gave up; ``relayed`` that the words are those of another rank's error,
-    and ``diverged`` that the ranks had diverged.
+    and ``diverged`` that the ranks had diverged. ``entered`` are the last of ``num_entered`` units
+    that it began in this step.
     """
 
     epoch: int
@@ -110,6 +138,8 @@ class Report:
     error: str | None = None
     relayed: bool = False
     diverged: bool = False
+    num_entered: int = 0
+    entered: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -125,6 +155,7 @@ class Report:
             )
             for link in fields["links"]
         )
+        fields["entered"] = tuple(fields["entered"])
         return Report(**fields)
 
 
@@ -173,6 +204,7 @@ def verdict(
     return RanksDiverged(
         "ranks wait for different things, so none can go on:\n"
         + "\n".join(places)
+        + _parting(current)
         + "\nEvery rank must run the same units in the same order; look for a branch, a loop "
         "length or an exception that differs by rank."
     )
@@ -187,3 +219,20 @@ def _can_move(reports: Mapping[int, Report], topology: Topology) -> bool:
                 if all(reports[other].links[link].took(state.running) for other in partners):
                     return True
     return False
+
+
+def _parting(reports: Mapping[int, Report]) -> str:
+    """The first units in which the ranks differ, if that is what they differ in."""
+    if len({report.step for report in reports.values()}) > 1:
+        return ""
+    skipped = {rank: r.num_entered - len(r.entered) for rank, r in reports.items()}
+    end = min(report.num_entered for report in reports.values())
+    for position in range(max(skipped.values()), end):
+        by_unit: dict[str, list[str]] = {}
+        for rank, report in reports.items():
+            unit = report.entered[position - skipped[rank]]
+            by_unit.setdefault(unit, []).append(str(rank))
+        if len(by_unit) > 1:
+            ways = (f"rank {', '.join(ranks)} entered {unit}" for unit, ranks in by_unit.items())
+            return f"\nThey parted at call {position + 1} of the step: {'; '.join(ways)}."
+    return ""

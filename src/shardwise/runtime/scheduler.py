@@ -71,6 +71,8 @@ class Scheduler:
         if self._is_broken:
             raise StepError("this step has failed already; let its exception leave the model")
         self._note(f"forward of {self.units[index].plan.label}")
+        if not recomputed:
+            self._links.trail.append(self.ledger.step, self.units[index].plan.label)
         grad = torch.is_grad_enabled()
         call, events = self._sequencer.enter(index, grad=grad, recomputed=recomputed)
         self._depth += 1

@@ -189,7 +189,7 @@ def run_accumulated_hooks(parameter: Tensor) -> None:
 # Not tagged as element-wise by torch, but they are, or make a tensor of the same shape.
 _LIKE_ELEMENTWISE = {
     "_to_copy", "alias", "clone", "copy_", "detach", "detach_", "empty_like", "fill_", "full_like",
-    "lift_fresh", "ones_like", "zero_", "zeros_like",
+    "lift_fresh", "masked_fill", "masked_fill_", "ones_like", "zero_", "zeros_like",
 }  # fmt: skip
 _SAME_SHAPE = {"view", "_unsafe_view", "reshape", "expand", "view_as"}
 _NOT_ELEMENTWISE_BY_RANK = {"bernoulli", "bernoulli_", "dropout", "native_dropout", "rand_like"}

@@ -1,0 +1,100 @@
+"""Ranks that enter different units: every rank is told who went where, within seconds."""
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise as sw
+from tests.models import WIDTH, Block
+from tests.ranks import run_on
+from tests.runtime.one_process import assert_equal_models, own_part
+
+SECONDS = 15  # found after 3 on a quiet machine
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "hsdp"])
+def test_units_of_one_shape_are_told_apart(strategy: str, ranks: int) -> None:
+    """FSDP2 gathers what the last layer of each rank asks for, and computes something wrong."""
+    texts = run_on(ranks, _choose_by_rank, strategy, deadline=40.0)
+    assert len(set(texts)) == 1, "the same words on every rank"
+    for rank in range(ranks):
+        assert f"rank {rank}: step 1, " in texts[0]
+    *others, odd = map(str, range(ranks))
+    parted = f"rank {', '.join(others)} entered experts.1; rank {odd} entered experts.2."
+    assert f"They parted at call 3 of the step: {parted}" in texts[0]
+
+
+def test_a_rank_that_exits_in_forward_is_an_error_on_the_others() -> None:
+    run_on(3, _exit, deadline=40.0)
+
+
+class Routed(nn.Module):
+    """Sends its input through some of several blocks of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor, experts: list[int]) -> Tensor:
+        x = self.router(x)
+        for expert in experts:
+            x = self.experts[expert](x)
+        return x
+
+
+def _check_step(model: nn.Module, reference: nn.Module) -> None:
+    batch = torch.randn(12, WIDTH).double()
+    model.zero_grad()
+    reference.zero_grad()
+    model(own_part(batch), [0, 1]).square().mean().backward()
+    reference(batch, [0, 1]).square().mean().backward()
+    assert_equal_models(model, reference, 0)
+
+
+def _choose_by_rank(strategy: str) -> str:
+    options: dict[str, Any] = {"strategy": strategy}
+    size = dist.get_world_size()
+    if strategy == "hsdp":
+        shape = (2, size // 2)
+        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    reference = Routed().double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Block, **options)
+    _check_step(model, reference)
+    x = torch.randn(2, WIDTH).double()
+    own = [0, 2] if dist.get_rank() == size - 1 else [0, 1]
+    started = time.monotonic()
+    with pytest.raises(sw.RanksDiverged) as caught:
+        model(x, own).sum().backward()
+    assert time.monotonic() - started < SECONDS
+    for _ in range(2):
+        _check_step(model, reference)
+    return str(caught.value)
+
+
+def _leave(_module: nn.Module, _args: object) -> None:
+    raise SystemExit(3)
+
+
+def _exit() -> None:
+    reference = Routed().double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Block)
+    _check_step(model, reference)
+    leaves = dist.get_rank() == 1
+    hook = model.experts[1].register_forward_pre_hook(_leave) if leaves else None
+    with pytest.raises(SystemExit if leaves else sw.PeerAborted) as caught:
+        model(torch.randn(2, WIDTH).double(), [0, 1]).sum().backward()
+    if hook is None:
+        assert "rank 1 gave up in step 1: SystemExit: 3" in str(caught.value)
+    else:
+        hook.remove()
+    _check_step(model, reference)
