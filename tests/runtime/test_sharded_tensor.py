@@ -204,7 +204,9 @@ def _penalty() -> None:
     models = [build("stack"), build("stack")]
     sw.fully_shard(models[1], units="auto")
     for model in models:
-        penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+        kinds = (Tensor.sum, Tensor.norm, Tensor.mean, Tensor.max)
+        terms = [kind(p.square()) for p in model.parameters() for kind in kinds]
+        penalty = torch.stack(terms).sum()
         (penalty * 0.1 + model(torch.ones(4, 6).double()).square().mean()).backward()
     for p, q in zip(models[1].parameters(), models[0].parameters(), strict=True):
         assert p.grad is not None
