@@ -17,6 +17,7 @@ from shardwise.runtime.guard import (
     Report,
     Scope,
     Ticket,
+    Topology,
     Trail,
     verdict,
 )
@@ -143,18 +144,21 @@ def test_ranks_that_wait_for_nothing_at_all_are_a_deadlock() -> None:
 
 def test_a_rank_that_waits_for_one_that_waits_in_vain_is_stuck_too() -> None:
     """Two replicas of two shards; rank 3 goes elsewhere. Ranks 0 and 1 have done with each other
-    and wait for 2 and 3; 2 took the same ticket, and waits for 3.
+    and wait for 2 and 3; 2 waits for 3.
     """
-    ticket = Ticket(3, "reduce a", 64, Scope.REPLICAS)
-    at_it = report(IDLE, link(2, ticket))
-    elsewhere = report(link(2, Ticket(3, "gather b", 64)), link(2, None))
-    rows = ((0, 1), (2, 3))
-    assert isinstance(verdict([at_it, at_it, at_it, elsewhere], 0, rows), sw.RanksDiverged)
-    assert verdict([at_it] * 4, 0, rows) is None
-    assert (
-        verdict([at_it, at_it, report(IDLE, LinkState(3, None, (ticket.tag,))), at_it], 0, rows)
-        is None
+    in_row, in_column = (
+        Ticket(n, "reduce a", 64, s) for n, s in ((3, Scope.ROW), (4, Scope.COLUMN))
     )
+    first = report(IDLE, LinkState(4, in_row, ()))
+    second = report(IDLE, LinkState(4, in_column, (in_row.tag,)))
+    done = report(IDLE, LinkState(4, None, (in_row.tag, in_column.tag)))
+    elsewhere = report(link(2, Ticket(3, "gather b", 64)), link(2, None))
+    topology = Topology(((0, 1), (2, 3)))
+    stuck = verdict([second, second, first, elsewhere], 0, topology)
+    assert isinstance(stuck, sw.RanksDiverged)
+    assert verdict([second, second, first, first], 0, topology) is None
+    assert verdict([second] * 4, 0, topology) is None
+    assert verdict([second, second, done, second], 0, topology) is None
 
 
 # -- where they parted ---------------------------------------------------------------------------

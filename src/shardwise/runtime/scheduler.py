@@ -252,8 +252,7 @@ class Scheduler:
     def _launch_agreement(self) -> "_Agreement | None":
         own = [used for gradients in self._gradients() for used in gradients.used]
         links = self._links
-        holds = not any(map(operator.and_, self._sequencer.synchronizes, self._sequencer.crosses))
-        if self._unused == "zeros" or not own or links.num_ranks == 1 or holds:
+        if self._unused == "zeros" or not own or links.num_ranks == 1 or not self._hands_over:
             return None
         device = self._device
         flags = torch.zeros(links.num_ranks, len(own), dtype=torch.uint8, device=device)
@@ -263,13 +262,18 @@ class Scheduler:
         )
         return _Agreement(pending, flags)
 
+    @property
+    def _hands_over(self) -> bool:
+        """Whether gradients of this backward reach parameters, not wait for a later one."""
+        return any(map(operator.and_, self._sequencer.synchronizes, self._sequencer.crosses))
+
     def _settle(self, agreement: "_Agreement | None") -> None:
         """Leave the gradient of a parameter alone if no rank used it, or refuse that.
 
         Raises:
             StepError: a rank did not use some, and the user wants to know.
         """
-        if self._unused == "zeros":
+        if self._unused == "zeros" or not self._hands_over:
             for gradients in self._gradients():
                 gradients.forget()
             return
