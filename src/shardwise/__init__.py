@@ -10,6 +10,7 @@ from shardwise.errors import (
     StepError,
 )
 from shardwise.optim.clip import clip_grad_norm_
+from shardwise.plan.granularity import block
 from shardwise.plan.strategy import Strategy
 from shardwise.runtime.engine import FSDPModule, fully_shard, gathered, ledger
 from shardwise.runtime.sharded_tensor import ShardedTensor
@@ -25,6 +26,7 @@ __all__ = [
     "ShardwiseError",
     "StepError",
     "Strategy",
+    "block",
     "clip_grad_norm_",
     "fully_shard",
     "gathered",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.errors import PlanError
+from shardwise.plan.granularity import Granularities, Granularity
 from shardwise.plan.strategy import Level, Strategy, resolve_strategy
 from shardwise.plan.units import Reshard, UnitPlan, Units, choose_units, plan_units
 
@@ -66,6 +67,8 @@ def make_plan(
     reshard_after_forward: bool | int | None = None,
     replicas: int = 1,
     manual: Mapping[str, bool | int | None] | None = None,
+    granularity: Granularities = "element",
+    settled: Mapping[str, Granularity] | None = None,
 ) -> Plan:
     """Plan ``root`` without touching its storage; a model on the meta device will do.
 
@@ -81,7 +84,11 @@ def make_plan(
         reshard_after_forward: free a unit after forward and gather it again for backward; None
             does so for every unit but the root, as in FSDP2; a number keeps so much of it that
             as many neighbouring ranks can gather it again among themselves.
+        granularity: where parameters may be cut: ``"element"``, ``"row"``, ``"tensor"`` or a
+            `block`; for all of them, or by pattern of their names, or as a function of name and
+            shape says.
         manual: further units by name, each with its own ``reshard_after_forward``.
+        settled: granularities by name of parameters that were sharded before.
 
     Raises:
         PlanError: an argument does not fit the model.
@@ -97,7 +104,12 @@ def make_plan(
     }
     return Plan(
         units=plan_units(
-            root, reshard, world_size, holds_gradients=strategy.inner is Level.OPTIMIZER
+            root,
+            reshard,
+            world_size,
+            granularity,
+            settled,
+            holds_gradients=strategy.inner is Level.OPTIMIZER,
         ),
         strategy=strategy,
         world_size=world_size,

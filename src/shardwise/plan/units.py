@@ -7,12 +7,13 @@ encloses them all.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.plan.layout import Layout, ParameterSpec, lay_out
+from shardwise.plan.granularity import Granularities, Granularity, Granularizer
+from shardwise.plan.layout import Layout, ParameterSpec, lay_out_in_buffers
 
 __all__ = ["Reshard", "UnitPlan", "UnitPolicy", "Units", "choose_units", "plan_units"]
 
@@ -37,7 +38,8 @@ class Reshard:
 class UnitPlan:
     """A unit: its parameters and the flat buffers that hold them, one a dtype and trainability.
 
-    Frozen parameters have a buffer of their own, so they never get room for gradients.
+    Frozen parameters have a buffer of their own, so they never get room for gradients. Where it
+    saves much padding, so have parameters of one granule.
     """
 
     name: str  # path of its module; "" is the root
@@ -126,6 +128,8 @@ def plan_units(
     root: nn.Module,
     reshard: Mapping[str, Reshard],
     world_size: int,
+    granularity: Granularities = "element",
+    settled: Mapping[str, Granularity] | None = None,
     *,
     holds_gradients: bool = False,
 ) -> tuple[UnitPlan, ...]:
@@ -135,11 +139,20 @@ def plan_units(
         root: read for names, shapes and dtypes only; meta tensors will do.
         reshard: the units by name, in module order, and what becomes of each after forward.
         world_size: number of ranks that the parameters are sharded over.
+        granularity: where parameters may be cut, for all or by name.
+        settled: granularities by name that an earlier choice has settled.
         holds_gradients: see `UnitPlan`.
+
+    Raises:
+        PlanError: the granularity is none, or is for a name that no parameter has.
     """
     owned: dict[str, list[ParameterSpec]] = {name: [] for name in reshard}
+    granularizer = Granularizer(granularity)
     for owner, spec in _owned_parameters(root, reshard):
-        owned[owner].append(spec)
+        chosen = granularizer.of(spec.names, spec.shape)
+        chosen = (settled or {}).get(spec.name, chosen)
+        owned[owner].append(replace(spec, granularity=chosen))
+    granularizer.check_all_matched([spec.name for specs in owned.values() for spec in specs])
     order = list(reshard)
     return tuple(
         UnitPlan(
@@ -275,7 +288,9 @@ def _lay_out_by_kind(specs: Iterable[ParameterSpec], world_size: int) -> tuple[L
     kinds: dict[tuple[str, bool], list[ParameterSpec]] = {}
     for spec in specs:
         kinds.setdefault((spec.dtype, spec.trainable), []).append(spec)
-    return tuple(lay_out(kind, world_size) for kind in kinds.values())
+    return tuple(
+        layout for kind in kinds.values() for layout in lay_out_in_buffers(kind, world_size)
+    )
 
 
 def _root_label(root: nn.Module, names: Collection[str]) -> str:

@@ -1,9 +1,12 @@
 """Putting shards in the place of parameters: what `fully_shard` does to a model once."""
 
+import zlib
+
 import torch
 from torch import Tensor, nn
 
 from shardwise.errors import PlanError
+from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.buffer import Pool
 from shardwise.runtime.device import current_gpu
@@ -14,7 +17,7 @@ from shardwise.runtime.reductions import across
 from shardwise.runtime.sharded_tensor import ShardedTensor, Sharding
 from shardwise.runtime.unit import FlatParameters, Unit
 
-__all__ = ["check_initialized", "check_same_values", "device_for", "make_unit", "move_buffers"]
+__all__ = ["check_initialized", "check_same_everywhere", "device_for", "make_unit", "move_buffers"]
 
 
 def check_initialized(root: nn.Module) -> None:
@@ -28,8 +31,12 @@ def check_initialized(root: nn.Module) -> None:
             raise PlanError(f"{name} has no shape yet; run one forward before fully_shard")
 
 
-def check_same_values(root: nn.Module, axis: Axis) -> None:
-    """Shards of different initialisations would make one weight that nobody initialised."""
+def check_same_everywhere(root: nn.Module, plan: Plan, axis: Axis) -> None:
+    """Ranks with other plans, or other values, would make one weight that nobody initialised.
+
+    Raises:
+        PlanError: says which it is, and names the first parameter whose values differ.
+    """
     named = [
         (name, parameter)
         for name, parameter in root.named_parameters()
@@ -37,9 +44,17 @@ def check_same_values(root: nn.Module, axis: Axis) -> None:
     ]
     if axis.num_ranks == 1 or axis.backend("cpu") == "fake" or not named:
         return
-    sums = [_checksum(parameter.detach()) for _, parameter in named]
-    by_rank = across(sums, axis, Scope.ALL)  # [ranks, parameters]
-    for position, (name, _) in enumerate(named):
+    device = named[0][1].device
+    digest = torch.tensor(zlib.crc32(repr(plan).encode()), device=device)
+    sums = [digest, *(_checksum(parameter.detach()) for _, parameter in named)]
+    by_rank = across(sums, axis, Scope.ALL)  # [ranks, 1 + parameters]
+    different = (by_rank[:, 0] != by_rank[0, 0]).nonzero()
+    if different.numel():
+        raise PlanError(
+            f"ranks 0 and {different[0].item()} plan otherwise; call fully_shard with the same "
+            "model and the same arguments on every rank"
+        )
+    for position, (name, _) in enumerate(named, start=1):
         different = (by_rank[:, position] != by_rank[0, position]).nonzero()
         if different.numel():
             raise PlanError(

@@ -7,6 +7,7 @@ and has `unit` launch the gather on a link of `collectives`.
 
 import contextlib
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import PlanError
+from shardwise.plan.granularity import Granularities, Granularity
+from shardwise.plan.padding import tell_padding
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.schedule import Call, Outcome
 from shardwise.plan.strategy import Strategy, resolve_strategy
@@ -25,7 +28,7 @@ from shardwise.plan.units import Units, check_is_unit
 from shardwise.runtime import hooks
 from shardwise.runtime.attach import (
     check_initialized,
-    check_same_values,
+    check_same_everywhere,
     device_for,
     make_unit,
     move_buffers,
@@ -34,6 +37,7 @@ from shardwise.runtime.buffer import Pool
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.mesh import Axis, resolve_mesh
 from shardwise.runtime.scheduler import Scheduler
+from shardwise.runtime.sharded_tensor import ShardedTensor
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.runtime.unused import UNUSED, Unused
 
@@ -51,6 +55,7 @@ def fully_shard(
     prefetch: int = 1,
     reshard_after_forward: bool | int | None = None,
     sharding_factor: int | None = None,
+    granularity: Granularities = "element",
     unused: Unused = "none",
 ) -> M:
     """Shard ``module`` over the ranks of ``mesh``; returns the same object.
@@ -74,6 +79,11 @@ def fully_shard(
             many neighbouring ranks gather them among themselves.
         sharding_factor: in the place of a two-dimensional mesh: the ranks, neighbours, that share
             one copy of the model; divides the number of ranks.
+        granularity: where a parameter may be cut between ranks: ``"element"`` (anywhere),
+            ``"row"`` (between slices along dim 0), `sw.block(n)` (between blocks of n rows) or
+            ``"tensor"`` (nowhere); one for all, or a mapping from patterns of names (as in
+            fnmatch; the first that fits decides), or a function of name and shape. Others are by
+            element. What an earlier call for a block chose, stays. Costly padding is warned of.
         unused: the gradient of a parameter that no rank used in a step: ``"none"`` leaves it None,
             as one process would; ``"zeros"`` spares the ranks the small exchange about it;
             ``"error"`` has every rank raise a `StepError` at the end of a backward in which some
@@ -103,8 +113,11 @@ def fully_shard(
         prefetch=prefetch,
         reshard_after_forward=reshard_after_forward,
         replicas=len(axis.rows),
+        granularity=granularity,
         manual=manual,
+        settled=_settled_granularities(module),
     )
+    _warn_of_padding(plan, axis)
     runtime = Runtime(module, plan, axis, unused)
     for index, unit in enumerate(plan.units):
         manual_choice = manual.get(unit.name, reshard_after_forward)
@@ -196,7 +209,7 @@ class Runtime:
     """
 
     def __init__(self, root: nn.Module, plan: Plan, axis: Axis, unused: Unused) -> None:
-        check_same_values(root, axis)
+        check_same_everywhere(root, plan, axis)
         self.plan = plan
         self.axis = axis
         self._unused: Unused = unused
@@ -307,6 +320,19 @@ def _fsdp_class(plain: Any) -> type[nn.Module]:
 
 def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
     return cast("type[nn.Module]", sharded.__mro__[2])
+
+
+def _settled_granularities(root: nn.Module) -> dict[str, Granularity]:
+    """What was chosen for parameters that are sharded already; by element says nothing."""
+    sharded = {n: p.sharding for n, p in root.named_parameters() if isinstance(p, ShardedTensor)}
+    chosen = {name: sharding.slot.parameter.granularity for name, sharding in sharded.items()}
+    return {name: granularity for name, granularity in chosen.items() if granularity != "element"}
+
+
+def _warn_of_padding(plan: Plan, axis: Axis) -> None:
+    told = tell_padding(plan.units) if axis.group_rank == 0 else ""
+    if told:
+        warnings.warn(f"granularity costs padding\n{told}", stacklevel=3)
 
 
 def _sharded_before(root: nn.Module) -> dict[str, bool | int | None]:

@@ -1,0 +1,121 @@
+"""Where a parameter may be cut: anywhere, between rows, between blocks of rows, or nowhere.
+
+A *granule* is the smallest run of elements of a parameter that stays on one rank. What a row is
+follows from dim 0: of a matrix [out, in] it is one output's weights, of stacked experts [E, m, n]
+it is one expert, of a vector it is one element.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Literal, get_args
+
+from shardwise.errors import PlanError
+
+__all__ = ["Block", "Granularities", "Granularity", "Granularizer", "block", "granule_elements"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """``rows`` consecutive rows (slices along dim 0) that stay together, from the first row on."""
+
+    rows: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rows, int) or isinstance(self.rows, bool) or self.rows < 1:
+            raise PlanError(f"block({self.rows!r}): expected a number of rows, 1 or more")
+
+    def __str__(self) -> str:
+        return f"block({self.rows})"
+
+
+Word = Literal["element", "row", "tensor"]
+Granularity = Word | Block
+# One for all; by name, as in `fnmatch`; or what a function of name and shape says (None: element).
+Granularities = (
+    Granularity | Mapping[str, Granularity] | Callable[[str, tuple[int, ...]], Granularity | None]
+)
+
+
+def block(rows: int) -> Block:
+    """The granularity that keeps ``rows`` consecutive rows together.
+
+    A row is a slice along dim 0, so of a 1-D parameter these are ``rows`` elements. The last block
+    may be shorter.
+
+    Raises:
+        PlanError: ``rows`` is not 1 or more.
+    """
+    return Block(rows)
+
+
+def granule_elements(granularity: Granularity, shape: Sequence[int]) -> int:
+    """Elements of a granule of a parameter of ``shape``; at least 1."""
+    match granularity:
+        case "element":
+            return 1
+        case "tensor":
+            return max(1, prod(shape))
+        case "row":
+            return max(1, prod(shape[1:]))
+        case Block(rows):
+            return rows * max(1, prod(shape[1:]))
+
+
+class Granularizer:
+    """The user's choice, asked parameter by parameter."""
+
+    def __init__(self, choice: Granularities) -> None:
+        self._by_pattern: Mapping[str, Granularity] = {}
+        self._by_function: Callable[[str, tuple[int, ...]], Granularity | None] | None = None
+        if isinstance(choice, Mapping):
+            self._by_pattern = {p: _checked(g, f"[{p!r}]") for p, g in choice.items()}
+        elif callable(choice):
+            self._by_function = choice
+        else:
+            self._by_pattern = {"*": _checked(choice, "")}
+        self._may_match_nothing = not isinstance(choice, Mapping)
+        self._unmatched = set(self._by_pattern)
+
+    def of(self, names: Sequence[str], shape: tuple[int, ...]) -> Granularity:
+        """The granularity of a parameter; the first pattern that fits one of its names decides.
+
+        Raises:
+            PlanError: a function of the user's returned something else.
+        """
+        if self._by_function is not None:
+            answer = self._by_function(names[0], shape)
+            return "element" if answer is None else _checked(answer, f"({names[0]!r}, {shape})")
+        fitting = [
+            pattern
+            for pattern in self._by_pattern
+            if any(fnmatchcase(name, pattern) for name in names)
+        ]
+        self._unmatched.difference_update(fitting)
+        return self._by_pattern[fitting[0]] if fitting else "element"
+
+    def check_all_matched(self, names: Sequence[str]) -> None:
+        """Refuse patterns that fitted none of ``names``, all of which were asked for.
+
+        Raises:
+            PlanError: names the pattern, and some parameters.
+        """
+        for pattern in self._by_pattern:
+            if pattern in self._unmatched and not self._may_match_nothing:
+                some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")  # noqa: PLR2004
+                raise PlanError(
+                    f"granularity[{pattern!r}] matches no parameter; expected a name or a pattern "
+                    f"as in fnmatch, such as '*.weight'; there are: {some or 'none'}"
+                )
+
+
+def _checked(granularity: object, where: str) -> Granularity:
+    if isinstance(granularity, Block):
+        return granularity
+    for word in get_args(Word):
+        if granularity == word:
+            return word  # type: ignore[no-any-return]
+    raise PlanError(
+        f"granularity{where}={granularity!r}: expected 'element', 'row', 'tensor' or sw.block(n)"
+    )
