@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
@@ -219,6 +220,6 @@ def test_ranks_that_choose_otherwise_are_told() -> None:
 
 
 def _choose_by_rank() -> None:
-    chosen = "row" if dist.get_rank() else "element"
+    chosen: Granularities = "row" if dist.get_rank() else "element"
     with pytest.raises(sw.PlanError, match="ranks 0 and 1 plan otherwise"):
         sw.fully_shard(build("stack"), granularity=chosen)
