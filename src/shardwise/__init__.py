@@ -11,12 +11,14 @@ from shardwise.errors import (
 )
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.granularity import block
+from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import Strategy
 from shardwise.runtime.engine import FSDPModule, fully_shard, gathered, ledger
 from shardwise.runtime.sharded_tensor import ShardedTensor
 
 __all__ = [
     "FSDPModule",
+    "MixedPrecisionPolicy",
     "PeerAborted",
     "PeerLost",
     "PlanError",

@@ -10,6 +10,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import PlanError
 from shardwise.plan.granularity import Block, Granularity, block, granule_elements
+from shardwise.plan.layout import ParameterSpec
 from shardwise.plan.plan import make_plan
 
 
@@ -86,7 +87,8 @@ def test_a_function_of_name_and_shape() -> None:
 
 
 def test_what_is_settled_stays() -> None:
-    found = chosen({"*": "row"}, settled={"first.bias": "tensor"})
+    before = ParameterSpec(("first.bias",), (6,), "float32", 4, True, "tensor")
+    found = chosen({"*": "row"}, settled={"first.bias": before})
     assert (found["first.bias"], found["first.weight"]) == ("tensor", "row")
 
 

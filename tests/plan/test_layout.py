@@ -135,8 +135,12 @@ def test_scatter_and_reassemble(layout: Layout) -> None:
 
 @given(LAYOUTS | COARSE_LAYOUTS)
 def test_bytes_follow_elements(layout: Layout) -> None:
-    assert layout.num_bytes == layout.num_elements * ITEMSIZES[layout.dtype]
-    assert layout.shard_bytes * layout.world_size == layout.num_bytes
+    assert (
+        layout.gathered_bytes
+        == layout.reduced_bytes
+        == layout.num_elements * ITEMSIZES[layout.dtype]
+    )
+    assert layout.shard_bytes * layout.world_size == layout.gathered_bytes
     assert layout.parameter_elements + layout.padding_elements == layout.num_elements
 
 

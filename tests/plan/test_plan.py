@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.plan.plan import Plan, make_plan
+from shardwise.plan.plan import Plan, UnitChoice, make_plan
 from shardwise.plan.strategy import PRESETS
 
 
@@ -46,7 +46,12 @@ def test_manual_units_join_in_module_order() -> None:
         Model(),
         world_size=2,
         units=Block,
-        manual={"blocks.1.fc": False, "embedding": None, "": True, "blocks.0": False},
+        manual={
+            "blocks.1.fc": UnitChoice(False),
+            "embedding": UnitChoice(None),
+            "": UnitChoice(True),
+            "blocks.0": UnitChoice(False),
+        },
     )
     assert {unit.name: unit.reshard for unit in plan.units} == {
         "": True,

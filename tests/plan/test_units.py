@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.plan.units import Reshard, UnitPlan, Units, choose_units, plan_units
+from shardwise.plan.units import UnitOptions, UnitPlan, Units, choose_units, plan_units
 
 
 class Attention(nn.Module):
@@ -35,7 +35,7 @@ class Model(nn.Module):
 
 
 def planned(root: nn.Module, *names: str, world_size: int = 2) -> dict[str, UnitPlan]:
-    reshard = {name: Reshard(frees=bool(name)) for name in ("", *names)}
+    reshard = {name: UnitOptions(reshard=bool(name)) for name in ("", *names)}
     return {unit.name: unit for unit in plan_units(root, reshard, world_size)}
 
 
@@ -188,7 +188,7 @@ def test_names_with_a_common_prefix_are_not_inside_each_other() -> None:
 
 def test_reshard_is_the_units_own() -> None:
     wanted = {"": False, "blocks.0": True, "blocks.1": False}
-    units = plan_units(Model(), {name: Reshard(frees) for name, frees in wanted.items()}, 2)
+    units = plan_units(Model(), {name: UnitOptions(frees) for name, frees in wanted.items()}, 2)
     assert [unit.reshard for unit in units] == [False, True, False]
 
 
@@ -229,7 +229,7 @@ def test_frozen_parameters_have_a_layout_of_their_own() -> None:
     assert len(unit.layouts) == 2
     frozen = next(layout for layout in unit.layouts if layout not in unit.trainable_layouts)
     assert [slot.parameter.name for slot in frozen.slots] == ["head.weight"]
-    assert unit.gathered_bytes == unit.gradient_bytes + frozen.num_bytes
+    assert unit.gathered_bytes == unit.gradient_bytes + frozen.gathered_bytes
     assert unit.shard_bytes == unit.gradient_shard_bytes + frozen.shard_bytes
     assert unit.shard_bytes * 4 == unit.gathered_bytes
 
@@ -275,7 +275,7 @@ class Node(nn.Module):
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> tuple[nn.Module, dict[str, Reshard]]:
+def trees(draw: st.DrawFn) -> tuple[nn.Module, dict[str, UnitOptions]]:
     """A module tree with parameters and modules shared at random, and units among its modules."""
     nodes = [Node() for _ in range(draw(st.integers(1, 8)))]
     for i, node in enumerate(nodes[1:], start=1):
@@ -295,7 +295,7 @@ def trees(draw: st.DrawFn) -> tuple[nn.Module, dict[str, Reshard]]:
             user.register_parameter(f"p{i}", parameter)
     names = [name for name, _ in nodes[0].named_modules()]
     return nodes[0], {
-        name: Reshard(draw(st.booleans())) for name in names if not name or draw(st.booleans())
+        name: UnitOptions(draw(st.booleans())) for name in names if not name or draw(st.booleans())
     }
 
 
@@ -316,7 +316,7 @@ def modules_on_paths_to(root: nn.Module, parameter: nn.Parameter) -> Iterator[li
 
 @given(trees(), st.integers(1, 5))
 def test_every_parameter_is_owned_once_by_the_innermost_unit_around_all_its_uses(
-    tree: tuple[nn.Module, dict[str, Reshard]], world_size: int
+    tree: tuple[nn.Module, dict[str, UnitOptions]], world_size: int
 ) -> None:
     root, reshard = tree
     units = plan_units(root, reshard, world_size)
@@ -336,14 +336,14 @@ def test_every_parameter_is_owned_once_by_the_innermost_unit_around_all_its_uses
 
 @given(trees(), st.integers(1, 5))
 def test_units_of_random_trees_are_well_formed(
-    tree: tuple[nn.Module, dict[str, Reshard]], world_size: int
+    tree: tuple[nn.Module, dict[str, UnitOptions]], world_size: int
 ) -> None:
     root, reshard = tree
     units = plan_units(root, reshard, world_size)
     assert [unit.name for unit in units] == list(reshard)
     assert len({unit.label for unit in units}) == len(units)
     for i, unit in enumerate(units):
-        assert unit.reshard == reshard[unit.name].frees
+        assert unit.reshard == reshard[unit.name].reshard
         assert (unit.parent is None) == (i == 0)
         assert unit.parent is None or unit.parent < i
         kinds = [(layout.dtype, layout.slots[0].parameter.trainable) for layout in unit.layouts]
@@ -355,7 +355,7 @@ def test_units_of_random_trees_are_well_formed(
 
 @given(trees(), st.sampled_from(["class", "set", "size", "auto"]), st.integers(1, 12))
 def test_chosen_units_come_in_module_order(
-    tree: tuple[nn.Module, dict[str, Reshard]], kind: str, size: int
+    tree: tuple[nn.Module, dict[str, UnitOptions]], kind: str, size: int
 ) -> None:
     root, _ = tree
     root.add_module("list", nn.ModuleList([nn.LayerNorm(3), nn.LayerNorm(3)]))

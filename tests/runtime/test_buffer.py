@@ -128,7 +128,7 @@ def test_a_released_buffer_has_no_memory() -> None:
     for _ in range(2):
         assert (buffer.is_acquired, bytes_of(buffer)) == (False, 0)
         buffer.acquire()
-        assert (buffer.is_acquired, bytes_of(buffer)) == (True, buffer.layout.num_bytes)
+        assert (buffer.is_acquired, bytes_of(buffer)) == (True, buffer.layout.gathered_bytes)
         buffer.release()
     assert (buffer.is_acquired, bytes_of(buffer)) == (False, 0)
 
@@ -188,7 +188,7 @@ def test_buffers_of_a_pool_use_the_same_memory_in_turn() -> None:
 def test_the_pool_counts_a_buffer_while_it_is_acquired() -> None:
     pool = Pool(CPU)
     buffers = [FlatBuffer(layout((3, 4), (5,)), pool) for _ in range(3)]
-    num_bytes = buffers[0].layout.num_bytes
+    num_bytes = buffers[0].layout.gathered_bytes
     assert pool.held_bytes == 0
     for _ in range(3):
         for buffer in buffers[:2]:

@@ -31,7 +31,7 @@ from math import lcm, prod
 from shardwise.plan.granularity import Granularity, granule_elements
 from shardwise.plan.packing import Piece, pack
 
-__all__ = ["Layout", "ParameterSpec", "Run", "Slot", "lay_out", "lay_out_in_buffers"]
+__all__ = ["Cast", "Layout", "ParameterSpec", "Run", "Slot", "lay_out", "lay_out_in_buffers"]
 
 # What a second buffer has to save, for it takes a second collective: of the parameters' size, and
 # in bytes. A collective's latency is that of some megabytes on a fast link.
@@ -41,15 +41,26 @@ SPLIT_TRIES = 6  # granules that a buffer of their own is tried for
 
 
 @dataclass(frozen=True, slots=True)
+class Cast:
+    """Dtypes that differ from that of the shards, and the bytes of an element in them."""
+
+    compute_dtype: str  # of the gathered parameter
+    compute_itemsize: int
+    reduce_dtype: str  # of its gradient on the way to the shards
+    reduce_itemsize: int
+
+
+@dataclass(frozen=True, slots=True)
 class ParameterSpec:
     """What the plan knows of a parameter; tied parameters are one, with several names."""
 
     names: tuple[str, ...]  # fully qualified; the first is the canonical one
     shape: tuple[int, ...]
-    dtype: str  # "float32", as torch prints it without its prefix
+    dtype: str  # of the shards: "float32", as torch prints it without its prefix
     itemsize: int  # bytes
     trainable: bool
     granularity: Granularity = "element"
+    cast: Cast | None = None
 
     def __post_init__(self) -> None:
         assert self.names, "a parameter has a name"
@@ -111,7 +122,8 @@ class Layout:
     def __post_init__(self) -> None:
         assert self.slots
         assert self.world_size >= 1
-        assert len({slot.parameter.dtype for slot in self.slots}) == 1, "one dtype a buffer"
+        kinds = {(slot.parameter.dtype, slot.parameter.cast) for slot in self.slots}
+        assert len(kinds) == 1, "one dtype a buffer"
         end = 0
         for slot in self.slots:
             assert slot.offset >= end, f"{slot.parameter.name} overlaps its predecessor"
@@ -141,8 +153,23 @@ class Layout:
         return self.slots[0].parameter.itemsize
 
     @property
-    def num_bytes(self) -> int:
-        return self.num_elements * self.itemsize
+    def cast(self) -> Cast:
+        """All dtypes, whether they differ or not."""
+        return self.slots[0].parameter.cast or Cast(*(self.dtype, self.itemsize) * 2)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether compute needs other memory than the shard."""
+        return self.world_size > 1 or self.cast.compute_dtype != self.dtype
+
+    @property
+    def gathered_bytes(self) -> int:
+        return self.num_elements * self.cast.compute_itemsize
+
+    @property
+    def reduced_bytes(self) -> int:
+        """What its gradients take before they are reduced."""
+        return self.num_elements * self.cast.reduce_itemsize
 
     @property
     def shard_bytes(self) -> int:
@@ -184,7 +211,9 @@ def lay_out(
     Their order is kept where that costs no padding, so always with element granularity. Cuts are
     at multiples of the granule and of the alignment.
     """
-    alignment = max(1, alignment_bytes // parameters[0].itemsize)
+    cast = parameters[0].cast
+    itemsizes = (cast.compute_itemsize, cast.reduce_itemsize) if cast else ()
+    alignment = max(1, alignment_bytes // min((parameters[0].itemsize, *itemsizes)))
     pieces = tuple(_piece(parameter, alignment) for parameter in parameters if parameter.num_bytes)
     packing = pack(pieces, world_size)
     offsets = (offset * alignment for offset in packing.offsets)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.plan.granularity import Granularity
-from shardwise.plan.layout import Layout, ParameterSpec, Slot, lay_out_in_buffers
+from shardwise.plan.layout import Cast, Layout, ParameterSpec, Slot, lay_out_in_buffers
 from shardwise.plan.units import UnitPlan
 
 __all__ = ["WORTH_A_WORD", "Padding", "WayOut", "explain_padding", "tell_padding"]
@@ -184,9 +184,10 @@ def _share(layouts: Sequence[Layout]) -> float:
 
 def _by_kind(unit: UnitPlan) -> list[list[Layout]]:
     """Layouts of one dtype and trainability together."""
-    kinds: dict[tuple[str, bool], list[Layout]] = {}
+    kinds: dict[tuple[str, Cast, bool], list[Layout]] = {}
     for layout in unit.layouts:
-        kinds.setdefault((layout.dtype, layout.slots[0].parameter.trainable), []).append(layout)
+        kind = (layout.dtype, layout.cast, layout.slots[0].parameter.trainable)
+        kinds.setdefault(kind, []).append(layout)
     return list(kinds.values())
 
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.plan.granularity import Granularities, Granularity
+from shardwise.plan.granularity import Granularities
+from shardwise.plan.layout import ParameterSpec
+from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.strategy import Level, Strategy, resolve_strategy
-from shardwise.plan.units import Reshard, UnitPlan, Units, choose_units, plan_units
+from shardwise.plan.units import UnitOptions, UnitPlan, Units, choose_units, plan_units
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["Plan", "UnitChoice", "make_plan"]
 
 # Gradients that nothing gathers for are reduced in pieces of about this size (torch's DDP has it).
 BUCKET_BYTES = 25 << 20
@@ -57,6 +59,14 @@ class Plan:
         return sum(unit.gradient_shard_bytes for unit in self.units)
 
 
+@dataclass(frozen=True, slots=True)
+class UnitChoice:
+    """What a user may choose for a unit alone."""
+
+    reshard_after_forward: bool | int | None = None
+    precision: MixedPrecisionPolicy = AS_IT_CAME
+
+
 def make_plan(
     root: nn.Module,
     *,
@@ -66,9 +76,10 @@ def make_plan(
     prefetch: int = 1,
     reshard_after_forward: bool | int | None = None,
     replicas: int = 1,
-    manual: Mapping[str, bool | int | None] | None = None,
     granularity: Granularities = "element",
-    settled: Mapping[str, Granularity] | None = None,
+    precision: MixedPrecisionPolicy = AS_IT_CAME,
+    manual: Mapping[str, UnitChoice] | None = None,
+    settled: Mapping[str, ParameterSpec] | None = None,
 ) -> Plan:
     """Plan ``root`` without touching its storage; a model on the meta device will do.
 
@@ -87,8 +98,9 @@ def make_plan(
         granularity: where parameters may be cut: ``"element"``, ``"row"``, ``"tensor"`` or a
             `block`; for all of them, or by pattern of their names, or as a function of name and
             shape says.
-        manual: further units by name, each with its own ``reshard_after_forward``.
-        settled: granularities by name of parameters that were sharded before.
+        precision: the dtypes.
+        manual: further units by name, each with choices of its own.
+        settled: parameters that were sharded before, by name.
 
     Raises:
         PlanError: an argument does not fit the model.
@@ -96,40 +108,40 @@ def make_plan(
     strategy = resolve_strategy(strategy)
     if units is None and not strategy.shards and not manual:
         units = _bucket_elements(root)
-    choices = dict.fromkeys(choose_units(root, units), reshard_after_forward) | dict(manual or {})
-    reshard = {
-        name: _reshard(name, choices[name], strategy, world_size, replicas)
+    own = UnitChoice(reshard_after_forward, precision)
+    choices = dict.fromkeys(choose_units(root, units), own) | dict(manual or {})
+    options = {
+        name: _options(name, choices[name], strategy, world_size, replicas)
         for name, _ in root.named_modules()
         if name in choices
     }
     return Plan(
-        units=plan_units(
-            root,
-            reshard,
-            world_size,
-            granularity,
-            settled,
-            holds_gradients=strategy.inner is Level.OPTIMIZER,
-        ),
+        units=plan_units(root, options, world_size, granularity, settled),
         strategy=strategy,
         world_size=world_size,
         prefetch=prefetch,
     )
 
 
-def _reshard(
-    name: str, choice: bool | int | None, strategy: Strategy, world_size: int, replicas: int
-) -> Reshard:
-    if isinstance(choice, int) and not isinstance(choice, bool):
-        _check_subgroup(name, choice, strategy, world_size)
-        if choice in (1, world_size):  # keep all of it, or nothing
-            return Reshard(frees=choice > 1)
-        return Reshard(frees=True, subgroup=choice)
+def _options(
+    name: str, choice: UnitChoice, strategy: Strategy, world_size: int, replicas: int
+) -> UnitOptions:
     is_cut = strategy.inner is Level.PARAMETERS
-    frees = is_cut and bool(name) if choice is None else bool(choice)
-    if is_cut and strategy.is_two_level and replicas > 1:
-        return Reshard(frees, subgroup=world_size // replicas, subgroup_first=True)
-    return Reshard(frees)
+    after = choice.reshard_after_forward
+    reshard = is_cut and bool(name) if after is None else bool(after)
+    subgroup = 0
+    if isinstance(after, int) and not isinstance(after, bool):
+        _check_subgroup(name, after, strategy, world_size)
+        reshard = after > 1  # of one rank is all of it
+        subgroup = after if 1 < after < world_size else 0
+    two_level = is_cut and strategy.is_two_level and replicas > 1
+    return UnitOptions(
+        reshard=reshard,
+        subgroup=world_size // replicas if two_level else subgroup,
+        subgroup_first=two_level,
+        holds_gradients=strategy.inner is Level.OPTIMIZER,
+        precision=choice.precision,
+    )
 
 
 def _check_subgroup(name: str, size: int, strategy: Strategy, world_size: int) -> None:

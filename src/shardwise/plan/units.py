@@ -9,13 +9,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.plan.granularity import Granularities, Granularity, Granularizer
-from shardwise.plan.layout import Layout, ParameterSpec, lay_out_in_buffers
+from shardwise.plan.granularity import Granularities, Granularizer
+from shardwise.plan.layout import Cast, Layout, ParameterSpec, lay_out_in_buffers
+from shardwise.plan.precision import AS_IT_CAME, Dtypes, MixedPrecisionPolicy
 
-__all__ = ["Reshard", "UnitPlan", "UnitPolicy", "Units", "choose_units", "plan_units"]
+__all__ = ["UnitOptions", "UnitPlan", "UnitPolicy", "Units", "choose_units", "plan_units"]
 
 # FSDP1's protocol: called with recurse=True on the way down ("look inside this module?") and with
 # recurse=False on the way up ("is it a unit, given the elements that no unit inside it holds?").
@@ -26,12 +28,14 @@ NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 
 
 @dataclass(frozen=True, slots=True)
-class Reshard:
-    """What becomes of a unit's parameters after forward; see the fields of `UnitPlan`."""
+class UnitOptions:
+    """What is decided for a unit before its parameters are looked at; see `UnitPlan`."""
 
-    frees: bool
+    reshard: bool
     subgroup: int = 0
     subgroup_first: bool = False
+    holds_gradients: bool = False
+    precision: MixedPrecisionPolicy = AS_IT_CAME
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class UnitPlan:
     @property
     def gathered_bytes(self) -> int:
         """What the unit takes while it is gathered; 0 if this rank keeps the whole of it."""
-        return sum(layout.num_bytes for layout in self.layouts if layout.world_size > 1)
+        return sum(layout.gathered_bytes for layout in self.layouts if layout.is_gathered)
 
     @property
     def kept_bytes(self) -> int:
@@ -79,7 +83,7 @@ class UnitPlan:
     @property
     def gradient_bytes(self) -> int:
         """What its unreduced gradients take on one rank."""
-        return sum(layout.num_bytes for layout in self.trainable_layouts)
+        return sum(layout.reduced_bytes for layout in self.trainable_layouts)
 
     @property
     def gradient_shard_bytes(self) -> int:
@@ -126,34 +130,33 @@ def check_is_unit(module: nn.Module, name: str) -> None:
 
 def plan_units(
     root: nn.Module,
-    reshard: Mapping[str, Reshard],
+    options: Mapping[str, UnitOptions],
     world_size: int,
     granularity: Granularities = "element",
-    settled: Mapping[str, Granularity] | None = None,
-    *,
-    holds_gradients: bool = False,
+    settled: Mapping[str, ParameterSpec] | None = None,
 ) -> tuple[UnitPlan, ...]:
     """Assign every parameter of ``root`` to a unit and lay the units out over ``world_size`` ranks.
 
     Args:
         root: read for names, shapes and dtypes only; meta tensors will do.
-        reshard: the units by name, in module order, and what becomes of each after forward.
+        options: the units by name, in module order.
         world_size: number of ranks that the parameters are sharded over.
         granularity: where parameters may be cut, for all or by name.
-        settled: granularities by name that an earlier choice has settled.
-        holds_gradients: see `UnitPlan`.
+        settled: what was sharded before, by name: its granularity, unless that is the element,
+            and its dtypes stay.
 
     Raises:
         PlanError: the granularity is none, or is for a name that no parameter has.
     """
-    owned: dict[str, list[ParameterSpec]] = {name: [] for name in reshard}
+    owned: dict[str, list[ParameterSpec]] = {name: [] for name in options}
     granularizer = Granularizer(granularity)
-    for owner, spec in _owned_parameters(root, reshard):
+    for owner, spec in _owned_parameters(root, options):
         chosen = granularizer.of(spec.names, spec.shape)
-        chosen = (settled or {}).get(spec.name, chosen)
-        owned[owner].append(replace(spec, granularity=chosen))
+        before = (settled or {}).get(spec.name, spec)
+        chosen = chosen if before.granularity == "element" else before.granularity
+        owned[owner].append(replace(spec, granularity=chosen, cast=before.cast))
     granularizer.check_all_matched([spec.name for specs in owned.values() for spec in specs])
-    order = list(reshard)
+    order = list(options)
     return tuple(
         UnitPlan(
             name=name,
@@ -162,10 +165,10 @@ def plan_units(
             layouts=_lay_out_by_kind(specs, world_size),
             parent=_parent(name, order),
             encloses=any(_is_inside(other, name) for other in order),
-            reshard=reshard[name].frees,
-            subgroup=reshard[name].subgroup,
-            subgroup_first=reshard[name].subgroup_first,
-            holds_gradients=holds_gradients,
+            reshard=options[name].reshard,
+            subgroup=options[name].subgroup,
+            subgroup_first=options[name].subgroup_first,
+            holds_gradients=options[name].holds_gradients,
         )
         for name, specs in owned.items()
     )
@@ -245,26 +248,42 @@ def _repeated_blocks(module: nn.Module) -> set[nn.Module]:
 
 
 def _owned_parameters(
-    root: nn.Module, units: Collection[str]
+    root: nn.Module, units: Mapping[str, UnitOptions]
 ) -> Iterator[tuple[str, ParameterSpec]]:
     """Every parameter once, in the order of ``root.parameters()``, with the unit that owns it."""
     unit_of_module = {root.get_submodule(name): name for name in units}
     names: dict[int, list[str]] = {}
     chains: dict[int, list[list[str]]] = {}
+    homes: dict[int, nn.Module] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         chain = _enclosing_units(root, path, unit_of_module)
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             names.setdefault(id(parameter), []).append(f"{path}.{attribute}" if path else attribute)
             chains.setdefault(id(parameter), []).append(chain)
+            homes.setdefault(id(parameter), module)
     for parameter in root.parameters():
+        unit = _innermost_common(chains[id(parameter)])
+        dtypes = units[unit].precision.dtypes_of(parameter, homes[id(parameter)])
         spec = ParameterSpec(
             names=tuple(names[id(parameter)]),
             shape=tuple(parameter.shape),
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            itemsize=parameter.dtype.itemsize,
+            dtype=_name_of(dtypes.kept),
+            itemsize=dtypes.kept.itemsize,
             trainable=parameter.requires_grad,
+            cast=_cast_to(dtypes),
         )
-        yield _innermost_common(chains[id(parameter)]), spec
+        yield unit, spec
+
+
+def _cast_to(dtypes: Dtypes) -> Cast | None:
+    if dtypes.kept == dtypes.compute == dtypes.reduce:
+        return None
+    compute, reduce = dtypes.compute, dtypes.reduce
+    return Cast(_name_of(compute), compute.itemsize, _name_of(reduce), reduce.itemsize)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _enclosing_units(
@@ -285,9 +304,9 @@ def _innermost_common(chains: list[list[str]]) -> str:
 
 
 def _lay_out_by_kind(specs: Iterable[ParameterSpec], world_size: int) -> tuple[Layout, ...]:
-    kinds: dict[tuple[str, bool], list[ParameterSpec]] = {}
+    kinds: dict[tuple[str, Cast | None, bool], list[ParameterSpec]] = {}
     for spec in specs:
-        kinds.setdefault((spec.dtype, spec.trainable), []).append(spec)
+        kinds.setdefault((spec.dtype, spec.cast, spec.trainable), []).append(spec)
     return tuple(
         layout for kind in kinds.values() for layout in lay_out_in_buffers(kind, world_size)
     )

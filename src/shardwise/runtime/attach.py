@@ -104,7 +104,7 @@ def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) ->
     homes = [_home(root, name) for name in spec.names]
     original = root.get_parameter(spec.name)
     with torch.no_grad():
-        local.copy_(_run_of(original, sharding))
+        local.copy_(_run_of(original, sharding))  # a cast, where the shard is a master
     sharded = _replace(original, ShardedTensor(local, sharding))
     for home in homes:
         home.put(sharded)

@@ -75,13 +75,21 @@ class FlatBuffer:
     ``owns_memory`` they may be read at any time, and neither is called.
     """
 
-    def __init__(self, layout: Layout, pool: Pool, *, owns_memory: bool = False) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        pool: Pool,
+        *,
+        dtype: str | None = None,
+        owns_memory: bool = False,
+    ) -> None:
         self.layout = layout
+        of: torch.dtype = getattr(torch, dtype or layout.dtype)
+        self._num_bytes = layout.num_elements * of.itemsize
         self._pool = pool
         self._lent: torch.UntypedStorage | None = None
-        storage = _allocate(layout.num_bytes, pool.device)
-        dtype: torch.dtype = getattr(torch, layout.dtype)
-        self.flat = torch.empty(0, dtype=dtype, device=storage.device).set_(
+        storage = _allocate(self._num_bytes, pool.device)
+        self.flat = torch.empty(0, dtype=of, device=storage.device).set_(
             storage, 0, (layout.num_elements,), (1,)
         )
         # `.data`: a version counter of its own, so refilling the buffer does not look to autograd
@@ -105,7 +113,7 @@ class FlatBuffer:
     def acquire(self) -> None:
         """Give the buffer memory; what is in it is undefined."""
         assert self._lent is None, "acquired twice"
-        self._lent = self._pool.take(self.layout.num_bytes)
+        self._lent = self._pool.take(self._num_bytes)
         _swap(self._storage, self._lent)
 
     def release(self) -> None:

@@ -19,9 +19,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import PlanError
-from shardwise.plan.granularity import Granularities, Granularity
+from shardwise.plan.granularity import Granularities
+from shardwise.plan.layout import ParameterSpec
 from shardwise.plan.padding import tell_padding
-from shardwise.plan.plan import Plan, make_plan
+from shardwise.plan.plan import Plan, UnitChoice, make_plan
+from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.schedule import Call, Outcome
 from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.units import Units, check_is_unit
@@ -34,6 +36,7 @@ from shardwise.runtime.attach import (
     move_buffers,
 )
 from shardwise.runtime.buffer import Pool
+from shardwise.runtime.casting import apply_precision, cast_tensors
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.mesh import Axis, resolve_mesh
 from shardwise.runtime.scheduler import Scheduler
@@ -56,6 +59,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     sharding_factor: int | None = None,
     granularity: Granularities = "element",
+    mp_policy: MixedPrecisionPolicy = AS_IT_CAME,
     unused: Unused = "none",
 ) -> M:
     """Shard ``module`` over the ranks of ``mesh``; returns the same object.
@@ -84,6 +88,8 @@ def fully_shard(
             ``"tensor"`` (nowhere); one for all, or a mapping from patterns of names (as in
             fnmatch; the first that fits decides), or a function of name and shape. Others are by
             element. What an earlier call for a block chose, stays. Costly padding is warned of.
+        mp_policy: the dtypes of gathers, compute, reductions and shards. Without one, only
+            trainable parameters in bfloat16 or float16 get float32 shards ("masters").
         unused: the gradient of a parameter that no rank used in a step: ``"none"`` leaves it None,
             as one process would; ``"zeros"`` spares the ranks the small exchange about it;
             ``"error"`` has every rank raise a `StepError` at the end of a backward in which some
@@ -115,13 +121,16 @@ def fully_shard(
         replicas=len(axis.rows),
         granularity=granularity,
         manual=manual,
-        settled=_settled_granularities(module),
+        precision=mp_policy,
+        settled=_specs_before(module),
     )
     _warn_of_padding(plan, axis)
     runtime = Runtime(module, plan, axis, unused)
+    own = UnitChoice(reshard_after_forward, mp_policy)
     for index, unit in enumerate(plan.units):
-        manual_choice = manual.get(unit.name, reshard_after_forward)
-        _mark(module.get_submodule(unit.name), Handle(runtime, index, manual_choice))
+        choice = manual.get(unit.name, own)
+        _mark(module.get_submodule(unit.name), Handle(runtime, index, choice))
+    apply_precision(module, mp_policy)
     return module
 
 
@@ -153,7 +162,7 @@ class FSDPModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handle = _handle_of(self)
-        return handle.runtime.call(handle.index, super().__call__, args, kwargs)
+        return handle.runtime.call(handle, super().__call__, args, kwargs)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -189,7 +198,7 @@ class FSDPModule(nn.Module):
         state = {key: value for key, value in self.__dict__.items() if key != _HANDLE}
         twin.__dict__.update(copy.deepcopy(state, memo))
         if handle.index == 0:
-            runtime.attach_to(twin)
+            runtime.attach_to(twin, self)
         return twin
 
 
@@ -199,7 +208,7 @@ class Handle:
 
     runtime: "Runtime"
     index: int
-    reshard_after_forward: bool | int | None  # as the user said it
+    choice: UnitChoice  # as the user said it
 
 
 class Runtime:
@@ -223,19 +232,23 @@ class Runtime:
 
     def call(
         self,
-        index: int,
+        handle: "Handle",
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Run the forward of a unit with its parameters gathered."""
-        scheduler = self.scheduler
+        scheduler, index, precision = self.scheduler, handle.index, handle.choice.precision
         call = scheduler.enter(index, recomputed=hooks.current_task() != hooks.NO_TASK)
         if call is None:
             with torch.no_grad():
                 return forward(*args, **kwargs)
+        if precision.cast_forward_inputs and precision.param_dtype is not None:
+            args, kwargs = cast_tensors((args, kwargs), precision.param_dtype)
         try:
             output = forward(*args, **kwargs)
+            if precision.output_dtype is not None and index == 0:
+                output = cast_tensors(output, precision.output_dtype)
             outcome = hooks.watch_outputs(
                 output,
                 partial(_begin_backward, scheduler, call),
@@ -247,11 +260,12 @@ class Runtime:
         scheduler.leave(call, outcome)
         return output
 
-    def attach_to(self, twin: nn.Module) -> None:
-        """Shard ``twin``, a copy of the root, in the same way."""
+    def attach_to(self, twin: nn.Module, root: nn.Module) -> None:
+        """Shard ``twin``, a copy of ``root``, in the same way."""
         runtime = Runtime(twin, self.plan, self.axis, self._unused)
         for index, unit in enumerate(self.plan.units):
-            _mark(twin.get_submodule(unit.name), Handle(runtime, index, unit.reshard))
+            choice = _handle_of(root.get_submodule(unit.name)).choice
+            _mark(twin.get_submodule(unit.name), Handle(runtime, index, choice))
 
     def _listen(self, index: int, unit: Unit) -> None:
         scheduler = weakref.ref(self.scheduler)
@@ -322,11 +336,10 @@ def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
     return cast("type[nn.Module]", sharded.__mro__[2])
 
 
-def _settled_granularities(root: nn.Module) -> dict[str, Granularity]:
-    """What was chosen for parameters that are sharded already; by element says nothing."""
+def _specs_before(root: nn.Module) -> dict[str, ParameterSpec]:
+    """What was planned for parameters that are sharded already."""
     sharded = {n: p.sharding for n, p in root.named_parameters() if isinstance(p, ShardedTensor)}
-    chosen = {name: sharding.slot.parameter.granularity for name, sharding in sharded.items()}
-    return {name: granularity for name, granularity in chosen.items() if granularity != "element"}
+    return {name: sharding.slot.parameter for name, sharding in sharded.items()}
 
 
 def _warn_of_padding(plan: Plan, axis: Axis) -> None:
@@ -335,10 +348,10 @@ def _warn_of_padding(plan: Plan, axis: Axis) -> None:
         warnings.warn(f"granularity costs padding\n{told}", stacklevel=3)
 
 
-def _sharded_before(root: nn.Module) -> dict[str, bool | int | None]:
-    """Units that were made one by one, as in FSDP2, and whether each is to be freed."""
+def _sharded_before(root: nn.Module) -> dict[str, UnitChoice]:
+    """Units that were made one by one, as in FSDP2, and what was chosen for each."""
     return {
-        name: _handle_of(module).reshard_after_forward
+        name: _handle_of(module).choice
         for name, module in root.named_modules()
         if isinstance(module, FSDPModule)
     }

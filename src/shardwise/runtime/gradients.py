@@ -41,7 +41,9 @@ class Gradients:
         self._axis = axis
         self._pool = pool
         self.owns_buffer = owns_buffer
-        self._buffer = FlatBuffer(layout, pool, owns_memory=owns_buffer)
+        reduce_dtype = layout.cast.reduce_dtype
+        self._buffer = FlatBuffer(layout, pool, dtype=reduce_dtype, owns_memory=owns_buffer)
+        self._dtype: torch.dtype = getattr(torch, layout.dtype)  # of the shards
         self._written = [False] * len(layout.slots)
         self.used = [False] * len(layout.slots)
         self._is_handed_over = False
@@ -60,8 +62,10 @@ class Gradients:
             gradient = gradient.to_dense()
         if self._written[position]:
             slot.add_(gradient, alpha=scale)
-        else:
+        elif gradient.dtype == slot.dtype:
             torch.mul(gradient, scale, out=slot)
+        else:  # scaled after the cast, where that rounds less
+            slot.copy_(gradient).mul_(scale)
         self._written[position] = True
 
     def launch_reduce(self, link: Link, label: str, *, crosses: bool) -> Pending:
@@ -96,6 +100,8 @@ class Gradients:
         self._give_back()
 
     def _hand_over(self, reduced: Tensor) -> None:
+        if reduced.dtype != self._dtype and all(p.sharded.grad is None for p in self.parameters):
+            reduced = self._own_shard().copy_(reduced)
         is_kept = reduced is self._kept_shard
         runs = split_shard(reduced, self._layout, self._axis.rank)
         with torch.no_grad():
@@ -103,7 +109,7 @@ class Gradients:
                 if not parameter.sharded.requires_grad:
                     continue
                 own = run if is_kept or parameter.sharded.grad is not None else run.clone()
-                gradient = ShardedTensor(own, parameter.sharding)
+                gradient = ShardedTensor(own.to(self._dtype), parameter.sharding)
                 if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
                     self._fresh.append(position)
 
@@ -151,10 +157,15 @@ class Gradients:
 
     def _target(self) -> Tensor:
         """Where to reduce to [S]: what will be the gradients, or memory to add to them from."""
-        if any(p.sharded.grad is not None for p in self.parameters):
+        is_cast = self._buffer.flat.dtype != self._dtype
+        if is_cast or any(p.sharded.grad is not None for p in self.parameters):
             return self._borrow(self._layout.shard_elements)
+        return self._own_shard()
+
+    def _own_shard(self) -> Tensor:
         if self._kept_shard is None or is_shared(self._kept_shard, own_references=1):
-            self._kept_shard = self._buffer.flat.new_empty(self._layout.shard_elements)
+            size = self._layout.shard_elements
+            self._kept_shard = self._buffer.flat.new_empty(size, dtype=self._dtype)
         return self._kept_shard
 
     def _take(self, num_elements: int) -> Tensor:

@@ -65,6 +65,12 @@ class ManagedParameter:
         for home in self.homes:
             home.put(self.dense)
 
+    def expose_as(self, tensor: Tensor) -> None:
+        """Let the modules see ``tensor`` [shape], between steps."""
+        parameter = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
+        for home in self.homes:
+            home.put(parameter)
+
     def conceal(self) -> None:
         """Let them see the sharded one again."""
         for home in self.homes:

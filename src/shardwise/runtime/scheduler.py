@@ -171,10 +171,9 @@ class Scheduler:
         links = self._links
         try:
             for unit in self.units:
-                unit.launch_gather(links.gather)
+                unit.launch_hold(links.gather)
             for unit in self.units:
-                unit.await_gather(links)
-                unit.expose()
+                unit.await_hold(links)
         except BaseException as error:
             self._fail(error)
             raise
@@ -182,10 +181,7 @@ class Scheduler:
 
     def release(self, *, write_back: bool) -> None:
         for unit in self.units:
-            for flat in unit.flats if write_back else ():
-                flat.write_back()
-            unit.forget_changes()
-            unit.free(self._links)
+            unit.end_hold(write_back=write_back)
         self._is_held = False
 
     def recover(self) -> None:

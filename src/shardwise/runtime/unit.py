@@ -57,8 +57,10 @@ class FlatParameters:
         self._pool = pool
         self._part: Tensor | None = None  # [world_size * S / subgroup]
         self.axis = axis
-        self.is_whole = layout.world_size == 1  # the shard is the buffer: nothing to gather
-        self.buffer = FlatBuffer(layout, pool, owns_memory=self.is_whole)
+        self.is_whole = not layout.is_gathered  # the shard is the buffer: nothing to gather
+        compute_dtype = layout.cast.compute_dtype
+        self.buffer = FlatBuffer(layout, pool, dtype=compute_dtype, owns_memory=self.is_whole)
+        self._held: FlatBuffer | None = None  # in the dtype of the shard, between steps
         dtype: torch.dtype = getattr(torch, layout.dtype)
         self.shard = (
             self.buffer.flat
@@ -89,7 +91,7 @@ class FlatParameters:
     def launch_keep(self, link: Link, label: str) -> Pending | None:
         """Get what the subgroup gathers from: out of what is gathered, or from the other rows."""
         part = self._pool.take_tensor(
-            self.layout.num_elements // self._plan.subgroup, self.shard.dtype
+            self.layout.num_elements // self._plan.subgroup, self.buffer.flat.dtype
         )
         self._part = part
         if not self._plan.subgroup_first:
@@ -109,11 +111,25 @@ class FlatParameters:
     def _place_in_subgroup(self) -> int:
         return self.axis.row.index(self.axis.group_rank) % self._plan.subgroup
 
-    def write_back(self) -> None:
-        """Take over what was written into the gathered parameters."""
-        if self.is_whole:
-            return
-        self.shard.copy_(self.buffer.slot_of(self.axis.rank))
+    def launch_hold(self, link: Link, label: str) -> Pending:
+        self.reclaim_locals()
+        held = self._held = FlatBuffer(self.layout, self._pool)
+        held.acquire()
+        own_slot, shard = held.slot_of(self.axis.rank), self.shard
+        return link.all_gather(held.flat, lambda: _copy(own_slot, shard), label)
+
+    def expose_held(self) -> None:
+        assert self._held is not None
+        for parameter, view in zip(self.parameters, self._held.views, strict=True):
+            parameter.expose_as(view)
+
+    def end_hold(self, *, write_back: bool) -> None:
+        """Forget what was written into the parameters that are held, or take it over."""
+        if self._held is not None:
+            if write_back:
+                _copy(self.shard, self._held.slot_of(self.axis.rank))
+            self._held.release()
+            self._held = None
 
     def reclaim_locals(self) -> None:
         """Notice parameters whose memory was replaced, as `Module.to` and `assign=True` do."""
@@ -212,6 +228,23 @@ class Unit:
                 "whole ones in sw.gathered(model, write_back=True)"
             )
 
+    def launch_hold(self, link: Link) -> None:
+        """Gather the parameters as they are kept, for use between steps."""
+        self._gathering = [flat.launch_hold(link, f"hold {self.plan.label}") for flat in self.flats]
+
+    def await_hold(self, links: Communicator) -> None:
+        for pending in self._gathering:
+            links.wait(pending)
+        self._gathering = []
+        self._is_exposed = True
+        for flat in self.flats:
+            flat.expose_held()
+
+    def end_hold(self, *, write_back: bool) -> None:
+        self.conceal()
+        for flat in self.flats:
+            flat.end_hold(write_back=write_back)
+
     def forget_changes(self) -> None:
         """Do not mind that the gathered parameters were changed."""
         for parameter in self.parameters:
@@ -286,6 +319,7 @@ class Unit:
             if flat.buffer.is_acquired:
                 flat.buffer.release()
             flat.drop_part()
+            flat.end_hold(write_back=False)
         self.state = UnitState.SHARDED
 
     def _write_kept(self, flat: FlatParameters) -> None:

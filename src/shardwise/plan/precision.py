@@ -1,0 +1,75 @@
+"""In which dtypes parameters are kept, computed with and reduced."""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import nn
+
+from shardwise.errors import PlanError
+
+__all__ = ["AS_IT_CAME", "Dtypes", "MixedPrecisionPolicy"]
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """The dtypes of a model; as FSDP2's, and more.
+
+    Args:
+        param_dtype: of parameters while they are gathered, so of gathers and compute; None for
+            that in which they came.
+        reduce_dtype: of gradients while they are reduced; None for ``param_dtype`` where that is
+            given, and otherwise for the dtype of the shards.
+        output_dtype: to cast what the model returns to; None for as it is.
+        cast_forward_inputs: cast what floating-point tensors a unit is called with to
+            ``param_dtype``.
+        buffer_dtype: to cast floating-point buffers to, once; None for as they are.
+        master_dtype: of the shards, and so of gradients and optimizer state, of trainable
+            parameters that came in bfloat16 or float16; None for float32. In 16 bits, updates
+            below 1/256 of a weight are lost.
+        full_precision: classes of modules that compute in the dtype of the shards: their inputs
+            are cast to it, and their outputs back. Norms, say.
+
+    Raises:
+        PlanError: a dtype is not a floating-point one.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    buffer_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
+    full_precision: tuple[type[nn.Module], ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_dtype = field.name.endswith("_dtype") and value is not None
+            if is_dtype and not (isinstance(value, torch.dtype) and value.is_floating_point):
+                raise PlanError(f"{field.name}={value!r}: expected a floating-point torch.dtype")
+
+    def dtypes_of(self, parameter: torch.Tensor, module: nn.Module) -> "Dtypes":
+        """Of a parameter, by its own dtype and the module that has it."""
+        came = parameter.dtype
+        if not came.is_floating_point:
+            return Dtypes(came, came, came)
+        kept = came
+        if came in _LOW and parameter.requires_grad:
+            kept = self.master_dtype or torch.float32
+        is_full = isinstance(module, self.full_precision)
+        compute = kept if is_full else self.param_dtype or came
+        return Dtypes(kept, compute, self.reduce_dtype or (self.param_dtype and compute) or kept)
+
+
+AS_IT_CAME = MixedPrecisionPolicy()
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """Of one parameter, in its three places."""
+
+    kept: torch.dtype  # the shard, its gradient and the optimizer's states
+    compute: torch.dtype  # the gathered parameter
+    reduce: torch.dtype  # its gradient on the way to the shards

@@ -1,0 +1,52 @@
+"""Dtypes at the borders of units and of modules that compute in full precision."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.plan.precision import MixedPrecisionPolicy
+
+__all__ = ["apply_precision", "cast_tensors"]
+
+
+def cast_tensors(values: Any, dtype: torch.dtype) -> Any:
+    """``values`` with the floating-point tensors in its containers cast to ``dtype``."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return pytree.tree_map_only(Tensor, cast, values)
+
+
+def apply_precision(root: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Cast the buffers of ``root``, and the inputs and outputs of modules in full precision."""
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if policy.buffer_dtype is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(policy.buffer_dtype)
+        if policy.full_precision and isinstance(module, policy.full_precision):
+            _FullPrecision(module)
+
+
+class _FullPrecision:
+    """Hooks of one module: in with the dtype of its parameters, out with that of its inputs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._came: list[torch.dtype] = []  # of the calls under way
+        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        floating = [t.dtype for t in tensors if t.is_floating_point()]
+        kept = next((p.dtype for p in module.parameters(recurse=False)), torch.float32)
+        self._came.append(floating[0] if floating else kept)
+        args, kwargs = cast_tensors((args, kwargs), kept)
+        return args, kwargs
+
+    def _leave(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        return cast_tensors(output, self._came.pop())

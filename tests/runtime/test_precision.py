@@ -1,0 +1,265 @@
+"""Mixed precision: what is cast where, and that nothing but the cast changes."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.plan.strategy import PRESETS
+from tests.models import WIDTH, Block, Stack
+from tests.ranks import run_on
+from tests.runtime.one_process import full, own_part
+from tests.runtime.test_strategies import _options as options_of
+
+BF16 = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+# Wider than the shards, so that compute and reduction do not round what is compared.
+WIDE = sw.MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
+ULP = 2**-23
+
+
+@pytest.mark.parametrize("strategy", [*PRESETS])
+def test_only_the_cast_rounds(strategy: str) -> None:
+    run_on(4, _train_wide, strategy, deadline=40.0)
+
+
+def test_every_dtype_is_where_the_policy_says() -> None:
+    run_on(2, _dtypes)
+
+
+def test_modules_in_full_precision() -> None:
+    run_on(2, _full_precision)
+
+
+def test_gathers_move_the_compute_dtype() -> None:
+    run_on(2, _bytes)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_masters_learn_what_16_bits_cannot(strategy: str) -> None:
+    run_on(2, _learn, strategy)
+
+
+def test_a_master_survives_being_gathered_and_written_back() -> None:
+    run_on(2, _write_back)
+
+
+def test_16_bit_gradients_add_to_masters() -> None:
+    run_on(2, _accumulate)
+
+
+def test_blocks_keep_their_policy_when_the_root_is_sharded() -> None:
+    run_on(2, _block_by_block)
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    run_on(2, _overflow)
+
+
+def test_autocast_inside_and_outside() -> None:
+    run_on(2, _autocast)
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "master_dtype", "buffer_dtype"])
+def test_a_dtype_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(sw.PlanError, match=f"{name}=torch.int8: expected a floating-point"):
+        sw.MixedPrecisionPolicy(**{name: torch.int8})  # type: ignore[arg-type]
+
+
+def _train_wide(strategy: str) -> None:
+    """Float32 shards that compute in float64, against a float64 copy of the same weights."""
+    torch.manual_seed(0)
+    model = Stack()
+    sw.fully_shard(model, units=Block, mp_policy=WIDE, **options_of(strategy))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        with sw.gathered(model):
+            reference = _plain_copy(model).double()
+        for _ in range(2):
+            batch = torch.randn(12, WIDTH)
+            reference(batch.double()).square().mean().backward()
+            model(own_part(batch)).square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert p.grad.dtype == torch.float32
+            error = (full(p.grad).double() - q.grad).norm()
+            assert error <= 2 * ULP * q.grad.norm(), f"{name}: {error}"
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _plain_copy(model: nn.Module) -> nn.Module:
+    """Of a model whose parameters are gathered."""
+    twin = Stack()
+    for p, q in zip(twin.parameters(), model.parameters(), strict=True):
+        p.data.copy_(q)
+    return twin
+
+
+class Watcher(nn.Module):
+    """Notes the dtypes that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, x: Tensor, steps: Tensor) -> Tensor:
+        y = self.linear(x)
+        z: Tensor = self.norm(y) * self.scale
+        self.seen = {
+            "x": x.dtype,
+            "steps": steps.dtype,
+            "linear": self.linear.weight.dtype,
+            "norm": self.norm.weight.dtype,
+            "y": y.dtype,
+            "z": z.dtype,
+        }
+        return z
+
+
+def _dtypes() -> None:
+    model = nn.ModuleList([Watcher()])[0]
+    policy = sw.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, output_dtype=torch.float64, buffer_dtype=torch.bfloat16
+    )
+    sw.fully_shard(model, mp_policy=policy)
+    output = model(torch.randn(4, WIDTH), torch.arange(4))
+    output.sum().backward()
+    bf16 = torch.bfloat16
+    assert model.seen == dict.fromkeys(("x", "linear", "norm", "y", "z"), bf16) | {
+        "steps": torch.int64
+    }
+    assert output.dtype == torch.float64
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert (parameter.dtype, parameter.grad.dtype) == (torch.float32, torch.float32)
+
+
+def _full_precision() -> None:
+    model = Watcher()
+    policy = sw.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, full_precision=(nn.LayerNorm,), buffer_dtype=torch.bfloat16
+    )
+    sw.fully_shard(model, mp_policy=policy)
+    model(torch.randn(4, WIDTH), torch.arange(4)).sum().backward()
+    assert model.seen["norm"] == torch.float32
+    assert (model.seen["y"], model.seen["z"]) == (torch.bfloat16, torch.bfloat16)
+
+
+def _bytes() -> None:
+    peaks = []
+    for policy in (sw.MixedPrecisionPolicy(), BF16):
+        model = Stack()
+        sw.fully_shard(model, units=Block, mp_policy=policy)
+        model(torch.randn(4, WIDTH)).sum().backward()
+        peaks.append(sw.ledger(model).peak_gathered_bytes())
+    assert peaks[1] * 2 == pytest.approx(peaks[0], rel=0.05)  # padding aside
+
+
+def _learn(strategy: str) -> None:
+    def trained(policy: sw.MixedPrecisionPolicy) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1, bias=False).bfloat16()
+        nn.init.ones_(model.weight)
+        sw.fully_shard(model, mp_policy=policy, strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+        for _ in range(200):
+            model(torch.ones(2, 4, dtype=torch.bfloat16)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full(model.weight.detach()).double()
+
+    expected = torch.ones(1, 4)
+    for _ in range(200):
+        expected -= 1e-5
+    assert torch.equal(trained(sw.MixedPrecisionPolicy()), expected.double())
+    kept = sw.MixedPrecisionPolicy(master_dtype=torch.bfloat16)
+    assert torch.equal(trained(kept), torch.ones(1, 4).double())
+
+
+def _write_back() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    plain = [p.detach().clone() for p in model.parameters()]
+    sw.fully_shard(model, units=Block, mp_policy=BF16)
+    with sw.gathered(model, write_back=True):
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+    for p, q in zip(model.parameters(), plain, strict=True):
+        assert torch.equal(full(p.detach()), q)
+    for p, q in zip(copy.deepcopy(model).parameters(), plain, strict=True):
+        assert torch.equal(full(p.detach()), q)
+
+
+def _accumulate() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    low = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    sw.fully_shard(model, units=Block, mp_policy=low)
+    x = torch.randn(4, WIDTH)
+    model(x).sum().backward()
+    once = [full(p.grad) for p in model.parameters() if p.grad is not None]
+    model(x).sum().backward()
+    twice = [full(p.grad) for p in model.parameters() if p.grad is not None]
+    assert once
+    for one, two in zip(once, twice, strict=True):
+        assert two.dtype == torch.float32
+        assert torch.equal(two, 2 * one)
+
+
+def _block_by_block() -> None:
+    model = nn.Sequential(Block(), Block())
+    sw.fully_shard(model[0], mp_policy=BF16)
+    sw.fully_shard(model)
+    seen = []
+    for block in model:
+        block.register_forward_pre_hook(
+            lambda module, args: seen.append((module.up.weight.dtype, args[0].dtype))
+        )
+    first = model[0].register_forward_hook(lambda _module, _args, output: output.float())
+    model(torch.randn(4, WIDTH)).sum().backward()
+    first.remove()
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert seen == [(bf16, bf16), (fp32, fp32)]
+
+
+def _overflow() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    half = sw.MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
+    sw.fully_shard(model, units=Block, mp_policy=half)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = [full(p.detach()).clone() for p in model.parameters()]
+    for overflows in (True, False):
+        loss = model(torch.randn(4, WIDTH)).float().mean()
+        if overflows and dist.get_rank() == 1:
+            loss = loss * 1e9
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        pairs = zip(model.parameters(), before, strict=True)
+        same = [torch.equal(full(p.detach()), q) for p, q in pairs]
+        assert all(same) if overflows else not all(same)
+
+
+def _autocast() -> None:
+    torch.manual_seed(0)
+    reference, model = Stack(), Stack()
+    reference.load_state_dict(model.state_dict())
+    sw.fully_shard(model, units=Block)
+    x = torch.randn(4, WIDTH)
+    for one in (reference, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            one(x).float().square().mean().backward()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(full(p.grad), q.grad), name  # both ranks have the same batch
