@@ -47,6 +47,7 @@ ENGINES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp2": _fsdp2,
     "shardwise-fsdp": partial(_shardwise, strategy="fsdp"),
     "shardwise-fsdp-no-prefetch": partial(_shardwise, strategy="fsdp", prefetch=0),
+    "shardwise-fsdp-transaction": partial(_shardwise, strategy="fsdp"),
     "shardwise-zero2": partial(_shardwise, strategy="zero2"),
     "shardwise-ddp": partial(_shardwise, strategy="ddp"),
 }

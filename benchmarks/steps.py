@@ -5,8 +5,10 @@ import resource
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -56,15 +58,21 @@ class Runner:
         shape = Shape(VOCABULARY, setting.context, setting.width, setting.layers, heads=4)
         self.model = ENGINES[name](GPT(shape))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.around: Callable[[], AbstractContextManager[None]] = (
+            partial(sw.transaction, self.model, self.optimizer)
+            if name.endswith("-transaction")
+            else nullcontext
+        )
 
     def step(self, tokens: Tensor) -> Turn:
         dist.barrier()
         faults = _page_faults()
         began, cpu_began = time.perf_counter(), time.process_time()
-        logits = self.model(tokens[:, :-1])
-        functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with self.around():
+            logits = self.model(tokens[:, :-1])
+            functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         dist.barrier()
         return Turn(
             time.perf_counter() - began, time.process_time() - cpu_began, _page_faults() - faults

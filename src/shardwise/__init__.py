@@ -14,10 +14,13 @@ from shardwise.plan.granularity import block
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import Strategy
 from shardwise.runtime.engine import FSDPModule, fully_shard, gathered, ledger
+from shardwise.runtime.initialize import Initialization, initialize
 from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.transaction import transaction
 
 __all__ = [
     "FSDPModule",
+    "Initialization",
     "MixedPrecisionPolicy",
     "PeerAborted",
     "PeerLost",
@@ -32,5 +35,7 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "gathered",
+    "initialize",
     "ledger",
+    "transaction",
 ]

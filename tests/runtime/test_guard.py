@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 import shardwise as sw
 from shardwise.runtime.guard import (
@@ -42,6 +42,7 @@ reports = st.builds(
     diverged=st.booleans(),
     num_entered=counts,
     entered=st.lists(texts, max_size=3).map(tuple),
+    lost=st.booleans(),
 )
 
 
@@ -250,6 +251,23 @@ def test_a_divergence_is_told_in_the_same_words_everywhere() -> None:
         repeated = verdict(seen, epoch=0)
         assert isinstance(repeated, sw.RanksDiverged)
         assert str(repeated) == str(found)
+
+
+def test_a_loss_stays_a_loss() -> None:
+    posted = Report(0, 0, 7, "forward", (), error="rank 1 lost rank 2", lost=True)
+    error = verdict((posted, None, None), epoch=0)
+    assert isinstance(error, sw.PeerLost)
+    assert str(error) == "rank 1 lost rank 2"
+
+
+def test_a_store_that_is_gone_counts_as_a_loss() -> None:
+    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    board = Board(TCPStore("127.0.0.1", host.port), "group", 0, 2)
+    board.post(SLOW[0])
+    del host
+    with pytest.raises(sw.PeerLost, match="holds the job's store"):  # noqa: PT012
+        board.post(SLOW[0])
+        board.read()
 
 
 @given(st.integers(1, 40), st.lists(st.sampled_from(["at it", "through", "next"])))

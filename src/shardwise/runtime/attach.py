@@ -1,6 +1,7 @@
 """Putting shards in the place of parameters: what `fully_shard` does to a model once."""
 
 import zlib
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,19 @@ from shardwise.runtime.reductions import across
 from shardwise.runtime.sharded_tensor import ShardedTensor, Sharding
 from shardwise.runtime.unit import FlatParameters, Unit
 
-__all__ = ["check_initialized", "check_same_everywhere", "device_for", "make_unit", "move_buffers"]
+__all__ = [
+    "check_initialized",
+    "check_same_plan",
+    "check_same_sums",
+    "check_same_values",
+    "checksum",
+    "device_for",
+    "home_of",
+    "is_on_meta",
+    "make_unit",
+    "move_buffers",
+    "replace_parameter",
+]
 
 
 def check_initialized(root: nn.Module) -> None:
@@ -31,30 +44,56 @@ def check_initialized(root: nn.Module) -> None:
             raise PlanError(f"{name} has no shape yet; run one forward before fully_shard")
 
 
-def check_same_everywhere(root: nn.Module, plan: Plan, axis: Axis) -> None:
-    """Ranks with other plans, or other values, would make one weight that nobody initialised.
+def is_on_meta(root: nn.Module) -> bool:
+    """Whether the parameters of ``root`` have no storage yet.
 
     Raises:
-        PlanError: says which it is, and names the first parameter whose values differ.
+        PlanError: some have and some have not.
     """
-    named = [
-        (name, parameter)
-        for name, parameter in root.named_parameters()
-        if not isinstance(parameter, ShardedTensor)
-    ]
-    if axis.num_ranks == 1 or axis.backend("cpu") == "fake" or not named:
+    by_meta = {parameter.is_meta: name for name, parameter in root.named_parameters()}
+    if len(by_meta) > 1:
+        raise PlanError(
+            f"{by_meta[True]} is on the meta device and {by_meta[False]} is not; build the whole "
+            "model on the meta device and shard it with one call, or give it values first"
+        )
+    return True in by_meta
+
+
+def check_same_plan(plan: Plan, axis: Axis) -> None:
+    """Refuse to put together what ranks have cut in different ways.
+
+    Raises:
+        PlanError: names the first rank that differs.
+    """
+    if not _can_compare(axis):
         return
-    device = named[0][1].device
-    digest = torch.tensor(zlib.crc32(repr(plan).encode()), device=device)
-    sums = [digest, *(_checksum(parameter.detach()) for _, parameter in named)]
-    by_rank = across(sums, axis, Scope.ALL)  # [ranks, 1 + parameters]
+    digest = torch.tensor(zlib.crc32(repr(plan).encode()))
+    by_rank = across([digest], axis, Scope.ALL)  # [ranks, 1]
     different = (by_rank[:, 0] != by_rank[0, 0]).nonzero()
     if different.numel():
         raise PlanError(
             f"ranks 0 and {different[0].item()} plan otherwise; call fully_shard with the same "
             "model and the same arguments on every rank"
         )
-    for position, (name, _) in enumerate(named, start=1):
+
+
+def check_same_values(root: nn.Module, axis: Axis) -> None:
+    """Shards of different initialisations would make one weight that nobody initialised."""
+    named = [
+        (name, parameter)
+        for name, parameter in root.named_parameters()
+        if not isinstance(parameter, ShardedTensor)
+    ]
+    if _can_compare(axis):
+        check_same_sums({name: checksum(parameter.detach()) for name, parameter in named}, axis)
+
+
+def check_same_sums(sums: Mapping[str, Tensor], axis: Axis) -> None:
+    """Refuse `checksum`s, by parameter, that differ between ranks."""
+    if not sums or not _can_compare(axis):
+        return
+    by_rank = across(list(sums.values()), axis, Scope.ALL)  # [ranks, parameters]
+    for position, name in enumerate(sums):
         different = (by_rank[:, position] != by_rank[0, position]).nonzero()
         if different.numel():
             raise PlanError(
@@ -64,15 +103,15 @@ def check_same_everywhere(root: nn.Module, plan: Plan, axis: Axis) -> None:
 
 
 def device_for(root: nn.Module, axis: Axis) -> torch.device:
-    """Where the shards live: with the model, or on this rank's GPU if NCCL moves them."""
+    """Where the shards live: with the model, or on this rank's GPU if NCCL moves them.
+
+    Those of a model on the meta device otherwise on torch's default device.
+    """
     devices = {parameter.device for parameter in root.parameters()}
-    if any(device.type == "meta" for device in devices):
-        raise PlanError(
-            "the model is on the meta device; give it values first, with "
-            "model.to_empty(device=...) and its initialisation"
-        )
     if axis.backend("cuda") == "nccl" and not axis.on_cpu:
         return current_gpu()
+    if is_on_meta(root):
+        return torch.get_default_device()
     if len(devices) > 1:
         raise PlanError(f"the model is on several devices: {sorted(map(str, devices))}; use one")
     return devices.pop() if devices else torch.device("cpu")
@@ -82,30 +121,35 @@ def move_buffers(root: nn.Module, device: torch.device) -> None:
     """Put the buffers of ``root`` where its parameters will be gathered."""
     for module in root.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if buffer.device != device:
+            if buffer.device != device and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
 
 
-def make_unit(root: nn.Module, plan: UnitPlan, axis: Axis, pool: Pool) -> Unit:
-    """Shard the parameters of ``plan`` in ``root``."""
-    flats = []
-    for layout in plan.layouts:
-        flat = FlatParameters(layout, axis, pool, plan)
+def make_unit(
+    root: nn.Module,
+    plan: UnitPlan,
+    axis: Axis,
+    pool: Pool,
+    fill: Callable[[UnitPlan], None] = lambda _plan: None,
+) -> Unit:
+    """Shard the parameters of ``plan`` in ``root``, to which ``fill`` has given values."""
+    flats = [FlatParameters(layout, axis, pool, plan) for layout in plan.layouts]
+    fill(plan)  # now that the memory in which the flat buffers were laid out is free again
+    for flat, layout in zip(flats, plan.layouts, strict=True):
         locals_ = split_shard(flat.shard, layout, axis.rank)
         for slot, local, view in zip(layout.slots, locals_, flat.buffer.views, strict=True):
             flat.parameters.append(_manage(root, Sharding(layout, slot, axis), local, view))
-        flats.append(flat)
     return Unit(plan, flats)
 
 
 def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) -> ManagedParameter:
     """Replace a parameter of ``root`` by its shard ``local`` [run]."""
     spec = sharding.slot.parameter
-    homes = [_home(root, name) for name in spec.names]
+    homes = [home_of(root, name) for name in spec.names]
     original = root.get_parameter(spec.name)
     with torch.no_grad():
         local.copy_(_run_of(original, sharding))  # a cast, where the shard is a master
-    sharded = _replace(original, ShardedTensor(local, sharding))
+    sharded = replace_parameter(original, ShardedTensor(local, sharding))
     for home in homes:
         home.put(sharded)
     assert isinstance(sharded, ShardedTensor)
@@ -113,7 +157,12 @@ def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) ->
     return ManagedParameter(sharding, sharded, sharded.to_local(), dense, homes)
 
 
-def _home(root: nn.Module, name: str) -> Home:
+def _can_compare(axis: Axis) -> bool:
+    return axis.num_ranks > 1 and axis.backend("cpu") != "fake"
+
+
+def home_of(root: nn.Module, name: str) -> Home:
+    """Where the parameter ``name`` of ``root`` is held."""
     path, _, attribute = name.rpartition(".")
     return Home(root.get_submodule(path), attribute)
 
@@ -127,7 +176,7 @@ def _run_of(original: Tensor, sharding: Sharding) -> Tensor:
     return original.detach().reshape(-1)[run.start : run.stop]
 
 
-def _replace(original: nn.Parameter, payload: ShardedTensor) -> nn.Parameter:
+def replace_parameter(original: nn.Parameter, payload: Tensor) -> nn.Parameter:
     """A parameter with ``payload``: the same object where possible, for whoever holds it."""
     parameter = nn.Parameter(payload, requires_grad=original.requires_grad)
     own = parameter.__dict__
@@ -142,9 +191,12 @@ def _replace(original: nn.Parameter, payload: ShardedTensor) -> nn.Parameter:
     return parameter
 
 
-def _checksum(tensor: Tensor) -> Tensor:
+def checksum(tensor: Tensor) -> Tensor:
+    """A sum of the bits of ``tensor``: int64, a scalar."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.itemsize, torch.int64)
     flat = tensor.reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(integer).sum(dtype=torch.int64)
+    # In chunks, for a sum into another dtype makes a copy of what it sums.
+    chunks = flat.view(integer).split(1 << 20)  # type: ignore[no-untyped-call]
+    return torch.stack([chunk.sum(dtype=torch.int64) for chunk in chunks]).sum()

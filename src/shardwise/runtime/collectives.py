@@ -310,26 +310,26 @@ class Link:
             total = torch.add(total, received[i], out=out if is_last else free[0])
 
     def _exchange(self, tensors: dict[int, tuple[Tensor, Tensor]], tag: int) -> None:
-        """Send the first of each pair to its peer and receive the second from it."""
+        """Send the first of each pair to its peer and receive the second from it.
+
+        Raises:
+            PeerLost: at the end, so that the peers that are left do not wait for this rank.
+        """
         works: list[tuple[int, dist.Work | None]] = []
+        lost: dict[int, RuntimeError] = {}
         for peer, (_, received) in tensors.items():
-            with self._connected_to(peer):
+            with _noting(lost, peer):
                 work = dist.irecv(received, group=self._group, group_src=peer, tag=tag)
                 works.append((peer, work))
         for peer, (sent, _) in tensors.items():
-            with self._connected_to(peer):
+            with _noting(lost, peer):
                 work = dist.isend(sent, group=self._group, group_dst=peer, tag=tag)
                 works.append((peer, work))
         for peer, pending in works:
-            with self._connected_to(peer):
+            with _noting(lost, peer):
                 if pending is not None:
                     pending.wait()
-
-    @contextlib.contextmanager
-    def _connected_to(self, peer: int) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
+        for peer, error in lost.items():
             raise PeerLost(f"rank {self._own} lost rank {peer}: {error}") from error
 
     # -- coming back into step -------------------------------------------------------------------
@@ -403,8 +403,9 @@ class Communicator:
         self.reduce = Link(axis, device, "reduce")
         self._links = (self.gather, self.reduce)
         self._board = _board(axis) if self.gather.has_wire else None
-        self._epoch = 0
+        self.epoch = 0  # how often the ranks were brought back into step
         self._broken = False
+        self._lost: PeerLost | None = None
         self.step = 0
         self.where = "before the first step"
         self.trail = Trail()
@@ -421,7 +422,9 @@ class Communicator:
         last: tuple[LinkState, ...] = ()
         while not pending.wait(POLL_SECONDS):
             states = tuple(link.state() for link in self._links)
-            beat = beat + 1 if states == last else 0
+            # Its thread may have ended it and not come to say so yet, on a busy machine.
+            is_over = any(pending.tickets[-1].tag in state.ended for state in states)
+            beat = beat + 1 if states == last and not is_over else 0
             last = states
             report = self._report(beat, waits_for=pending.label)
             trail = self.trail
@@ -429,47 +432,78 @@ class Communicator:
         if last and self._board is not None:
             self._board.post(self._report(beat=0))
         if pending.error is not None:
-            self._broken = True
+            self.abort(pending.error)
             raise pending.error
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether an error has reached the ranks since they were last in step."""
+        return self._broken
 
     def abort(self, error: BaseException) -> None:
         """Tell the others that this rank raised, so that they need not wait for it."""
         if self._board is None or self._broken:
             return
         self._broken = True
-        text = f"{type(error).__name__}: {error}"
-        self._board.post(replace(self._report(0), error=text[:500]))
+        text = str(error) if isinstance(error, PeerLost) else f"{type(error).__name__}: {error}"
+        self._tell(replace(self._report(0), error=text[:500]), error)
 
     def recover(self) -> None:
         """After an error: bring all ranks back into step. Costs nothing when there was none."""
         if not self._broken or self._board is None:
             return
+        if self._lost is not None:
+            raise PeerLost(str(self._lost))
         for link in self._links:
             link.stop()
-        reports = self.gather.swap_reports(self._report(0))
+        try:
+            reports = self.gather.swap_reports(self._report(0))
+        except PeerLost as error:
+            self._lost = error
+            raise
         for position, link in enumerate(self._links):
             link.release([report.links[position] for report in reports])
-        self._epoch += 1
+        self.epoch += 1
         self._broken = False
         self.trail.clear()
 
     def _confer(self, report: Report) -> None:
         if self._board is None:
             return
-        self._board.post(report)
-        error = verdict_on(self._board.read(), self._epoch, self._topology)
+        try:
+            self._board.post(report)
+            error = verdict_on(self._board.read(), self.epoch, self._topology)
+        except PeerLost as lost:
+            error = lost
         if error is None:
             return
         self._broken = True
         diverged = isinstance(error, RanksDiverged)
         report = replace(self._report(0), error=str(error), relayed=True, diverged=diverged)
-        self._board.post(report)
+        self._tell(report, error)
         raise error
+
+    def _tell(self, report: Report, error: BaseException) -> None:
+        if isinstance(error, PeerLost):
+            self._lost = error
+            report = replace(report, lost=True)
+        assert self._board is not None
+        with contextlib.suppress(PeerLost):  # then nobody can be told
+            self._board.post(report)
 
     def _report(self, beat: int, *, waits_for: str | None = None) -> Report:
         where = self.where if waits_for is None else f"{self.where}, waits for {waits_for}"
         links = tuple(link.state() for link in self._links)
-        return Report(self._epoch, beat, self.step, where, links)
+        return Report(self.epoch, beat, self.step, where, links)
+
+
+@contextlib.contextmanager
+def _noting(errors: dict[int, RuntimeError], peer: int) -> Iterator[None]:
+    """Keep the first error of the connection to ``peer``."""
+    try:
+        yield
+    except RuntimeError as error:
+        errors.setdefault(peer, error)
 
 
 def _new_group(

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -28,6 +28,9 @@ __all__ = [
     "make_lane",
     "num_local_gpus",
     "peak_memory_bytes",
+    "random_states",
+    "seed_generators",
+    "set_random_states",
 ]
 
 
@@ -151,6 +154,30 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of torch's default generators: the CPU's, and that of ``device`` if it is a GPU.
+
+    Bytes, on the CPU.
+    """
+    gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *gpu]
+
+
+def set_random_states(device: torch.device, states: Sequence[torch.Tensor]) -> None:
+    """Put back what `random_states` returned."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, device)
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed the generators that `random_states` tells of, and no other."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 def _work(jobs: "SimpleQueue[tuple[Callable[[], None], Mark] | None]") -> None:

@@ -30,13 +30,17 @@ from shardwise.plan.units import Units, check_is_unit
 from shardwise.runtime import hooks
 from shardwise.runtime.attach import (
     check_initialized,
-    check_same_everywhere,
+    check_same_plan,
+    check_same_sums,
+    check_same_values,
     device_for,
+    is_on_meta,
     make_unit,
     move_buffers,
 )
 from shardwise.runtime.buffer import Pool
 from shardwise.runtime.casting import apply_precision, cast_tensors
+from shardwise.runtime.initialize import Initialization, Materializer
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.mesh import Axis, resolve_mesh
 from shardwise.runtime.scheduler import Scheduler
@@ -44,7 +48,7 @@ from shardwise.runtime.sharded_tensor import ShardedTensor
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.runtime.unused import UNUSED, Unused
 
-__all__ = ["FSDPModule", "Runtime", "fully_shard", "gathered", "ledger"]
+__all__ = ["FSDPModule", "Runtime", "fully_shard", "gathered", "ledger", "runtime_of_root"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -61,6 +65,7 @@ def fully_shard(
     granularity: Granularities = "element",
     mp_policy: MixedPrecisionPolicy = AS_IT_CAME,
     unused: Unused = "none",
+    init: Initialization | None = None,
 ) -> M:
     """Shard ``module`` over the ranks of ``mesh``; returns the same object.
 
@@ -70,7 +75,7 @@ def fully_shard(
     root.
 
     Args:
-        module: the model, with the same values on every rank.
+        module: the model, with the same values on every rank, or on the meta device.
         mesh: one-dimensional; None for all ranks (this process alone without a process group).
             Two-dimensional, (outer, inner), for strategies over two axes.
         strategy: what is sharded over which axis: a row of `plan.strategy.PRESETS` by its name, or
@@ -94,6 +99,9 @@ def fully_shard(
             as one process would; ``"zeros"`` spares the ranks the small exchange about it;
             ``"error"`` has every rank raise a `StepError` at the end of a backward in which some
             rank gave no gradient to a parameter that requires one. It names both.
+        init: how a model on the meta device gets its first values, the same ones on any number of
+            ranks: one unit after the other is made whole, initialised and cut, so that the peak of
+            memory is the shards and one unit. None is ``Initialization(seed=0)``.
 
     Raises:
         PlanError: the arguments do not fit the model or each other.
@@ -110,6 +118,7 @@ def fully_shard(
     check_initialized(module)
     strategy = resolve_strategy(strategy)
     axis = resolve_mesh(mesh, strategy, sharding_factor)
+    is_meta = _check_init(module, init)
     manual = _sharded_before(module)
     plan = make_plan(
         module,
@@ -125,7 +134,9 @@ def fully_shard(
         settled=_specs_before(module),
     )
     _warn_of_padding(plan, axis)
-    runtime = Runtime(module, plan, axis, unused)
+    if is_meta and init is None:
+        init = Initialization()
+    runtime = Runtime(module, plan, axis, unused, init)
     own = UnitChoice(reshard_after_forward, mp_policy)
     for index, unit in enumerate(plan.units):
         choice = manual.get(unit.name, own)
@@ -137,6 +148,19 @@ def fully_shard(
 def ledger(module: nn.Module) -> Ledger:
     """The record of what ``module`` (sharded by `fully_shard`) moved, and when."""
     return _handle_of(module).runtime.scheduler.ledger
+
+
+def runtime_of_root(module: nn.Module) -> "Runtime":
+    """What runs ``module``, which has to be a sharded model and not a unit inside one.
+
+    Raises:
+        PlanError: it is not.
+    """
+    handle = _handle_of(module)
+    if handle.index:
+        name = handle.runtime.plan.units[handle.index].name
+        raise PlanError(f"{name} is a unit inside a sharded model; pass the whole model")
+    return handle.runtime
 
 
 @contextlib.contextmanager
@@ -217,15 +241,27 @@ class Runtime:
     The modules hold it; it holds no module, so that a model that is deleted frees its memory.
     """
 
-    def __init__(self, root: nn.Module, plan: Plan, axis: Axis, unused: Unused) -> None:
-        check_same_everywhere(root, plan, axis)
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: Plan,
+        axis: Axis,
+        unused: Unused,
+        init: Initialization | None = None,
+    ) -> None:
+        self.init = init  # what gave the parameters their values; None if they had them
+        check_same_plan(plan, axis)
         self.plan = plan
         self.axis = axis
         self._unused: Unused = unused
         device = device_for(root, axis)
         self.pool = Pool(device)
+        if init is None:
+            check_same_values(root, axis)
+            self.units = [make_unit(root, unit, axis, self.pool) for unit in plan.units]
+        else:
+            self.units = self._materialize(root, init)
         move_buffers(root, device)
-        self.units = [make_unit(root, unit, axis, self.pool) for unit in plan.units]
         self.scheduler = Scheduler(plan, self.units, axis, device, unused)
         for index, unit in enumerate(self.units):
             self._listen(index, unit)
@@ -266,6 +302,17 @@ class Runtime:
         for index, unit in enumerate(self.plan.units):
             choice = _handle_of(root.get_submodule(unit.name)).choice
             _mark(twin.get_submodule(unit.name), Handle(runtime, index, choice))
+
+    def _materialize(self, root: nn.Module, init: Initialization) -> list[Unit]:
+        """The units of a model on the meta device, those inside others first."""
+        materializer = Materializer(root, self.plan, init, self.pool)
+        units = [
+            make_unit(root, unit, self.axis, self.pool, materializer.fill)
+            for unit in reversed(self.plan.units)
+        ]
+        materializer.take_back()
+        check_same_sums(materializer.checksums, self.axis)
+        return units[::-1]
 
     def _listen(self, index: int, unit: Unit) -> None:
         scheduler = weakref.ref(self.scheduler)
@@ -350,8 +397,31 @@ def _warn_of_padding(plan: Plan, axis: Axis) -> None:
 
 def _sharded_before(root: nn.Module) -> dict[str, UnitChoice]:
     """Units that were made one by one, as in FSDP2, and what was chosen for each."""
-    return {
-        name: _handle_of(module).choice
+    handles = {
+        name: _handle_of(module)
         for name, module in root.named_modules()
         if isinstance(module, FSDPModule)
     }
+    for name, handle in handles.items():
+        if handle.runtime.init is not None:
+            raise PlanError(
+                f"{name} was initialised on its own, by the names inside it, so that blocks of one "
+                "kind have the same values; shard a model on the meta device with one call, as in "
+                "sw.fully_shard(model, units=Block)"
+            )
+    return {name: handle.choice for name, handle in handles.items()}
+
+
+def _check_init(module: nn.Module, init: Initialization | None) -> bool:
+    """Whether ``module`` is on the meta device.
+
+    Raises:
+        PlanError: it is not, but is to be initialised.
+    """
+    is_meta = is_on_meta(module)
+    if init is not None and not is_meta:
+        raise PlanError(
+            "init=... is for a model on the meta device, and this one has values; to replace them, "
+            "call sw.initialize(model, seed) before fully_shard"
+        )
+    return is_meta

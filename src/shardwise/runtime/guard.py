@@ -8,16 +8,17 @@ Ranks are stuck for good if none of them moves and no ticket that runs was taken
 part in it: what they all took will end, however slow the wire.
 """
 
+import contextlib
 import json
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from torch.distributed.distributed_c10d import Store
 
-from shardwise.errors import PeerAborted, RanksDiverged, StepError
+from shardwise.errors import PeerAborted, PeerLost, RanksDiverged, StepError
 
 __all__ = ["Board", "LinkState", "Report", "Scope", "Ticket", "Topology", "Trail", "verdict"]
 
@@ -126,8 +127,8 @@ class Report:
     """Where one rank stands.
 
     ``error`` says why it gave up; ``relayed`` that the words are those of another rank's error,
-    and ``diverged`` that the ranks had diverged. ``entered`` are the last of ``num_entered`` units
-    that it began in this step.
+    ``diverged`` that the ranks had diverged, and ``lost`` that one of them is gone.
+    ``entered`` are the last of ``num_entered`` units that it began in this step.
     """
 
     epoch: int
@@ -140,6 +141,7 @@ class Report:
     diverged: bool = False
     num_entered: int = 0
     entered: tuple[str, ...] = ()
+    lost: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -168,14 +170,29 @@ class Board:
         self._own = self._keys[rank]
 
     def post(self, report: Report) -> None:
-        self._store.set(self._own, report.to_json())
+        """Show ``report`` to the others.
+
+        Raises:
+            PeerLost: the process that holds the store is gone; so does `read`.
+        """
+        with _store_answers():
+            self._store.set(self._own, report.to_json())
 
     def read(self) -> list[Report | None]:
         """The last report of every rank, None for those that never posted one."""
-        return [
-            Report.from_json(self._store.get(key)) if self._store.check([key]) else None
-            for key in self._keys
-        ]
+        with _store_answers():
+            return [
+                Report.from_json(self._store.get(key)) if self._store.check([key]) else None
+                for key in self._keys
+            ]
+
+
+@contextlib.contextmanager
+def _store_answers() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(f"the process that holds the job's store is gone: {error}") from error
 
 
 def verdict(
@@ -190,12 +207,8 @@ def verdict(
     """
     current = {rank: r for rank, r in enumerate(reports) if r is not None and r.epoch == epoch}
     for rank, report in current.items():
-        if report.diverged:
-            return RanksDiverged(report.error)
-        if report.error is not None and report.relayed:
-            return PeerAborted(report.error)
         if report.error is not None:
-            return PeerAborted(f"rank {rank} gave up in step {report.step}: {report.error}")
+            return _relay(rank, report)
     if len(current) < len(reports) or any(report.beat < BEATS for report in current.values()):
         return None
     if _can_move(current, topology or Topology((tuple(range(len(reports))),))):
@@ -208,6 +221,16 @@ def verdict(
         + "\nEvery rank must run the same units in the same order; look for a branch, a loop "
         "length or an exception that differs by rank."
     )
+
+
+def _relay(rank: int, report: Report) -> StepError:
+    if report.diverged:
+        return RanksDiverged(report.error)
+    if report.lost:
+        return PeerLost(report.error)
+    if report.relayed:
+        return PeerAborted(report.error)
+    return PeerAborted(f"rank {rank} gave up in step {report.step}: {report.error}")
 
 
 def _can_move(reports: Mapping[int, Report], topology: Topology) -> bool:

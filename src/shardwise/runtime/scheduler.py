@@ -49,6 +49,7 @@ class Scheduler:
         self._is_held = False
         self._is_broken = False  # an event failed, so units are not where the sequencer has them
         self._hidden: dict[int, Call] = {}
+        self._is_in_transaction = False
 
     @cached_property
     def _links(self) -> Communicator:
@@ -192,6 +193,33 @@ class Scheduler:
             unit.reset()
         self._condemned = []
 
+    # -- transactions ----------------------------------------------------------------------------
+
+    def open_transaction(self) -> None:
+        """Begin what `close_transaction` ends; ranks that an error has parted are in step again.
+
+        Raises:
+            StepError: one is open, or a forward, a backward or `hold` is under way.
+        """
+        if self._is_in_transaction:
+            raise StepError(
+                "a transaction of this model is open already; one transaction is one step, so put "
+                "the whole step into a single `with sw.transaction(...)`"
+            )
+        if not self.is_idle or self._is_held:
+            raise StepError("a transaction cannot begin in a forward, a backward or sw.gathered")
+        self.recover()
+        self._note("a transaction")
+        self._is_in_transaction = True
+
+    def close_transaction(self) -> None:
+        self._is_in_transaction = False
+
+    def abandon(self, error: BaseException) -> None:
+        """End the step where it is: only shards are left, and the other ranks are told."""
+        self._tasks.clear()
+        self._fail(error)
+
     # -- steps of the above ----------------------------------------------------------------------
 
     def _perform(self, events: Sequence[Event]) -> None:
@@ -237,6 +265,8 @@ class Scheduler:
         patience = 0.0 if isinstance(error, StepError) else POLL_SECONDS
         until = time.monotonic() + patience
         for unit in self.units:
+            if unit in self._condemned:
+                continue
             if unit.quiesce(max(0.0, until - time.monotonic())):
                 unit.reset()
             else:

@@ -23,7 +23,13 @@ from shardwise.plan.layout import Layout, Run, Slot
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.reductions import across, combine, gather_runs, norms
 
-__all__ = ["ShardedTensor", "Sharding", "apply_gradient_hooks", "run_accumulated_hooks"]
+__all__ = [
+    "ShardedTensor",
+    "Sharding",
+    "apply_gradient_hooks",
+    "run_accumulated_hooks",
+    "written_tensors",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,7 +226,7 @@ def _on_runs(
     """Run ``func`` on the local runs and wrap what comes out."""
     leaves, tree = pytree.tree_flatten((list(args), dict(kwargs)))
     shardings = [x._sharding for x in leaves if isinstance(x, ShardedTensor)]
-    written = _written(func, args, kwargs)
+    written = written_tensors(func, args, kwargs)
     lists = base.startswith("_f")  # `foreach` and `fused` kernels: one sharding for each entry
     if not lists:
         for sharding in shardings[1:]:
@@ -293,7 +299,7 @@ def _check_lists(func: torch._ops.OpOverload, args: Sequence[Any]) -> None:
                 )
 
 
-def _written(
+def written_tensors(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Any]:
     """The tensors that ``func`` changes."""

@@ -1,0 +1,134 @@
+"""What a step changes, kept so that it can be undone.
+
+Everything is put back into the objects that held it: a parameter, a state or a buffer is the same
+tensor afterwards, whoever else has a reference to it.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.runtime.device import random_states, set_random_states
+from shardwise.runtime.sharded_tensor import ShardedTensor
+
+__all__ = ["ModelSnapshot", "OptimizerSnapshot"]
+
+
+class ModelSnapshot:
+    """Of a model before forward: gradients, buffers, and the state of torch's generators.
+
+    Not its parameters, which nothing but an optimizer should change; `changed_parameters` tells.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._parameters = [(name, p, p._version) for name, p in model.named_parameters()]
+        self._gradients = [(p, _clone_or_none(p.grad)) for _, p, _ in self._parameters]
+        self._buffers = [
+            (module, name, buffer, _clone_or_none(buffer))
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+        ]
+        self._random_states = random_states(device)
+
+    def changed_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters that were written to since, by name."""
+        return {name: p for name, p, version in self._parameters if p._version != version}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        for module, name, buffer, values in self._buffers:
+            module._buffers[name] = buffer
+            if buffer is not None and values is not None:
+                buffer.copy_(values)
+        set_random_states(self._device, self._random_states)
+
+
+class OptimizerSnapshot:
+    """Of an optimizer: the values of its groups at once, parameters and states when asked."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [_Entries(group, but="params") for group in optimizer.param_groups]
+        self._members = [list(group["params"]) for group in optimizer.param_groups]
+        self._parameters: dict[Tensor, Tensor] | None = None
+        self._states: dict[Tensor, _Entries] = {}
+
+    @property
+    def parameters(self) -> Iterable[Tensor]:
+        """Those whose values were kept."""
+        return self._parameters or ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether parameters and states were kept, so that the optimizer may step."""
+        return self._parameters is not None
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Keep parameters [run] and states, before the optimizer's first step changes them."""
+        if self.is_complete:
+            return
+        self._states = {p: _Entries(state) for p, state in self._optimizer.state.items()}
+        groups = self._optimizer.param_groups
+        self._parameters = {p: _run(p).clone() for group in groups for p in group["params"]}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        groups = self._optimizer.param_groups
+        del groups[len(self._groups) :]
+        for group, entries, members in zip(groups, self._groups, self._members, strict=True):
+            entries.restore(group)
+            group["params"] = members
+        if self._parameters is None:
+            return
+        for parameter, values in self._parameters.items():
+            _write(parameter, values)
+        state = self._optimizer.state
+        for parameter in [p for p in state if p not in self._states]:
+            del state[parameter]
+        for parameter, entries in self._states.items():
+            entries.restore(state[parameter])
+
+
+class _Entries:
+    """Of a dict: its tensors and their values, and copies of everything else."""
+
+    def __init__(self, entries: Mapping[str, Any], but: str | None = None) -> None:
+        self._but = but
+        self._values = {
+            key: (value, _run(value).clone())
+            if isinstance(value, Tensor)
+            else (copy.deepcopy(value), None)
+            for key, value in entries.items()
+            if key != but
+        }
+
+    def restore(self, entries: dict[str, Any]) -> None:
+        for key in [key for key in entries if key != self._but]:
+            del entries[key]
+        for key, (value, values) in self._values.items():
+            if values is not None:
+                _write(value, values)
+            entries[key] = value
+
+
+def _run(tensor: Tensor) -> Tensor:
+    """What is here of ``tensor``."""
+    return tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor.detach()
+
+
+def _write(tensor: Tensor, values: Tensor) -> None:
+    _run(tensor).copy_(values)
+    if isinstance(tensor, ShardedTensor):
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _clone_or_none(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()

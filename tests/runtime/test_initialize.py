@@ -1,0 +1,330 @@
+"""C7: initial values are the same bits on any number of ranks, on the meta device or not."""
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.plan.units import Units
+from shardwise.runtime.device import peak_memory_bytes
+from tests.models import CASES, WIDTH, Block, Stack
+from tests.ranks import run_on
+from tests.runtime.one_process import assert_equal_models, full, own_part, rank, world_size
+from tests.runtime.test_memory import runtime_of
+from tests.runtime.test_strategies import _options
+
+SEED = 11
+
+
+class Attention(nn.Module):
+    """Units that initialise a parameter of a module inside them, and a norm with statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.MultiheadAttention(WIDTH, 2, batch_first=True) for _ in range(2)
+        )
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, x, x)[0]
+        y: Tensor = self.norm(x)
+        return y
+
+
+def fill(module: nn.Module) -> None:
+    """An initialisation of the user's."""
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if tensor.is_floating_point():
+            tensor.data.normal_(std=0.3)  # as many models do, past autograd
+        else:
+            tensor.zero_()
+
+
+TRANSFORMER = partial(nn.Transformer, WIDTH, 2, 1, 2, 8, batch_first=True)
+MODELS: dict[str, tuple[Callable[[], nn.Module], Units, Callable[[nn.Module], None] | None]] = {
+    name: (CASES[name].build, CASES[name].units, None)
+    for name in (
+        "stack",
+        "stack, every layer",
+        "stack, by size",
+        "gpt",
+        "frozen",
+        "tied",
+        "recurrent",
+    )
+}
+MODELS |= {
+    f"{name}, filled": (CASES[name].build, CASES[name].units, fill)
+    for name in ("conv", "unused and reused", "lora", "tiny", "mixed dtypes", "tied")
+}
+MODELS |= {
+    "attention": (Attention, nn.MultiheadAttention, None),
+    "transformer": (TRANSFORMER, None, None),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_sharding_a_meta_model_gives_the_bits_of_one_process(ranks: int) -> None:
+    expected = _digests_of_eager()
+    strategies = ["fsdp", "ddp", "zero2"] + ["hsdp"] * (ranks == 4)
+    for found in run_on(ranks, _digests, strategies, deadline=60.0):
+        assert set(found) == set(strategies)
+        for strategy, digests in found.items():
+            assert digests == expected, strategy
+
+
+def test_values_follow_from_seed_and_name_alone() -> None:
+    layers = [nn.Linear(3, 4), nn.Linear(3, 4)]
+    model = nn.Sequential(*layers)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    sw.initialize(model, SEED)
+    assert torch.equal(torch.get_rng_state(), before)
+    digest = hashlib.sha256(f"{SEED} 1".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8]) >> 1)
+    expected = nn.Linear(3, 4)
+    assert torch.equal(layers[1].weight, expected.weight)
+    assert torch.equal(layers[1].bias, expected.bias)
+    assert not torch.equal(layers[0].weight, layers[1].weight)
+    sw.initialize(model, SEED + 1)
+    assert not torch.equal(layers[1].weight, expected.weight)
+
+
+def test_a_module_has_the_last_word_on_those_inside_it() -> None:
+    attention = nn.MultiheadAttention(WIDTH, 2)
+    assert attention.out_proj.bias is not None
+    attention.out_proj.bias.data.fill_(1.0)
+    sw.initialize(attention, SEED)
+    assert not attention.out_proj.bias.any()  # which its own Linear would fill at random
+
+
+def test_a_model_from_meta_trains_as_one_that_was_never_there() -> None:
+    run_on(2, _train)
+
+
+def test_parameters_stay_the_same_objects() -> None:
+    with torch.device("meta"):
+        model = CASES["gpt"].build()
+    parameters = list(model.parameters())
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    sw.fully_shard(model, units=CASES["gpt"].units)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+    assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
+
+
+def test_no_more_than_one_unit_is_ever_whole() -> None:
+    with torch.device("meta"):
+        model = Stack(depth=4)
+    peaks = []
+
+    def count(module: nn.Module) -> None:
+        plain = {p for p in model.parameters() if not isinstance(p, sw.ShardedTensor)}
+        peaks.append(sum(p.nbytes for p in plain if not p.is_meta))
+        fill(module)
+
+    sw.fully_shard(model, units=Block, init=sw.Initialization(init_fn=count))
+    units = runtime_of(model).plan.units
+    assert max(peaks) == max(sum(p.num_bytes for p in unit.parameters) for unit in units)
+
+
+def test_the_memory_of_the_process_holds_shards_and_one_unit() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", __name__], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    grown, shards, unit = map(int, result.stdout.split())
+    assert grown < 1.5 * (shards + unit), (grown, shards, unit)
+
+
+class Unfilled(nn.Module):
+    """Something in it has no value: what, is told by ``missing``."""
+
+    def __init__(self, missing: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.missing = missing
+        if missing == "parameter":
+            self.scale = nn.Parameter(torch.ones(3))
+        elif missing == "part of it":
+            self.rows = nn.Parameter(torch.ones(3, 2))
+            self.reset_parameters = lambda: nn.init.zeros_(self.rows[0])
+        elif missing == "buffer":
+            self.register_buffer("angles", torch.arange(3.0), persistent=False)
+        else:
+            self.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool).tril())
+
+
+@pytest.mark.parametrize(
+    ("missing", "name"),
+    [("parameter", "scale"), ("part of it", "rows"), ("buffer", "angles"), ("flags", "mask")],
+)
+def test_what_nobody_fills_is_named(missing: str, name: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), Unfilled(missing))
+    with pytest.raises(sw.PlanError, match=rf"^1\.{name}: .*pass init_fn"):
+        sw.fully_shard(model, units=Unfilled)
+
+
+def test_a_module_may_make_a_tensor_anew() -> None:
+    class Rebuilt(Unfilled):
+        def reset_parameters(self) -> None:  # type: ignore[override]
+            self.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool).tril())
+
+    with torch.device("meta"):
+        model = Rebuilt("flags")
+    sw.fully_shard(model)
+    assert torch.equal(model.get_buffer("mask"), torch.ones(3, 3, dtype=torch.bool).tril())
+
+
+def test_a_parameter_that_initialize_would_leave_alone_is_named() -> None:
+    with pytest.raises(sw.PlanError, match=r"^scale: .*pass init_fn"):
+        sw.initialize(Unfilled("parameter"))
+    sw.initialize(Unfilled("buffer"))  # it has values that follow from nothing random
+
+
+def test_reaching_into_another_unit_is_refused() -> None:
+    with torch.device("meta"):
+        model = TRANSFORMER()
+    with pytest.raises(sw.PlanError, match=r"the root: initialising a Transformer.*pass init_fn"):
+        sw.fully_shard(model, units=nn.TransformerEncoderLayer)
+
+
+def test_reaching_out_of_a_unit_is_refused() -> None:
+    class Meddling(nn.Linear):
+        friends: tuple[nn.Linear, ...] = ()
+
+        def reset_parameters(self) -> None:
+            super().reset_parameters()
+            for friend in self.friends:
+                nn.init.zeros_(friend.weight)
+
+    with torch.device("meta"):
+        friend, meddling = nn.Linear(2, 2), Meddling(2, 2)
+    meddling.friends = (friend,)
+    model = nn.Sequential(friend, meddling)
+    with pytest.raises(sw.PlanError, match=r"^1: initialising a Meddling.*pass init_fn"):
+        sw.fully_shard(model, units=Meddling)
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(sw.PlanError, match=r"0\.bias is on the meta device and 1\.bias is"):
+        sw.fully_shard(nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)))
+    with pytest.raises(sw.PlanError, match=r"call sw\.initialize"):
+        sw.fully_shard(nn.Linear(2, 2), init=sw.Initialization(3))
+    with pytest.raises(sw.PlanError, match=r"weight is on the meta device.*fully_shard"):
+        sw.initialize(nn.Linear(2, 2, device="meta"))
+    with pytest.raises(sw.PlanError, match=r"weight is sharded already"):
+        sw.initialize(sw.fully_shard(nn.Linear(2, 2)))
+    with torch.device("meta"):
+        model = nn.Sequential(Block(), Block())
+    for block in model:
+        sw.fully_shard(block)
+    with pytest.raises(sw.PlanError, match=r"^0 was initialised on its own.*units=Block"):
+        sw.fully_shard(model)
+
+
+def test_ranks_that_initialise_differently_are_refused() -> None:
+    run_on(2, _differ)
+
+
+def _digests_of_eager() -> dict[str, str]:
+    found = {}
+    for name, (make, _, init_fn) in MODELS.items():
+        model = make()
+        sw.initialize(model, SEED, init_fn=init_fn)
+        found[name] = _digest(model)
+    return found
+
+
+def _digests(strategies: list[str]) -> dict[str, dict[str, str]]:
+    torch.manual_seed(rank())
+    return {
+        strategy: {name: _digest(_from_meta(name, strategy)) for name in MODELS}
+        for strategy in strategies
+    }
+
+
+def _from_meta(name: str, strategy: str) -> nn.Module:
+    make, units, init_fn = MODELS[name]
+    with torch.device("meta"):
+        model = make()
+    init = sw.Initialization(SEED, init_fn)
+    options = _options(strategy) if world_size() > 1 else {"strategy": strategy}
+    return sw.fully_shard(model, units=units, init=init, **options)
+
+
+def _digest(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        digest.update(name.encode() + full(tensor.detach()).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _train() -> None:
+    reference = Stack()
+    sw.initialize(reference, SEED)
+    reference.double()
+    with torch.device("meta"):
+        model = Stack().double()
+    # In float64 another stream of numbers is drawn, so these come from the reference.
+    values = dict(reference.named_parameters())
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def look_up(module: nn.Module) -> None:
+        for key, parameter in module.named_parameters(recurse=False):
+            parameter.copy_(values[f"{names[id(module)]}.{key}"])
+
+    sw.fully_shard(model, units=Block, init=sw.Initialization(init_fn=look_up))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (reference, model)]
+    for step in range(3):
+        batch = torch.randn(12, WIDTH).double()
+        reference(batch).square().mean().backward()
+        model(own_part(batch)).square().mean().backward()
+        assert_equal_models(model, reference, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _differ() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Block(), Block())
+    with pytest.raises(sw.PlanError, match="differs between ranks 0 and 1"):
+        sw.fully_shard(model, units=Block, init=sw.Initialization(seed=rank()))
+
+
+def _measure() -> None:
+    """Print what a rank of eight grows by, its shards, and the largest unit: bytes."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    with torch.device("meta"):
+        small = nn.Sequential(nn.Linear(64, 64))
+    sw.fully_shard(small)  # loads what the first one loads
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048)) for _ in range(16)))
+    before = _peak_bytes()
+    sw.fully_shard(model, units="auto")
+    grown = _peak_bytes() - before
+    plan = runtime_of(model).plan
+    unit = max(unit.gathered_bytes for unit in plan.units)
+    sys.stdout.write(f"{grown} {plan.shard_bytes} {unit}\n")
+
+
+def _peak_bytes() -> int:
+    return peak_memory_bytes(torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    _measure()

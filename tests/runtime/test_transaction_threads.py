@@ -1,0 +1,74 @@
+"""C8 where a collective cannot be left, as on NCCL: the vote itself carries the bad news.
+
+Ranks are threads of one process, whose process group has no point-to-point exchanges either.
+"""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+import shardwise as sw
+from tests.models import WIDTH, Block, build
+from tests.runtime.test_transaction import TrippingAdamW
+
+RANKS = 2
+
+
+def test_a_failing_optimizer_is_voted_on() -> None:
+    # In a process of its own: torch's threaded process group replaces globals of torch's.
+    result = subprocess.run(
+        [sys.executable, "-m", __name__], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.split()) == ["undone:0", "undone:1"], result.stderr
+
+
+def _main() -> None:
+    from torch.testing._internal.distributed import multi_threaded_pg  # noqa: PLC0415
+
+    multi_threaded_pg._install_threaded_pg()  # type: ignore[no-untyped-call]
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+    seed, store = threading.Lock(), HashStore()
+    ranks = [
+        threading.Thread(target=_rank, args=(rank, store, seed), daemon=True)
+        for rank in range(RANKS)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+
+
+def _rank(rank: int, store: HashStore, seed: threading.Lock) -> None:
+    dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)
+    with seed:  # torch's generator is one for all threads
+        model = build("stack")
+    sw.fully_shard(model, units=Block)
+    optimizer = TrippingAdamW(model.parameters(), lr=1e-2)
+    batch = (torch.arange(6 * WIDTH).double().view(6, WIDTH) / 7 + rank).sin()
+
+    def step() -> None:
+        with sw.transaction(model, optimizer):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step()
+    before = [p.full_tensor() for p in model.parameters() if isinstance(p, sw.ShardedTensor)]
+    optimizer.trips = rank == 1
+    with pytest.raises(ValueError if rank == 1 else sw.PeerAborted):
+        step()
+    after = [p.full_tensor() for p in model.parameters() if isinstance(p, sw.ShardedTensor)]
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    optimizer.trips = False
+    step()
+    sys.stdout.write(f"undone:{rank}\n")
+
+
+if __name__ == "__main__":
+    _main()
