@@ -39,14 +39,14 @@ def test_memory_is_used_again() -> None:
     assert (pool.held_bytes, pool.peak_bytes) == (5120, 5120)
 
 
-def test_the_best_fit_is_taken_and_never_more_than_double() -> None:
+def test_the_best_fit_is_taken_and_hardly_more_than_was_asked_for() -> None:
     pool = Pool(CPU)
-    lent = {size: pool.take(size) for size in (2000, 1000, 1500)}
+    lent = {size: pool.take(size) for size in (2000, 1010, 1005)}
     for storage in lent.values():
         pool.give(storage)
-    assert pool.take(900).data_ptr() == lent[1000].data_ptr()
-    assert pool.take(1001).data_ptr() == lent[1500].data_ptr()
-    assert pool.take(999).nbytes() == 999, "2000 is more than twice that"
+    assert pool.take(1000).data_ptr() == lent[1005].data_ptr()
+    assert pool.take(1000).data_ptr() == lent[1010].data_ptr()
+    assert pool.take(1000).nbytes() == 1000, "2000 would be a waste"
 
 
 def test_the_oldest_memory_makes_room_for_what_fits_nowhere() -> None:
@@ -84,7 +84,7 @@ def test_a_pool_never_holds_more_than_was_lent_at_once(steps: list[tuple[bool, i
     for is_taken, number in steps:
         if is_taken:
             lent.append(pool.take(number))
-            assert number <= lent[-1].nbytes() <= 2 * number
+            assert number <= lent[-1].nbytes() <= 1.02 * number
         elif lent:
             pool.give(lent.pop(number % len(lent)))
         lent_bytes = sum(storage.nbytes() for storage in lent)

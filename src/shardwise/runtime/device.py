@@ -52,11 +52,13 @@ class Mark:
         return self._done.wait(timeout_seconds)
 
     def run(self, job: Callable[[], None]) -> None:
+        """Run ``job``, and let go of it before anybody is told that it ended."""
         self.started = time.perf_counter()
         try:
             job()
         except Exception as error:  # noqa: BLE001 - it is raised where the result is needed
             self.error = error
+        del job  # and the memory that it holds, or the peak would depend on this thread's luck
         self.finished = time.perf_counter()
         self._done.set()
 
@@ -82,14 +84,14 @@ class ThreadLane:
     """Runs jobs on a thread of its own, which ends when the lane is dropped."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[tuple[Callable[[], None], Mark] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Submitted | None] = SimpleQueue()
         worker = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
         weakref.finalize(self, self._jobs.put, None)
         worker.start()
 
     def submit(self, job: Callable[[], None]) -> Mark:
         mark = Mark()
-        self._jobs.put((job, mark))
+        self._jobs.put(([job], mark))
         return mark
 
 
@@ -180,8 +182,11 @@ def seed_generators(device: torch.device, seed: int) -> None:
             torch.cuda.manual_seed(seed)
 
 
-def _work(jobs: "SimpleQueue[tuple[Callable[[], None], Mark] | None]") -> None:
-    while (item := jobs.get()) is not None:
-        job, mark = item
-        mark.run(job)
-        del item, job, mark  # an idle lane keeps no tensor alive
+_Submitted = tuple[list[Callable[[], None]], Mark]  # one job, to be taken out
+
+
+def _work(jobs: "SimpleQueue[_Submitted | None]") -> None:
+    while (submitted := jobs.get()) is not None:
+        box, mark = submitted
+        mark.run(box.pop())
+        del submitted, box, mark  # an idle lane keeps no tensor alive

@@ -1,0 +1,80 @@
+"""What a rank holds, as the plan foresees it."""
+
+import pytest
+from torch import nn
+
+from shardwise.plan.memory import step_memory
+from shardwise.plan.plan import Plan, make_plan
+from shardwise.plan.strategy import DDP
+
+UNIT = 4 * 16 * 16  # bytes of one layer
+
+
+def plan_of(depth: int, *, world_size: int = 2, head: bool = False, **options: object) -> Plan:
+    """Layers of 1024 bytes, one a unit, and on request one of the root's own at the end."""
+    model = nn.Sequential()
+    model.layers = nn.ModuleList(nn.Sequential(Layer()) for _ in range(depth))
+    if head:
+        model.head = Layer()
+    return make_plan(model, units=nn.Sequential, world_size=world_size, **options)  # type: ignore[arg-type]
+
+
+class Layer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(16, 16, bias=False)
+
+
+def test_between_steps_there_are_shards_of_parameters_and_gradients() -> None:
+    for world_size in (1, 2, 4):
+        memory = step_memory(plan_of(4, world_size=world_size))
+        assert memory.between_steps_bytes == 2 * 4 * UNIT // world_size
+
+
+def test_the_peak_is_two_units_and_two_reductions() -> None:
+    memory = step_memory(plan_of(5), scratch_slots=1)
+    reduction = UNIT + UNIT // 2
+    assert memory.transient_bytes == 2 * UNIT + 2 * reduction
+    assert memory.peak_bytes == memory.between_steps_bytes + memory.transient_bytes
+
+
+def test_without_prefetch_one_unit_less_is_gathered() -> None:
+    with_, without = (step_memory(plan_of(5, prefetch=prefetch)) for prefetch in (1, 0))
+    assert with_.transient_bytes - without.transient_bytes == UNIT
+
+
+def test_the_gradients_of_the_root_wait() -> None:
+    with_, without = (step_memory(plan_of(5, head=head)) for head in (True, False))
+    assert with_.transient_bytes - without.transient_bytes == 2 * UNIT  # gathered, and waiting
+
+
+def test_a_root_that_is_largest_peaks_when_it_is_reduced() -> None:
+    model = nn.Module()
+    model.block = Layer()
+    model.head = nn.Linear(16, 16 * 100, bias=False)
+    memory = step_memory(make_plan(model, units=Layer, world_size=2), scratch_slots=1)
+    assert str(memory.peak_event) == "reduce Module"
+    # Its gradients, the buffer they go to and its scratch; and the reduction before it.
+    assert memory.transient_bytes == (2 * 100 + 50) * UNIT + UNIT + UNIT // 2
+
+
+def test_frozen_units_take_no_gradients() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList(Layer() for _ in range(4))
+    model.requires_grad_(requires_grad=False)
+    memory = step_memory(make_plan(model, units=Layer, world_size=2), scratch_slots=1)
+    assert memory.between_steps_bytes == 4 * UNIT // 2
+    assert memory.transient_bytes == 2 * UNIT
+
+
+def test_whole_parameters_are_never_gathered() -> None:
+    memory = step_memory(plan_of(5, world_size=1, strategy=DDP), scratch_slots=3)
+    assert memory.between_steps_bytes == 2 * 5 * UNIT
+    assert memory.transient_bytes == 2 * (UNIT + 3 * UNIT)
+
+
+@pytest.mark.parametrize("scratch_slots", [0, 1, 3])
+def test_accumulation_takes_a_target_for_each_reduction(scratch_slots: int) -> None:
+    plan = plan_of(5)
+    first = step_memory(plan, scratch_slots=scratch_slots)
+    later = step_memory(plan, scratch_slots=scratch_slots, accumulates=True)
+    assert later.peak_bytes - first.peak_bytes == 2 * UNIT // 2

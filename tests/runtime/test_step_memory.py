@@ -1,0 +1,131 @@
+"""C3: what a rank holds is what the plan says, to 2 %: every tensor that lives is counted."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise as sw
+from shardwise.plan.events import EventKind
+from shardwise.plan.memory import step_memory
+from shardwise.plan.strategy import STRATEGIES, Strategy
+from shardwise.plan.units import Units
+from shardwise.runtime.engine import Runtime
+from shardwise.runtime.scheduler import Scheduler
+from shardwise.runtime.unit import Unit
+from tests.ranks import run_on
+from tests.runtime.one_process import world_size
+from tests.runtime.test_memory import runtime_of
+
+PRESETS = {strategy.name: strategy for strategy in STRATEGIES.values()}
+TOLERANCE = 0.02
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_live_bytes_are_those_of_the_plan(preset: str, ranks: int) -> None:
+    run_on(ranks, _measure_all, PRESETS[preset], deadline=60.0)
+
+
+class Tower(nn.Module):
+    """Units of given widths on a narrow stream, so that activations weigh nothing."""
+
+    def __init__(self, widths: tuple[int, ...], head: int = 0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, width), nn.Linear(width, width), nn.Linear(width, 16))
+            for width in widths
+        )
+        self.head = nn.Linear(16, head) if head else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+@dataclass(frozen=True)
+class Shape:
+    build: Callable[[], nn.Module]
+    units: Units = "auto"
+
+
+SHAPES = {
+    "even": Shape(lambda: Tower((160,) * 5)),
+    "uneven": Shape(lambda: Tower((150, 101, 203, 128, 165, 75, 250, 256))),
+    "large root": Shape(lambda: Tower((150, 150, 150), head=1500)),
+    "one unit": Shape(lambda: Tower((150, 150)), units=None),
+}
+
+
+def _measure_all(strategy: Strategy) -> None:
+    options: dict[str, Any] = {"strategy": strategy}
+    if strategy.replicas:
+        sizes = (2, world_size() // 2)
+        options["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    for name, shape in SHAPES.items():
+        _measure(name, shape, options, accumulates=False)
+    _measure("even", SHAPES["even"], options, accumulates=True)
+
+
+def _measure(name: str, shape: Shape, options: dict[str, Any], *, accumulates: bool) -> None:
+    torch.manual_seed(0)
+    model = shape.build()
+    sw.fully_shard(model, units=shape.units, **options)
+    runtime = runtime_of(model)
+    for _ in range(2):
+        _step(model)
+        if not accumulates:
+            model.zero_grad()
+    between = _live_bytes(runtime)
+    with _sampled(runtime) as samples:
+        _step(model)
+    slots = runtime.scheduler._links.reduce.scratch_slots
+    planned = step_memory(runtime.plan, scratch_slots=slots, accumulates=accumulates)
+    what = f"{name}, accumulates={accumulates}"
+    assert between == pytest.approx(planned.between_steps_bytes, rel=TOLERANCE), what
+    assert max(samples) == pytest.approx(planned.peak_bytes, rel=TOLERANCE), what
+    idle = runtime.pool.held_bytes
+    assert idle <= planned.transient_bytes * (1 + TOLERANCE), f"{what}: the pool keeps too much"
+
+
+def _step(model: nn.Module) -> None:
+    model(torch.ones(1, 16)).mean().backward()
+
+
+@contextmanager
+def _sampled(runtime: Runtime) -> Iterator[list[int]]:
+    """Live bytes before and after every event."""
+    samples: list[int] = []
+    do = Scheduler._do
+
+    def sample(scheduler: Scheduler, kind: EventKind, unit: Unit) -> Any:
+        samples.append(_live_bytes(runtime))
+        marks = do(scheduler, kind, unit)
+        samples.append(_live_bytes(runtime))
+        return marks
+
+    with mock.patch.object(Scheduler, "_do", sample):
+        yield samples
+
+
+def _live_bytes(runtime: Runtime) -> int:
+    """Of all tensors that this test has made, but for memory that lies idle in the pool."""
+    live: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.UntypedStorage):
+            live[thing.data_ptr()] = thing.nbytes()
+        elif isinstance(thing, Tensor) and not isinstance(thing, sw.ShardedTensor):
+            storage = thing.untyped_storage()
+            live[storage.data_ptr()] = storage.nbytes()
+    for idle in runtime.pool._idle:
+        live.pop(idle.data_ptr(), None)
+    return sum(live.values())
