@@ -1,5 +1,7 @@
 """Putting shards in the place of parameters: what `fully_shard` does to a model once."""
 
+import sys
+import warnings
 import zlib
 from collections.abc import Callable, Mapping
 
@@ -153,6 +155,9 @@ def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) ->
     for home in homes:
         home.put(sharded)
     assert isinstance(sharded, ShardedTensor)
+    # Two references are this function's own.
+    if sharded is not original and _is_plain(original) and sys.getrefcount(original) > 2:  # noqa: PLR2004
+        _warn_of_holder(spec.name)
     dense = nn.Parameter(view, requires_grad=spec.trainable)
     return ManagedParameter(sharding, sharded, sharded.to_local(), dense, homes)
 
@@ -189,6 +194,19 @@ def replace_parameter(original: nn.Parameter, payload: Tensor) -> nn.Parameter:
         pass  # held by a weak reference, as recurrent layers do with their weights
     parameter.__dict__.update(attributes)
     return parameter
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return not isinstance(tensor, ShardedTensor)
+
+
+def _warn_of_holder(name: str) -> None:
+    warnings.warn(
+        f"{name}: something, perhaps an optimizer, still holds the parameter as it was before "
+        "fully_shard and would train nothing: weights of a recurrent layer cannot stay the same "
+        "objects. Build the optimizer after fully_shard",
+        stacklevel=2,
+    )
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -126,8 +126,13 @@ class Scheduler:
         if self._tasks:
             self._perform(self._sequencer.finish_backward(task))
             return
+        events = self._sequencer.finish_backward(task)
+        reduces = [i for i, event in enumerate(events) if event.kind is EventKind.REDUCE]
+        after_reduces = max(reduces, default=-1) + 1
+        self._perform(events[:after_reduces])
+        # Here it has the same place on the link on every rank, wherever backward left off there.
         agreement = self._launch_agreement()
-        self._perform(self._sequencer.finish_backward(task))
+        self._perform(events[after_reduces:])
         self._settle(agreement)
         self._hidden.clear()
         for unit in self.units:

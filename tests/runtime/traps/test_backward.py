@@ -1,0 +1,241 @@
+"""Traps: when a unit's backward begins and ends."""
+
+import copy
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.runtime.buffer import Pool
+from tests.models import CASES, WIDTH, Block, Stack, build
+from tests.ranks import run_on
+from tests.runtime.one_process import (
+    BATCH,
+    assert_equal_models,
+    assert_equal_training,
+    own_part,
+)
+
+
+def test_inputs_that_need_no_gradients() -> None:
+    """Module backward hooks fire before the parameters' gradients then, and hooks on inputs never
+    do: the first unit would be reduced too early, or not at all.
+    """
+    run_on(2, _first_unit)
+
+
+def test_an_output_that_is_a_view_may_be_changed_in_place() -> None:
+    """FSDP2 loses its hook with the view's old node, and fails with "setStorage out of bounds"."""
+    run_on(2, _changed_views)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputing_gathers_nothing_ahead_and_frees_nothing(reentrant: bool) -> None:
+    """A recomputation is a forward inside backward. One that gathers ahead in the order of forward,
+    frees what its backward needs, or registers its hooks again moves more than it has to.
+    """
+    run_on(2, _recompute, reentrant)
+
+
+@pytest.mark.parametrize("way", ["one after the other", "reversed", "1F1B"])
+def test_several_forwards_before_their_backwards(way: str) -> None:
+    """Pipelines run several forwards first: each backward is reduced, and none is left gathered."""
+    run_on(2, _several_forwards, way)
+
+
+@pytest.mark.parametrize("way", ["detached", "retained"])
+def test_a_loss_in_chunks(way: str) -> None:
+    """Long sequences: a loss whose parts go back one by one."""
+    run_on(2, _chunks, way)
+
+
+def test_units_that_were_gathered_ahead_in_vain_are_freed() -> None:
+    """A pass that goes another way than the last one leaves what it foresaw."""
+    run_on(2, _other_way)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_memory_that_was_given_back_is_used_by_nobody(ranks: int) -> None:
+    """A reduce buffer that is let go before its work is done, or parameters that are freed before
+    the last use: silently wrong in peers, now and then. Here all that is given back is spoilt.
+    """
+    run_on(ranks, _spoil, deadline=60.0)
+
+
+def _pair(name: str = "stack", **options: Any) -> tuple[nn.Module, nn.Module]:
+    reference, model = build(name), build(name)
+    return reference, sw.fully_shard(model, units=CASES[name].units, **options)
+
+
+def _counts(model: nn.Module) -> Counter[str]:
+    return Counter(str(event) for event in sw.ledger(model).events())
+
+
+def _first_unit() -> None:
+    reference, model = _pair("stack, every layer")
+    for step in range(3):
+        batch = torch.randn(BATCH, WIDTH).double()
+        assert not batch.requires_grad
+        model(own_part(batch)).square().mean().backward()
+        reference(batch).square().mean().backward()
+        assert_equal_models(model, reference, step)
+    assert _counts(model)["reduce first"] == 1
+
+
+class ReturnsView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[:, :WIDTH]  # type: ignore[no-any-return]
+
+
+class ChangesInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = ReturnsView(), ReturnsView()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        y *= 2
+        y.add_(1).sin_()
+        z: Tensor = self.second(y)
+        return z.tanh_()
+
+
+def _changed_views() -> None:
+    reference = ChangesInPlace().double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=ReturnsView)
+    for step in range(3):
+        batch = torch.randn(BATCH, WIDTH).double()
+        model(own_part(batch)).square().mean().backward()
+        reference(batch).square().mean().backward()
+        assert_equal_models(model, reference, step)
+
+
+class Recomputing(nn.Module):
+    """Every block is a unit and runs under checkpointing."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+def _recompute(reentrant: bool) -> None:
+    reference = Recomputing(reentrant).double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Block)
+    for step in range(3):
+        batch = torch.randn(BATCH, WIDTH).double()
+        model(own_part(batch)).square().mean().backward()
+        reference(batch).square().mean().backward()
+        assert_equal_models(model, reference, step)
+    counts = _counts(model)
+    for layer in range(4):
+        # The last one's backward, and so its recomputation, may follow while it is still there.
+        stays = layer == 3 and not reentrant  # reentrant checkpointing hides it from autograd
+        assert counts[f"gather layers.{layer}"] == (1 if stays else 2), counts
+        assert counts[f"forward layers.{layer}"] == 2
+        assert counts[f"backward layers.{layer}"] <= 2
+        assert counts[f"reduce layers.{layer}"] == 1
+
+
+def _several_forwards(way: str) -> None:
+    reference, model = _pair()
+    for step in range(3):
+        batches = [torch.randn(BATCH, WIDTH).double() for _ in range(4)]
+
+        def loss_of(batch: Tensor) -> Tensor:
+            return model(own_part(batch)).square().mean()  # type: ignore[no-any-return]
+
+        match way:
+            case "1F1B":
+                waiting = [loss_of(batch) for batch in batches[:2]]
+                for batch in batches[2:]:
+                    waiting.pop(0).backward()
+                    waiting.append(loss_of(batch))
+            case _:
+                waiting = [loss_of(batch) for batch in batches]
+                if way == "reversed":
+                    waiting.reverse()
+        for loss in waiting:
+            loss.backward()  # type: ignore[no-untyped-call]
+        sum(reference(batch).square().mean() for batch in batches).backward()
+        assert_equal_models(model, reference, step)
+        assert sw.ledger(model).gathered_bytes == 0
+        assert _counts(model)["reduce layers.0"] == 1, "each backward is reduced, once"
+
+
+def _chunks(way: str) -> None:
+    reference, model = _pair()
+    for step in range(3):
+        batch = torch.randn(BATCH, WIDTH).double()
+        for m, x in ((reference, batch), (model, own_part(batch))):
+            output = m(x)
+            size = output.numel()
+            whole = output.detach().requires_grad_() if way == "detached" else output
+            chunks = whole.chunk(3)
+            for position, chunk in enumerate(chunks):
+                is_last = position == len(chunks) - 1
+                loss = chunk.square().sum() / size
+                loss.backward(retain_graph=not is_last)
+            if way == "detached":
+                output.backward(whole.grad)
+        assert_equal_models(model, reference, step)
+
+
+class Turns(Stack):
+    """Runs its blocks in the order that it is told."""
+
+    order: tuple[int, ...] = (0, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for position in self.order:
+            x = self.layers[position](x)
+        y: Tensor = self.norm(x)
+        return y
+
+
+def _other_way() -> None:
+    reference = Turns().double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Block, prefetch=2)
+    for step, order in enumerate([(0, 1, 2), (2, 0), (1,), (1, 1, 0, 2), (0, 1, 2)]):
+        model.order = reference.order = order
+        batch = torch.randn(BATCH, WIDTH).double()
+        model.zero_grad()
+        reference.zero_grad()
+        model(own_part(batch)).square().mean().backward()
+        reference(batch).square().mean().backward()
+        assert_equal_models(model, reference, step)
+        assert sw.ledger(model).gathered_bytes == 0
+
+
+def _spoil() -> None:
+    give = Pool.give
+
+    def give_spoilt(pool: Pool, storage: torch.UntypedStorage) -> None:
+        spoilt = torch.empty(0, dtype=torch.uint8).set_(storage)
+        spoilt.fill_(0xFF)  # every number is a NaN
+        give(pool, storage)
+
+    with mock.patch.object(Pool, "give", give_spoilt):
+        for name in ("stack", "gpt", "two uses", "unused and reused", "checkpointed"):
+            assert_equal_training(name)
+        assert_equal_training("stack", accumulate=2, prefetch=0, clip=0.01)
+        assert_equal_training("stack", set_to_none=False, strategy="zero2")
