@@ -74,16 +74,6 @@ def test_ddp_reduces_during_backward_without_being_told_units() -> None:
     run_on(2, _ddp_buckets)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
-def test_replicas_stay_bitwise_equal(strategy: str) -> None:
-    trained = run_on(4, _train_float32, strategy)
-    if strategy == "ddp":
-        assert len(set(trained)) == 1
-    else:
-        assert trained[0] == trained[2]
-        assert trained[1] == trained[3]
-
-
 def test_ddp_gathers_nothing_and_keeps_all() -> None:
     run_on(2, _ddp_events)
 
@@ -212,19 +202,6 @@ def _ddp_buckets() -> None:
     last_compute = len(kinds) - kinds[::-1].index(EventKind.BACKWARD)
     assert kinds[:last_compute].count(EventKind.REDUCE) >= 2
     assert EventKind.GATHER not in kinds
-
-
-def _train_float32(strategy: str) -> bytes:
-    model = nn.Sequential(*(Block() for _ in range(3)))
-    sw.fully_shard(model, units=Block, **_options(strategy))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(50):
-        model(own_part(torch.randn(12, WIDTH))).square().mean().backward()
-        sw.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    locals_ = [p.to_local().detach() for p in model.parameters() if isinstance(p, sw.ShardedTensor)]
-    return torch.cat(locals_).numpy().tobytes()
 
 
 def _ddp_events() -> None:

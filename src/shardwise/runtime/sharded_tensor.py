@@ -192,6 +192,11 @@ def run_accumulated_hooks(parameter: Tensor) -> None:
         hook(parameter)
 
 
+_WAY_OUT = (
+    "use .full_tensor() for the whole, .to_local() for this rank's run, or `sw.gathered(model)`; "
+    "in a forward it means that the module was not called through its unit"
+)
+
 # Not tagged as element-wise by torch, but they are, or make a tensor of the same shape.
 _LIKE_ELEMENTWISE = {
     "_to_copy", "alias", "clone", "copy_", "detach", "detach_", "empty_like", "fill_", "full_like",
@@ -265,7 +270,7 @@ def _to_run(func: torch._ops.OpOverload, x: Any, sharding: Sharding | None) -> A
         return x.expand(sharding.shape).reshape(-1)[run.start : run.stop]
     raise ShardedTensorError(
         f"{func}: a tensor of shape {tuple(x.shape)} does not fit {sharding.name} of shape "
-        f"{tuple(sharding.shape)}"
+        f"{tuple(sharding.shape)}, of which this rank has a shard; {_WAY_OUT}"
     )
 
 
@@ -377,7 +382,6 @@ def _unscale(
 
 def _refusal(func: torch._ops.OpOverload, x: ShardedTensor) -> ShardedTensorError:
     return ShardedTensorError(
-        f"{func} needs more of {x._sharding.name} {tuple(x.shape)} than this rank's shard; use "
-        ".full_tensor() for the whole, .to_local() for this rank's run, or `sw.gathered(model)`; "
-        "in a forward it means that the module was not called through its unit"
+        f"{func} needs more of {x._sharding.name} {tuple(x.shape)} than this rank's shard; "
+        f"{_WAY_OUT}"
     )

@@ -166,7 +166,7 @@ def _several_forwards(way: str) -> None:
             case "1F1B":
                 waiting = [loss_of(batch) for batch in batches[:2]]
                 for batch in batches[2:]:
-                    waiting.pop(0).backward()
+                    waiting.pop(0).backward()  # type: ignore[no-untyped-call]
                     waiting.append(loss_of(batch))
             case _:
                 waiting = [loss_of(batch) for batch in batches]

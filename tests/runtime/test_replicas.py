@@ -1,0 +1,63 @@
+"""C2: ranks that hold the same keep the same bits, parameters and optimizer states alike."""
+
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise as sw
+from shardwise.plan.strategy import STRATEGIES, Strategy
+from shardwise.runtime.sharded_tensor import ShardedTensor
+from tests.models import WIDTH, Block
+from tests.ranks import run_on
+from tests.runtime.one_process import own_part
+from tests.runtime.test_memory import runtime_of
+from tests.runtime.traps.test_branches import Experts
+
+PRESETS = {strategy.name: strategy for strategy in STRATEGIES.values()}
+STEPS = 50
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_replicas_are_bitwise_equal_after_many_steps(preset: str) -> None:
+    trained = run_on(4, _train, PRESETS[preset], deadline=120.0)
+    shards, wholes = zip(*trained, strict=True)
+    assert len(set(wholes)) == 1, "what is gathered is the same everywhere"
+    by_shard: dict[int, set[str]] = {}
+    for number, digest in shards:
+        by_shard.setdefault(number, set()).add(digest)
+    assert all(len(digests) == 1 for digests in by_shard.values())
+    replicas = {"ddp": 4, "hsdp": 2}.get(preset)
+    if replicas is not None:
+        assert len(by_shard) == 4 // replicas
+
+
+def _train(strategy: Strategy) -> tuple[tuple[int, str], str]:
+    """In float32, with rows that go to experts by what is in them."""
+    options: dict[str, Any] = {"strategy": strategy}
+    if strategy.replicas:
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(Block(), Experts(), Block(), Experts())
+    sw.fully_shard(model, units={Block, Experts}, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(STEPS):
+        model(own_part(torch.randn(24, WIDTH))).square().mean().backward()
+        sw.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    states = [t for s in optimizer.state.values() for t in s.values()]
+    kept = _digest([*model.parameters(), *states])
+    with sw.gathered(model):
+        whole = _digest(list(model.parameters()))
+    return (runtime_of(model).axis.rank, kept), whole
+
+
+def _digest(tensors: list[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor
+        digest.update(local.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,311 @@
+"""Traps: averages, ties, odd dtypes and sizes, and what a model brings along."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from tests.models import WIDTH, Block, Gpt, build
+from tests.ranks import run_on
+from tests.runtime.one_process import (
+    BATCH,
+    adamw,
+    assert_close,
+    assert_equal_models,
+    assert_equal_training,
+    full,
+    own_part,
+    rank,
+    world_size,
+)
+
+
+def test_a_loss_per_token_of_the_global_batch() -> None:
+    """Ranks with unlike numbers of tokens: the mean over ranks of their means is another number.
+    A loss that is weighted by the ranks' share gives one process' gradients.
+    """
+    run_on(3, _per_token)
+
+
+def test_tied_parameters_count_once_in_norm_and_optimizer() -> None:
+    """Tied across units: peers count them twice, or untie them."""
+    run_on(2, _tied)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_trainable_float32_and_float64_in_one_unit(ranks: int) -> None:
+    """FSDP2 refuses mixed dtypes in one unit; here each has a buffer."""
+    run_on(ranks, _mixed_dtypes)
+
+
+@pytest.mark.parametrize("kind", ["loop", "foreach", "fused"])
+def test_ranks_without_any_elements(kind: str) -> None:
+    """Empty shards break foreach kernels, clipping and CPU Adam in peers; scalars are refused."""
+    run_on(4, _empty_shards, kind)
+
+
+def test_buffers_are_whole_and_each_ranks_own() -> None:
+    """Neither sharded nor synchronised: what a rank's data made of them stays there."""
+    run_on(2, _buffers)
+
+
+def test_an_optimizer_that_was_built_too_early_trains_or_is_named() -> None:
+    """In FSDP2 it holds the parameters of before, and trains nothing."""
+    run_on(2, _early_optimizer)
+
+
+def test_seeds_by_rank_are_refused_for_any_unit() -> None:
+    """They would stitch different initialisations into one weight."""
+    run_on(2, _seeds)
+
+
+@pytest.mark.parametrize("when", ["before", "after a step", "with gradients"])
+def test_a_deep_copy_trains_on_its_own(when: str) -> None:
+    """Copies share memory, or hooks, with the original in peers."""
+    run_on(2, _deepcopy, when)
+
+
+def test_methods_that_need_a_unit_say_so() -> None:
+    """A method other than forward that reads parameters finds shards: refused, with the way out,
+    or works where it calls units.
+    """
+    run_on(2, _methods)
+
+
+def _per_token() -> None:
+    reference = nn.Sequential(Block(), Block()).double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Block)
+    counts = [1, 2, 7]
+    batch = torch.randn(sum(counts), WIDTH).double()
+    own = batch.split(counts)[rank()]  # type: ignore[no-untyped-call]
+    total = torch.tensor(len(own))
+    dist.all_reduce(total)
+    (model(own).square().sum() / total * world_size()).backward()
+    (reference(batch).square().sum() / len(batch)).backward()
+    assert_equal_models(model, reference, 0)
+
+
+def _tied() -> None:
+    for name in ("gpt", "tied"):
+        model = assert_equal_training(name, clip=0.01)  # the norm is compared as well
+        parameters = list(model.parameters())
+        assert len({id(p) for p in parameters}) == len(parameters)
+    reference = build("gpt")
+    model = sw.fully_shard(build("gpt"), units="auto")
+    assert isinstance(model, Gpt)
+    assert model.head.weight is model.embedding.weight
+    total = sum(p.square().sum() for p in model.parameters())
+    assert isinstance(total, Tensor)
+    wanted = sum(p.square().sum() for p in reference.parameters())
+    assert isinstance(wanted, Tensor)
+    assert_close(total.detach(), wanted.detach(), "sum of squares")
+
+
+class MixedTrainable(nn.Module):
+    """Two streams, one in each precision, with scalars and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double_ = nn.Linear(WIDTH, WIDTH).double()
+        self.single = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.shift = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
+        self.nothing = nn.Parameter(torch.empty(2, 0))
+
+    def forward(self, streams: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, y = streams
+        y = self.single(y) * self.gain + self.nothing.sum()
+        return torch.tanh(self.double_(x) + self.shift), torch.tanh(y)
+
+
+def _mixed_dtypes() -> None:
+    reference = nn.Sequential(MixedTrainable(), MixedTrainable())
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=MixedTrainable)
+    optimizers = [adamw(m.parameters()) for m in (reference, model)]
+    for _ in range(3):
+        batch = torch.randn(BATCH, WIDTH).double()
+        for m, part in ((model, own_part(batch)), (reference, batch)):
+            x, y = m((part, part.float()))
+            (x.square().mean() + y.square().mean()).backward()
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert p.dtype == p.grad.dtype == q.dtype
+            bound = 1e-12 if p.dtype == torch.float64 else 1e-6
+            error = (full(p.grad).double() - q.grad.double()).norm().item()
+            assert error <= bound, f"{name}: {error:.1e}"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _empty_shards(kind: str) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            parameters, lr=1e-2, eps=1e-3, foreach=kind == "foreach", fused=kind == "fused"
+        )
+
+    model = assert_equal_training("tiny", make_optimizer=make, clip=0.01)
+    empty = [p for p in model.parameters() if isinstance(p, sw.ShardedTensor)]
+    assert any(not p.to_local().numel() for p in empty), "no rank is without elements: a weak test"
+    some = [p for p in empty if p.numel()]  # torch has no infinity norm of nothing
+    for order in (1.0, 2.0, float("inf")):
+        found = nn.utils.get_total_norm([p.detach() for p in some], order)
+        wanted = nn.utils.get_total_norm([p.full_tensor() for p in some], order)
+        assert_close(found, wanted, f"norm {order}")
+
+
+class Counting(nn.Module):
+    """A running mean of its input, kept in a buffer; another buffer is not in the state dict."""
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("scale", torch.full((WIDTH,), 2.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        y: Tensor = self.linear(x * self.scale)
+        return y
+
+
+def _buffers() -> None:
+    model = nn.Sequential(Counting(), Counting()).double()
+    alone = copy.deepcopy(model)
+    sw.fully_shard(model, units=Counting)
+    batch = torch.randn(BATCH, WIDTH).double()
+    for _ in range(2):
+        model(own_part(batch)).square().mean().backward()
+        alone(own_part(batch)).square().mean().backward()
+    for (name, buffer), expected in zip(model.named_buffers(), alone.buffers(), strict=True):
+        assert not isinstance(buffer, sw.ShardedTensor)
+        assert torch.equal(buffer, expected), name
+    assert "0.mean" in model.state_dict()
+    assert "0.scale" not in model.state_dict()
+
+
+def _early_optimizer() -> None:
+    model = build("stack")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sw.fully_shard(model, units=Block)
+    before = [full(p.detach()).clone() for p in model.parameters()]
+    model(torch.randn(4, WIDTH).double()).square().sum().backward()
+    optimizer.step()
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert not torch.equal(full(p.detach()), old)
+    recurrent = build("recurrent")
+    held = torch.optim.SGD(recurrent.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"rnn\.weight_ih_l0: .*optimizer after fully_shard"):
+        sw.fully_shard(recurrent, units=nn.LSTM)
+    assert held
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        twin = copy.deepcopy(sw.fully_shard(build("recurrent"), units=nn.LSTM))
+    assert isinstance(twin, sw.FSDPModule)
+
+
+def _seeds() -> None:
+    model = build("stack")
+    with torch.no_grad():
+        model.get_parameter("layers.2.down.bias")[0] += 1e-16 + 1e-9 * rank()
+    with pytest.raises(sw.PlanError, match=r"layers\.2\.down\.bias differs between ranks 0 and 1"):
+        sw.fully_shard(model, units=Block)
+
+
+def _deepcopy(when: str) -> None:
+    reference = build("gpt")
+    tokens = torch.randint(0, 11, (4, 7))
+    if when == "before":
+        original = build("gpt")
+        model = sw.fully_shard(copy.deepcopy(original), units="auto")
+    else:
+        original = sw.fully_shard(build("gpt"), units="auto")
+        original(own_part(tokens)).backward()
+        reference(tokens).backward()
+        if when == "after a step":
+            for m in (original, reference):
+                torch.optim.SGD(m.parameters(), lr=0.1).step()
+        model = copy.deepcopy(original)
+        reference.zero_grad()  # torch copies no gradients of parameters
+    kept = [full(p.detach()).clone() for p in original.parameters()]
+    optimizers = [adamw(m.parameters()) for m in (reference, model)]
+    for step in range(3):
+        model(own_part(tokens)).backward()
+        reference(tokens).backward()
+        assert_equal_models(model, reference, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, old in zip(original.parameters(), kept, strict=True):
+        assert torch.equal(full(p.detach()), old), "the original is left alone"
+
+
+class Talker(nn.Module):
+    """A model with methods beside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        y: Tensor = (x * self.gain) @ self.embedding.weight.T
+        return y
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            following = self(tokens)[:, -1:].argmax(-1)
+            tokens = torch.cat([tokens, following], dim=1)
+        return tokens
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Calls units, and nothing else."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        y: Tensor = self.embedding(tokens)
+        return y
+
+    def project(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers[0].up(x)  # type: ignore[operator]
+        return y
+
+    def scale(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+def _methods() -> None:
+    reference = Talker().double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Block)
+    tokens = torch.randint(0, 11, (2, 3))
+    x = torch.randn(BATCH, WIDTH).double()
+    refused = [(model.embed, tokens), (model.project, x), (model.scale, x)]
+    for method, argument in refused:
+        with pytest.raises(sw.ShardedTensorError, match=r"full_tensor\(\).*sw\.gathered\(model\)"):
+            method(argument)
+    assert torch.equal(model.generate(tokens, 4), reference.generate(tokens, 4))
+    with sw.gathered(model):
+        assert_close(model.embed(tokens), reference.embed(tokens).detach(), "embed")
+        assert_close(model.project(x).detach(), reference.project(x).detach(), "project")
+    for m, part in ((model, own_part(x)), (reference, x)):
+        m.encode(part).square().mean().backward()  # type: ignore[no-untyped-call]
+    assert_equal_models(model, reference, 0)
