@@ -3,9 +3,8 @@
 import pytest
 from torch import nn
 
-from shardwise.plan.memory import step_memory
+from shardwise.plan.memory import scratch_elements, step_memory
 from shardwise.plan.plan import Plan, make_plan
-from shardwise.plan.strategy import DDP
 
 UNIT = 4 * 16 * 16  # bytes of one layer
 
@@ -31,7 +30,7 @@ def test_between_steps_there_are_shards_of_parameters_and_gradients() -> None:
 
 
 def test_the_peak_is_two_units_and_two_reductions() -> None:
-    memory = step_memory(plan_of(5), scratch_slots=1)
+    memory = step_memory(plan_of(5), on_wire=True)
     reduction = UNIT + UNIT // 2
     assert memory.transient_bytes == 2 * UNIT + 2 * reduction
     assert memory.peak_bytes == memory.between_steps_bytes + memory.transient_bytes
@@ -51,7 +50,7 @@ def test_a_root_that_is_largest_peaks_when_it_is_reduced() -> None:
     model = nn.Module()
     model.block = Layer()
     model.head = nn.Linear(16, 16 * 100, bias=False)
-    memory = step_memory(make_plan(model, units=Layer, world_size=2), scratch_slots=1)
+    memory = step_memory(make_plan(model, units=Layer, world_size=2), on_wire=True)
     assert str(memory.peak_event) == "reduce Module"
     # Its gradients, the buffer they go to and its scratch; and the reduction before it.
     assert memory.transient_bytes == (2 * 100 + 50) * UNIT + UNIT + UNIT // 2
@@ -61,20 +60,27 @@ def test_frozen_units_take_no_gradients() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList(Layer() for _ in range(4))
     model.requires_grad_(requires_grad=False)
-    memory = step_memory(make_plan(model, units=Layer, world_size=2), scratch_slots=1)
+    memory = step_memory(make_plan(model, units=Layer, world_size=2), on_wire=True)
     assert memory.between_steps_bytes == 4 * UNIT // 2
     assert memory.transient_bytes == 2 * UNIT
 
 
 def test_whole_parameters_are_never_gathered() -> None:
-    memory = step_memory(plan_of(5, world_size=1, strategy=DDP), scratch_slots=3)
+    memory = step_memory(plan_of(5, world_size=1, strategy="ddp", replicas=4), on_wire=True)
     assert memory.between_steps_bytes == 2 * 5 * UNIT
     assert memory.transient_bytes == 2 * (UNIT + 3 * UNIT)
 
 
-@pytest.mark.parametrize("scratch_slots", [0, 1, 3])
-def test_accumulation_takes_a_target_for_each_reduction(scratch_slots: int) -> None:
+@pytest.mark.parametrize("on_wire", [False, True])
+def test_accumulation_takes_a_target_for_each_reduction(on_wire: bool) -> None:
     plan = plan_of(5)
-    first = step_memory(plan, scratch_slots=scratch_slots)
-    later = step_memory(plan, scratch_slots=scratch_slots, accumulates=True)
+    first = step_memory(plan, on_wire=on_wire)
+    later = step_memory(plan, on_wire=on_wire, accumulates=True)
     assert later.peak_bytes - first.peak_bytes == 2 * UNIT // 2
+
+
+def test_an_all_reduce_in_parts_takes_no_more_than_its_buffer() -> None:
+    few, many = 1 << 10, 1 << 16
+    assert [scratch_elements(few, 1, column) for column in (1, 2, 4)] == [0, few, 3 * few]
+    assert [scratch_elements(many, 1, column) for column in (1, 2, 4)] == [0, many, many]
+    assert scratch_elements(many, 4, 4) == 3 * many // 4

@@ -38,7 +38,7 @@ def test_replicas_are_bitwise_equal_after_many_steps(preset: str) -> None:
 def _train(strategy: Strategy) -> tuple[tuple[int, str], str]:
     """In float32, with rows that go to experts by what is in them."""
     options: dict[str, Any] = {"strategy": strategy}
-    if strategy.replicas:
+    if strategy.num_axes > 1:
         options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = nn.Sequential(Block(), Experts(), Block(), Experts())
     sw.fully_shard(model, units={Block, Experts}, **options)

@@ -68,7 +68,7 @@ SHAPES = {
 
 def _measure_all(strategy: Strategy) -> None:
     options: dict[str, Any] = {"strategy": strategy}
-    if strategy.replicas:
+    if strategy.num_axes > 1:
         sizes = (2, world_size() // 2)
         options["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
     for name, shape in SHAPES.items():
@@ -88,8 +88,7 @@ def _measure(name: str, shape: Shape, options: dict[str, Any], *, accumulates: b
     between = _live_bytes(runtime)
     with _sampled(runtime) as samples:
         _step(model)
-    slots = runtime.scheduler._links.reduce.scratch_slots
-    planned = step_memory(runtime.plan, scratch_slots=slots, accumulates=accumulates)
+    planned = step_memory(runtime.plan, on_wire=True, accumulates=accumulates)
     what = f"{name}, accumulates={accumulates}"
     assert between == pytest.approx(planned.between_steps_bytes, rel=TOLERANCE), what
     assert max(samples) == pytest.approx(planned.peak_bytes, rel=TOLERANCE), what

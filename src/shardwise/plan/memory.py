@@ -17,7 +17,10 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import schedule
 from shardwise.plan.units import UnitPlan
 
-__all__ = ["StepMemory", "step_memory"]
+__all__ = ["StepMemory", "is_cut", "scratch_elements", "step_memory"]
+
+_PAIR = 2
+_WHOLE_ELEMENTS = 1 << 14  # an all-reduce of fewer is one exchange of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class StepMemory:
         return self.peak_bytes - self.between_steps_bytes
 
 
-def step_memory(plan: Plan, *, scratch_slots: int = 0, accumulates: bool = False) -> StepMemory:
+def step_memory(plan: Plan, *, on_wire: bool = False, accumulates: bool = False) -> StepMemory:
     """The memory of one training step of ``plan``, from the second step on.
 
     All gradients of a unit that encloses others are taken to wait for the end of its backward. So
@@ -43,43 +46,79 @@ def step_memory(plan: Plan, *, scratch_slots: int = 0, accumulates: bool = False
 
     Args:
         plan: of the model.
-        scratch_slots: slots of scratch that a reduction takes beside its buffer, a fact of what
-            moves the bytes: one less than the ranks of the longer mesh dimension on Gloo, none on
-            NCCL.
+        on_wire: ranks exchange what they reduce point to point, as on Gloo, which takes scratch.
         accumulates: gradients of earlier backwards are there to be added to.
     """
     units = {unit.label: unit for unit in plan.units}
-    base = plan.shard_bytes + plan.gradient_shard_bytes
+    held_whole = sum(unit.gradient_bytes for unit in plan.units if unit.holds_gradients)
+    base = plan.shard_bytes + plan.gradient_shard_bytes + held_whole
     events = schedule(plan)
     held = peak = base
     peak_event = events[0]
     for event in events:
         unit = units[event.unit]
-        reduction = _reduction_bytes(unit, scratch_slots, accumulates=accumulates)
+        before, beside = _gradient_bytes(unit), _reduction_bytes(plan, unit, on_wire, accumulates)
         match event.kind:
-            case EventKind.GATHER:
+            case EventKind.GATHER | EventKind.KEEP:
                 held += event.bytes
-            case EventKind.FREE:
+            case EventKind.FREE | EventKind.DROP:
                 held -= event.bytes
             case EventKind.BACKWARD:
-                held += _waiting_bytes(unit) if unit.encloses else unit.gradient_bytes
+                held += before.on_the_way
             case EventKind.REDUCE:
-                held += reduction - (0 if unit.encloses else unit.gradient_bytes)
+                held += before.buffer + beside - before.in_buffer
             case EventKind.COLLECT:
-                held -= reduction
+                held -= before.buffer + beside
         if held > peak:
             peak, peak_event = held, event
-        if event.kind is EventKind.REDUCE and unit.encloses:
-            held -= _waiting_bytes(unit)  # they were there until the buffer had them
+        if event.kind is EventKind.REDUCE:
+            held -= before.on_the_way - before.in_buffer  # there until the buffer had them
     assert held == base, "a step leaves shards alone"
     return StepMemory(base, peak, peak_event)
 
 
-def _reduction_bytes(unit: UnitPlan, scratch_slots: int, *, accumulates: bool) -> int:
-    """The buffer of a reduction, its scratch, and a target of its own if gradients are there."""
-    slots = scratch_slots + accumulates
-    return unit.gradient_bytes + slots * unit.gradient_shard_bytes
+@dataclass(frozen=True, slots=True)
+class _Gradients:
+    """The whole gradients of a unit, before they are reduced."""
+
+    on_the_way: int  # from its backward on
+    in_buffer: int  # of these, where they are reduced from
+    buffer: int  # that they are reduced from, unless it is there all the time
 
 
-def _waiting_bytes(unit: UnitPlan) -> int:
-    return sum(parameter.num_bytes for parameter in unit.parameters if parameter.trainable)
+def _gradient_bytes(unit: UnitPlan) -> _Gradients:
+    if unit.holds_gradients:
+        return _Gradients(0, 0, 0)
+    if not unit.encloses:
+        return _Gradients(*(unit.gradient_bytes,) * 3)
+    waiting = sum(
+        slot.parameter.num_elements * layout.cast.compute_itemsize
+        for layout in unit.trainable_layouts
+        for slot in layout.slots
+    )
+    return _Gradients(waiting, 0, unit.gradient_bytes)
+
+
+def _reduction_bytes(plan: Plan, unit: UnitPlan, on_wire: bool, accumulates: bool) -> int:
+    """Beside its buffer: scratch, and targets that are not the gradients."""
+    total = 0
+    for layout in unit.trainable_layouts:
+        elements = scratch_elements(layout.num_elements, plan.row, plan.replicas) if on_wire else 0
+        if accumulates or layout.cast.reduce_dtype != layout.dtype:
+            elements += layout.shard_elements
+        if plan.strategy.is_two_level and plan.replicas > 1:
+            elements += layout.num_elements // plan.row
+        total += elements * layout.cast.reduce_itemsize
+    return total
+
+
+def scratch_elements(flat_elements: int, row: int, column: int) -> int:
+    """What the reduction of a flat buffer takes on a wire, by row and then by column."""
+    slot = flat_elements // row
+    by_column = min(column - 1, 1) if is_cut(slot, column) else column - 1
+    return max(row - 1, by_column) * slot
+
+
+def is_cut(num_elements: int, num_ranks: int) -> bool:
+    """Whether an all-reduce is worth two exchanges, of parts; with two ranks nothing is saved."""
+    return num_ranks > _PAIR and num_elements >= max(_WHOLE_ELEMENTS, num_ranks**2)

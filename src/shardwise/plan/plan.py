@@ -26,12 +26,18 @@ class Plan:
     strategy: Strategy
     world_size: int  # ranks of the shard axis
     prefetch: int  # units that are gathered ahead of the one that computes
+    replicas: int = 1  # rows of the mesh, which repeat the shards or, in two levels, cut them again
 
     def __post_init__(self) -> None:
         assert self.units, "the root is a unit"
         assert not self.units[0].name, "the root comes first"
         if self.prefetch < 0:
             raise PlanError(f"prefetch={self.prefetch}: expected 0 or more units")
+
+    @property
+    def row(self) -> int:
+        """Ranks that have the whole model between them."""
+        return self.world_size // self.replicas if self.strategy.is_two_level else self.world_size
 
     @property
     def num_parameters(self) -> int:
@@ -120,6 +126,7 @@ def make_plan(
         strategy=strategy,
         world_size=world_size,
         prefetch=prefetch,
+        replicas=replicas,
     )
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import PeerLost, RanksDiverged, StepError
+from shardwise.plan.memory import is_cut, scratch_elements
 from shardwise.runtime.device import Mark, make_lane
 from shardwise.runtime.guard import (
     Board,
@@ -39,8 +40,6 @@ __all__ = ["Communicator", "Link", "Pending", "Reduction", "communicator"]
 
 POLL_SECONDS = 1.0
 _REPORT_BYTES = 8192
-_PAIR = 2
-_WHOLE_ELEMENTS = 1 << 14  # an all-reduce of fewer is one exchange of all
 
 # One pair of links for each process group and way to shard over it, however many models use them.
 # Keyed by the group object, so ranks that live as threads of one process have their own.
@@ -147,9 +146,7 @@ class Link:
         if not self._direct:
             return 0
         row, column = self._members[Scope.ROW].size, self._members[Scope.COLUMN].size
-        slot = flat_elements // row
-        by_column = min(column - 1, 1) if _is_cut(slot, column) else column - 1
-        return max(row - 1, by_column) * slot
+        return scratch_elements(flat_elements, row, column)
 
     def all_gather(
         self,
@@ -257,7 +254,7 @@ class Link:
             yield self._submit(label, out.nbytes, Scope.COLUMN, lambda _ticket: run())
         elif self._topology.is_two_level:
             yield exchange(list(inner.view(members.size, -1)), out)
-        elif not _is_cut(inner.numel(), members.size):
+        elif not is_cut(inner.numel(), members.size):
             yield exchange([inner] * members.size, inner)
         else:
             size = inner.numel() // members.size
@@ -527,11 +524,6 @@ def _board(axis: Axis) -> Board:
     store = dist.distributed_c10d._get_default_store()
     name = f"{axis.group.group_name}/{len(axis.rows)}x{axis.size}"
     return Board(store, name, axis.group_rank, axis.num_ranks)
-
-
-def _is_cut(num_elements: int, num_ranks: int) -> bool:
-    """Whether an all-reduce is worth two exchanges, of parts; with two ranks nothing is saved."""
-    return num_ranks > _PAIR and num_elements >= max(_WHOLE_ELEMENTS, num_ranks**2)
 
 
 def _gather_by_backend(flat: Tensor, own: Tensor, members: _Members) -> None:

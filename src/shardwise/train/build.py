@@ -47,7 +47,7 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
     return make_plan(
         model,
         world_size=num_shards(config),
-        replicas=config.shard.replicas,
+        replicas=config.shard.replicas if num_shards(config) > 1 else config.shard.nproc,
         units=find_units(model, config.shard.units),
         strategy=config.shard.strategy,
         prefetch=config.shard.prefetch,

@@ -224,6 +224,9 @@ def _other_way() -> None:
         reference(batch).square().mean().backward()
         assert_equal_models(model, reference, step)
         assert sw.ledger(model).gathered_bytes == 0
+        if step == 1:
+            events = [str(event) for event in sw.ledger(model).events()]
+            assert events.index("free layers.1") < events.index("forward layers.2")
 
 
 def _spoil() -> None:
