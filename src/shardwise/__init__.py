@@ -1,5 +1,7 @@
 """Fully Sharded Data Parallel for PyTorch; ``import shardwise as sw`` and `sw.fully_shard`."""
 
+from shardwise.diagnose.verification import Verification, VerificationError
+from shardwise.diagnose.verify import verify
 from shardwise.errors import (
     PeerAborted,
     PeerLost,
@@ -31,6 +33,8 @@ __all__ = [
     "ShardwiseError",
     "StepError",
     "Strategy",
+    "Verification",
+    "VerificationError",
     "block",
     "clip_grad_norm_",
     "fully_shard",
@@ -38,4 +42,5 @@ __all__ = [
     "initialize",
     "ledger",
     "transaction",
+    "verify",
 ]

@@ -12,6 +12,7 @@ import typer
 from typer.main import get_command
 
 from shardwise.cli.train import train
+from shardwise.cli.verify import verify
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.train.errors import ConfigError
 
@@ -28,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(verify)
 
 
 @app.callback()

@@ -6,13 +6,13 @@ One more leaf of the tree in `shardwise.errors`::
     └── VerificationError(AssertionError)   a strategy gives other numbers than one process
 """
 
-from dataclasses import dataclass
-
-from rich.table import Table
+from dataclasses import dataclass, replace
 
 from shardwise.errors import ShardwiseError
 
 __all__ = ["Comparison", "Verification", "VerificationError", "Worst"]
+
+HEAD = f"{'strategy':<12}{'loss':>9}{'gradient':>10}{'update':>10}  {'verdict':<9}worst parameter"
 
 
 class VerificationError(ShardwiseError, AssertionError):
@@ -34,7 +34,6 @@ class Comparison:
     """One strategy against one process."""
 
     strategy: str
-    num_ranks: int
     num_steps: int  # that were compared: none after the first that differs
     tolerance: float
     loss: Worst
@@ -49,8 +48,8 @@ class Comparison:
     def differences(self) -> tuple[str, ...]:
         """What is off by more than the tolerance, in words."""
         found = {
-            "loss": self.loss,
-            f"gradient of {self.gradient.name}": self.gradient,
+            "the loss": self.loss,
+            f"the gradient of {self.gradient.name}": self.gradient,
             f"{self.parameter.name} after the optimizer's step": self.parameter,
         }
         return tuple(
@@ -59,11 +58,31 @@ class Comparison:
             if worst.error > self.tolerance
         )
 
+    @property
+    def worst(self) -> Worst:
+        """The gradient's if that differs, for all else follows from it; otherwise the larger."""
+        if self.gradient.error > self.tolerance:
+            return self.gradient
+        return max(self.gradient, self.parameter, key=lambda worst: worst.error)
+
+    @property
+    def row(self) -> str:
+        """Its line in the table, under ``HEAD``."""
+        loss, gradient, update = (
+            f"{worst.error:.1e}" if worst.error else "0"
+            for worst in (self.loss, self.gradient, self.parameter)
+        )
+        verdict = "equal" if self.ok else "DIFFERS"
+        line = f"{self.strategy:<12}{loss:>9}{gradient:>10}{update:>10}  {verdict:<9}"
+        return (line + self.worst.name).rstrip()
+
 
 @dataclass(frozen=True, slots=True)
 class Verification:
     """What `verify` found; the same on every rank."""
 
+    model: str  # the class of its root
+    num_ranks: int
     comparisons: tuple[Comparison, ...]  # in the order of the strategies
 
     @property
@@ -71,41 +90,38 @@ class Verification:
         """Whether every strategy gives the numbers of one process."""
         return all(comparison.ok for comparison in self.comparisons)
 
-    def table(self) -> Table:
-        """The relative errors, for a rich console."""
-        first = self.comparisons[0]
-        table = Table(
-            "strategy",
-            "loss",
-            "gradient, at worst",
-            "parameter, at worst",
-            "verdict",
-            title=f"{_count(first.num_ranks, 'rank')} against one process, relative errors",
+    def plus(self, comparison: Comparison) -> "Verification":
+        return replace(self, comparisons=(*self.comparisons, comparison))
+
+    @property
+    def title(self) -> str:
+        return f"{self.model}, {self._ranks} against one process: relative errors"
+
+    @property
+    def table(self) -> str:
+        """The relative errors, a line for each strategy."""
+        rows = (comparison.row for comparison in self.comparisons)
+        return "\n".join([self.title, HEAD, *rows])
+
+    @property
+    def explanation(self) -> str:
+        """A line for each strategy that differs."""
+        return "\n".join(
+            f"{self.model} with {one.strategy} on {self._ranks} differs from one process: "
+            f"{'; '.join(one.differences)} (tolerance {one.tolerance:.0e})"
+            for one in self.comparisons
+            if not one.ok
         )
-        for one in self.comparisons:
-            cells = (_cell(worst) for worst in (one.loss, one.gradient, one.parameter))
-            table.add_row(one.strategy, *cells, "equal" if one.ok else "DIFFERS")
-        return table
 
     def raise_for_difference(self) -> None:
         """Raise if a strategy differs.
 
         Raises:
-            VerificationError: a line for each strategy that differs.
+            VerificationError: says which, in what and by how much.
         """
-        lines = [
-            f"{one.strategy} on {_count(one.num_ranks, 'rank')} differs from one process: "
-            f"{'; '.join(one.differences)} (tolerance {one.tolerance:.1e})"
-            for one in self.comparisons
-            if not one.ok
-        ]
-        if lines:
-            raise VerificationError("\n".join(lines))
+        if not self.ok:
+            raise VerificationError(self.explanation)
 
-
-def _cell(worst: Worst) -> str:
-    return f"{worst.error:.1e}\n{worst.name}" if worst.name else f"{worst.error:.1e}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    @property
+    def _ranks(self) -> str:
+        return f"{self.num_ranks} rank{'' if self.num_ranks == 1 else 's'}"

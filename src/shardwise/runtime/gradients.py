@@ -125,6 +125,12 @@ class Gradients:
                 run_accumulated_hooks(parameter.sharded)
         self.forget()
 
+    def fill_with_zeros(self) -> None:
+        """Where there is no gradient, as in a unit that did not run."""
+        for parameter in self.parameters:
+            if parameter.sharded.requires_grad and parameter.sharded.grad is None:
+                parameter.sharded.grad = torch.zeros_like(parameter.sharded)
+
     def forget(self) -> None:
         """The backward is over; what it left unreduced, and of which parameters, stays."""
         self._fresh = []

@@ -306,6 +306,8 @@ class Scheduler:
         """
         if self._unused == "zeros" or not self._hands_over:
             for gradients in self._gradients():
+                if self._hands_over:
+                    gradients.fill_with_zeros()
                 gradients.forget()
             return
         used = [[used for gradients in self._gradients() for used in gradients.used]]

@@ -1,0 +1,101 @@
+"""The global batch of each step, and the parts of it that ranks get."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shardwise.diagnose.peers import Peers
+from shardwise.errors import PlanError
+
+__all__ = ["SEED", "Part", "cut_batches"]
+
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's share of one step."""
+
+    rows: Any  # as batch_fn makes it, with 1/N of the rows
+    seed: int  # of what layers draw in it, say for dropout
+
+    def draw(self) -> Any:
+        """The rows, to do with as one likes, and torch's generators at the start of the part."""
+        torch.manual_seed(self.seed)
+        return pytree.tree_map_only(Tensor, torch.clone, self.rows)
+
+
+def cut_batches(
+    batch_fn: Callable[[int], Any], num_steps: int, peers: Peers, device: torch.device
+) -> list[list[Part]]:
+    """The parts of every step's batch, by rank, on ``device`` and in float64 instead of float32.
+
+    Raises:
+        PlanError: a batch differs between ranks, or does not divide into them.
+    """
+    return [_cut(batch_fn, step, peers, device) for step in range(num_steps)]
+
+
+def _cut(
+    batch_fn: Callable[[int], Any], step: int, peers: Peers, device: torch.device
+) -> list[Part]:
+    torch.manual_seed(SEED + step)
+    batch = batch_fn(step)
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    peers.refuse(_problem(tensors, f"batch_fn({step})", peers.size))
+    for rank, digest in enumerate(digests := peers.gather(_digest(tensors))):
+        if digest != digests[0]:
+            raise PlanError(
+                f"batch_fn({step}) differs between ranks 0 and {rank}; it has to return the global "
+                "batch, which verify splits, and may depend on the step and torch's seed alone"
+            )
+    return [
+        Part(_rows(batch, rank, peers.size, device), seed=SEED + step * peers.size + rank)
+        for rank in range(peers.size)
+    ]
+
+
+def _problem(tensors: list[Tensor], source: str, num_ranks: int) -> str | None:
+    """Why the batch cannot be cut, or None."""
+    if not tensors:
+        return f"{source} has no tensors; expected a tensor, or a tuple, list or dict of them"
+    if any(tensor.ndim == 0 for tensor in tensors):
+        return f"{source} has a scalar tensor; expected dim 0 to be the batch"
+    sizes = sorted({len(tensor) for tensor in tensors})
+    if len(sizes) > 1:
+        return f"{source} has tensors of {' and '.join(map(str, sizes))} rows; expected one number"
+    [size] = sizes
+    if size % num_ranks or not size:
+        below = size // num_ranks * num_ranks
+        nearest = " or ".join(str(number) for number in (below, below + num_ranks) if number)
+        return (
+            f"{source} has {size} rows, which do not divide into {num_ranks} ranks; "
+            f"return {nearest}"
+        )
+    return None
+
+
+def _rows(batch: Any, rank: int, num_ranks: int, device: torch.device) -> Any:
+    """The rows of ``rank``, of every tensor."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        return _widen(tensor.detach().chunk(num_ranks)[rank]).to(device)
+
+    return pytree.tree_map_only(Tensor, cut, batch)
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _digest(tensors: list[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(repr((tensor.dtype, tensor.shape)).encode())
+        digest.update(_widen(tensor.detach()).cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

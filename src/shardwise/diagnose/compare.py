@@ -1,0 +1,102 @@
+"""How far a sharded model is from the reference: in loss, in every gradient, in every update."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.diagnose.batches import Part
+from shardwise.diagnose.peers import Peers
+from shardwise.diagnose.reference import Outcome, Training
+from shardwise.diagnose.verification import Comparison, Worst
+from shardwise.runtime.sharded_tensor import ShardedTensor
+
+__all__ = ["Judge"]
+
+# A gradient may be zero but for rounding (that of a key's bias under softmax), and then it has no
+# size to compare an error with: this share of the size of all gradients together takes its place.
+SMALL = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """What every strategy is compared with; all ranks ask it the same and get the same answer."""
+
+    training: Training
+    batches: Sequence[Sequence[Part]]  # by step, and then by rank
+    outcomes: Sequence[Outcome]  # of the reference, by step
+    peers: Peers
+    tolerance: float
+
+    def compare(self, model: nn.Module, strategy: str) -> Comparison:
+        """Train ``model``, which is sharded, until a step differs from the reference's."""
+        optimizer = self.training.optimizer(model)
+        loss, gradient, parameter = Worst(), Worst(), Worst()
+        for step, expected in enumerate(self.outcomes):
+            own = self.training.backward(model, self.batches[step][self.peers.rank])
+            loss = _farther(loss, self._loss_error(own, expected.loss, step))
+            gradients = {name: p.grad for name, p in model.named_parameters()}
+            gradient = _farther(gradient, self._worst(gradients, expected.gradients, step))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            parameters = {name: p.detach() for name, p in model.named_parameters()}
+            parameter = _farther(parameter, self._worst(parameters, expected.parameters, step))
+            if _farther(loss, gradient, parameter).error > self.tolerance:
+                break
+        return Comparison(strategy, step + 1, self.tolerance, loss, gradient, parameter)
+
+    def _loss_error(self, own: float, expected: float, step: int) -> Worst:
+        mean = math.fsum(self.peers.gather(own)) / self.peers.size
+        return Worst(_finite(abs(mean - expected) / max(abs(expected), SMALL)), step=step)
+
+    def _worst(
+        self, found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], step: int
+    ) -> Worst:
+        """The farthest of all tensors on all ranks; replicas may differ from each other as well."""
+        whole = math.hypot(*(_norm(tensor) for tensor in expected.values() if tensor is not None))
+        # Exchanged first: a rank without a tensor would not take part in gathering it.
+        absent = self.peers.gather({name for name, tensor in found.items() if tensor is None})
+        worst = Worst(step=step)
+        for name, tensor in found.items():
+            wanted = expected[name]
+            missing = [rank for rank, names in enumerate(absent) if name in names]
+            if wanted is None or missing:
+                error, note = _presence(wanted, missing, self.peers.size)
+            else:
+                assert tensor is not None
+                error, note = _distance(tensor, wanted, SMALL * whole), ""
+            worst = _farther(worst, Worst(error, name if error else "", step, note))
+        return _farther(*self.peers.gather(worst))
+
+
+def _presence(wanted: Tensor | None, missing: Sequence[int], num_ranks: int) -> tuple[float, str]:
+    """The error where one side has no tensor, and what to say of it."""
+    if wanted is None and len(missing) == num_ranks:
+        return 0.0, ""
+    if wanted is None:
+        return math.inf, "is a tensor, expected None"
+    where = "" if len(missing) == num_ranks else f" on ranks {list(missing)}"
+    return math.inf, f"is None{where}, expected {list(wanted.shape)}"
+
+
+def _distance(tensor: Tensor, wanted: Tensor, least: float) -> float:
+    """In the Euclidean norm, relative to ``wanted``, or to ``least`` if that is larger."""
+    full = tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
+    distance = _norm(full - wanted)
+    scale = max(_norm(wanted), least)
+    return _finite(distance / scale if scale else distance)
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor if tensor.is_complex() else tensor.double()))
+
+
+def _finite(error: float) -> float:
+    """Nothing is close to what is not a number."""
+    return math.inf if math.isnan(error) else error
+
+
+def _farther(*several: Worst) -> Worst:
+    return max(several, key=lambda worst: worst.error)

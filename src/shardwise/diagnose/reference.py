@@ -1,0 +1,177 @@
+"""What one process computes: the parts of a batch in turn, and then one step for all of them.
+
+The parts are those that ranks get, and the loss is the mean of theirs. For a model that treats each
+row of a batch by itself, that is the loss of the whole batch. For one that does not (batch norm, a
+router with a capacity) it is what ranks compute, which is the thing to compare with.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.diagnose.batches import SEED, Part
+from shardwise.diagnose.peers import Peers
+from shardwise.errors import PlanError
+from shardwise.runtime.attach import device_for
+from shardwise.runtime.engine import FSDPModule
+from shardwise.runtime.mesh import Axis
+
+__all__ = ["LossFn", "Outcome", "Reference", "Training"]
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What is trained, sharded or not."""
+
+    model_fn: Callable[[], nn.Module]
+    loss_fn: LossFn | None
+    optimizer_fn: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] | None
+
+    def build(self) -> nn.Module:
+        """A new model, with the same float64 values each time.
+
+        Raises:
+            PlanError: what model_fn returned cannot be sharded.
+        """
+        torch.manual_seed(SEED)
+        model = self.model_fn()
+        if not isinstance(model, nn.Module) or isinstance(model, FSDPModule):
+            raise PlanError(
+                f"model_fn returned {type(model).__name__}: expected a new torch.nn.Module that is "
+                "not sharded; verify shards it itself"
+            )
+        if next(model.parameters(), None) is None:
+            raise PlanError(
+                f"model_fn returned {type(model).__name__} without parameters; there is nothing to "
+                "verify"
+            )
+        return model.double()
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.optimizer_fn is not None:
+            return self.optimizer_fn(model.parameters())
+        # A large eps: where a gradient is all rounding, Adam would make a step of it.
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+    def backward(self, model: nn.Module, part: Part, weight: float = 1.0) -> float:
+        """The loss of a part, times ``weight``, whose gradients are added to the parameters'."""
+        rows = part.draw()
+        loss = (self.loss_fn or _model_is_loss)(model, rows)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise PlanError(
+                f"the loss is {got}: expected a scalar; pass a loss_fn(model, batch) that returns "
+                "the mean over the batch"
+            )
+        weighted = loss * weight
+        weighted.backward()  # type: ignore[no-untyped-call]
+        return float(weighted.detach())
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one step; tensors by parameter, on the device that the ranks compute on."""
+
+    loss: float
+    gradients: Mapping[str, Tensor | None]
+    parameters: Mapping[str, Tensor]  # after the optimizer's step
+
+
+class Reference:
+    """The model in one process, before training and after each step."""
+
+    def __init__(self, training: Training, axis: Axis, peers: Peers) -> None:
+        """Build the model once for each part.
+
+        Ranks have one model in common as far as parameters go, and all else apart: buffers, such
+        as the running statistics of batch norm, and whatever a module counts or keeps.
+        """
+        self._training = training
+        self._peers = peers
+        model = training.build()
+        self.name = type(model).__name__
+        self.device = device_for(model, axis)
+        self._models = [model.to(self.device)]  # one a part
+        self._parameters = dict(model.named_parameters())
+        self._initial = {name: p.detach().clone() for name, p in self._parameters.items()}
+        for _ in range(peers.size - 1):
+            twin = self.rebuild()
+            _share_parameters(twin.to(self.device), model)
+            self._models.append(twin)
+
+    def rebuild(self) -> nn.Module:
+        """The model anew, as it was before training.
+
+        Raises:
+            PlanError: it is not the same, or not apart from the first; names the parameter.
+        """
+        model = self._training.build()
+        self._peers.refuse(self._difference(model))
+        return model
+
+    def train(self, batches: Sequence[Sequence[Part]], *, zeros: bool) -> list[Outcome]:
+        """Train a step on each batch, of which there is a part for each model.
+
+        ``zeros`` makes the gradient of a parameter that no part used zero, instead of None.
+        """
+        optimizer = self._training.optimizer(self._models[0])
+        return [self._step(parts, optimizer, zeros=zeros) for parts in batches]
+
+    def _step(
+        self, parts: Sequence[Part], optimizer: torch.optim.Optimizer, *, zeros: bool
+    ) -> Outcome:
+        weight = 1 / len(parts)
+        loss = sum(
+            self._training.backward(model, part, weight)
+            for model, part in zip(self._models, parts, strict=True)
+        )
+        if zeros:
+            self._fill_with_zeros()
+        gradients = {name: p.grad for name, p in self._parameters.items()}
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        updated = {name: p.detach().clone() for name, p in self._parameters.items()}
+        return Outcome(loss, gradients, updated)
+
+    def _fill_with_zeros(self) -> None:
+        for parameter in self._parameters.values():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _difference(self, other: nn.Module) -> str | None:
+        found = dict(other.named_parameters())
+        if odd := sorted(found.keys() ^ self._initial.keys()):
+            return f"model_fn built {', '.join(odd)} in one call and not in another"
+        for name, expected in self._initial.items():
+            if found[name] is self._parameters[name]:
+                return f"model_fn returned {name} twice; it has to build a new model each time"
+            if not torch.equal(found[name].to(self.device), expected):
+                return (
+                    f"model_fn gave {name} other values in a second call; it may draw them from "
+                    "torch's generator, which is seeded before each call, and from no other"
+                )
+        return None
+
+
+def _share_parameters(twin: nn.Module, model: nn.Module) -> None:
+    """Put the parameters of ``model`` in the place of those of ``twin``."""
+    shared = dict(model.named_parameters(remove_duplicate=False))
+    for name in [name for name, _ in twin.named_parameters(remove_duplicate=False)]:
+        path, _, attribute = name.rpartition(".")
+        setattr(twin.get_submodule(path), attribute, shared[name])
+
+
+def _model_is_loss(model: nn.Module, batch: Any) -> Tensor:
+    """What stands in for a loss_fn."""
+    if isinstance(batch, Mapping):
+        loss: Tensor = model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        loss = model(*batch)
+    else:
+        loss = model(batch)
+    return loss

@@ -1,0 +1,94 @@
+"""``shardwise verify``: 0 when all is equal, 1 when something differs, 2 when it cannot be run."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.plan.strategy import STRATEGIES
+
+from .commands import LAUNCHERS, run
+
+OWN = """
+import torch
+from torch import nn
+
+def subject():
+    return (
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.ReLU()) for _ in range(2))),
+        lambda step: torch.randn(6, 5),
+        lambda model, batch: model(batch).square().mean(),
+    )
+"""
+MISTAKES = {
+    "gtp": "gtp: expected one of gpt, moe, encoder-decoder, conv, lora; did you mean gpt?",
+    "own.py:subjects": "own.py has no function 'subjects'",
+    "--strategies zero9": "strategy='zero9': expected one of",
+    "--steps 0": "--steps 0: expected 1 or more",
+    "--steps two": "Invalid value for '--steps'",
+    "--nproc 0": "--nproc 0: expected 1 or more ranks",
+    "--corrupt head.weight": "--corrupt head.weight: name the model",
+    "--frobnicate": "No such option: --frobnicate",
+}
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    return tmp_path
+
+
+def test_all_models_are_equal_on_two_ranks(tmp_path: Path) -> None:
+    finished = run(["verify"], tmp_path)
+    assert (finished.code, finished.stderr) == (0, "")
+    names = ["GPT", "MixtureOfExperts", "EncoderDecoder", "ConvNet", "Adapted"]
+    shown = finished.stdout.split("\n\n")[:-1]
+    assert [table.split(",")[0] for table in shown] == names
+    for table in shown:
+        title, _, *rows = table.splitlines()
+        assert "2 ranks against one process" in title
+        assert [row.split()[0] for row in rows] == list(
+            dict.fromkeys(strategy.name for strategy in STRATEGIES.values())
+        )
+        assert all(row.split()[4] == "equal" for row in rows)
+
+
+def test_a_corrupted_gradient_is_named(own: Path) -> None:
+    arguments = ["--corrupt", "1.0.bias", "--strategies", "fsdp, ddp", "--nproc", "3"]
+    finished = run(["verify", "own.py:subject", *arguments], own)
+    assert finished.code == 1
+    first, second = finished.stderr.splitlines()
+    told = "on 3 ranks differs from one process: the gradient of 1.0.bias in step 0 is off by"
+    assert first.startswith(f"shardwise: Sequential with fsdp {told}")
+    assert second.startswith(f"Sequential with ddp {told}")
+    assert finished.stdout.count("DIFFERS  1.0.bias") == 2
+
+
+def test_what_only_the_ranks_find_out_is_one_line(own: Path) -> None:
+    finished = run(["verify", "own.py:subject", "--nproc", "4"], own)
+    assert finished.code == 2
+    assert finished.stdout == ""
+    assert finished.stderr == (
+        "shardwise: batch_fn(0) has 6 rows, which do not divide into 4 ranks; return 4 or 8\n"
+    )
+
+
+@pytest.mark.parametrize(("command_line", "message"), MISTAKES.items())
+def test_a_mistake_is_one_line(
+    command_line: str,
+    message: str,
+    own: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in list(os.environ):
+        if name.startswith(LAUNCHERS):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(own)
+    assert main(["verify", *command_line.split()]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    [line] = captured.err.splitlines()
+    assert line.startswith("shardwise: ")
+    assert message in line

@@ -1,0 +1,352 @@
+"""`sw.verify` finds what is wrong, names it, and finds nothing where nothing is."""
+
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from functools import partial
+from io import StringIO
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise as sw
+from shardwise.diagnose.batches import cut_batches
+from shardwise.diagnose.peers import Peers
+from shardwise.diagnose.reference import Reference, Training
+from shardwise.plan.strategy import STRATEGIES
+from shardwise.runtime.mesh import resolve_mesh
+from shardwise.train.subjects import BUILT_IN
+from tests.models import CASES, WIDTH, Block, Stack, UnusedAndReused, build
+from tests.ranks import run_on
+from tests.runtime.one_process import TOLERANCE, assert_close
+
+PRESETS = tuple(dict.fromkeys(row.name for row in STRATEGIES.values()))
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_preset_is_equal_on_every_model(ranks: int, name: str) -> None:
+    for found in run_on(ranks, _verify_built_in, name, deadline=120.0):
+        assert found.ok, found.explanation
+        assert tuple(one.strategy for one in found.comparisons) == PRESETS
+        assert all(one.num_steps == 2 for one in found.comparisons)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_corrupted_gradient_is_named_on_every_rank(ranks: int) -> None:
+    name = "blocks.1.attention.out.weight"
+    results = run_on(ranks, _verify_built_in, "gpt", name, deadline=60.0)
+    assert len({found.table for found in results}) == 1
+    found = results[0]
+    assert [one.strategy for one in found.comparisons if not one.ok] == list(PRESETS)
+    for one in found.comparisons:
+        assert one.worst.name == one.parameter.name == name
+        assert one.worst.error > 1e-3
+        assert one.num_steps == 1
+        assert one.loss.error < 1e-12
+    with pytest.raises(sw.VerificationError, match=f"GPT with fsdp.*the gradient of {name}"):
+        found.raise_for_difference()
+
+
+def test_everything_else_that_may_differ_is_told() -> None:
+    run_on(2, _differ)
+
+
+def test_buffers_are_each_ranks_own() -> None:
+    run_on(4, _steered_by_buffers)
+
+
+def test_the_reference_is_training_on_the_whole_batch() -> None:
+    run_on(3, _reference_and_whole)
+
+
+def test_other_arguments() -> None:
+    run_on(4, _other_arguments, deadline=40.0)
+
+
+def test_one_process_without_a_group(capfd: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_rng_state()
+    found = sw.verify(Stack, _rows, loss_fn=_square, units=Block)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert found.ok
+    assert not any("hsdp" in one.strategy for one in found.comparisons)
+    assert capfd.readouterr().out.strip() == found.table
+    assert found.table.startswith("Stack, 1 rank against one process")
+    assert sw.verify(Stack, _rows, "fsdp", loss_fn=_square, quiet=True).ok
+    assert capfd.readouterr().out == ""
+
+
+def test_the_first_rank_shows_the_table(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_on(2, _shown) == [True, False]
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strategies": "zero9"}, "strategy='zero9': expected one of"),
+        ({"strategies": []}, "expected one or more of ddp"),
+        ({"strategies": "hsdp"}, "needs a mesh with two dimensions"),
+        ({"steps": 0}, "steps=0.*expected one step or more"),
+        ({"tolerance": -1.0}, "tolerance=-1.0"),
+        ({"units": "Blok"}, "units="),
+        ({"corrupt": "frist.weight"}, "'frist.weight'.*did you mean first.weight?"),
+        ({"loss_fn": lambda model, x: model(x)}, r"the loss is shape \[12, 6\]: expected a scalar"),
+        ({"loss_fn": lambda model, x: 3.0}, "the loss is float"),  # noqa: ARG005
+        ({"model_fn": lambda: "model"}, "model_fn returned str: expected a new torch.nn.Module"),
+        ({"model_fn": nn.ReLU}, "ReLU without parameters"),
+        ({"model_fn": lambda: sw.fully_shard(Stack())}, "that is not sharded"),
+        ({"batch_fn": lambda step: step}, r"batch_fn\(0\) has no tensors"),
+        ({"batch_fn": torch.tensor}, "a scalar tensor"),
+        ({"batch_fn": lambda step: (torch.ones(4), torch.ones(6))}, "4 and 6 rows"),  # noqa: ARG005
+        ({"batch_fn": lambda step: torch.ones(0, 6)}, r"0 rows.*return 1"),  # noqa: ARG005
+    ],
+)
+def test_a_mistake_is_told(arguments: dict[str, Any], message: str) -> None:
+    usual: dict[str, Any] = {
+        "model_fn": Stack,
+        "batch_fn": _rows,
+        "loss_fn": _square,
+        "quiet": True,
+    }
+    with pytest.raises(sw.PlanError, match=message):
+        sw.verify(**(usual | arguments))
+
+
+def test_a_frozen_parameter_cannot_be_corrupted() -> None:
+    subject = BUILT_IN["lora"]
+    with pytest.raises(
+        sw.PlanError, match=r"'head\.weight': no parameter of this name gets a grad"
+    ):
+        sw.verify(
+            subject.model_fn, subject.batch_fn, loss_fn=subject.loss_fn, corrupt="head.weight"
+        )
+
+
+def test_mistakes_that_take_several_ranks() -> None:
+    run_on(2, _unfaithful)
+
+
+# -- on a rank -----------------------------------------------------------------------------------
+
+
+def _rows(_step: int) -> Tensor:
+    return torch.randn(12, WIDTH)
+
+
+def _square(model: Any, x: Tensor) -> Tensor:
+    y: Tensor = model(x)
+    return y.square().mean()
+
+
+def _verify_built_in(name: str, corrupt: str | None = None) -> sw.Verification:
+    subject = BUILT_IN[name]
+    return sw.verify(
+        subject.model_fn,
+        subject.batch_fn,
+        loss_fn=subject.loss_fn,
+        units=subject.units,
+        corrupt=corrupt,
+        quiet=True,
+    )
+
+
+def _shown() -> bool:
+    with redirect_stdout(StringIO()) as shown:
+        found = sw.verify(Stack, _rows, loss_fn=_square, units=Block)
+    assert shown.getvalue().strip() in ("", found.table)
+    return bool(shown.getvalue())
+
+
+class Switched(nn.Module):
+    """Uses a parameter or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = True
+        self.block = Block()
+        self.spare = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.block(x)
+        return y * self.spare if self.on else y
+
+
+def _differences(model_fn: Callable[[], nn.Module] = Stack, **arguments: Any) -> str:
+    """Of fsdp in its first step."""
+    usual: dict[str, Any] = {"strategies": "fsdp", "loss_fn": _square, "quiet": True}
+    found = sw.verify(model_fn, _rows, **(usual | arguments))
+    assert not found.ok
+    assert found.comparisons[0].num_steps == 1
+    return found.explanation
+
+
+def _differ() -> None:
+    def louder(model: nn.Module, x: Tensor) -> Tensor:
+        is_wrong = isinstance(model, sw.FSDPModule) and dist.get_rank() == 1
+        return _square(model, x) + (1e-6 if is_wrong else 0.0)
+
+    explanation = _differences(loss_fn=louder)
+    assert "the loss in step 0 is off by" in explanation
+    assert "gradient" not in explanation
+
+    def faster(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+        several = list(parameters)
+        is_sharded = isinstance(several[0], sw.ShardedTensor)
+        return torch.optim.SGD(several, lr=0.1 + 1e-6 * is_sharded)
+
+    explanation = _differences(optimizer_fn=faster)
+    assert "after the optimizer's step in step 0 is off by" in explanation
+    assert "gradient" not in explanation
+
+    def forgetful(model: Switched, x: Tensor) -> Tensor:
+        model.on = not isinstance(model, sw.FSDPModule)
+        return _square(model, x)
+
+    explanation = _differences(Switched, loss_fn=forgetful, units=Block)
+    assert f"the gradient of spare in step 0 is None, expected [{WIDTH}]" in explanation
+
+    def eager(model: Switched, x: Tensor) -> Tensor:
+        model.on = isinstance(model, sw.FSDPModule)
+        return _square(model, x)
+
+    explanation = _differences(Switched, loss_fn=eager, units=Block)
+    assert "the gradient of spare in step 0 is a tensor, expected None" in explanation
+
+    def not_a_number(model: nn.Module, x: Tensor) -> Tensor:
+        return _square(model, x) * (torch.nan if isinstance(model, sw.FSDPModule) else 1.0)
+
+    assert "the loss in step 0 is off by inf" in _differences(loss_fn=not_a_number)
+
+
+class Steered(nn.Module):
+    """What it computes follows from what it has seen, and from how often it was called."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = 0.9 * self.seen + x.mean()
+        self.calls += 1
+        y: Tensor = self.block(x + self.seen)
+        return y * self.calls
+
+
+def _steered_by_buffers() -> None:
+    found = sw.verify(Steered, _rows, "fsdp", loss_fn=_square, units=Block, steps=3, quiet=True)
+    assert found.ok, found.explanation
+
+
+def _reference_and_whole() -> None:
+    """Of a model that treats each row by itself."""
+    peers = Peers(dist.group.WORLD)
+    training = Training(Stack, _square, None)
+    reference = Reference(training, resolve_mesh(None, STRATEGIES["ddp"]), peers)
+    batches = cut_batches(_rows, 3, peers, reference.device)
+    outcomes = reference.train(batches, zeros=False)
+    model = training.build()
+    optimizer = training.optimizer(model)
+    for parts, outcome in zip(batches, outcomes, strict=True):
+        loss = _square(model, torch.cat([part.rows for part in parts]))
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert abs(outcome.loss - loss.item()) < TOLERANCE
+        for name, parameter in model.named_parameters():
+            assert_close(outcome.gradients[name], parameter.grad, name)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            assert_close(outcome.parameters[name], parameter.detach(), name)
+
+
+def _other_arguments() -> None:
+    """Each changes what is computed, and none the verdict."""
+    usual: dict[str, Any] = {"loss_fn": _square, "quiet": True}
+    for options in ({"unused": "zeros", "units": None}, {"prefetch": 0, "units": Block}):
+        found = sw.verify(UnusedAndReused, _rows, "fsdp", **usual, **options)
+        assert found.ok, found.explanation
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = sw.verify(Stack, _rows, mesh=mesh, **usual)
+    assert found.ok
+    assert {"hsdp"} <= {one.strategy for one in found.comparisons} < set(PRESETS)
+    row = mesh["shard"]
+    found = sw.verify(Stack, _rows, mesh=row, **usual)
+    assert found.num_ranks == 2
+    assert {"fsdp"} <= {one.strategy for one in found.comparisons} < set(PRESETS)
+    found = sw.verify(KeywordLoss, lambda _: {"x": torch.randn(8, WIDTH), "scale": 3}, quiet=True)
+    assert found.ok
+    assert sw.verify(lambda: build("recurrent"), _rows, "fsdp", units=nn.LSTM, **usual).ok
+    case = CASES["mixed dtypes"]
+    assert sw.verify(case.build, _rows, "fsdp", units=case.units, **usual).ok
+
+
+class KeywordLoss(nn.Module):
+    """Takes a batch by keywords and returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack()
+
+    def forward(self, x: Tensor, scale: int) -> Tensor:
+        y: Tensor = self.stack(x)
+        return y.square().mean() * scale
+
+
+class Forgotten(nn.Module):
+    """Other values each time, and not of torch's seed."""
+
+    num_built = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).num_built += 1
+        self.first = nn.Linear(WIDTH, 1)
+        self.second = nn.Parameter(torch.full((WIDTH,), float(self.num_built)))
+
+
+def _unfaithful() -> None:
+    def refused(message: str, model_fn: Callable[[], nn.Module], batch_fn: Any = _rows) -> None:
+        with pytest.raises(sw.PlanError, match=message):
+            sw.verify(model_fn, batch_fn, "fsdp", loss_fn=_square, quiet=True)
+
+    refused("model_fn gave second other values in a second call", Forgotten)
+    model = Stack()
+    refused(r"model_fn returned first\.weight twice", lambda: model)
+    several = iter([Stack(depth=1), Stack(depth=2)])
+    refused(r"built layers\.1\.down\.bias.* in one call and not", lambda: next(several))
+    rank = dist.get_rank()
+    refused(
+        "has 5 rows, which do not divide into 2 ranks; return 4 or 6",
+        Stack,
+        lambda _: torch.ones(5, WIDTH),
+    )
+    refused(
+        r"batch_fn\(0\) differs between ranks 0 and 1",
+        Stack,
+        lambda _: torch.full((4, WIDTH), rank),
+    )
+    # On one rank alone, and told on both.
+    refused(r"has 3 rows.*\(on rank 1\)", Stack, lambda _: torch.ones(2 + rank, WIDTH))
+
+    def fickle() -> nn.Module:
+        model = Stack()
+        if rank == 1:
+            nn.init.normal_(model.norm.weight, generator=other)
+        return model
+
+    other = torch.Generator()
+    refused(r"model_fn gave norm\.weight other values.*\(on rank 1\)", fickle)
+    refused(r"first\.bias differs between ranks 0 and 1", partial(_by_rank, rank))
+
+
+def _by_rank(rank: int) -> nn.Module:
+    model = Stack()
+    nn.init.constant_(model.first.bias, rank)
+    return model
