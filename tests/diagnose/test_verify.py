@@ -51,6 +51,11 @@ def test_a_corrupted_gradient_is_named_on_every_rank(ranks: int) -> None:
         found.raise_for_difference()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rounding_of_a_policy_is_equal_and_more_is_not(dtype: torch.dtype) -> None:
+    run_on(2, _verify_rounded, dtype, deadline=60.0)
+
+
 def test_everything_else_that_may_differ_is_told() -> None:
     run_on(2, _differ)
 
@@ -140,6 +145,22 @@ def _rows(_step: int) -> Tensor:
 def _square(model: Any, x: Tensor) -> Tensor:
     y: Tensor = model(x)
     return y.square().mean()
+
+
+def _verify_rounded(dtype: torch.dtype) -> None:
+    policy = sw.MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
+    arguments: dict[str, Any] = {
+        "model_fn": lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)),
+        "batch_fn": lambda _step: torch.randn(8, 4),
+        "loss_fn": lambda model, batch: model(batch).double().square().mean(),
+        "strategies": ("ddp", "fsdp"),
+        "mp_policy": policy,
+    }
+    found = sw.verify(**arguments)
+    assert found.ok, found.explanation
+    worst = max(one.gradient.error for one in found.comparisons)
+    assert torch.finfo(dtype).eps / 100 < worst, "it was computed in the dtype"
+    assert not sw.verify(**arguments, tolerance=worst / 2).ok
 
 
 def _verify_built_in(name: str, corrupt: str | None = None) -> sw.Verification:

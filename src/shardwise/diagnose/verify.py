@@ -22,6 +22,7 @@ from shardwise.diagnose.peers import Peers
 from shardwise.diagnose.reference import LossFn, Outcome, Reference, Training
 from shardwise.diagnose.verification import HEAD, Verification
 from shardwise.errors import PlanError
+from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.strategy import STRATEGIES, Strategy, resolve_strategy
 from shardwise.plan.units import Units
 from shardwise.runtime.device import current_gpu, num_local_gpus
@@ -31,6 +32,8 @@ from shardwise.runtime.sharded_tensor import ShardedTensor
 
 __all__ = ["resolve_strategies", "verify"]
 
+TOLERANCE = 1e-10
+NOISE = 8  # rounding errors of a dtype that pass for equal
 CORRUPTION = 1e-3  # added to a gradient, to see that it is noticed
 
 
@@ -43,7 +46,8 @@ def verify(
     units: Units = "auto",
     optimizer_fn: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] | None = None,
     steps: int = 2,
-    tolerance: float = 1e-10,
+    tolerance: float | None = None,
+    mp_policy: MixedPrecisionPolicy = AS_IT_CAME,
     mesh: DeviceMesh | None = None,
     corrupt: str | None = None,
     quiet: bool = False,
@@ -80,7 +84,10 @@ def verify(
         optimizer_fn: makes an optimizer of ``model.parameters()``; None for AdamW.
         steps: optimizer steps to compare. After the first step that differs none are: what would
             be told of them are consequences.
-        tolerance: the largest relative error, in the Euclidean norm, that counts as equal.
+        tolerance: the largest relative error, in the Euclidean norm, that counts as equal; None for
+            1e-10, or with ``mp_policy`` for 8 times the spacing of its narrowest dtype at 1.
+        mp_policy: as `fully_shard` takes it. One process still computes in float64, so what is off
+            is the rounding of the policy, and what hides in it.
         mesh: as `fully_shard` takes it; None for all ranks, in two replicas or a few more where a
             strategy wants a mesh of two dimensions.
         corrupt: a parameter whose gradient gets an error on one rank, to see that verify names it.
@@ -91,6 +98,7 @@ def verify(
         PlanError: an argument cannot be used; a difference is not raised but returned.
     """
     rows = resolve_strategies(strategies, mesh)
+    tolerance = _tolerance_for(mp_policy) if tolerance is None else tolerance
     if steps < 1 or not tolerance >= 0:
         raise PlanError(
             f"steps={steps}, tolerance={tolerance}: expected one step or more, and a tolerance of "
@@ -112,12 +120,19 @@ def verify(
         console.print(f"{found.title}\n{HEAD}")
         for row, own_mesh in zip(rows, meshes, strict=True):
             model = reference.rebuild()
-            fully_shard(model, strategy=row, mesh=own_mesh, units=units, **options)
+            fully_shard(
+                model, strategy=row, mesh=own_mesh, units=units, mp_policy=mp_policy, **options
+            )
             if corrupt is not None:
                 _corrupt(model.get_parameter(corrupt), peers)
             found = found.plus(judge.compare(model, row.name))
             console.print(found.comparisons[-1].row)
     return found
+
+
+def _tolerance_for(policy: MixedPrecisionPolicy) -> float:
+    dtypes = [dtype for dtype in (policy.param_dtype, policy.reduce_dtype) if dtype is not None]
+    return max([TOLERANCE, *(NOISE * torch.finfo(dtype).eps for dtype in dtypes)])
 
 
 def resolve_strategies(
