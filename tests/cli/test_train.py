@@ -120,15 +120,30 @@ def test_losses_do_not_depend_on_the_ranks(
     "arguments",
     [
         ["--set", "shard.strategy=ddp"],
-        ["--nproc", "4", "--set", "shard.strategy=hsdp", "--set", "shard.replicas=2"],
+        ["--nproc", "4", "--set", "shard.strategy=hfsdp", "--set", "shard.replicas=2"],
+        [
+            *("--set", "shard.strategy=zero1", "--set", "train.micro_batch=2"),
+            *("--set", "memory.accumulate=whole", "--set", "memory.checkpoint_every=1"),
+        ],
     ],
-    ids=["ddp", "hsdp"],
+    ids=["ddp", "hfsdp", "zero1, checkpointing, whole gradients"],
 )
 def test_losses_do_not_depend_on_the_strategy(
     two_ranks: Run, tiny: Path, tmp_path: Path, arguments: list[str]
 ) -> None:
     other = train(tiny, tmp_path / "run", *arguments)
     assert losses(other.directory) == pytest.approx(losses(two_ranks.directory), abs=1e-4)
+
+
+def test_bfloat16_learns_alike(two_ranks: Run, tiny: Path, tmp_path: Path) -> None:
+    other = train(tiny, tmp_path / "run", "--set", "precision.compute=bfloat16")
+    assert losses(other.directory) == pytest.approx(losses(two_ranks.directory), rel=0.02)
+    assert losses(other.directory) != losses(two_ranks.directory)
+    rank, full = other.summary["rank"], two_ranks.summary["rank"]
+    assert isinstance(rank, dict)
+    assert isinstance(full, dict)
+    assert rank["gathered"] < 0.55 * full["gathered"]  # the norms stay in float32
+    assert rank["optimizer"] == full["optimizer"]
 
 
 def test_it_joins_the_ranks_of_a_launcher_and_micro_batches_change_nothing(

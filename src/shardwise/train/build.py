@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from shardwise.plan.plan import Plan, make_plan
+from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import resolve_strategy
 from shardwise.plan.units import Units
 from shardwise.train.config import Config
@@ -13,7 +14,7 @@ from shardwise.train.data import VOCABULARY, read_corpus
 from shardwise.train.errors import ConfigError
 from shardwise.train.models import GPT, Shape
 
-__all__ = ["build_model", "build_plan", "check", "find_units", "num_shards"]
+__all__ = ["build_model", "build_plan", "check", "find_units", "num_shards", "precision_of"]
 
 
 def check(config: Config) -> None:
@@ -31,7 +32,7 @@ def check(config: Config) -> None:
 def build_model(config: Config) -> GPT:
     """The model, with the same weights on every rank."""
     torch.manual_seed(config.train.seed)
-    return GPT(
+    model = GPT(
         Shape(
             vocabulary=VOCABULARY,
             context=config.model.context,
@@ -40,6 +41,8 @@ def build_model(config: Config) -> GPT:
             heads=config.model.heads,
         )
     )
+    model.checkpoint_every = config.memory.checkpoint_every
+    return model
 
 
 def build_plan(model: nn.Module, config: Config) -> Plan:
@@ -51,7 +54,25 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
         units=find_units(model, config.shard.units),
         strategy=config.shard.strategy,
         prefetch=config.shard.prefetch,
+        precision=precision_of(config),
     )
+
+
+def precision_of(config: Config) -> MixedPrecisionPolicy:
+    """What ``[precision]`` says."""
+    precision = config.precision
+    if precision.compute == "float32":
+        return MixedPrecisionPolicy(reduce_dtype=_dtype(precision.reduce))
+    return MixedPrecisionPolicy(
+        param_dtype=_dtype(precision.compute),
+        reduce_dtype=_dtype(precision.reduce),
+        full_precision=(nn.LayerNorm,) if precision.norms == "float32" else (),
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def num_shards(config: Config) -> int:

@@ -4,7 +4,7 @@ Every key has a default, so an empty file is a valid configuration: the Python s
 two local ranks.
 """
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -13,7 +13,9 @@ from shardwise.train.errors import ConfigError
 __all__ = [
     "Config",
     "DataConfig",
+    "MemoryConfig",
     "ModelConfig",
+    "PrecisionConfig",
     "RunConfig",
     "SampleConfig",
     "ShardConfig",
@@ -108,9 +110,24 @@ class ShardConfig(Section):
 
     nproc: Count = 2  # local ranks; a launcher that set WORLD_SIZE has the last word
     units: str | int = "auto"  # or a module class such as "Block", or a size in parameters
-    strategy: str = "fsdp"  # or "ddp", "zero2", "hsdp"
-    replicas: Count = 1  # of the sharded model, for "hsdp"
+    strategy: str = "fsdp"  # or "ddp", "zero1", "zero2", "hsdp", "hfsdp"
+    replicas: Count = 1  # of the sharded model, for "hsdp" and "hfsdp"
     prefetch: CountOrNone = 1  # units gathered ahead of the one that computes
+
+
+class PrecisionConfig(Section):
+    """[precision]: the dtypes; shards and optimizer states stay in float32."""
+
+    compute: Literal["float32", "bfloat16"] = "float32"  # of gathers, forward and backward
+    reduce: Literal["float32", "bfloat16"] = "float32"  # of gradients between ranks
+    norms: Literal["float32", "compute"] = "float32"
+
+
+class MemoryConfig(Section):
+    """[memory]: what is computed twice, or kept longer, for the sake of the other."""
+
+    checkpoint_every: CountOrNone = 0  # recompute each n-th block in backward; 0 is none
+    accumulate: Literal["shards", "whole"] = "shards"  # gradients of several micro batches
 
 
 class Config(Section):
@@ -122,6 +139,8 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     sample: SampleConfig = SampleConfig()
     shard: ShardConfig = ShardConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    memory: MemoryConfig = MemoryConfig()
 
     @property
     def share(self) -> int:

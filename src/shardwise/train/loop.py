@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.plan.plan import Plan
 from shardwise.runtime.device import peak_memory_bytes
 from shardwise.train.baselines import measure_baselines
-from shardwise.train.build import build_model, build_plan, find_units
+from shardwise.train.build import build_model, build_plan, find_units, precision_of
 from shardwise.train.config import Config
 from shardwise.train.data import Corpus, Sampler, read_corpus
 from shardwise.train.memory import one_process, one_rank
@@ -57,6 +57,7 @@ def shard(model: nn.Module, config: Config) -> nn.Module:
         units=find_units(model, config.shard.units),
         strategy=config.shard.strategy,
         prefetch=config.shard.prefetch,
+        mp_policy=precision_of(config),
         sharding_factor=config.shard.nproc // config.shard.replicas,
     )
 
@@ -137,7 +138,11 @@ class Trainer:
     def _step(self, step: int, lr: float) -> StepOutcome:
         """Train on the global batch of ``step``."""
         total = torch.zeros((), device=self.ranks.device)
-        for part in self._parts(self._text, step):
+        parts = self._parts(self._text, step)
+        for number, part in enumerate(parts, start=1):
+            if self.config.memory.accumulate == "whole":
+                assert isinstance(self.model, sw.FSDPModule)
+                self.model.set_requires_gradient_sync(number == len(parts))
             loss = self._loss(part)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()

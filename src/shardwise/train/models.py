@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 __all__ = ["GPT", "Attention", "Block", "Shape", "is_matrix"]
 
@@ -33,6 +34,7 @@ class GPT(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
+        self.checkpoint_every = 0  # blocks, of which one is recomputed in backward; 0 is none
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width, bias=False)
@@ -46,8 +48,11 @@ class GPT(nn.Module):
         """[batch, time] token numbers to [batch, time, vocabulary] logits."""
         rotations = self.rotations[:, : tokens.shape[1]]
         x = self.embedding(tokens)  # [batch, time, width]
-        for block in self.blocks:
-            x = block(x, rotations)
+        for number, block in enumerate(self.blocks, start=1):
+            if self.training and self.checkpoint_every and number % self.checkpoint_every == 0:
+                x = checkpoint(block, x, rotations, use_reentrant=False)
+            else:
+                x = block(x, rotations)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
