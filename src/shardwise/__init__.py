@@ -12,6 +12,7 @@ from shardwise.errors import (
     StepError,
 )
 from shardwise.optim.clip import clip_grad_norm_
+from shardwise.optim.tokens import token_weight
 from shardwise.plan.granularity import block
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import Strategy
@@ -41,6 +42,7 @@ __all__ = [
     "gathered",
     "initialize",
     "ledger",
+    "token_weight",
     "transaction",
     "verify",
 ]
