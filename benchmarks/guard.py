@@ -23,7 +23,8 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.plan.events import EventKind
-from shardwise.runtime.collectives import Communicator, Link
+from shardwise.runtime.collectives import Link
+from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guard import Scope, Ticket
 from shardwise.runtime.mesh import Axis
 from shardwise.train.models import GPT, Block, Shape

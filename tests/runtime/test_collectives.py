@@ -12,8 +12,9 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.plan.strategy import PRESETS
-from shardwise.runtime import collectives
-from shardwise.runtime.collectives import Communicator, Pending, Reduction, communicator
+from shardwise.runtime import communicator as waits
+from shardwise.runtime.collectives import Pending, Reduction
+from shardwise.runtime.communicator import Communicator, communicator
 from shardwise.runtime.guard import Ticket
 from shardwise.runtime.mesh import Axis, resolve_mesh
 from tests.ranks import run_on
@@ -143,7 +144,7 @@ def _check_gather(links: Communicator, size: int = 3) -> None:
 
 
 def _hurried() -> "mock._patch[float]":
-    return mock.patch.object(collectives, "POLL_SECONDS", IMPATIENT)
+    return mock.patch.object(waits, "POLL_SECONDS", IMPATIENT)
 
 
 def _compare() -> None:

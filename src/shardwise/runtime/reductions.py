@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.plan.layout import Run
-from shardwise.runtime.collectives import communicator
+from shardwise.runtime.communicator import communicator
 from shardwise.runtime.guard import Scope
 from shardwise.runtime.mesh import Axis
 

@@ -13,7 +13,8 @@ from shardwise.errors import StepError
 from shardwise.plan.events import Event, EventKind
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import Call, Outcome, Sequencer
-from shardwise.runtime.collectives import POLL_SECONDS, Communicator, Pending, communicator
+from shardwise.runtime.collectives import POLL_SECONDS, Pending
+from shardwise.runtime.communicator import Communicator, communicator
 from shardwise.runtime.device import Mark
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.guard import Scope

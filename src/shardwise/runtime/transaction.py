@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.errors import PeerAborted, PlanError, StepError
-from shardwise.runtime.collectives import Communicator, communicator
+from shardwise.runtime.communicator import Communicator, communicator
 from shardwise.runtime.engine import Runtime, runtime_of_root
 from shardwise.runtime.guard import Scope
 from shardwise.runtime.snapshot import ModelSnapshot, OptimizerSnapshot

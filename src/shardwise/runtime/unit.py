@@ -21,7 +21,8 @@ from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.buffer import FlatBuffer, Pool
-from shardwise.runtime.collectives import Communicator, Link, Pending
+from shardwise.runtime.collectives import Link, Pending
+from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.device import Mark
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.guard import Scope
