@@ -1,5 +1,6 @@
 """Threads and processes that a test started and did not end."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,10 +42,18 @@ def _live_threads() -> set[threading.Thread]:
 
 
 def _live_children() -> set[int]:
-    """This process's children, as Linux lists them; elsewhere none are known."""
-    lists = Path("/proc/self/task").glob("*/children")
-    children = {int(pid) for path in lists for pid in _read(path).split()}
-    return {pid for pid in children if _command_of(pid)}
+    """This process's children, where there is a /proc; elsewhere none are known.
+
+    Asked one by one: the kernel's own list, /proc/self/task/*/children, may leave some out.
+    """
+    pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return {pid for pid in pids if _parent_of(pid) == os.getpid() and _command_of(pid)}
+
+
+def _parent_of(pid: int) -> int | None:
+    """None for a process that has ended."""
+    _, _, fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")  # after its name
+    return int(fields.split()[1]) if fields else None
 
 
 def _command_of(pid: int) -> str:

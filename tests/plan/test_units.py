@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.errors import PlanError
+from shardwise.plan.layout import Cast, Slot
 from shardwise.plan.units import UnitOptions, UnitPlan, Units, choose_units, plan_units
 
 
@@ -238,8 +239,9 @@ def test_each_dtype_has_a_layout() -> None:
     model = Model(1)
     model.blocks.to(torch.bfloat16)
     unit = planned(model)[""]
-    assert [layout.dtype for layout in unit.layouts] == ["float32", "bfloat16"]
-    assert [layout.itemsize for layout in unit.layouts] == [4, 2]
+    assert [layout.cast.compute_dtype for layout in unit.layouts] == ["float32", "bfloat16"]
+    assert [layout.dtype for layout in unit.layouts] == ["float32", "float32"], "a master"
+    assert [layout.gathered_bytes // layout.num_elements for layout in unit.layouts] == [4, 2]
 
 
 def test_the_meta_device_will_do() -> None:
@@ -346,11 +348,15 @@ def test_units_of_random_trees_are_well_formed(
         assert unit.reshard == reshard[unit.name].reshard
         assert (unit.parent is None) == (i == 0)
         assert unit.parent is None or unit.parent < i
-        kinds = [(layout.dtype, layout.slots[0].parameter.trainable) for layout in unit.layouts]
+        kinds = [_kind(layout.slots[0]) for layout in unit.layouts]
         assert len(set(kinds)) == len(kinds)
         for layout, kind in zip(unit.layouts, kinds, strict=True):
-            assert {(s.parameter.dtype, s.parameter.trainable) for s in layout.slots} == {kind}
+            assert {_kind(slot) for slot in layout.slots} == {kind}
             assert layout.world_size == world_size
+
+
+def _kind(slot: Slot) -> tuple[str, Cast | None, bool]:
+    return slot.parameter.dtype, slot.parameter.cast, slot.parameter.trainable
 
 
 @given(trees(), st.sampled_from(["class", "set", "size", "auto"]), st.integers(1, 12))

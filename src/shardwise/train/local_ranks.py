@@ -22,6 +22,8 @@ from shardwise.train.ranks import Place, Ranks, find_place, process_group
 
 __all__ = ["as_rank", "check_gpus", "check_nproc", "on_local_ranks"]
 
+_LAUNCHER_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
+
 Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
 
@@ -122,17 +124,21 @@ def _launch_config(num_ranks: int, logs: Path) -> LaunchConfig:
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
     """Keep torch's launcher from logging what we tell ourselves, and from keeping our signals."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    logger.addHandler(silence := logging.NullHandler())
-    propagates, logger.propagate = logger.propagate, False
+    loggers = [logging.getLogger(name) for name in _LAUNCHER_LOGGERS]
+    silence = logging.NullHandler()
+    propagated = [logger.propagate for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(silence)
+        logger.propagate = False
     in_main_thread = threading.current_thread() is threading.main_thread()
     stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     handlers = {stop: signal.getsignal(stop) for stop in stops}
     try:
         yield
     finally:
-        logger.propagate = propagates
-        logger.removeHandler(silence)
+        for logger, propagates in zip(loggers, propagated, strict=True):
+            logger.propagate = propagates
+            logger.removeHandler(silence)
         if in_main_thread:
             for stop, handler in handlers.items():
                 signal.signal(stop, handler)

@@ -107,6 +107,8 @@ def process_group(place: Place) -> Iterator[Ranks]:
     """Meet the other ranks: NCCL between GPUs, Gloo between CPUs.
 
     A run that fails leaves the group as it is: taking it down would wait for ranks that are gone.
+    But a mistake in the configuration is one on all ranks, and a group that is left to the end of
+    Python can end it with SIGABRT.
     """
     device = local_device()
     dist.init_process_group(
@@ -115,7 +117,11 @@ def process_group(place: Place) -> Iterator[Ranks]:
         world_size=place.num_ranks,
         device_id=device if device.type == "cuda" else None,
     )
-    yield Ranks(place.rank, place.num_ranks, device)
+    try:
+        yield Ranks(place.rank, place.num_ranks, device)
+    except ConfigError:
+        dist.destroy_process_group()
+        raise
     dist.destroy_process_group()
 
 
