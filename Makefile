@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: train test check bench clean
+.PHONY: train test check bench fuzz clean
 .DELETE_ON_ERROR:
 
 train: $(READY)  ## train a small model on the standard library's source, on this machine
@@ -20,6 +20,9 @@ check: $(READY)
 
 bench: $(READY)  ## compare with DDP, FSDP1 and FSDP2, interleaved in one run
 	$(BIN)/python -m benchmarks
+
+fuzz: $(READY)  ## random models and programs against one process, until one differs
+	$(BIN)/python -m tests.fuzz
 
 clean:  ## runs/ stays: it is yours
 	rm -rf .venv build dist .hypothesis .*_cache

@@ -237,6 +237,7 @@ class Monitor:
     def _backward(self, unit: UnitPlan, event: Event, _: set[str]) -> None:
         self._forward(unit, event, _)
         assert len(self.reducing) <= 1, f"{event}: room for its gradients is not free"
+        assert unit.label not in self.reducing, f"{event}: its last reduction is under way"
 
     def _free(self, unit: UnitPlan, event: Event, in_use: set[str]) -> None:
         assert event.bytes == unit.gathered_bytes
@@ -248,6 +249,7 @@ class Monitor:
     def _reduce(self, unit: UnitPlan, event: Event, _: set[str]) -> None:
         assert event.bytes == unit.gradient_bytes > 0
         assert len(self.reducing) < 2, f"{event}: two are outstanding"
+        assert unit.label not in self.reducing, f"{event}: its last reduction is under way"
         self.reducing.append(unit.label)
 
     def _collect(self, unit: UnitPlan, event: Event, _: set[str]) -> None:

@@ -195,15 +195,15 @@ def test_one_unit_called_twice_is_reduced_once() -> None:
 
 
 def test_two_passes_in_one_graph_task() -> None:
-    """The younger pass is finished, and its units reduced, before the older one begins."""
+    """The younger pass is finished, and its reductions collected before their units are back."""
     driver = Driver(flat_plan(1))
     call = CallSpec(0, inner=(CallSpec(1),))
     driver.run((Forward(call), Forward(call)))
     start = len(driver.monitor.events)
     driver.run((Backward((0, 1)),))
     assert told(driver, start) == words(
-        """reduce u1, reduce u0,
-        collect u1, free u1, reduce u1, free u0, collect u0, reduce u0, collect u1, collect u0"""
+        """reduce u1, reduce u0, collect u1, collect u0,
+        free u1, reduce u1, free u0, reduce u0, collect u1, collect u0"""
     )
 
 

@@ -95,6 +95,10 @@ def test_parametrized_modules() -> None:
     run_on(2, _parametrized)
 
 
+def test_a_loss_in_an_attribute() -> None:
+    run_on(2, _attribute)
+
+
 def test_a_forward_that_takes_gradients_itself() -> None:
     run_on(2, _forces)
 
@@ -447,6 +451,58 @@ def _parametrized() -> None:
             model(own_part(batch)).square().mean().backward()
             reference(batch).square().mean().backward()
             assert_equal_models(model, reference, step)
+
+
+class Auxiliary(nn.Module):
+    """Leaves a loss in an attribute, beside its output or alone."""
+
+    def __init__(self, *, has_output: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Parameter(torch.randn(WIDTH))
+        self.has_output = has_output
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        y = torch.tanh(self.linear(x))
+        self.losses = [(y * self.gate).sin().mean()]
+        return y if self.has_output else None
+
+
+class WithAuxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Auxiliary(has_output=i != 1) for i in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            x = x if y is None else y
+        return x
+
+    def loss(self, x: Tensor) -> Tensor:
+        loss: Tensor = self(x).square().mean()
+        for layer in self.layers:
+            assert isinstance(layer, Auxiliary)
+            loss = loss + layer.losses[0]
+        return loss
+
+
+def _attribute() -> None:
+    torch.manual_seed(0)
+    reference = WithAuxiliary().double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Auxiliary)
+    for step in range(2):
+        batches = [torch.randn(4, WIDTH).double() for _ in range(2)]
+        for losses in (
+            [model.loss(own_part(batch)) for batch in batches],
+            [reference.loss(batch) for batch in batches],
+        ):
+            losses[1].backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            for loss in losses:
+                loss.backward()  # type: ignore[no-untyped-call]
+        assert_equal_models(model, reference, step)
 
 
 class Forces(Stack):

@@ -65,6 +65,10 @@ def test_ranks_may_use_different_parameters() -> None:
     run_on(3, _branch_by_rank)
 
 
+def test_ranks_may_go_around_what_a_unit_holds() -> None:
+    run_on(2, _skip_by_rank)
+
+
 def test_zeros_for_unused_parameters_when_asked() -> None:
     run_on(2, _unused_zeros)
 
@@ -145,10 +149,11 @@ def _trees(model: nn.Module) -> list[RandomTree]:
 
 def _two_forwards() -> None:
     orders: list[list[int]] = [[0, 1], [1, 0]]
-    for reshard in (None, True, False):
+    units: list[Any] = [Block, Block, Block, None]
+    for unit, reshard in zip(units, (None, True, False, None), strict=True):
         for order in orders:
             reference, model = build("stack"), build("stack")
-            sw.fully_shard(model, units=Block, reshard_after_forward=reshard)
+            sw.fully_shard(model, units=unit, reshard_after_forward=reshard)
             for step in range(3):
                 batches = [torch.randn(BATCH, WIDTH).double() for _ in order]
                 losses = [model(own_part(batch)).square().mean() for batch in batches]
@@ -196,6 +201,46 @@ def _branch_by_rank() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+class Skipping(nn.Module):
+    """Hands on what comes in, or computes, as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+        y: torch.Tensor = x if skips else self.block(x)
+        return y
+
+
+class SkippingFirst(nn.Module):
+    """Its first unit's result needs gradients on the ranks that do not skip it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Skipping()
+        self.last = Block()
+
+    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.first(x, skips))
+        return y
+
+
+def _skip_by_rank() -> None:
+    reference, model = SkippingFirst().double(), SkippingFirst().double()
+    model.load_state_dict(reference.state_dict())
+    for unit in (model.first, model.last):
+        sw.fully_shard(unit)
+    sw.fully_shard(model)
+    for step in range(3):
+        batch = torch.randn(BATCH, WIDTH).double()
+        choices = [step == 1, True]
+        for part, skips in zip(batch.chunk(2), choices, strict=True):
+            (reference(part, skips).square().mean() / 2).backward()
+        model(own_part(batch), choices[torch.distributed.get_rank()]).square().mean().backward()
+        assert_equal_models(model, reference, step)
 
 
 def _unused_zeros() -> None:

@@ -1,5 +1,6 @@
 """C1: a sharded parameter is its whole self to the user."""
 
+import copy
 import math
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,14 @@ def test_torchs_own_clipping_and_grad_scaler() -> None:
 
 def test_state_dict_round_trip_and_whole_values() -> None:
     run_on(3, _state_dict)
+
+
+def test_norms_of_complex_parameters_of_which_some_ranks_have_nothing() -> None:
+    run_on(3, _complex_norms)
+
+
+def test_whole_answers_in_inference_mode() -> None:
+    run_on(2, _inference)
 
 
 def test_versions_are_counted() -> None:
@@ -90,6 +99,25 @@ def _reductions() -> None:
         norms = torch._foreach_norm(shards, order)
         for norm, whole in zip(norms, wholes, strict=True):
             _equal(norm, torch.linalg.vector_norm(whole, order) if whole.numel() else norm * 0)
+
+
+def _inference() -> None:
+    with torch.inference_mode():
+        for sharded, whole in _pairs():
+            _equal(sharded.norm(), whole.norm())
+            assert isinstance(sharded, sw.ShardedTensor)
+            _equal(sharded.full_tensor(), whole)
+
+
+def _complex_norms() -> None:
+    whole = nn.ParameterList([torch.randn(2, dtype=torch.complex128), torch.randn(1).double()])
+    sharded = copy.deepcopy(nn.Sequential(whole))
+    sw.fully_shard(sharded)
+    for found, values in zip(sharded.parameters(), whole.parameters(), strict=True):
+        _equal(found.detach().norm(), values.detach().norm())
+    norms = torch._foreach_norm([p.detach() for p in sharded.parameters()])
+    for norm, values in zip(norms, whole.parameters(), strict=True):
+        _equal(norm, values.detach().norm())
 
 
 def _elementwise() -> None:

@@ -274,6 +274,7 @@ class Sequencer:
         for unit in window:
             self._gather(unit)
         self._collect_until(1)
+        self._collect_unit(call.unit)
         self._wait(call.unit)
         self._emit(EventKind.BACKWARD, call.unit)
 
@@ -300,6 +301,7 @@ class Sequencer:
 
     def _reduce(self, unit: int) -> None:
         self._collect_until(1)
+        self._collect_unit(unit)
         self._emit(EventKind.REDUCE, unit)
         self._reducing.append(unit)
         if self.crosses[unit]:
@@ -389,6 +391,11 @@ class Sequencer:
     def _collect_until(self, left: int) -> None:
         while len(self._reducing) > left:
             self._emit(EventKind.COLLECT, self._reducing.popleft())
+
+    def _collect_unit(self, unit: int) -> None:
+        """Have the buffer of its gradients free, for another pass may have reduced it last."""
+        while unit in self._reducing:
+            self._collect_until(len(self._reducing) - 1)
 
     def _emit(self, kind: EventKind, unit: int) -> None:
         self._events.append(Event(kind, self._units[unit].label, self._bytes(kind, unit)))

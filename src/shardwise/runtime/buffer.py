@@ -56,9 +56,10 @@ class Pool:
     def take_tensor(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """A tensor [num_elements] of memory of the pool; give back its storage."""
         storage = self.take(num_elements * dtype.itemsize)
-        return torch.empty(0, dtype=dtype, device=self.device).set_(
-            storage, 0, (num_elements,), (1,)
-        )
+        with torch.inference_mode(mode=False):  # a link writes to it, on a thread of its own
+            return torch.empty(0, dtype=dtype, device=self.device).set_(
+                storage, 0, (num_elements,), (1,)
+            )
 
     def give(self, storage: torch.UntypedStorage) -> None:
         self._lent_bytes -= storage.nbytes()

@@ -186,7 +186,7 @@ class FSDPModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handle = _handle_of(self)
-        return handle.runtime.call(handle, super().__call__, args, kwargs)
+        return handle.runtime.call(handle, self, super().__call__, args, kwargs)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -269,6 +269,7 @@ class Runtime:
     def call(
         self,
         handle: "Handle",
+        module: nn.Module,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -287,6 +288,7 @@ class Runtime:
                 output = cast_tensors(output, precision.output_dtype)
             outcome = hooks.watch_outputs(
                 output,
+                hooks.tensors_left_in(module, FSDPModule),
                 partial(_begin_backward, scheduler, call),
                 trainable=self.plan.units[index].gradient_bytes > 0,
             )

@@ -55,6 +55,7 @@ class Gradients:
 
     def write(self, position: int, gradient: Tensor) -> None:
         """Put a gradient into its slot of the reduce buffer, divided by the number of ranks."""
+        assert self._reduced is None, "its last reduction is under way"
         self._open()
         slot = self._buffer.views[position]
         scale = 1.0 / self._axis.num_ranks
@@ -70,6 +71,7 @@ class Gradients:
 
     def launch_reduce(self, link: Link, label: str, *, crosses: bool) -> Pending:
         """Reduce what was written; slots that nothing was written to count as zeros."""
+        assert self._reduced is None, "its last reduction is under way"
         self._open()
         for position, view in enumerate(self._buffer.views):
             if not self._written[position]:

@@ -4,8 +4,9 @@ The only file that touches them, and what each hook rests on:
 
 - *A unit's call* is seen by overriding ``__call__`` in a class made for the module, so that an
   exception is seen as well and no order among forward hooks matters.
-- *Backward reaches a unit* when autograd runs the node that made one of its outputs. For a view,
-  the node of its base is watched too: an in-place operation replaces a view's own node.
+- *Backward reaches a unit* when autograd runs the node that made one of its outputs, or a tensor
+  that its forward left in an attribute (``self.loss = ...``). For a view, the node of its base is
+  watched too: an in-place operation replaces a view's own node.
 - *A gradient is ready* when AccumulateGrad has run (``register_post_accumulate_grad_hook``).
 - *Backward ends* when autograd runs the callbacks queued for the graph task. If it dies instead,
   the callback object is dropped, and its ``__del__`` says so.
@@ -13,7 +14,7 @@ The only file that touches them, and what each hook rests on:
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ from torch.autograd import Variable
 from shardwise.errors import StepError
 from shardwise.plan.schedule import Outcome
 
-__all__ = ["at_end_of_backward", "current_task", "on_gradient", "watch_outputs"]
+__all__ = ["at_end_of_backward", "current_task", "on_gradient", "tensors_left_in", "watch_outputs"]
 
 NO_TASK = -1
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _LEAVES = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, nn.Module)
 
 
@@ -35,20 +37,38 @@ def current_task() -> int:
     return task
 
 
-def watch_outputs(output: Any, callback: Callable[[], None], *, trainable: bool) -> Outcome:
-    """Have ``callback`` called when backward reaches any tensor in ``output``.
+def watch_outputs(
+    output: Any, left: Iterable[Tensor], callback: Callable[[], None], *, trainable: bool
+) -> Outcome:
+    """Have ``callback`` called when backward reaches any tensor in ``output`` or ``left``.
 
-    ``trainable`` says that the module has parameters to train, so a result without gradients may
-    have left some elsewhere, as in ``self.loss = ...``.
+    ``trainable`` says that the module has parameters to train. Then a tensor without gradients
+    counts as one with them, for it may have them on other ranks, whose data took another way; and
+    who returns no tensor at all may have left some where nobody looks for them.
     """
     if not torch.is_grad_enabled():
         return Outcome.DETACHED
-    nodes = {node for tensor in tensors_in(output) for node in _nodes_of(tensor)}
+    returned = list(tensors_in(output))
+    nodes = {node for tensor in (*returned, *left) for node in _nodes_of(tensor)}
     for node in nodes:
         node.register_prehook(lambda _gradients: callback())
-    if nodes:
+    if nodes or (trainable and returned):
         return Outcome.DIFFERENTIABLE
     return Outcome.HIDDEN if trainable else Outcome.DETACHED
+
+
+def tensors_left_in(module: nn.Module, unit: type[nn.Module]) -> Iterator[Tensor]:
+    """Tensors in attributes of ``module`` and of modules inside it, but for other units.
+
+    Attributes are tensors or lists, tuples and dicts of them; looking deeper, at every call, would
+    walk through whatever else a module holds.
+    """
+    for name, value in vars(module).items():
+        if name not in _OF_EVERY_MODULE:
+            yield from _plain_tensors(value)
+    for child in module.children():
+        if not isinstance(child, unit):
+            yield from tensors_left_in(child, unit)
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
@@ -105,6 +125,15 @@ class _End:
     def __del__(self) -> None:
         if not self._is_over and not sys.is_finalizing():
             self._abandon(RuntimeError("an exception in backward"))
+
+
+def _plain_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)) and value:
+        parts = value.values() if isinstance(value, dict) else value
+        if isinstance(next(iter(parts)), Tensor):
+            yield from (part for part in parts if isinstance(part, Tensor))
 
 
 def _nodes_of(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:

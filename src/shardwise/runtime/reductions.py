@@ -63,7 +63,8 @@ def gather_runs(
 ) -> Tensor:
     """Gather 1-D pieces of the lengths of ``runs``: [ranks, longest], padded with zeros."""
     longest = max(len(other) for other in runs)
-    gathered = run.new_zeros(len(runs), longest)
+    with torch.inference_mode(mode=False):  # a link writes to it, on a thread of its own
+        gathered = run.new_zeros(len(runs), longest)
     own = axis.group_rank if scope is Scope.ALL else axis.rank
     links = communicator(axis, run.device)
     links.recover()
@@ -80,7 +81,9 @@ def _run_norm(run: Tensor, order: float) -> Tensor:
     if run.numel():
         norm: Tensor = torch.linalg.vector_norm(run, order)
         return norm
-    return run.new_full((), math.inf if order == -math.inf else 0.0)
+    # Real, as the norm of complex numbers is: all ranks have to send the same dtype.
+    nothing = math.inf if order == -math.inf else 0.0
+    return run.new_full((), nothing, dtype=run.dtype.to_real())
 
 
 def _bounds(dtype: torch.dtype) -> tuple[float, float]:

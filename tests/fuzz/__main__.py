@@ -1,0 +1,89 @@
+"""``python -m tests.fuzz --cases 500 --seed 1``: many random cases, until one fails or all hold."""
+
+import argparse
+import sys
+import time
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.fuzz.programs import Case, cases
+from tests.fuzz.verdict import DEADLINE_SECONDS, assert_holds
+from tests.ranks import close_pools
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--cases", type=int, default=500, help="how many (default: 500)")
+    parser.add_argument("--seed", type=int, default=0, help="draws other cases (default: 0)")
+    parser.add_argument(
+        "--deadline", type=float, default=DEADLINE_SECONDS, help="seconds for a case (default: 60)"
+    )
+    parser.add_argument(
+        "--first", action="store_true", help="show the first case that fails, not the smallest"
+    )
+    options = parser.parse_args()
+    try:
+        return fuzz(options.cases, options.seed, options.deadline, shrink=not options.first)
+    finally:
+        close_pools()
+
+
+def fuzz(num_cases: int, seed_value: int, deadline: float, *, shrink: bool) -> int:
+    """Returns 1 after the smallest failing case has been shown."""
+    progress = Progress(num_cases)
+
+    @seed(seed_value)
+    @settings(
+        max_examples=num_cases,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases())
+    def holds(case: Case) -> None:
+        progress.last = case
+        try:
+            assert_holds(case, deadline)
+        except BaseException:
+            progress.count(failed=True)
+            raise
+        progress.count(failed=False)
+
+    which = "smallest" if shrink else "first"
+    try:
+        holds()
+    except AssertionError as error:
+        progress.write(f"\n{error}\n\nThe {which} case that fails so (seed {seed_value}):\n")
+        progress.write(f"{progress.last!r}\n")
+        return 1
+    progress.write("\nnothing found\n")
+    return 0
+
+
+class Progress:
+    """One line that is written over and over."""
+
+    def __init__(self, num_cases: int) -> None:
+        self._num_cases = num_cases
+        self._num_run = 0
+        self._num_failed = 0
+        self._started = time.monotonic()
+        self.last: Case | None = None
+
+    def count(self, *, failed: bool) -> None:
+        self._num_run += 1
+        self._num_failed += failed
+        seconds = time.monotonic() - self._started
+        shrinking = f", {self._num_failed} failed: looking for the smallest" * (
+            self._num_failed > 0
+        )
+        self.write(f"\r{self._num_run}/{self._num_cases} cases, {seconds:.0f} s{shrinking}")
+
+    def write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

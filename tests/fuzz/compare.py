@@ -1,0 +1,319 @@
+"""Runs a case in a rank: sharded, and in one process beside it, and compares as it goes.
+
+Nothing is exchanged to compare. Every rank computes the whole of the reference and looks at its
+own runs of parameters and gradients, so that a difference on one rank does not stop the others.
+"""
+
+import copy
+import importlib
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.unit import UnitState
+from tests.fuzz.build import Fork, Net, build, settle_forks, trainable
+from tests.fuzz.faults import Boom, arm
+from tests.fuzz.programs import Case, Fault, Step
+from tests.fuzz.shard import shard
+from tests.runtime.one_process import TOLERANCE
+from tests.runtime.test_memory import runtime_of
+
+__all__ = ["Report", "check", "warm_up"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank found: where it differs from one process, and the bits that it ended with."""
+
+    problems: tuple[str, ...]
+    shard: int  # ranks with the same number hold the same
+    digest: int
+
+
+def check(case: Case) -> Report:
+    """Train ``case`` on the ranks of the pool and compare."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+        comparison = Comparison(case)
+        for number, step in enumerate(case.steps):
+            comparison.run(number, step)
+    return comparison.report()
+
+
+def warm_up() -> None:
+    """Have torch import what a first optimizer would, which takes seconds."""
+    importlib.import_module("torch._dynamo")
+    importlib.import_module("torch.distributed.tensor")
+
+
+class Comparison:
+    """A sharded model, its reference, and what was found to differ."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.problems: list[str] = []
+        self.where = "start"
+        self.reference = build(case.model, case.seed)
+        self.model = shard(build(case.model, case.seed), case.sharding)
+        settle_forks(self.model, self.reference)
+        for net in (self.reference, self.model):
+            own = trainable(net)
+            for number in case.model.hooked:
+                own[number % len(own)].register_hook(  # type: ignore[no-untyped-call]
+                    lambda gradient: gradient * 0.5
+                )
+        self.optimizers = [
+            make_optimizer(case.optimizer, trainable(net)) for net in (self.reference, self.model)
+        ]
+        self.batches = torch.Generator()
+
+    def run(self, number: int, step: Step) -> None:
+        self.where = f"step {number}"
+        # Anew in every step, for ranks that leave one early have drawn less.
+        self.batches.manual_seed(1000 * self.case.seed + number)
+        self._set_turns(number)
+        if step.before == "write":
+            self._write()
+        if step.fault is None:
+            self._train(step)
+        elif self._has_failed(step, step.fault):
+            return
+        if step.update:
+            # Here, so that the reference does not step if the sharded one raises.
+            self.optimizers[0].step()
+            self.optimizers[0].zero_grad(set_to_none=step.set_to_none)
+        self._compare_models()
+        self._check_idle()
+
+    def _has_failed(self, step: Step, fault: Fault) -> bool:
+        """Train with a fault; afterwards it is as if a step that failed had never been."""
+        kept = [None if q.grad is None else q.grad.clone() for q in self.reference.parameters()]
+        failed = False
+        with arm(fault, self.model, self.optimizers[1]) as trigger:
+            try:
+                with sw.transaction(self.model, self.optimizers[1]):
+                    self._train(step)
+            except (Boom, sw.PeerAborted):
+                failed = True
+        flags = torch.tensor([trigger.has_fired, failed], dtype=torch.int64)
+        dist.all_reduce(flags)
+        if flags[1] != (dist.get_world_size() if flags[0] else 0):
+            self._report(f"{flags[0]} ranks hit the fault and {flags[1]} raised: {failed=} here")
+        if not flags[1]:
+            return False
+        for parameter, gradient in zip(self.reference.parameters(), kept, strict=True):
+            parameter.grad = gradient
+        self._compare_models()
+        return True
+
+    def report(self) -> Report:
+        axis = runtime_of(self.model).axis
+        locals_ = [_bits(_local(parameter)) for parameter in self.model.parameters()]
+        return Report(tuple(self.problems), axis.rank, zlib.crc32(b"".join(locals_)))
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def _train(self, step: Step) -> None:
+        self._compare_outputs_by(step.before)
+        for kind in step.losses:
+            self._compare_losses(kind)
+        if step.clip is not None:
+            wanted = nn.utils.clip_grad_norm_(self.reference.parameters(), step.clip)
+            self._compare(sw.clip_grad_norm_(self.model.parameters(), step.clip), wanted, "norm")
+        if step.update:
+            self.optimizers[1].step()
+            self.optimizers[1].zero_grad(set_to_none=step.set_to_none)
+
+    def _compare_outputs_by(self, kind: str) -> None:
+        batch = self._batch()
+        match kind:
+            case "evaluate":
+                with torch.no_grad():
+                    self._compare_outputs(self.model, batch)
+            case "inference":
+                with torch.inference_mode():
+                    self._compare_outputs(self.model, batch)
+            case "gathered":
+                with sw.gathered(self.model):
+                    self._compare_outputs(self.model, batch)
+            case "copy":
+                self._compare_outputs(copy.deepcopy(self.model), batch)
+
+    def _write(self) -> None:
+        with sw.gathered(self.model, write_back=True):
+            _shrink(self.model)
+        _shrink(self.reference)
+
+    def _compare_losses(self, kind: str) -> None:
+        own = dist.get_rank()
+        batches = [self._batch(), self._batch()]
+        parts = [[part.clone() for part in batch.chunk(dist.get_world_size())] for batch in batches]
+        sharded = [partial(losses_of, self.model, [part[own]]) for part in parts]
+        whole = [partial(losses_of, self.reference, part) for part in parts]
+        pairs = zip(backwards(kind, sharded), backwards(kind, whole), strict=True)
+        for number, (found, expected) in enumerate(pairs):
+            self.where += f", {kind} loss {number}" if not number else ""
+            self._compare(found.parts[0], expected.parts[own], "loss")
+            self._compare_models()
+        self.where = self.where.partition(",")[0]
+
+    def _compare_outputs(self, model: nn.Module, batch: Tensor) -> None:
+        part = batch.chunk(dist.get_world_size())[dist.get_rank()]
+        found, expected = _outputs(model, part), _outputs(self.reference, part)
+        for one, other in zip(found, expected, strict=True):
+            self._compare(one, other, "output")
+
+    # -- comparing -------------------------------------------------------------------------------
+
+    def _compare_models(self) -> None:
+        pairs = zip(self.model.named_parameters(), self.reference.named_parameters(), strict=True)
+        for (name, parameter), (expected_name, expected) in pairs:
+            if name != expected_name or parameter.requires_grad != expected.requires_grad:
+                self._report(f"{name}: expected {expected_name}, {expected.requires_grad=}")
+            self._compare_gradients(name, parameter, expected)
+            self._compare(parameter.detach(), expected.detach(), name)
+
+    def _compare_gradients(self, name: str, parameter: Tensor, expected: Tensor) -> None:
+        found = parameter.grad
+        if found is not None and expected.grad is None and self.case.sharding.unused == "zeros":
+            expected.grad = torch.zeros_like(expected)
+        if (found is None) != (expected.grad is None):
+            wanted = "None" if expected.grad is None else "a gradient"
+            self._report(f"gradient of {name}: expected {wanted}, got {found}")
+        elif found is not None and expected.grad is not None:
+            self._compare(found, expected.grad, f"gradient of {name}")
+
+    def _compare(self, found: Tensor, expected: Tensor, what: str) -> None:
+        if found.shape != expected.shape or found.dtype != expected.dtype:
+            self._report(f"{what}: expected {expected.shape} {expected.dtype}, got {found}")
+            return
+        if isinstance(found, ShardedTensor):
+            run = found.sharding.run
+            expected = expected.reshape(-1)[run.start : run.stop]
+        exact = torch.complex128 if expected.is_complex() else torch.float64
+        error = (_local(found).to(exact) - expected.detach().to(exact)).norm().item()
+        scale = max(1.0, expected.detach().to(exact).norm().item())
+        if not error <= TOLERANCE * scale:
+            self._report(f"{what}: off by {error:.2e} of {scale:.2e}")
+
+    def _check_idle(self) -> None:
+        runtime = runtime_of(self.model)
+        gathered = [u.plan.label for u in runtime.units if u.state is not UnitState.SHARDED]
+        held = runtime.scheduler.ledger.gathered_bytes
+        if gathered or held:
+            self._report(f"{gathered} are gathered still, {held} bytes")
+
+    def _report(self, problem: str) -> None:
+        self.problems.append(f"{self.where}: {problem}")
+
+    # -- data ------------------------------------------------------------------------------------
+
+    def _batch(self) -> Tensor:
+        """The global batch [ranks * rows, width]."""
+        rows = self.case.rows * dist.get_world_size()
+        shape = (rows, self.case.model.width)
+        return torch.randn(shape, generator=self.batches, dtype=torch.float64)
+
+    def _set_turns(self, number: int) -> None:
+        for net in (self.model, self.reference):
+            for module in net.modules():
+                if isinstance(module, Fork):
+                    module.turn = number
+
+
+# -- losses -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A mean over parts of a batch, and the loss of every part."""
+
+    total: Tensor
+    parts: tuple[Tensor, ...]
+
+
+MakeLosses = Callable[[], list[Loss]]
+
+
+def losses_of(model: nn.Module, parts: Sequence[Tensor]) -> list[Loss]:
+    """Two losses of one forward, each the mean over ``parts``."""
+    by_part = [_two_losses(_outputs(model, part)) for part in parts]
+    return [
+        Loss(torch.stack(list(losses)).mean(), tuple(loss.detach() for loss in losses))
+        for losses in zip(*by_part, strict=True)
+    ]
+
+
+def _two_losses(outputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return outputs[0].square().mean(), sum((y.sin().mean() for y in outputs), torch.zeros(()))
+
+
+def _outputs(model: nn.Module, x: Tensor) -> list[Tensor]:
+    output = model(x.clone())
+    return [output] if isinstance(output, Tensor) else [output[0], output[1]["hidden"]]
+
+
+def backwards(kind: str, make: Sequence[MakeLosses]) -> Iterator[Loss]:
+    """One or two forwards, and their backwards as ``kind`` says; yields after each of them."""
+    first = make[0]()
+    match kind:
+        case "plain":
+            yield _backward(first[0])
+        case "two forwards" | "reversed":
+            second = make[1]()
+            order = (first[0], second[1]) if kind == "two forwards" else (second[1], first[0])
+            for loss in order:
+                yield _backward(loss)
+        case "sum":
+            second = make[1]()
+            yield _backward(Loss(first[0].total + second[1].total, second[1].parts))
+        case "roots":
+            torch.autograd.backward([loss.total for loss in first])
+            yield first[1]
+        case "twice":
+            yield _backward(first[0], retain_graph=True)
+            yield _backward(first[1])
+        case "abandoned":
+            yield _backward(make[1]()[0])
+        case _:
+            raise AssertionError(kind)
+
+
+def _backward(loss: Loss, **options: Any) -> Loss:
+    loss.total.backward(**options)  # type: ignore[no-untyped-call]
+    return loss
+
+
+# -- pieces -------------------------------------------------------------------------------------
+
+
+def make_optimizer(kind: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+    foreach, fused = kind.endswith("foreach"), kind.endswith("fused")
+    # A large eps: where a gradient is all rounding, Adam would make a step of it.
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, foreach=foreach, fused=fused)
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return tensor.view(torch.uint8).numpy().tobytes()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor).detach()
+
+
+@torch.no_grad()
+def _shrink(net: Net) -> None:
+    for parameter in net.parameters():
+        if parameter.is_floating_point():
+            parameter.mul_(0.5)

@@ -1,0 +1,71 @@
+"""From a drawn `Sharding` to a call of `fully_shard`."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardwise as sw
+from shardwise.plan.strategy import resolve_strategy
+from shardwise.plan.units import NEVER_CALLED, choose_units
+from shardwise.runtime.mesh import resolve_mesh
+from tests.fuzz.build import Net
+from tests.fuzz.programs import Classes, Manual, Sharding
+
+__all__ = ["shard"]
+
+
+def shard(net: Net, sharding: Sharding) -> Net:
+    options: dict[str, Any] = {
+        "strategy": sharding.strategy,
+        "mesh": make_mesh(sharding),
+        "prefetch": sharding.prefetch,
+        "unused": sharding.unused,
+        "granularity": sharding.granularity,
+    }
+    if isinstance(sharding.units, Manual):
+        _shard_one_by_one(net, sharding.units, options)
+    else:
+        options["units"] = fitting_units(net, sharding.units)
+    return sw.fully_shard(net, reshard_after_forward=sharding.reshard, **options)
+
+
+def make_mesh(sharding: Sharding) -> DeviceMesh | None:
+    """Two dimensions, replicas and shards, for a strategy that has to have them."""
+    if not wants_two_dims(sharding.strategy):
+        return None
+    ranks = dist.get_world_size()
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    replicas = divisors[sharding.replicas % len(divisors)]
+    shape = (replicas, ranks // replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def wants_two_dims(strategy: str) -> bool:
+    """Asks the engine itself, which refuses no mesh where it cannot do without one."""
+    try:
+        resolve_mesh(None, resolve_strategy(strategy))
+    except sw.PlanError:
+        return True
+    return False
+
+
+def fitting_units(net: nn.Module, units: Classes | str | int | None) -> Any:
+    """``units`` as `fully_shard` takes them; None where they would match nothing."""
+    chosen: Any = units
+    if isinstance(units, Classes):
+        chosen = {type(m) for m in net.modules() if type(m).__name__ in units.names} or None
+    try:
+        choose_units(net, chosen)
+    except sw.PlanError:
+        return None
+    return chosen
+
+
+def _shard_one_by_one(net: nn.Module, units: Manual, options: dict[str, Any]) -> None:
+    """As in FSDP2: inner modules first."""
+    callable_ = [m for m in net.modules() if m is not net and not isinstance(m, NEVER_CALLED)]
+    chosen = {number % len(callable_): reshard for number, reshard in units.modules}
+    for number, reshard in sorted(chosen.items(), reverse=True):
+        sw.fully_shard(callable_[number], reshard_after_forward=reshard, **options)
