@@ -14,6 +14,7 @@ from shardwise.errors import (
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.tokens import token_weight
 from shardwise.plan.granularity import block
+from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import Strategy
 from shardwise.runtime.engine import FSDPModule, fully_shard, gathered, ledger
@@ -22,9 +23,11 @@ from shardwise.runtime.sharded_tensor import ShardedTensor
 from shardwise.runtime.transaction import transaction
 
 __all__ = [
+    "CPUOffloadPolicy",
     "FSDPModule",
     "Initialization",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "PeerAborted",
     "PeerLost",
     "PlanError",

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise.plan.events import EventKind
 from shardwise.plan.memory import step_memory
+from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.strategy import STRATEGIES, Strategy
 from shardwise.plan.units import Units
 from shardwise.runtime.engine import Runtime
@@ -32,6 +33,13 @@ TOLERANCE = 0.02
 @pytest.mark.parametrize("preset", PRESETS)
 def test_live_bytes_are_those_of_the_plan(preset: str, ranks: int) -> None:
     run_on(ranks, _measure_all, PRESETS[preset], deadline=60.0)
+
+
+@pytest.mark.parametrize("parameters", [True, False])
+@pytest.mark.parametrize("preset", ["fsdp", "ddp", "zero1", "hfsdp"])
+def test_live_bytes_with_offload(preset: str, parameters: bool) -> None:
+    policy = sw.CPUOffloadPolicy(parameters=parameters)
+    run_on(4, _measure_all, PRESETS[preset], policy, deadline=60.0)
 
 
 class Tower(nn.Module):
@@ -66,8 +74,8 @@ SHAPES = {
 }
 
 
-def _measure_all(strategy: Strategy) -> None:
-    options: dict[str, Any] = {"strategy": strategy}
+def _measure_all(strategy: Strategy, offload_policy: sw.OffloadPolicy = NO_OFFLOAD) -> None:
+    options: dict[str, Any] = {"strategy": strategy, "offload_policy": offload_policy}
     if strategy.num_axes > 1:
         sizes = (2, world_size() // 2)
         options["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
@@ -90,8 +98,10 @@ def _measure(name: str, shape: Shape, options: dict[str, Any], *, accumulates: b
         _step(model)
     planned = step_memory(runtime.plan, on_wire=True, accumulates=accumulates)
     what = f"{name}, accumulates={accumulates}"
-    assert between == pytest.approx(planned.between_steps_bytes, rel=TOLERANCE), what
-    assert max(samples) == pytest.approx(planned.peak_bytes, rel=TOLERANCE), what
+    assert between == pytest.approx(
+        planned.between_steps_bytes + planned.host_bytes, rel=TOLERANCE
+    ), what
+    assert max(samples) == pytest.approx(planned.total_peak_bytes, rel=TOLERANCE), what
     idle = runtime.pool.held_bytes
     assert idle <= planned.transient_bytes * (1 + TOLERANCE), f"{what}: the pool keeps too much"
 
@@ -125,6 +135,7 @@ def _live_bytes(runtime: Runtime) -> int:
         elif isinstance(thing, Tensor) and not isinstance(thing, sw.ShardedTensor):
             storage = thing.untyped_storage()
             live[storage.data_ptr()] = storage.nbytes()
-    for idle in runtime.pool._idle:
-        live.pop(idle.data_ptr(), None)
+    for pool in (runtime.pool, *(ferry.staging for ferry in runtime._ferries.values())):
+        for idle in pool._idle:
+            live.pop(idle.data_ptr(), None)
     return sum(live.values())

@@ -118,6 +118,7 @@ class Layout:
     slots: tuple[Slot, ...]  # by offset, which need not be the order of the module's parameters
     world_size: int
     shard_elements: int
+    is_offloaded: bool = False  # the shard is on the host
 
     def __post_init__(self) -> None:
         assert self.slots
@@ -160,7 +161,7 @@ class Layout:
     @property
     def is_gathered(self) -> bool:
         """Whether compute needs other memory than the shard."""
-        return self.world_size > 1 or self.cast.compute_dtype != self.dtype
+        return self.world_size > 1 or self.cast.compute_dtype != self.dtype or self.is_offloaded
 
     @property
     def gathered_bytes(self) -> int:

@@ -7,6 +7,7 @@ The figures are a replay of `schedule`, so they are what the engine does. Two bl
     backward        + root, two blocks, and for each of two reductions: its buffer and scratch
                     + gradients of the root, which wait until its own backward ends
 
+With offload the first line is the host's, and reduced gradients leave the device one unit later.
 Not in them: activations, what autograd keeps on the way, optimizer states and the model's buffers.
 """
 
@@ -25,11 +26,14 @@ _WHOLE_ELEMENTS = 1 << 14  # an all-reduce of fewer is one exchange of all
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes of parameters and gradients on one rank."""
+    """Bytes of parameters and gradients on one rank; of its device, unless they say host."""
 
     between_steps_bytes: int  # shards of both; gradient shards are kept for the next step
     peak_bytes: int
     peak_event: Event  # the first after which that much is held
+    host_bytes: int = 0  # shards and gradients that are offloaded
+    host_peak_bytes: int = 0
+    total_peak_bytes: int = 0  # of device and host together, as where the CPU computes
 
     @property
     def transient_bytes(self) -> int:
@@ -51,10 +55,15 @@ def step_memory(plan: Plan, *, on_wire: bool = False, accumulates: bool = False)
     """
     units = {unit.label: unit for unit in plan.units}
     held_whole = sum(unit.gradient_bytes for unit in plan.units if unit.holds_gradients)
-    base = plan.shard_bytes + plan.gradient_shard_bytes + held_whole
+    host = sum(u.shard_bytes + u.gradient_shard_bytes for u in plan.units if u.offload is not None)
+    near = sum(unit.near_bytes for unit in plan.units)
+    base = plan.shard_bytes + plan.gradient_shard_bytes - host + near + held_whole
     events = schedule(plan)
     held = peak = base
     peak_event = events[0]
+    landing = _Landing(0, 0)
+    host_peak = host
+    total_peak = peak + host
     for event in events:
         unit = units[event.unit]
         before, beside = _gradient_bytes(unit), _reduction_bytes(plan, unit, on_wire, accumulates)
@@ -68,13 +77,17 @@ def step_memory(plan: Plan, *, on_wire: bool = False, accumulates: bool = False)
             case EventKind.REDUCE:
                 held += before.buffer + beside - before.in_buffer
             case EventKind.COLLECT:
+                held += -landing.device + _landing(unit, accumulates).device
                 held -= before.buffer + beside
+                landing = _landing(unit, accumulates)
+        host_peak = max(host_peak, host + landing.host)
+        total_peak = max(total_peak, held + host + landing.host)
         if held > peak:
             peak, peak_event = held, event
         if event.kind is EventKind.REDUCE:
             held -= before.on_the_way - before.in_buffer  # there until the buffer had them
-    assert held == base, "a step leaves shards alone"
-    return StepMemory(base, peak, peak_event)
+    assert held == base + landing.device, "a step leaves shards alone"
+    return StepMemory(base, peak, peak_event, host, host_peak, total_peak)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +112,28 @@ def _gradient_bytes(unit: UnitPlan) -> _Gradients:
     return _Gradients(waiting, 0, unit.gradient_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    """Reduced gradients on their way to the host, until those of the next unit are."""
+
+    device: int
+    host: int  # where they are not the first, beside those that they are added to
+
+
+def _landing(unit: UnitPlan, accumulates: bool) -> _Landing:
+    layouts = unit.trainable_layouts if unit.offload is not None else ()
+    return _Landing(
+        sum(layout.shard_elements * layout.cast.reduce_itemsize for layout in layouts),
+        sum(layout.shard_bytes for layout in layouts) if accumulates else 0,
+    )
+
+
 def _reduction_bytes(plan: Plan, unit: UnitPlan, on_wire: bool, accumulates: bool) -> int:
     """Beside its buffer: scratch, and targets that are not the gradients."""
     total = 0
     for layout in unit.trainable_layouts:
         elements = scratch_elements(layout.num_elements, plan.row, plan.replicas) if on_wire else 0
-        if accumulates or layout.cast.reduce_dtype != layout.dtype:
+        if accumulates or layout.is_offloaded or layout.cast.reduce_dtype != layout.dtype:
             elements += layout.shard_elements
         if plan.strategy.is_two_level and plan.replicas > 1:
             elements += layout.num_elements // plan.row

@@ -8,6 +8,7 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.plan.granularity import Granularities
 from shardwise.plan.layout import ParameterSpec
+from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.strategy import Level, Strategy, resolve_strategy
 from shardwise.plan.units import UnitOptions, UnitPlan, Units, choose_units, plan_units
@@ -71,6 +72,7 @@ class UnitChoice:
 
     reshard_after_forward: bool | int | None = None
     precision: MixedPrecisionPolicy = AS_IT_CAME
+    offload: OffloadPolicy = NO_OFFLOAD
 
 
 def make_plan(
@@ -84,6 +86,7 @@ def make_plan(
     replicas: int = 1,
     granularity: Granularities = "element",
     precision: MixedPrecisionPolicy = AS_IT_CAME,
+    offload: OffloadPolicy = NO_OFFLOAD,
     manual: Mapping[str, UnitChoice] | None = None,
     settled: Mapping[str, ParameterSpec] | None = None,
 ) -> Plan:
@@ -105,6 +108,7 @@ def make_plan(
             `block`; for all of them, or by pattern of their names, or as a function of name and
             shape says.
         precision: the dtypes.
+        offload: what is on the host.
         manual: further units by name, each with choices of its own.
         settled: parameters that were sharded before, by name.
 
@@ -114,7 +118,7 @@ def make_plan(
     strategy = resolve_strategy(strategy)
     if units is None and not strategy.shards and not manual:
         units = _bucket_elements(root)
-    own = UnitChoice(reshard_after_forward, precision)
+    own = UnitChoice(reshard_after_forward, precision, offload)
     choices = dict.fromkeys(choose_units(root, units), own) | dict(manual or {})
     options = {
         name: _options(name, choices[name], strategy, world_size, replicas)
@@ -148,6 +152,7 @@ def _options(
         subgroup_first=two_level,
         holds_gradients=strategy.inner is Level.OPTIMIZER,
         precision=choice.precision,
+        offload=choice.offload if isinstance(choice.offload, CPUOffloadPolicy) else None,
     )
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.plan.granularity import Granularities, Granularizer
 from shardwise.plan.layout import Cast, Layout, ParameterSpec, lay_out_in_buffers
+from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.plan.precision import AS_IT_CAME, Dtypes, MixedPrecisionPolicy
 
 __all__ = ["UnitOptions", "UnitPlan", "UnitPolicy", "Units", "choose_units", "plan_units"]
@@ -36,6 +37,7 @@ class UnitOptions:
     subgroup_first: bool = False
     holds_gradients: bool = False
     precision: MixedPrecisionPolicy = AS_IT_CAME
+    offload: CPUOffloadPolicy | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class UnitPlan:
     subgroup: int = 0  # ranks among which it is gathered again; 0: all that shard it
     subgroup_first: bool = False  # and for forward as well, from what the outer axis brings once
     holds_gradients: bool = False  # has room of its own for whole gradients, in every moment
+    offload: CPUOffloadPolicy | None = None  # shards and their gradients are on the host
 
     def __post_init__(self) -> None:
         laid_out = [slot.parameter for layout in self.layouts for slot in layout.slots]
@@ -75,6 +78,13 @@ class UnitPlan:
     def shard_bytes(self) -> int:
         """What one rank keeps of its parameters."""
         return sum(layout.shard_bytes for layout in self.layouts)
+
+    @property
+    def near_bytes(self) -> int:
+        """What the device keeps of shards that are on the host."""
+        if self.offload is None or self.offload.parameters:
+            return 0
+        return sum(layout.shard_elements * layout.cast.compute_itemsize for layout in self.layouts)
 
     @property
     def trainable_layouts(self) -> tuple[Layout, ...]:
@@ -162,13 +172,14 @@ def plan_units(
             name=name,
             label=name or _root_label(root, order),
             parameters=tuple(specs),
-            layouts=_lay_out_by_kind(specs, world_size),
+            layouts=_lay_out_by_kind(specs, world_size, options[name]),
             parent=_parent(name, order),
             encloses=any(_is_inside(other, name) for other in order),
             reshard=options[name].reshard,
             subgroup=options[name].subgroup,
             subgroup_first=options[name].subgroup_first,
             holds_gradients=options[name].holds_gradients,
+            offload=options[name].offload,
         )
         for name, specs in owned.items()
     )
@@ -303,12 +314,16 @@ def _innermost_common(chains: list[list[str]]) -> str:
     return [unit for unit in chains[0] if all(unit in chain for chain in chains)][-1]
 
 
-def _lay_out_by_kind(specs: Iterable[ParameterSpec], world_size: int) -> tuple[Layout, ...]:
+def _lay_out_by_kind(
+    specs: Iterable[ParameterSpec], world_size: int, options: UnitOptions
+) -> tuple[Layout, ...]:
     kinds: dict[tuple[str, Cast | None, bool], list[ParameterSpec]] = {}
     for spec in specs:
         kinds.setdefault((spec.dtype, spec.cast, spec.trainable), []).append(spec)
     return tuple(
-        layout for kind in kinds.values() for layout in lay_out_in_buffers(kind, world_size)
+        replace(layout, is_offloaded=options.offload is not None)
+        for kind in kinds.values()
+        for layout in lay_out_in_buffers(kind, world_size)
     )
 
 

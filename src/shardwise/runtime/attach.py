@@ -16,6 +16,7 @@ from shardwise.runtime.device import current_gpu
 from shardwise.runtime.guard import Scope
 from shardwise.runtime.managed import Home, ManagedParameter, split_shard
 from shardwise.runtime.mesh import Axis
+from shardwise.runtime.offload import Ferry
 from shardwise.runtime.reductions import across
 from shardwise.runtime.sharded_tensor import ShardedTensor, Sharding
 from shardwise.runtime.unit import FlatParameters, Unit
@@ -132,10 +133,11 @@ def make_unit(
     plan: UnitPlan,
     axis: Axis,
     pool: Pool,
+    ferry: Ferry | None = None,
     fill: Callable[[UnitPlan], None] = lambda _plan: None,
 ) -> Unit:
     """Shard the parameters of ``plan`` in ``root``, to which ``fill`` has given values."""
-    flats = [FlatParameters(layout, axis, pool, plan) for layout in plan.layouts]
+    flats = [FlatParameters(layout, axis, pool, plan, ferry) for layout in plan.layouts]
     fill(plan)  # now that the memory in which the flat buffers were laid out is free again
     for flat, layout in zip(flats, plan.layouts, strict=True):
         locals_ = split_shard(flat.shard, layout, axis.rank)

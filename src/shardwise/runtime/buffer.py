@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.plan.layout import Layout, Slot
+from shardwise.runtime.device import host_tensor
 
 __all__ = ["FlatBuffer", "Pool", "is_shared"]
 
@@ -23,8 +24,9 @@ _SLACK = 1 + 1 / 64
 class Pool:
     """Idle memory of one device. It never holds more than was once in use at the same time."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_pinned: bool = False) -> None:
         self.device = device
+        self._is_pinned = is_pinned
         self._idle: list[torch.UntypedStorage] = []  # oldest first
         self._lent_bytes = 0
         self._peak_bytes = 0
@@ -48,7 +50,7 @@ class Pool:
             self._idle = [idle for idle in self._idle if idle is not storage]
         else:
             self._trim(room_for=num_bytes)
-            storage = _allocate(num_bytes, self.device)
+            storage = self._allocate(num_bytes)
         self._lent_bytes += storage.nbytes()
         self._peak_bytes = max(self._peak_bytes, self._lent_bytes)
         return storage
@@ -65,6 +67,11 @@ class Pool:
         self._lent_bytes -= storage.nbytes()
         self._idle.append(storage)
         self._trim()
+
+    def _allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        if self._is_pinned:
+            return host_tensor(num_bytes, torch.uint8, pinned=True).untyped_storage()
+        return _allocate(num_bytes, self.device)
 
     @property
     def _idle_bytes(self) -> int:

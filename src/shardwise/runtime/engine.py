@@ -21,12 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.errors import PlanError
 from shardwise.plan.granularity import Granularities
 from shardwise.plan.layout import ParameterSpec
+from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.padding import tell_padding
 from shardwise.plan.plan import Plan, UnitChoice, make_plan
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.schedule import Call, Outcome
 from shardwise.plan.strategy import Strategy, resolve_strategy
-from shardwise.plan.units import Units, check_is_unit
+from shardwise.plan.units import UnitPlan, Units, check_is_unit
 from shardwise.runtime import hooks
 from shardwise.runtime.attach import (
     check_initialized,
@@ -43,6 +44,7 @@ from shardwise.runtime.casting import apply_precision, cast_tensors
 from shardwise.runtime.initialize import Initialization, Materializer
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.mesh import Axis, resolve_mesh
+from shardwise.runtime.offload import Ferry
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.sharded_tensor import ShardedTensor
 from shardwise.runtime.unit import FlatParameters, Unit
@@ -64,6 +66,7 @@ def fully_shard(
     sharding_factor: int | None = None,
     granularity: Granularities = "element",
     mp_policy: MixedPrecisionPolicy = AS_IT_CAME,
+    offload_policy: OffloadPolicy = NO_OFFLOAD,
     unused: Unused = "none",
     init: Initialization | None = None,
 ) -> M:
@@ -95,6 +98,8 @@ def fully_shard(
             element. What an earlier call for a block chose, stays. Costly padding is warned of.
         mp_policy: the dtypes of gathers, compute, reductions and shards. Without one, only
             trainable parameters in bfloat16 or float16 get float32 shards ("masters").
+        offload_policy: ``sw.CPUOffloadPolicy()`` keeps shards, their gradients and the states of
+            the optimizer in the memory of the host; compute stays where it is.
         unused: the gradient of a parameter that no rank used in a step: ``"none"`` leaves it None,
             as one process would; ``"zeros"`` spares the ranks the small exchange about it;
             ``"error"`` has every rank raise a `StepError` at the end of a backward in which some
@@ -131,13 +136,14 @@ def fully_shard(
         granularity=granularity,
         manual=manual,
         precision=mp_policy,
+        offload=offload_policy,
         settled=_specs_before(module),
     )
     _warn_of_padding(plan, axis)
     if is_meta and init is None:
         init = Initialization()
     runtime = Runtime(module, plan, axis, unused, init)
-    own = UnitChoice(reshard_after_forward, mp_policy)
+    own = UnitChoice(reshard_after_forward, mp_policy, offload_policy)
     for index, unit in enumerate(plan.units):
         choice = manual.get(unit.name, own)
         _mark(module.get_submodule(unit.name), Handle(runtime, index, choice))
@@ -256,9 +262,10 @@ class Runtime:
         self._unused: Unused = unused
         device = device_for(root, axis)
         self.pool = Pool(device)
+        self._ferries: dict[CPUOffloadPolicy, Ferry] = {}
         if init is None:
             check_same_values(root, axis)
-            self.units = [make_unit(root, unit, axis, self.pool) for unit in plan.units]
+            self.units = [self._make_unit(root, unit) for unit in plan.units]
         else:
             self.units = self._materialize(root, init)
         move_buffers(root, device)
@@ -309,12 +316,20 @@ class Runtime:
         """The units of a model on the meta device, those inside others first."""
         materializer = Materializer(root, self.plan, init, self.pool)
         units = [
-            make_unit(root, unit, self.axis, self.pool, materializer.fill)
-            for unit in reversed(self.plan.units)
+            self._make_unit(root, unit, materializer.fill) for unit in reversed(self.plan.units)
         ]
         materializer.take_back()
         check_same_sums(materializer.checksums, self.axis)
         return units[::-1]
+
+    def _make_unit(
+        self, root: nn.Module, plan: UnitPlan, fill: Callable[[UnitPlan], None] = lambda _: None
+    ) -> Unit:
+        offload = plan.offload
+        if offload is not None and offload not in self._ferries:
+            self._ferries[offload] = Ferry(self.pool.device, offload)
+        ferry = self._ferries[offload] if offload is not None else None
+        return make_unit(root, plan, self.axis, self.pool, ferry, fill)
 
     def _listen(self, index: int, unit: Unit) -> None:
         scheduler = weakref.ref(self.scheduler)

@@ -1,6 +1,7 @@
 """Gradients on their way from autograd to the shards."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,8 +10,10 @@ from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
 from shardwise.runtime.buffer import FlatBuffer, Pool, is_shared
 from shardwise.runtime.collectives import Link, Pending, Reduction
+from shardwise.runtime.device import Mark
 from shardwise.runtime.managed import ManagedParameter, split_shard
 from shardwise.runtime.mesh import Axis
+from shardwise.runtime.offload import Ferry
 from shardwise.runtime.sharded_tensor import (
     ShardedTensor,
     apply_gradient_hooks,
@@ -26,6 +29,7 @@ class Gradients:
     buffer [world_size * S]   one slot a parameter, written as autograd yields
     partial [row * S]         summed over this rank's row, waiting for the sum over columns
     reduced [S]               summed over all ranks, and what ``p.grad`` views
+    landing [S]               the same on its way to the host, if shards are there
     """
 
     def __init__(
@@ -34,12 +38,15 @@ class Gradients:
         parameters: Sequence[ManagedParameter],
         axis: Axis,
         pool: Pool,
+        ferry: Ferry | None = None,
         *,
         owns_buffer: bool = False,
     ) -> None:
         self.parameters = parameters  # in the order of the layout's slots
         self._axis = axis
         self._pool = pool
+        self._ferry = ferry
+        self._landing: _Landing | None = None
         self.owns_buffer = owns_buffer
         reduce_dtype = layout.cast.reduce_dtype
         self._buffer = FlatBuffer(layout, pool, dtype=reduce_dtype, owns_memory=owns_buffer)
@@ -96,10 +103,33 @@ class Gradients:
     def collect(self) -> None:
         """Hand the reduced gradients, if they are complete, to the parameters."""
         if self._reduced is not None:
-            self._hand_over(self._reduced)
-            self._is_handed_over = True
+            if self._ferry is not None:
+                self._landing = self._ship(self._ferry, self._reduced)
+            else:
+                self._hand_over(self._reduced)
             self._reduced = None
         self._give_back()
+
+    def land(self) -> None:
+        """Hand over what has arrived at the host."""
+        if self._landing is not None:
+            self._landing.mark.synchronize()
+            self._hand_over(self._landing.arrived)
+            self._end_landing()
+
+    def _ship(self, ferry: Ferry, reduced: Tensor) -> "_Landing":
+        is_first = all(parameter.sharded.grad is None for parameter in self.parameters)
+        size = self._layout.shard_elements
+        to = self._own_shard() if is_first else ferry.staging.take_tensor(size, self._dtype)
+        return _Landing(reduced, to, ferry.take(to, reduced))
+
+    def _end_landing(self) -> None:
+        landing, self._landing = self._landing, None
+        if landing is None or self._ferry is None:
+            return
+        self._pool.give(landing.reduced.untyped_storage())
+        if landing.arrived is not self._kept_shard:
+            self._ferry.staging.give(landing.arrived.untyped_storage())
 
     def _hand_over(self, reduced: Tensor) -> None:
         if reduced.dtype != self._dtype and all(p.sharded.grad is None for p in self.parameters):
@@ -114,6 +144,7 @@ class Gradients:
                 gradient = ShardedTensor(own.to(self._dtype), parameter.sharding)
                 if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
                     self._fresh.append(position)
+        self._is_handed_over = True
 
     def settle(self, used_anywhere: Sequence[bool]) -> None:
         """A parameter that no rank used keeps the gradient it had, which may be None."""
@@ -147,6 +178,9 @@ class Gradients:
         if self._partial is not None:
             self._borrowed.append(self._partial.untyped_storage())
             self._partial = None
+        if self._landing is not None:
+            self._landing.mark.synchronize()
+            self._end_landing()
         self._give_back()
         self._is_handed_over = True
         self.forget()
@@ -165,6 +199,8 @@ class Gradients:
 
     def _target(self) -> Tensor:
         """Where to reduce to [S]: what will be the gradients, or memory to add to them from."""
+        if self._ferry is not None:
+            return self._take(self._layout.shard_elements)  # until it has landed
         is_cast = self._buffer.flat.dtype != self._dtype
         if is_cast or any(p.sharded.grad is not None for p in self.parameters):
             return self._borrow(self._layout.shard_elements)
@@ -172,8 +208,11 @@ class Gradients:
 
     def _own_shard(self) -> Tensor:
         if self._kept_shard is None or is_shared(self._kept_shard, own_references=1):
-            size = self._layout.shard_elements
-            self._kept_shard = self._buffer.flat.new_empty(size, dtype=self._dtype)
+            if self._ferry is not None:
+                self._kept_shard = self._ferry.host_shard(self._layout)
+            else:
+                size = self._layout.shard_elements
+                self._kept_shard = self._buffer.flat.new_empty(size, dtype=self._dtype)
         return self._kept_shard
 
     def _take(self, num_elements: int) -> Tensor:
@@ -191,6 +230,15 @@ class Gradients:
         for storage in self._borrowed:
             self._pool.give(storage)
         self._borrowed = []
+
+
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    """Reduced gradients on their way to the host."""
+
+    reduced: Tensor  # [S], on the device, of the pool
+    arrived: Tensor  # [S], on the host
+    mark: Mark
 
 
 def _accumulate(parameter: ManagedParameter, gradient: Tensor) -> bool:

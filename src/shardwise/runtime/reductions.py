@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.plan.layout import Run
 from shardwise.runtime.communicator import communicator
+from shardwise.runtime.device import current_gpu
 from shardwise.runtime.guard import Scope
 from shardwise.runtime.mesh import Axis
 
@@ -62,6 +63,9 @@ def gather_runs(
     run: Tensor, runs: Sequence[Run], axis: Axis, what: str, scope: Scope = Scope.SHARDS
 ) -> Tensor:
     """Gather 1-D pieces of the lengths of ``runs``: [ranks, longest], padded with zeros."""
+    device = run.device
+    if device.type == "cpu" and axis.backend("cuda") == "nccl" and not axis.on_cpu:
+        run = run.to(current_gpu())  # a shard on the host
     longest = max(len(other) for other in runs)
     with torch.inference_mode(mode=False):  # a link writes to it, on a thread of its own
         gathered = run.new_zeros(len(runs), longest)
@@ -74,7 +78,7 @@ def gather_runs(
 
     label = f"gather {what}"
     links.wait(links.reduce.all_gather(gathered.view(-1), fill, label, scope=scope))
-    return gathered
+    return gathered.to(device)
 
 
 def _run_norm(run: Tensor, order: float) -> Tensor:

@@ -49,6 +49,7 @@ class Scheduler:
         self._condemned: list[Unit] = []  # an exception left communication of theirs behind
         self._is_held = False
         self._is_broken = False  # an event failed, so units are not where the sequencer has them
+        self._landing: Unit | None = None
         self._hidden: dict[int, Call] = {}
         self._is_in_transaction = False
 
@@ -70,6 +71,8 @@ class Scheduler:
             return None
         if self.is_idle:
             self.recover()
+            for unit in self.units:
+                unit.expect_changes()
         if self._is_broken:
             raise StepError("this step has failed already; let its exception leave the model")
         self._note(f"forward of {self.units[index].plan.label}")
@@ -134,6 +137,7 @@ class Scheduler:
         # Here it has the same place on the link on every rank, wherever backward left off there.
         agreement = self._launch_agreement()
         self._perform(events[after_reduces:])
+        self._land()
         self._settle(agreement)
         self._hidden.clear()
         for unit in self.units:
@@ -259,13 +263,23 @@ class Scheduler:
                 crosses = self._sequencer.crosses[self.units.index(unit)]
                 return unit.launch_reduce(links.reduce, crosses=crosses)
             case EventKind.COLLECT:
+                self._land()
                 unit.collect(links)
+                self._landing = unit
         return ()
+
+    def _land(self) -> None:
+        """Hand over gradients that were collected before, where they are on the host."""
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            for gradients in landing.gradients:
+                gradients.land()
 
     def _fail(self, error: BaseException) -> None:
         """Tell the other ranks, and leave shards only."""
         self._links.abort(error)
         self._sequencer.abandon()
+        self._landing = None
         self._is_broken = False
         # What all ranks launched ends in a moment; what only some did never will.
         patience = 0.0 if isinstance(error, StepError) else POLL_SECONDS

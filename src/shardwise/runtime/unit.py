@@ -11,8 +11,9 @@ For every layout of its plan a unit has a `FlatParameters`: the persistent ``sha
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,11 +24,12 @@ from shardwise.plan.units import UnitPlan
 from shardwise.runtime.buffer import FlatBuffer, Pool
 from shardwise.runtime.collectives import Link, Pending
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.device import Mark
+from shardwise.runtime.device import Mark, copy
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.guard import Scope
 from shardwise.runtime.managed import ManagedParameter
 from shardwise.runtime.mesh import Axis
+from shardwise.runtime.offload import Ferry
 from shardwise.runtime.sharded_tensor import ShardedTensor
 
 __all__ = ["FlatParameters", "Unit", "UnitState"]
@@ -52,26 +54,26 @@ _TRANSITIONS = {
 class FlatParameters:
     """The parameters of one layout."""
 
-    def __init__(self, layout: Layout, axis: Axis, pool: Pool, plan: UnitPlan) -> None:
+    def __init__(
+        self, layout: Layout, axis: Axis, pool: Pool, plan: UnitPlan, ferry: Ferry | None = None
+    ) -> None:
         self.layout = layout
         self._plan = plan
         self._pool = pool
+        self._ferry = ferry  # if the shard is on the host
         self._part: Tensor | None = None  # [world_size * S / subgroup]
         self.axis = axis
         self.is_whole = not layout.is_gathered  # the shard is the buffer: nothing to gather
         compute_dtype = layout.cast.compute_dtype
         self.buffer = FlatBuffer(layout, pool, dtype=compute_dtype, owns_memory=self.is_whole)
         self._held: FlatBuffer | None = None  # in the dtype of the shard, between steps
-        dtype: torch.dtype = getattr(torch, layout.dtype)
-        self.shard = (
-            self.buffer.flat
-            if self.is_whole
-            else torch.zeros(layout.shard_elements, dtype=dtype, device=pool.device)
-        )
+        self._near: Tensor | None = None  # [S], of a shard on the host, on the device
+        self.near_is_stale = True
+        self.shard = self._allocate_shard()
         self.parameters: list[ManagedParameter] = []  # in the order of the layout's slots
         trainable = layout.slots[0].parameter.trainable
         self.gradients = (
-            Gradients(layout, self.parameters, axis, pool, owns_buffer=plan.holds_gradients)
+            Gradients(layout, self.parameters, axis, pool, ferry, owns_buffer=plan.holds_gradients)
             if trainable
             else None
         )
@@ -83,11 +85,10 @@ class FlatParameters:
             subgroup = self._plan.subgroup
             place = self._place_in_subgroup
             return link.all_gather_in_subgroup(
-                flat, lambda: _copy(flat.view(subgroup, -1)[place], part), label, subgroup
+                flat, partial(copy, flat.view(subgroup, -1)[place], part), label, subgroup
             )
         self.reclaim_locals()
-        own_slot, shard = self.buffer.slot_of(self.axis.rank), self.shard
-        return link.all_gather(flat, lambda: _copy(own_slot, shard), label)
+        return link.all_gather(flat, self._bring(self.buffer.slot_of(self.axis.rank)), label)
 
     def launch_keep(self, link: Link, label: str) -> Pending | None:
         """Get what the subgroup gathers from: out of what is gathered, or from the other rows."""
@@ -96,12 +97,11 @@ class FlatParameters:
         )
         self._part = part
         if not self._plan.subgroup_first:
-            _copy(part, self.buffer.flat.view(self._plan.subgroup, -1)[self._place_in_subgroup])
+            copy(part, self.buffer.flat.view(self._plan.subgroup, -1)[self._place_in_subgroup])
             return None
         self.reclaim_locals()
         own = part.view(len(self.axis.column), -1)[self.axis.column.index(self.axis.group_rank)]
-        shard = self.shard
-        return link.all_gather(part, lambda: _copy(own, shard), label, scope=Scope.COLUMN)
+        return link.all_gather(part, self._bring(own), label, scope=Scope.COLUMN)
 
     def drop_part(self) -> None:
         if self._part is not None:
@@ -116,8 +116,8 @@ class FlatParameters:
         self.reclaim_locals()
         held = self._held = FlatBuffer(self.layout, self._pool)
         held.acquire()
-        own_slot, shard = held.slot_of(self.axis.rank), self.shard
-        return link.all_gather(held.flat, lambda: _copy(own_slot, shard), label)
+        own_slot = held.slot_of(self.axis.rank)
+        return link.all_gather(held.flat, partial(copy, own_slot, self.shard), label)
 
     def expose_held(self) -> None:
         assert self._held is not None
@@ -128,9 +128,32 @@ class FlatParameters:
         """Forget what was written into the parameters that are held, or take it over."""
         if self._held is not None:
             if write_back:
-                _copy(self.shard, self._held.slot_of(self.axis.rank))
+                copy(self.shard, self._held.slot_of(self.axis.rank))
             self._held.release()
             self._held = None
+
+    def _allocate_shard(self) -> Tensor:
+        if self.is_whole:
+            return self.buffer.flat
+        size, device = self.layout.shard_elements, self._pool.device
+        if self._ferry is None or self._plan.offload is None:
+            return torch.zeros(size, dtype=getattr(torch, self.layout.dtype), device=device)
+        if not self._plan.offload.parameters:
+            self._near = torch.zeros(size, dtype=self.buffer.flat.dtype, device=device)
+        return self._ferry.host_shard(self.layout)
+
+    def _bring(self, to: Tensor) -> Callable[[], None]:
+        """What a link has to call before it sends ``to`` [S], this rank's slot."""
+        if self._ferry is None:
+            return partial(copy, to, self.shard)
+        if self._near is None:
+            return self._ferry.bring(to, self.shard)
+        from_near = partial(copy, to, self._near)
+        if not self.near_is_stale:
+            return from_near
+        self.near_is_stale = False
+        bring_near = self._ferry.bring(self._near, self.shard)
+        return lambda: (bring_near(), from_near())[1]
 
     def reclaim_locals(self) -> None:
         """Notice parameters whose memory was replaced, as `Module.to` and `assign=True` do."""
@@ -283,6 +306,11 @@ class Unit:
         self.expects_gradients = False
         return _marks(self._reducing)
 
+    def expect_changes(self) -> None:
+        """The shards may have been changed since they were last brought to the device."""
+        for flat in self.flats:
+            flat.near_is_stale = True
+
     def collect(self, links: Communicator) -> None:
         for pending in self._reducing:
             links.wait(pending)
@@ -337,8 +365,3 @@ class Unit:
 
 def _marks(several: Sequence[Pending]) -> tuple[Mark, ...]:
     return tuple(mark for pending in several for mark in pending.marks)
-
-
-def _copy(to: Tensor, of: Tensor) -> None:
-    with torch.no_grad():
-        to.copy_(of)

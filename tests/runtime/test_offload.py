@@ -1,0 +1,126 @@
+"""Shards on the host: the numbers are the same, and on the device is what the plan says."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.plan.strategy import PRESETS
+from tests.models import CASES, Stack, build
+from tests.ranks import run_on
+from tests.runtime.one_process import adamw, assert_close, assert_equal_training, own_part
+from tests.runtime.test_memory import runtime_of
+from tests.runtime.test_strategies import _options
+
+POLICIES = {
+    "all": sw.CPUOffloadPolicy(),
+    "but parameters": sw.CPUOffloadPolicy(parameters=False),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("strategy", PRESETS)
+def test_every_strategy_trains_as_in_one_process(strategy: str, policy: str) -> None:
+    run_on(4, _train, strategy, POLICIES[policy], deadline=60.0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_awkward_models_train_as_in_one_process(policy: str) -> None:
+    run_on(2, _train_awkward, POLICIES[policy], deadline=60.0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_values_that_the_user_changes_are_brought(policy: str) -> None:
+    run_on(2, _change_values, POLICIES[policy])
+
+
+def test_an_exception_leaves_nothing_under_way() -> None:
+    run_on(2, _raise_in_backward, deadline=40.0)
+
+
+def test_blocks_may_stay_on_the_device() -> None:
+    run_on(2, _offload_the_root_alone)
+
+
+def _train(strategy: str, policy: sw.CPUOffloadPolicy) -> None:
+    options = _options(strategy) | {"offload_policy": policy}
+    for name in ("gpt", "unused and reused", "lora"):
+        assert_equal_training(name, **options)
+    assert_equal_training("stack", accumulate=2, clip=0.01, set_to_none=False, **options)
+
+
+def _train_awkward(policy: sw.CPUOffloadPolicy) -> None:
+    for name in CASES:
+        assert_equal_training(name, offload_policy=policy)
+    assert_equal_training("tied", offload_policy=policy, prefetch=0, accumulate=3)
+    assert_equal_training("stack", offload_policy=policy, reshard_after_forward=False)
+
+
+def _change_values(policy: sw.CPUOffloadPolicy) -> None:
+    reference, model = build("stack"), build("stack")
+    sw.fully_shard(model, units="auto", offload_policy=policy)
+    batch = CASES["stack"].batch(4)
+    for factor in (1.0, 0.5, 2.0):
+        for one in (reference, model):
+            with torch.no_grad():
+                for parameter in one.parameters():
+                    parameter.mul_(factor)
+        with torch.no_grad():
+            torch.testing.assert_close(model(batch), reference(batch), rtol=1e-12, atol=0.0)
+        with sw.gathered(model, write_back=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.125)
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.add_(0.125)
+        torch.testing.assert_close(model(batch), reference(batch), rtol=1e-12, atol=0.0)
+
+
+def _raise_in_backward() -> None:
+    reference, model = build("stack"), build("stack")
+    sw.fully_shard(model, units="auto", offload_policy=POLICIES["all"])
+    batch = CASES["stack"].batch(4)
+    _loss(model, own_part(batch)).backward()  # so that the next gradients are added to these
+
+    def fail(_gradient: Tensor) -> None:
+        raise ValueError("in backward")
+
+    def plant(_module: nn.Module, _args: object, output: Tensor) -> None:
+        output.register_hook(fail)  # type: ignore[no-untyped-call]
+
+    assert isinstance(model, Stack)
+    hook = model.layers[0].register_forward_hook(plant)
+    with pytest.raises((ValueError, sw.PeerAborted)):
+        _loss(model, own_part(batch)).backward()
+    hook.remove()
+    model.zero_grad()
+    optimizers = [adamw(one.parameters()) for one in (reference, model)]
+    _loss(reference, batch).backward()
+    _loss(model, own_part(batch)).backward()
+    for ferry in runtime_of(model)._ferries.values():
+        assert ferry.staging._lent_bytes == 0
+    for optimizer in optimizers:
+        optimizer.step()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert_close(p, q, name)
+
+
+def _offload_the_root_alone() -> None:
+    reference, model = build("stack"), build("stack")
+    assert isinstance(model, Stack)
+    for layer in model.layers:
+        sw.fully_shard(layer)
+    sw.fully_shard(model, offload_policy=POLICIES["all"])
+    offloaded = {unit.label: unit.offload is not None for unit in runtime_of(model).plan.units}
+    assert offloaded == {"Stack": True} | {f"layers.{i}": False for i in range(3)}
+    batch = CASES["stack"].batch(4)
+    _loss(reference, batch).backward()
+    _loss(model, own_part(batch)).backward()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert_close(p.grad, q.grad, name)
+
+
+def _loss(model: nn.Module, batch: Tensor) -> Any:
+    return model(batch).square().mean()
