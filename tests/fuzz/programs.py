@@ -261,6 +261,8 @@ class Sharding(Described):
     reshard: bool | None = None
     unused: str = "none"
     granularity: str = "element"
+    offload: str | None = None
+    casts: bool = False  # to the dtype that is there already
 
 
 # -- training ---------------------------------------------------------------------------------
@@ -368,6 +370,7 @@ CLASS_NAMES = (
     "Pack", "Skip", "Branch", "Listed", "Keyed", "Sequential", "Linear", "LayerNorm", "Embedding",
     "Conv1d", "GRU",
 )  # fmt: skip
+OFFLOADS = ("all", "but parameters")
 RESHARD = st.sampled_from([None, True, False])
 
 
@@ -395,6 +398,8 @@ def shardings() -> st.SearchStrategy[Sharding]:
         reshard=RESHARD,
         unused=st.sampled_from(["none", "zeros"]),
         granularity=st.sampled_from(GRANULARITIES),
+        offload=st.sampled_from([None, None, *OFFLOADS]),
+        casts=st.booleans(),
     )
 
 

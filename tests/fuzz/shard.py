@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,12 +24,21 @@ def shard(net: Net, sharding: Sharding) -> Net:
         "prefetch": sharding.prefetch,
         "unused": sharding.unused,
         "granularity": sharding.granularity,
+        "offload_policy": offload_policy(sharding.offload),
     }
+    if sharding.casts:
+        options["mp_policy"] = sw.MixedPrecisionPolicy(torch.float64, torch.float64)
     if isinstance(sharding.units, Manual):
         _shard_one_by_one(net, sharding.units, options)
     else:
         options["units"] = fitting_units(net, sharding.units)
     return sw.fully_shard(net, reshard_after_forward=sharding.reshard, **options)
+
+
+def offload_policy(name: str | None) -> sw.OffloadPolicy:
+    if name is None:
+        return sw.OffloadPolicy()
+    return sw.CPUOffloadPolicy(parameters=name == "all")
 
 
 def make_mesh(sharding: Sharding) -> DeviceMesh | None:
