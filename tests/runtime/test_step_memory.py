@@ -80,24 +80,33 @@ def _measure_all(strategy: Strategy, offload_policy: sw.OffloadPolicy = NO_OFFLO
         sizes = (2, world_size() // 2)
         options["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
     for name, shape in SHAPES.items():
-        _measure(name, shape, options, accumulates=False)
+        _measure(name, shape, options)
     _measure("even", SHAPES["even"], options, accumulates=True)
+    for name in ("uneven", "large root"):
+        _measure(name, SHAPES[name], options, holds=True)
 
 
-def _measure(name: str, shape: Shape, options: dict[str, Any], *, accumulates: bool) -> None:
+def _measure(
+    name: str,
+    shape: Shape,
+    options: dict[str, Any],
+    *,
+    accumulates: bool = False,
+    holds: bool = False,
+) -> None:
     torch.manual_seed(0)
     model = shape.build()
     sw.fully_shard(model, units=shape.units, **options)
     runtime = runtime_of(model)
     for _ in range(2):
-        _step(model)
+        _step(model, holds=holds)
         if not accumulates:
             model.zero_grad()
     between = _live_bytes(runtime)
     with _sampled(runtime) as samples:
-        _step(model)
-    planned = step_memory(runtime.plan, on_wire=True, accumulates=accumulates)
-    what = f"{name}, accumulates={accumulates}"
+        _step(model, holds=holds)
+    planned = step_memory(runtime.plan, on_wire=True, accumulates=accumulates, holds=holds)
+    what = f"{name}, {accumulates=}, {holds=}"
     assert between == pytest.approx(
         planned.between_steps_bytes + planned.host_bytes, rel=TOLERANCE
     ), what
@@ -106,7 +115,12 @@ def _measure(name: str, shape: Shape, options: dict[str, Any], *, accumulates: b
     assert idle <= planned.transient_bytes * (1 + TOLERANCE), f"{what}: the pool keeps too much"
 
 
-def _step(model: nn.Module) -> None:
+def _step(model: nn.Module, *, holds: bool) -> None:
+    assert isinstance(model, sw.FSDPModule)
+    if holds:
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(1, 16)).mean().backward()
+        model.set_requires_gradient_sync(True)
     model(torch.ones(1, 16)).mean().backward()
 
 

@@ -11,6 +11,7 @@ With offload the first line is the host's, and reduced gradients leave the devic
 Not in them: activations, what autograd keeps on the way, optimizer states and the model's buffers.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.plan.events import Event, EventKind
@@ -41,7 +42,9 @@ class StepMemory:
         return self.peak_bytes - self.between_steps_bytes
 
 
-def step_memory(plan: Plan, *, on_wire: bool = False, accumulates: bool = False) -> StepMemory:
+def step_memory(
+    plan: Plan, *, on_wire: bool = False, accumulates: bool = False, holds: bool = False
+) -> StepMemory:
     """The memory of one training step of ``plan``, from the second step on.
 
     All gradients of a unit that encloses others are taken to wait for the end of its backward. So
@@ -52,14 +55,18 @@ def step_memory(plan: Plan, *, on_wire: bool = False, accumulates: bool = False)
         plan: of the model.
         on_wire: ranks exchange what they reduce point to point, as on Gloo, which takes scratch.
         accumulates: gradients of earlier backwards are there to be added to.
+        holds: these are whole on every rank, for they were not reduced yet.
     """
     units = {unit.label: unit for unit in plan.units}
     held_whole = sum(unit.gradient_bytes for unit in plan.units if unit.holds_gradients)
     host = sum(u.shard_bytes + u.gradient_shard_bytes for u in plan.units if u.offload is not None)
     near = sum(unit.near_bytes for unit in plan.units)
     base = plan.shard_bytes + plan.gradient_shard_bytes - host + near + held_whole
-    events = schedule(plan)
-    held = peak = base
+    events = [event for event in schedule(plan) if not (holds and _outlives(event, units))]
+    # What earlier backwards of the step left: whole gradients, and what came over the outer axis.
+    whole = sum(_gradient_bytes(unit).on_the_way for unit in plan.units) * holds
+    kept = sum(unit.kept_bytes for unit in plan.units if unit.subgroup_first) * holds
+    held = peak = base + whole + kept
     peak_event = events[0]
     landing = _Landing(0, 0)
     host_peak = host
@@ -73,7 +80,7 @@ def step_memory(plan: Plan, *, on_wire: bool = False, accumulates: bool = False)
             case EventKind.FREE | EventKind.DROP:
                 held -= event.bytes
             case EventKind.BACKWARD:
-                held += before.on_the_way
+                held += before.on_the_way * (not holds)
             case EventKind.REDUCE:
                 held += before.buffer + beside - before.in_buffer
             case EventKind.COLLECT:
@@ -86,8 +93,13 @@ def step_memory(plan: Plan, *, on_wire: bool = False, accumulates: bool = False)
             peak, peak_event = held, event
         if event.kind is EventKind.REDUCE:
             held -= before.on_the_way - before.in_buffer  # there until the buffer had them
-    assert held == base + landing.device, "a step leaves shards alone"
+    assert held == base + kept + landing.device, "a step leaves shards alone"
     return StepMemory(base, peak, peak_event, host, host_peak, total_peak)
+
+
+def _outlives(event: Event, units: Mapping[str, UnitPlan]) -> bool:
+    """Whether it is about what came over the outer axis, once for all backwards of a step."""
+    return event.kind in (EventKind.KEEP, EventKind.DROP) and units[event.unit].subgroup_first
 
 
 @dataclass(frozen=True, slots=True)
