@@ -8,7 +8,8 @@ from rich.console import Console
 
 from shardwise.plan.plan import Plan
 from shardwise.train.baselines import Baselines
-from shardwise.train.memory import foresee_gathered, one_process, one_rank
+from shardwise.train.config import Config
+from shardwise.train.memory import foresee, one_process, one_rank
 from shardwise.train.picture import draw_losses, running_mean
 from shardwise.train.progress import show_steps
 from shardwise.train.records import Record
@@ -39,9 +40,9 @@ def test_alike_units_share_a_row(plan: Plan) -> None:
     assert ["model", "32,928", "131.7 kB", "32.9 kB"] in rows
 
 
-def test_a_rank_stands_beside_one_process(plan: Plan) -> None:
+def test_a_rank_stands_beside_one_process(plan: Plan, config: Config) -> None:
     target = console()
-    rank = one_rank(plan, gathered=foresee_gathered(plan))
+    rank = one_rank(plan, foresee(plan, config, "cuda"))
     target.print(memory_table("memory", rank, one_process(plan), 4))
     rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in shown(target).splitlines()]
     assert ["AdamW's two states", "65.9 kB", "263.4 kB"] in rows

@@ -1,13 +1,11 @@
 """The bytes of a rank, by hand."""
 
-from dataclasses import replace
-
 import pytest
 
 from shardwise.plan.plan import Plan
 from shardwise.train.build import build_model, build_plan
 from shardwise.train.config import Config
-from shardwise.train.memory import foresee_gathered, one_process, one_rank
+from shardwise.train.memory import foresee, one_process, one_rank
 
 BLOCK = 12 * 32 * 32 + 2 * 32  # four matrices of attention, eight of the perceptron, two norms
 ROOT = 256 * 32 + 32  # the embedding, which is the head too, and the last norm
@@ -22,11 +20,26 @@ def test_one_process_holds_everything(plan: Plan) -> None:
     assert footprint.total == 4 * MODEL * FLOAT
 
 
-def test_a_rank_holds_its_part_and_what_is_gathered(plan: Plan) -> None:
-    footprint = one_rank(plan, gathered=1000)
+def test_a_rank_holds_its_part_and_what_is_whole(plan: Plan, config: Config) -> None:
+    footprint = one_rank(plan, foresee(plan, config, "cuda"))
     assert footprint.parameters == footprint.gradients == MODEL * FLOAT // 4
     assert footprint.optimizer == 2 * MODEL * FLOAT // 4
-    assert footprint.total == MODEL * FLOAT + 1000 + footprint.reducing
+    assert footprint.total == MODEL * FLOAT + footprint.transient
+    assert one_rank(plan, foresee(plan, config, "cuda"), transient=7).transient == 7
+
+
+@pytest.mark.parametrize(("offload", "near"), [("all", 0), ("optimizer", MODEL * FLOAT // 4)])
+def test_what_is_offloaded_is_on_the_host(config: Config, offload: str, near: int) -> None:
+    config = with_memory(config, offload=offload)
+    plan = build_plan(build_model(config), config)
+    footprint = one_rank(plan, foresee(plan, config, "cuda"))
+    assert footprint.host == 4 * MODEL * FLOAT // 4, "shards, gradients and two states"
+    assert footprint.total - footprint.host == footprint.transient + near
+
+
+def with_memory(config: Config, **changes: object) -> Config:
+    memory = config.memory.model_copy(update=changes)
+    return config.model_copy(update={"memory": memory})
 
 
 def deep(config: Config, prefetch: int) -> Plan:
@@ -40,13 +53,8 @@ def deep(config: Config, prefetch: int) -> Plan:
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
-def test_the_root_and_one_block_more_than_are_prefetched(config: Config, prefetch: int) -> None:
+def test_at_most_a_few_blocks_are_whole(config: Config, prefetch: int) -> None:
+    """The root and its waiting gradients, the gathered blocks, and two reductions."""
     plan = deep(config, prefetch)
-    assert foresee_gathered(plan) == (ROOT + (1 + prefetch) * BLOCK) * FLOAT
-
-
-def test_gradients_of_few_blocks_are_whole_at_once(config: Config) -> None:
-    plan = deep(config, prefetch=1)
-    reducing = one_rank(plan, gathered=0).reducing
-    assert ROOT * FLOAT < reducing <= (ROOT + 3 * BLOCK) * FLOAT
-    assert one_rank(replace(plan, prefetch=2), gathered=0).reducing == reducing
+    transient = foresee(plan, config, "cuda").transient_bytes
+    assert transient == (2 * ROOT + (1 + prefetch + 2) * BLOCK) * FLOAT

@@ -5,6 +5,7 @@ import difflib
 import torch
 from torch import nn
 
+from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import resolve_strategy
@@ -14,7 +15,15 @@ from shardwise.train.data import VOCABULARY, read_corpus
 from shardwise.train.errors import ConfigError
 from shardwise.train.models import GPT, Shape
 
-__all__ = ["build_model", "build_plan", "check", "find_units", "num_shards", "precision_of"]
+__all__ = [
+    "build_model",
+    "build_plan",
+    "check",
+    "find_units",
+    "num_shards",
+    "offload_of",
+    "precision_of",
+]
 
 
 def check(config: Config) -> None:
@@ -42,6 +51,7 @@ def build_model(config: Config) -> GPT:
         )
     )
     model.checkpoint_every = config.memory.checkpoint_every
+    model.checkpoint = config.memory.checkpoint
     return model
 
 
@@ -55,6 +65,7 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
         strategy=config.shard.strategy,
         prefetch=config.shard.prefetch,
         precision=precision_of(config),
+        offload=offload_of(config),
     )
 
 
@@ -68,6 +79,12 @@ def precision_of(config: Config) -> MixedPrecisionPolicy:
         reduce_dtype=_dtype(precision.reduce),
         full_precision=(nn.LayerNorm,) if precision.norms == "float32" else (),
     )
+
+
+def offload_of(config: Config) -> OffloadPolicy:
+    """What ``memory.offload`` says."""
+    offload = config.memory.offload
+    return NO_OFFLOAD if offload == "none" else CPUOffloadPolicy(parameters=offload == "all")
 
 
 def _dtype(name: str) -> torch.dtype:

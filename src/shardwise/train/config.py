@@ -127,6 +127,8 @@ class MemoryConfig(Section):
     """[memory]: what is computed twice, or kept longer, for the sake of the other."""
 
     checkpoint_every: CountOrNone = 0  # recompute each n-th block in backward; 0 is none
+    checkpoint: Literal["full", "reentrant", "selective"] = "full"  # what of these is recomputed
+    offload: Literal["none", "optimizer", "all"] = "none"  # to the host; "all" is parameters, too
     accumulate: Literal["shards", "whole"] = "shards"  # gradients of several micro batches
 
 

@@ -4,12 +4,12 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from shardwise.train.memory import Footprint, foresee_gathered, one_process, one_rank
+from shardwise.train.memory import Footprint, foresee, one_process, one_rank
 from shardwise.train.picture import draw_losses
 from shardwise.train.progress import Steps, show_steps
 from shardwise.train.records import Record, Start, Summary
 from shardwise.train.run_directory import MetricsFile, RunDirectory
-from shardwise.train.tables import in_bytes, memory_table, units_table
+from shardwise.train.tables import in_bytes, memory_table, switches_table, units_table
 
 __all__ = ["Display"]
 
@@ -36,8 +36,10 @@ class Display:
             f"prefetch {plan.prefetch}"
         )
         self._console.print(units_table(plan))
-        rank = one_rank(plan, gathered=foresee_gathered(plan))
+        rank = one_rank(plan, foresee(plan, config, start.device))
         self._show_memory("memory, foreseen", rank, one_process(plan))
+        if start.switches:
+            self._console.print(switches_table(start.switches))
         self._steps = show_steps(self._console, config.train.steps, config.run.log_every)
 
     def step(self, record: Record) -> None:

@@ -12,15 +12,17 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.plan.plan import Plan
 from shardwise.runtime.device import peak_memory_bytes
+from shardwise.runtime.engine import runtime_of_root
 from shardwise.train.baselines import measure_baselines
-from shardwise.train.build import build_model, build_plan, find_units, precision_of
+from shardwise.train.build import build_model, build_plan, find_units, offload_of, precision_of
 from shardwise.train.config import Config
 from shardwise.train.data import Corpus, Sampler, read_corpus
-from shardwise.train.memory import one_process, one_rank
+from shardwise.train.memory import foresee, one_process, one_rank
 from shardwise.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from shardwise.train.ranks import Ranks
 from shardwise.train.records import Observer, Record, Start, Summary
 from shardwise.train.sample import generate
+from shardwise.train.switches import weigh
 
 __all__ = ["Trainer", "train"]
 
@@ -40,7 +42,9 @@ def train(config: Config, ranks: Ranks, observer: Observer) -> None:
     baselines = measure_baselines(corpus.train)
     records = []
     try:
-        observer.begin(Start(config, plan, ranks.device.type, corpus.description, baselines))
+        device = ranks.device.type
+        switches = weigh(config, model, device)
+        observer.begin(Start(config, plan, device, corpus.description, baselines, switches))
         trainer = Trainer(config, ranks, shard(model, config), corpus)
         for record in trainer.steps():
             records.append(record)
@@ -58,6 +62,7 @@ def shard(model: nn.Module, config: Config) -> nn.Module:
         strategy=config.shard.strategy,
         prefetch=config.shard.prefetch,
         mp_policy=precision_of(config),
+        offload_policy=offload_of(config),
         sharding_factor=config.shard.nproc // config.shard.replicas,
     )
 
@@ -176,6 +181,8 @@ def summarize(trainer: Trainer, records: Sequence[Record], plan: Plan) -> Summar
     sample = trainer.sample()
     ledger = sw.ledger(trainer.model)
     ranks = trainer.ranks
+    pool = runtime_of_root(trainer.model).pool
+    foreseen = foresee(plan, trainer.config, ranks.device.type)
     last = records[-SUMMARY_STEPS:]
     tokens = records[-1].tokens
     assert records[-1].validation_loss is not None, "the last step is followed by a validation"
@@ -186,7 +193,7 @@ def summarize(trainer: Trainer, records: Sequence[Record], plan: Plan) -> Summar
         tokens=tokens,
         tokens_per_second=tokens / trainer.training_seconds,
         seconds=records[-1].seconds,
-        rank=one_rank(plan, gathered=max(ranks.gather(ledger.peak_gathered_bytes()))),
+        rank=one_rank(plan, foreseen, transient=max(ranks.gather(pool.peak_bytes))),
         process=one_process(plan),
         resident_peaks=tuple(ranks.gather(peak_memory_bytes(ranks.device))),
         overlapped_share=sum(ranks.gather(trainer.overlapped_share)) / ranks.size,

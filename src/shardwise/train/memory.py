@@ -1,14 +1,12 @@
 """Bytes of a training run on one rank, and what one process alone would need."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 
-from shardwise.plan.events import Event, EventKind
+from shardwise.plan.memory import StepMemory, step_memory
 from shardwise.plan.plan import Plan
-from shardwise.plan.schedule import schedule
+from shardwise.train.config import Config
 
-__all__ = ["Footprint", "foresee_gathered", "one_process", "one_rank"]
+__all__ = ["Footprint", "foresee", "one_process", "one_rank"]
 
 ADAMW_STATES = 2  # the running means of the gradient and of its square
 
@@ -20,12 +18,12 @@ class Footprint:
     parameters: int
     gradients: int
     optimizer: int
-    gathered: int  # whole units, at their peak
-    reducing: int  # whole units' gradients on their way to the shards, at their peak
+    transient: int  # whole units and their gradients on the way to the shards, at the peak
+    host: int = 0  # of these, in the memory of the host by choice
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.gathered + self.reducing
+        return self.parameters + self.gradients + self.optimizer + self.transient
 
 
 def one_process(plan: Plan) -> Footprint:
@@ -34,44 +32,33 @@ def one_process(plan: Plan) -> Footprint:
         parameters=plan.parameter_bytes,
         gradients=plan.gradient_bytes,
         optimizer=ADAMW_STATES * plan.gradient_bytes,
-        gathered=0,
-        reducing=0,
+        transient=0,
     )
 
 
-def one_rank(plan: Plan, *, gathered: int) -> Footprint:
-    """The shards of one rank, and ``gathered`` bytes of whole units."""
+def one_rank(plan: Plan, memory: StepMemory, *, transient: int | None = None) -> Footprint:
+    """What a rank keeps, and what a step takes besides: as foreseen, or ``transient`` bytes."""
+    parameters = plan.shard_bytes + sum(unit.near_bytes for unit in plan.units)
+    states = ADAMW_STATES * plan.gradient_shard_bytes
+    states_on_host = ADAMW_STATES * sum(
+        unit.gradient_shard_bytes for unit in plan.units if unit.offload is not None
+    )
     return Footprint(
-        parameters=plan.shard_bytes,
-        gradients=plan.gradient_shard_bytes,
-        optimizer=ADAMW_STATES * plan.gradient_shard_bytes,
-        gathered=gathered,
-        reducing=_peak(_reduced_changes(plan, schedule(plan))),
+        parameters=parameters,
+        gradients=memory.between_steps_bytes + memory.host_bytes - parameters,
+        optimizer=states,
+        transient=memory.transient_bytes if transient is None else transient,
+        host=memory.host_bytes + states_on_host,
     )
 
 
-def foresee_gathered(plan: Plan) -> int:
-    """The most bytes of whole units at once in a step that runs the units in module order."""
-    return _peak(_gathered_changes(schedule(plan)))
-
-
-def _gathered_changes(events: Iterable[Event]) -> Iterator[int]:
-    for event in events:
-        if event.kind in (EventKind.GATHER, EventKind.KEEP):
-            yield event.bytes
-        elif event.kind in (EventKind.FREE, EventKind.DROP):
-            yield -event.bytes
-
-
-def _reduced_changes(plan: Plan, events: Iterable[Event]) -> Iterator[int]:
-    """A unit's whole gradients live from its backward until the reduced ones are handed over."""
-    whole = {unit.label: unit.gradient_bytes for unit in plan.units}
-    for event in events:
-        if event.kind is EventKind.BACKWARD:
-            yield whole[event.unit]
-        elif event.kind is EventKind.COLLECT:
-            yield -whole[event.unit]
-
-
-def _peak(changes: Iterable[int]) -> int:
-    return max(accumulate(changes, initial=0))
+def foresee(plan: Plan, config: Config, device: str) -> StepMemory:
+    """The memory of a step of a run on ``device``, "cpu" or "cuda"."""
+    holds = config.memory.accumulate == "whole"
+    several = config.micro_batch < config.share
+    return step_memory(
+        plan,
+        on_wire=device == "cpu" and config.shard.nproc > 1,
+        accumulates=several and not holds,
+        holds=several and holds,
+    )

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+
+from shardwise.train.checkpointing import recomputed
 
 __all__ = ["GPT", "Attention", "Block", "Shape", "is_matrix"]
 
@@ -35,6 +36,7 @@ class GPT(nn.Module):
         super().__init__()
         self.shape = shape
         self.checkpoint_every = 0  # blocks, of which one is recomputed in backward; 0 is none
+        self.checkpoint = "full"  # what of it, as in `train.checkpointing`
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width, bias=False)
@@ -50,7 +52,7 @@ class GPT(nn.Module):
         x = self.embedding(tokens)  # [batch, time, width]
         for number, block in enumerate(self.blocks, start=1):
             if self.training and self.checkpoint_every and number % self.checkpoint_every == 0:
-                x = checkpoint(block, x, rotations, use_reentrant=False)
+                x = recomputed(block, self.checkpoint)(x, rotations)
             else:
                 x = block(x, rotations)
         logits: Tensor = self.head(self.norm(x))

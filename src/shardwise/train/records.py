@@ -1,5 +1,6 @@
 """What a run tells of itself: before the first step, after each one, and at the end."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,6 +9,7 @@ from shardwise.runtime.ledger import Ledger
 from shardwise.train.baselines import Baselines
 from shardwise.train.config import Config
 from shardwise.train.memory import Footprint
+from shardwise.train.switches import Switch
 
 __all__ = ["Observer", "Record", "Silent", "Start", "Summary"]
 
@@ -21,6 +23,7 @@ class Start:
     device: str  # "cpu" or "cuda"
     text: str  # what is trained on, in words
     baselines: Baselines
+    switches: Sequence[Switch] = ()  # that are not where they are by default
 
 
 @dataclass(frozen=True, slots=True)

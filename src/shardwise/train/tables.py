@@ -1,5 +1,6 @@
 """The tables that a run shows at its start and at its end."""
 
+from collections.abc import Sequence
 from itertools import groupby
 
 from rich.table import Table
@@ -7,8 +8,9 @@ from rich.table import Table
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.train.memory import Footprint
+from shardwise.train.switches import Switch
 
-__all__ = ["in_bytes", "memory_table", "units_table"]
+__all__ = ["in_bytes", "memory_table", "switches_table", "units_table"]
 
 
 def units_table(plan: Plan) -> Table:
@@ -35,14 +37,36 @@ def memory_table(title: str, rank: Footprint, process: Footprint, num_ranks: int
         "parameters": "parameters",
         "gradients": "gradients",
         "AdamW's two states": "optimizer",
-        "units gathered, at most": "gathered",
-        "gradients being reduced, at most": "reducing",
+        "whole units and gradients, at most": "transient",
     }
     for label, name in rows.items():
         table.add_row(label, in_bytes(getattr(rank, name)), in_bytes(getattr(process, name)))
     table.add_section()
     table.add_row("total", in_bytes(rank.total), in_bytes(process.total))
+    if rank.host:
+        table.add_row("of it on the host", in_bytes(rank.host), in_bytes(process.host))
     return table
+
+
+def switches_table(switches: Sequence[Switch]) -> Table:
+    """What each switch costs (+) and saves (-) one rank in one step."""
+    table = _table("a step, foreseen", "device", "host", "links", "host copies", "recomputed")
+    for switch in switches:
+        change = switch.change
+        sizes = (
+            change.device_bytes,
+            change.host_bytes,
+            change.link_bytes,
+            change.copied_bytes,
+        )
+        again = f"{change.recomputed:.0%} of blocks" if change.recomputed else ""
+        key = switch.name.rpartition(".")[2]
+        table.add_row(f"{key} = {switch.value}", *map(_change, sizes), again)
+    return table
+
+
+def _change(num_bytes: int) -> str:
+    return f"{'-' if num_bytes < 0 else '+'}{in_bytes(abs(num_bytes))}" if num_bytes else ""
 
 
 def in_bytes(number: float) -> str:
@@ -55,7 +79,8 @@ def in_bytes(number: float) -> str:
 
 
 def _table(first: str, *others: str) -> Table:
-    table = Table(first)
+    table = Table()
+    table.add_column(first, no_wrap=True)
     for heading in others:
         table.add_column(heading, justify="right")
     return table
