@@ -12,6 +12,7 @@ from shardwise.errors import (
     StepError,
 )
 from shardwise.optim.clip import clip_grad_norm_
+from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.tokens import token_weight
 from shardwise.plan.granularity import block
 from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
@@ -19,6 +20,7 @@ from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import Strategy
 from shardwise.runtime.engine import FSDPModule, fully_shard, gathered, ledger
 from shardwise.runtime.initialize import Initialization, initialize
+from shardwise.runtime.saved import offload_activations
 from shardwise.runtime.sharded_tensor import ShardedTensor
 from shardwise.runtime.transaction import transaction
 
@@ -45,6 +47,8 @@ __all__ = [
     "gathered",
     "initialize",
     "ledger",
+    "offload_activations",
+    "optimizer_in_backward",
     "token_weight",
     "transaction",
     "verify",

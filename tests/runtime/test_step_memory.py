@@ -42,6 +42,11 @@ def test_live_bytes_with_offload(preset: str, parameters: bool) -> None:
     run_on(4, _measure_all, PRESETS[preset], policy, deadline=60.0)
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_live_bytes_with_steps_in_backward(strategy: str) -> None:
+    run_on(2, _measure_steps, strategy)
+
+
 class Tower(nn.Module):
     """Units of given widths on a narrow stream, so that activations weigh nothing."""
 
@@ -79,11 +84,30 @@ def _measure_all(strategy: Strategy, offload_policy: sw.OffloadPolicy = NO_OFFLO
     if strategy.num_axes > 1:
         sizes = (2, world_size() // 2)
         options["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-    for name, shape in SHAPES.items():
-        _measure(name, shape, options)
-    _measure("even", SHAPES["even"], options, accumulates=True)
-    for name in ("uneven", "large root"):
-        _measure(name, SHAPES[name], options, holds=True)
+    with _only_new_objects():
+        for name, shape in SHAPES.items():
+            _measure(name, shape, options)
+        _measure("even", SHAPES["even"], options, accumulates=True)
+        for name in ("uneven", "large root"):
+            _measure(name, SHAPES[name], options, holds=True)
+
+
+def _measure_steps(strategy: str) -> None:
+    for policy in (NO_OFFLOAD, sw.CPUOffloadPolicy()):
+        options = {"strategy": strategy, "offload_policy": policy}
+        with _only_new_objects():
+            _measure("even", SHAPES["even"], options, steps_in_backward=True)
+
+
+@contextmanager
+def _only_new_objects() -> Iterator[None]:
+    """Have `gc.get_objects` leave out what is there already, which is most and takes long."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _measure(
@@ -93,11 +117,14 @@ def _measure(
     *,
     accumulates: bool = False,
     holds: bool = False,
+    steps_in_backward: bool = False,
 ) -> None:
     torch.manual_seed(0)
     model = shape.build()
     sw.fully_shard(model, units=shape.units, **options)
     runtime = runtime_of(model)
+    if steps_in_backward:
+        sw.optimizer_in_backward(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     for _ in range(2):
         _step(model, holds=holds)
         if not accumulates:
@@ -105,8 +132,14 @@ def _measure(
     between = _live_bytes(runtime)
     with _sampled(runtime) as samples:
         _step(model, holds=holds)
-    planned = step_memory(runtime.plan, on_wire=True, accumulates=accumulates, holds=holds)
-    what = f"{name}, {accumulates=}, {holds=}"
+    planned = step_memory(
+        runtime.plan,
+        on_wire=True,
+        accumulates=accumulates,
+        holds=holds,
+        steps_in_backward=steps_in_backward,
+    )
+    what = f"{name}, {accumulates=}, {holds=}, {steps_in_backward=}"
     assert between == pytest.approx(
         planned.between_steps_bytes + planned.host_bytes, rel=TOLERANCE
     ), what

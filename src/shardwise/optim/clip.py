@@ -5,6 +5,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from shardwise.errors import StepError
+from shardwise.runtime.sharded_tensor import ShardedTensor
+
 __all__ = ["clip_grad_norm_"]
 
 
@@ -15,10 +18,21 @@ def clip_grad_norm_(
     """Scale the gradients so that their norm, over all ranks, is at most ``max_norm``.
 
     As `torch.nn.utils.clip_grad_norm_`, which gives the same numbers on a sharded model; every
-    rank has to call it. The norms of all gradients take one exchange.
+    rank has to call it. The norms of all gradients take one exchange; torch's own takes one for
+    each gradient on a CPU, unless it is called with ``foreach=True``.
 
     Returns:
         The norm before clipping: a scalar, the same on every rank.
+
+    Raises:
+        StepError: the parameters were stepped in backward, by `sw.optimizer_in_backward`.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for parameter in parameters:
+        if isinstance(parameter, ShardedTensor) and parameter.steps_in_backward:
+            raise StepError(
+                f"{parameter.sharding.name}: clipping by the global norm needs all gradients at "
+                "once, and sw.optimizer_in_backward has used each and dropped it; clip single "
+                "gradients in register_post_accumulate_grad_hook, or call remove() of its handle"
+            )
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, foreach=True)

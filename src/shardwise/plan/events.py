@@ -18,14 +18,15 @@ class EventKind(StrEnum):
     DROP = "drop"  # that part is dropped
     REDUCE = "reduce"  # the reduce-scatter of its gradients is launched
     COLLECT = "collect"  # its reduced gradients are waited for and handed to the parameters
+    STEP = "step"  # the optimizer updates its parameters, in backward, and its gradients are freed
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """One thing that happens to one unit.
 
-    ``bytes`` is the size of the flat buffer that the event gathers, frees, reduces or hands over;
-    0 for compute and waits.
+    ``bytes`` is the size of the flat buffer that the event gathers, frees, reduces or hands over,
+    and of the gradients that a step frees; 0 for compute and waits.
     """
 
     kind: EventKind

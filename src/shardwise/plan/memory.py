@@ -11,7 +11,6 @@ With offload the first line is the host's, and reduced gradients leave the devic
 Not in them: activations, what autograd keeps on the way, optimizer states and the model's buffers.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.plan.events import Event, EventKind
@@ -43,7 +42,12 @@ class StepMemory:
 
 
 def step_memory(
-    plan: Plan, *, on_wire: bool = False, accumulates: bool = False, holds: bool = False
+    plan: Plan,
+    *,
+    on_wire: bool = False,
+    accumulates: bool = False,
+    holds: bool = False,
+    steps_in_backward: bool = False,
 ) -> StepMemory:
     """The memory of one training step of ``plan``, from the second step on.
 
@@ -56,50 +60,102 @@ def step_memory(
         on_wire: ranks exchange what they reduce point to point, as on Gloo, which takes scratch.
         accumulates: gradients of earlier backwards are there to be added to.
         holds: these are whole on every rank, for they were not reduced yet.
+        steps_in_backward: gradient shards live from a unit's reduction to its step, as with
+            `sw.optimizer_in_backward`.
     """
-    units = {unit.label: unit for unit in plan.units}
-    held_whole = sum(unit.gradient_bytes for unit in plan.units if unit.holds_gradients)
-    host = sum(u.shard_bytes + u.gradient_shard_bytes for u in plan.units if u.offload is not None)
-    near = sum(unit.near_bytes for unit in plan.units)
-    base = plan.shard_bytes + plan.gradient_shard_bytes - host + near + held_whole
-    events = [event for event in schedule(plan) if not (holds and _outlives(event, units))]
-    # What earlier backwards of the step left: whole gradients, and what came over the outer axis.
-    whole = sum(_gradient_bytes(unit).on_the_way for unit in plan.units) * holds
-    kept = sum(unit.kept_bytes for unit in plan.units if unit.subgroup_first) * holds
-    held = peak = base + whole + kept
+    way = _Way(on_wire, accumulates, holds, steps_in_backward)
+    replay = _Replay(plan, way)
+    events = schedule(plan, steps_in_backward=steps_in_backward)
     peak_event = events[0]
-    landing = _Landing(0, 0)
-    host_peak = host
-    total_peak = peak + host
     for event in events:
-        unit = units[event.unit]
-        before, beside = _gradient_bytes(unit), _reduction_bytes(plan, unit, on_wire, accumulates)
+        if replay.take(event):
+            peak_event = event
+    replay.check_end()
+    return StepMemory(
+        replay.base, replay.peak, peak_event, replay.host, replay.host_peak, replay.total_peak
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a step is made; see `step_memory`."""
+
+    on_wire: bool
+    accumulates: bool
+    holds: bool
+    steps_in_backward: bool
+
+
+class _Replay:
+    """What a rank holds after each event."""
+
+    def __init__(self, plan: Plan, way: _Way) -> None:
+        self._plan = plan
+        self._way = way
+        self._units = {unit.label: unit for unit in plan.units}
+        self._landing = _Landing(0, 0)
+        kept = [_kept_bytes(unit, way) for unit in plan.units]
+        self.host = sum(k for k, unit in zip(kept, plan.units, strict=True) if unit.offload)
+        near = sum(unit.near_bytes for unit in plan.units)
+        owned = sum(unit.gradient_bytes for unit in plan.units if unit.holds_gradients)
+        self.base = sum(kept) - self.host + near + owned
+        # What earlier backwards of the step left: whole gradients, and what crossed the outer axis.
+        self._carried = sum(u.kept_bytes for u in plan.units if u.subgroup_first) * way.holds
+        whole = sum(_gradient_bytes(unit).on_the_way for unit in plan.units) * way.holds
+        self._held = self.peak = self.base + self._carried + whole
+        self.host_peak = self.host
+        self.total_peak = self.peak + self.host
+
+    def take(self, event: Event) -> bool:
+        """Whether more is held than ever before."""
+        unit, way = self._units[event.unit], self._way
+        gradients = _gradient_bytes(unit)
         match event.kind:
+            case EventKind.KEEP | EventKind.DROP if way.holds and unit.subgroup_first:
+                pass
             case EventKind.GATHER | EventKind.KEEP:
-                held += event.bytes
+                self._held += event.bytes
             case EventKind.FREE | EventKind.DROP:
-                held -= event.bytes
-            case EventKind.BACKWARD:
-                held += before.on_the_way * (not holds)
+                self._held -= event.bytes
+            case EventKind.BACKWARD if not way.holds:
+                self._held += gradients.on_the_way
             case EventKind.REDUCE:
-                held += before.buffer + beside - before.in_buffer
+                self._held += gradients.buffer - gradients.in_buffer + self._beside(unit)
+                self._held += self._own_shard(unit)
             case EventKind.COLLECT:
-                held += -landing.device + _landing(unit, accumulates).device
-                held -= before.buffer + beside
-                landing = _landing(unit, accumulates)
-        host_peak = max(host_peak, host + landing.host)
-        total_peak = max(total_peak, held + host + landing.host)
-        if held > peak:
-            peak, peak_event = held, event
+                self._held -= gradients.buffer + self._beside(unit)
+                self._land(_landing(unit, way))
+            case EventKind.STEP:
+                self._held -= self._own_shard(unit)
+                self._land(_Landing(0, 0))
+        is_most = self._held > self.peak
+        self.peak = max(self.peak, self._held)
+        self.host_peak = max(self.host_peak, self.host + self._landing.host)
+        self.total_peak = max(self.total_peak, self._held + self.host + self._landing.host)
         if event.kind is EventKind.REDUCE:
-            held -= before.on_the_way - before.in_buffer  # there until the buffer had them
-    assert held == base + kept + landing.device, "a step leaves shards alone"
-    return StepMemory(base, peak, peak_event, host, host_peak, total_peak)
+            self._held -= gradients.on_the_way - gradients.in_buffer  # until the buffer had them
+        return is_most
+
+    def check_end(self) -> None:
+        left = self.base + self._carried + self._landing.device
+        assert self._held == left, "a step leaves shards alone"
+
+    def _land(self, following: "_Landing") -> None:
+        self._held += following.device - self._landing.device
+        self._landing = following
+
+    def _own_shard(self, unit: UnitPlan) -> int:
+        """Gradients that a step in backward frees, where they are on the device."""
+        is_here = self._way.steps_in_backward and unit.offload is None
+        return unit.gradient_shard_bytes if is_here else 0
+
+    def _beside(self, unit: UnitPlan) -> int:
+        return _reduction_bytes(self._plan, unit, self._way.on_wire, self._way.accumulates)
 
 
-def _outlives(event: Event, units: Mapping[str, UnitPlan]) -> bool:
-    """Whether it is about what came over the outer axis, once for all backwards of a step."""
-    return event.kind in (EventKind.KEEP, EventKind.DROP) and units[event.unit].subgroup_first
+def _kept_bytes(unit: UnitPlan, way: _Way) -> int:
+    """Between steps."""
+    return unit.shard_bytes + (0 if way.steps_in_backward else unit.gradient_shard_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +185,16 @@ class _Landing:
     """Reduced gradients on their way to the host, until those of the next unit are."""
 
     device: int
-    host: int  # where they are not the first, beside those that they are added to
+    host: int  # where they are not the first, or not kept, beside those that are there
 
 
-def _landing(unit: UnitPlan, accumulates: bool) -> _Landing:
+def _landing(unit: UnitPlan, way: _Way) -> _Landing:
     layouts = unit.trainable_layouts if unit.offload is not None else ()
     return _Landing(
         sum(layout.shard_elements * layout.cast.reduce_itemsize for layout in layouts),
-        sum(layout.shard_bytes for layout in layouts) if accumulates else 0,
+        sum(layout.shard_bytes for layout in layouts)
+        if way.accumulates or way.steps_in_backward
+        else 0,
     )
 
 

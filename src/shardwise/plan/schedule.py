@@ -21,14 +21,17 @@ What is decided here, and why:
   would wait for ever for an unused parameter.
 - *A unit lingers* after its call until another is entered, for the next may be the same unit, or
   the first of backward.
+- *A unit is stepped in backward*, if the user wants that, when its gradients are collected and all
+  its calls of this step were walked. Where that cannot be known, at the end of backward.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import islice
 
+from shardwise.errors import StepError
 from shardwise.plan.events import Event, EventKind
 from shardwise.plan.plan import Plan
 
@@ -91,6 +94,7 @@ class Walk:
         calls = [call for call in of.calls if call.differentiable]
         self._unvisited = deque(sorted(calls, key=lambda call: -call.exited))
         self._visited: dict[Call, None] = {}  # and not finished
+        self.num_calls = Counter(call.unit for call in calls)
 
     @property
     def upcoming(self) -> Iterator[int]:
@@ -144,6 +148,10 @@ class Sequencer:
         self._lingering: int | None = None
         self._reducing: deque[int] = deque()
         self._events: list[Event] = []
+        self.steps_in_backward = False
+        self._calls_left: Counter[int] = Counter()  # of forward, that no backward has walked yet
+        self._unstepped: set[int] = set()  # collected, and more may come
+        self._stepped: dict[int, int] = {}  # unit to the tick of its last step
 
     # -- forward ---------------------------------------------------------------------------------
 
@@ -176,6 +184,8 @@ class Sequencer:
             pass
         call.exited = self._next_tick()
         call.outcome = outcome
+        if self.steps_in_backward and call.of.grad and not call.of.recomputed:
+            self._calls_left[call.unit] += 1  # a detached one, too: it may be recomputed
         if not self._is_kept_for_backward(call):
             self._end_lingering()
             if call.differentiable:
@@ -187,6 +197,10 @@ class Sequencer:
         return self._flush()
 
     # -- backward --------------------------------------------------------------------------------
+
+    def join_backward(self, task: int) -> None:
+        """Autograd's graph task ``task`` is under way until `finish_backward`."""
+        self._walks.setdefault(task, {})
 
     def before_backward(self, call: Call, task: int) -> list[Event]:
         """Gradients reach what ``call`` returned, in autograd's graph task ``task``."""
@@ -213,6 +227,8 @@ class Sequencer:
             if self.synchronizes[unit] and self.crosses[unit]:
                 self._reduce(unit)
         self._collect_until(0)
+        for unit in sorted(self._unstepped):
+            self._step(unit)
         self._is_accumulating = not all((*self.synchronizes, *self.crosses))
         self._free_all()
         return self._flush()
@@ -222,9 +238,15 @@ class Sequencer:
         self._walks.clear()
         self._reducing.clear()
         self._held.clear()
+        self._calls_left.clear()
+        self._unstepped.clear()
         self._is_accumulating = False
         self._free_all()
         return self._flush()
+
+    def note_stepped(self, unit: int) -> None:
+        """The parameters of ``unit`` have changed in backward."""
+        self._stepped[unit] = self._next_tick()
 
     def rest(self) -> list[Event]:
         """Somebody else will use the parameters now: keep shards only."""
@@ -267,6 +289,7 @@ class Sequencer:
         return not self._units[call.unit].reshard and any(c.differentiable for c in calls)
 
     def _visit(self, walk: Walk, call: Call) -> None:
+        self._check_unchanged(call)
         window = self._window([call.unit, *walk.upcoming])
         self._end_lingering(keep=window)
         for finished in walk.finish_younger(than=call.exited):
@@ -289,6 +312,7 @@ class Sequencer:
         if call.unit not in keep:
             self._free(call.unit, keep=not is_last or self._is_needed_again(call.unit))
         if self._units[call.unit].gradient_bytes and is_last:
+            self._calls_left[call.unit] -= walk.num_calls[call.unit]
             if self.synchronizes[call.unit]:
                 self._reduce(call.unit)
             else:
@@ -308,6 +332,11 @@ class Sequencer:
             self._held.discard(unit)
         else:
             self._held.add(unit)
+
+    def _step(self, unit: int) -> None:
+        self._unstepped.discard(unit)
+        self._calls_left[unit] = 0
+        self._emit(EventKind.STEP, unit)
 
     # -- single decisions ------------------------------------------------------------------------
 
@@ -368,6 +397,8 @@ class Sequencer:
 
     def _drop(self, unit: int) -> None:
         outlives = self._units[unit].subgroup_first and self._is_accumulating
+        if self.steps_in_backward and self.synchronizes[unit] and self.crosses[unit]:
+            outlives = False  # it has stepped, whatever others wait for
         if unit in self._kept and not outlives and not self.is_in_use(unit):
             self._kept.discard(unit)
             self._emit(EventKind.DROP, unit)
@@ -390,12 +421,26 @@ class Sequencer:
 
     def _collect_until(self, left: int) -> None:
         while len(self._reducing) > left:
-            self._emit(EventKind.COLLECT, self._reducing.popleft())
+            unit = self._reducing.popleft()
+            self._emit(EventKind.COLLECT, unit)
+            if self.steps_in_backward and unit not in self._held:
+                self._unstepped.add(unit)
+                if not self._walks or self._calls_left[unit] == 0:
+                    self._step(unit)
 
     def _collect_unit(self, unit: int) -> None:
         """Have the buffer of its gradients free, for another pass may have reduced it last."""
         while unit in self._reducing:
             self._collect_until(len(self._reducing) - 1)
+
+    def _check_unchanged(self, call: Call) -> None:
+        if call.entered < self._stepped.get(call.unit, -1):
+            raise StepError(
+                f"{self._units[call.unit].label}: backward of a forward from before the unit's "
+                "last step, which sw.optimizer_in_backward makes in the first backward that "
+                "reduces its gradients; call set_requires_gradient_sync(False) before all "
+                "backwards of a step but the last"
+            )
 
     def _emit(self, kind: EventKind, unit: int) -> None:
         self._events.append(Event(kind, self._units[unit].label, self._bytes(kind, unit)))
@@ -408,7 +453,7 @@ class Sequencer:
                 return self._units[unit].kept_bytes
             case EventKind.REDUCE:
                 return self._units[unit].gradient_bytes
-            case EventKind.COLLECT:
+            case EventKind.COLLECT | EventKind.STEP:
                 return self._units[unit].gradient_shard_bytes
             case _:
                 return 0
@@ -422,13 +467,15 @@ class Sequencer:
         return self._tick
 
 
-def schedule(plan: Plan) -> list[Event]:
+def schedule(plan: Plan, *, steps_in_backward: bool = False) -> list[Event]:
     """The events of one training step, from the second on, if units run in module order.
 
     The root encloses all others, and every unit runs once. What a unit returns is taken to need
     gradients if it, a unit inside it or one before it has a trainable parameter.
+    ``steps_in_backward`` is what `sw.optimizer_in_backward` makes of it.
     """
     sequencer = Sequencer(plan)
+    sequencer.steps_in_backward = steps_in_backward
     _imagine_step(plan, sequencer)
     return _imagine_step(plan, sequencer)
 

@@ -68,6 +68,10 @@ class Pool:
         self._idle.append(storage)
         self._trim()
 
+    def write_off(self, storage: torch.UntypedStorage) -> None:
+        """Memory that was lent has come to belong to others."""
+        self._lent_bytes -= storage.nbytes()
+
     def _allocate(self, num_bytes: int) -> torch.UntypedStorage:
         if self._is_pinned:
             return host_tensor(num_bytes, torch.uint8, pinned=True).untyped_storage()

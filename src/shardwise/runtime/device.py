@@ -35,6 +35,7 @@ __all__ = [
     "random_states",
     "seed_generators",
     "set_random_states",
+    "to_host",
 ]
 
 
@@ -210,6 +211,13 @@ def seed_generators(device: torch.device, seed: int) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory; from a GPU it is made beside the host, in pinned memory."""
+    is_pinned = tensor.device.type == "cuda"
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=is_pinned, requires_grad=False)
+    return copy.copy_(tensor.detach(), non_blocking=is_pinned)
 
 
 _Submitted = tuple[list[Callable[[], None]], Mark]  # one job, to be taken out

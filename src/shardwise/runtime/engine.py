@@ -283,7 +283,10 @@ class Runtime:
     ) -> Any:
         """Run the forward of a unit with its parameters gathered."""
         scheduler, index, precision = self.scheduler, handle.index, handle.choice.precision
-        call = scheduler.enter(index, recomputed=hooks.current_task() != hooks.NO_TASK)
+        task = hooks.current_task()
+        if task != hooks.NO_TASK:
+            _join_backward(scheduler, task)
+        call = scheduler.enter(index, recomputed=task != hooks.NO_TASK)
         if call is None:
             with torch.no_grad():
                 return forward(*args, **kwargs)
@@ -344,11 +347,18 @@ class Runtime:
 
 def _begin_backward(scheduler: Scheduler, call: Call) -> None:
     task = hooks.current_task()
+    hooks.check_first_order()
+    _join_backward(scheduler, task)
+    scheduler.before_backward(call, task)
+
+
+def _join_backward(scheduler: Scheduler, task: int) -> None:
+    """Have ``scheduler`` know when graph task ``task`` ends, which may have others inside it."""
     if not scheduler.is_walking(task):
         hooks.at_end_of_backward(
             partial(scheduler.finish_backward, task), partial(scheduler.abandon_backward, task)
         )
-    scheduler.before_backward(call, task)
+        scheduler.join_backward(task)
 
 
 def _accept(

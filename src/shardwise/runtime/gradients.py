@@ -53,6 +53,7 @@ class Gradients:
         self._dtype: torch.dtype = getattr(torch, layout.dtype)  # of the shards
         self._written = [False] * len(layout.slots)
         self.used = [False] * len(layout.slots)
+        self._keeps_shard = True  # or the gradients are dropped in backward, by `drop`
         self._is_handed_over = False
         self._fresh: list[int] = []  # positions whose .grad was None before this backward
         self._kept_shard: Tensor | None = None  # [S], reused when nobody holds the last .grad
@@ -164,6 +165,21 @@ class Gradients:
             if parameter.sharded.requires_grad and parameter.sharded.grad is None:
                 parameter.sharded.grad = torch.zeros_like(parameter.sharded)
 
+    def keep_shard(self, keeps_shard: bool) -> None:
+        """Whether the memory of gradients, of which there are none now, is kept for the next."""
+        self._keeps_shard = keeps_shard
+        self._kept_shard = None
+
+    def drop(self) -> None:
+        """The optimizer has had the gradients: free them."""
+        for parameter in self.parameters:
+            parameter.sharded.grad = None
+        shard, self._kept_shard = self._kept_shard, None
+        if shard is not None:
+            # A hook, or the optimizer, may have kept a gradient.
+            part_with = self._home_pool.write_off if is_shared(shard, 1) else self._home_pool.give
+            part_with(shard.untyped_storage())
+
     def forget(self) -> None:
         """The backward is over; what it left unreduced, and of which parameters, stays."""
         self._fresh = []
@@ -184,10 +200,17 @@ class Gradients:
         self._give_back()
         self._is_handed_over = True
         self.forget()
+        if not self._keeps_shard:
+            self.drop()
 
     @property
     def _layout(self) -> Layout:
         return self._buffer.layout
+
+    @property
+    def _home_pool(self) -> Pool:
+        """Where gradients that are not kept live, beside their parameters."""
+        return self._pool if self._ferry is None else self._ferry.staging
 
     @property
     def _inner_elements(self) -> int:
@@ -207,11 +230,15 @@ class Gradients:
         return self._own_shard()
 
     def _own_shard(self) -> Tensor:
+        size = self._layout.shard_elements
+        if not self._keeps_shard:
+            if self._kept_shard is None:
+                self._kept_shard = self._home_pool.take_tensor(size, self._dtype)
+            return self._kept_shard
         if self._kept_shard is None or is_shared(self._kept_shard, own_references=1):
             if self._ferry is not None:
                 self._kept_shard = self._ferry.host_shard(self._layout)
             else:
-                size = self._layout.shard_elements
                 self._kept_shard = self._buffer.flat.new_empty(size, dtype=self._dtype)
         return self._kept_shard
 

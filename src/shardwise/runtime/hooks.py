@@ -24,7 +24,14 @@ from torch.autograd import Variable
 from shardwise.errors import StepError
 from shardwise.plan.schedule import Outcome
 
-__all__ = ["at_end_of_backward", "current_task", "on_gradient", "tensors_left_in", "watch_outputs"]
+__all__ = [
+    "at_end_of_backward",
+    "check_first_order",
+    "current_task",
+    "on_gradient",
+    "tensors_left_in",
+    "watch_outputs",
+]
 
 NO_TASK = -1
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -94,13 +101,17 @@ def at_end_of_backward(
     finish: Callable[[], None], abandon: Callable[[BaseException], None]
 ) -> None:
     """Have one of both called when the graph task of this thread has ended well, or died."""
+    engine = Variable._execution_engine
+    engine.queue_callback(_End(finish, abandon))
+
+
+def check_first_order() -> None:
+    """Refuse a backward that records its own graph."""
     if torch.is_grad_enabled():
         raise StepError(
             "backward(create_graph=True) through a sharded model is not supported: the second "
             "backward would read parameters that are freed; shard only what the first one needs"
         )
-    engine = Variable._execution_engine
-    engine.queue_callback(_End(finish, abandon))
 
 
 class _End:

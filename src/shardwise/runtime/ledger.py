@@ -130,7 +130,7 @@ def _trace_events(records: Sequence[Record]) -> Iterable[dict[str, Any]]:
             for mark in record.marks:
                 start, stop = mark.started - origin, mark.finished - origin
                 yield _span(_LINKS[kind], record.event, start, stop)
-        elif kind in (EventKind.WAIT, EventKind.COLLECT):
+        elif kind in (EventKind.WAIT, EventKind.COLLECT, EventKind.STEP):
             yield _span("compute", record.event, record.began - origin, record.ended - origin)
 
 

@@ -3,25 +3,23 @@
 import operator
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from shardwise.errors import StepError
 from shardwise.plan.events import Event, EventKind
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import Call, Outcome, Sequencer
-from shardwise.runtime.collectives import POLL_SECONDS, Pending
+from shardwise.runtime.collectives import POLL_SECONDS
 from shardwise.runtime.communicator import Communicator, communicator
 from shardwise.runtime.device import Mark
 from shardwise.runtime.gradients import Gradients
-from shardwise.runtime.guard import Scope
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.mesh import Axis
+from shardwise.runtime.stepping import Stepper
 from shardwise.runtime.unit import Unit
-from shardwise.runtime.unused import Unused, check_all_used
+from shardwise.runtime.unused import Agreement, Unused, check_all_used, launch_agreement
 
 __all__ = ["Scheduler"]
 
@@ -43,7 +41,7 @@ class Scheduler:
         self._by_label = {unit.plan.label: unit for unit in units}
         self._axis = axis
         self._device = device
-        self._unused = unused
+        self.unused: Unused = unused
         self._depth = 0
         self._tasks: set[int] = set()  # autograd graph tasks under way
         self._condemned: list[Unit] = []  # an exception left communication of theirs behind
@@ -52,6 +50,7 @@ class Scheduler:
         self._landing: Unit | None = None
         self._hidden: dict[int, Call] = {}
         self._is_in_transaction = False
+        self._stepper: Stepper | None = None
 
     @cached_property
     def _links(self) -> Communicator:
@@ -111,12 +110,16 @@ class Scheduler:
 
     def before_backward(self, call: Call, task: int) -> None:
         """Make a unit ready for its backward."""
-        self._tasks.add(task)
         self._note(f"backward of {self.units[call.unit].plan.label}")
         self._perform(self._sequencer.before_backward(call, task))
 
+    def join_backward(self, task: int) -> None:
+        """Graph task ``task`` has come to something of this model, perhaps to recompute it."""
+        self._tasks.add(task)
+        self._sequencer.join_backward(task)
+
     def is_walking(self, task: int) -> bool:
-        """Whether graph task ``task`` has reached a unit."""
+        """Whether graph task ``task`` has come to something of this model."""
         return task in self._tasks
 
     def hidden_call(self, index: int) -> Call | None:
@@ -131,14 +134,12 @@ class Scheduler:
             self._perform(self._sequencer.finish_backward(task))
             return
         events = self._sequencer.finish_backward(task)
-        reduces = [i for i, event in enumerate(events) if event.kind is EventKind.REDUCE]
-        after_reduces = max(reduces, default=-1) + 1
-        self._perform(events[:after_reduces])
-        # Here it has the same place on the link on every rank, wherever backward left off there.
-        agreement = self._launch_agreement()
-        self._perform(events[after_reduces:])
-        self._land()
-        self._settle(agreement)
+        if self._stepper is not None:
+            self._perform(events)
+            self._land()
+            self._finish_steps(self._stepper)
+        else:
+            self._finish_reductions(events)
         self._hidden.clear()
         for unit in self.units:
             unit.expects_gradients = False
@@ -153,6 +154,55 @@ class Scheduler:
         self._tasks.discard(task)
         if not self._tasks:
             self._fail(error)
+
+    def _finish_reductions(self, events: Sequence[Event]) -> None:
+        reduces = [i for i, event in enumerate(events) if event.kind is EventKind.REDUCE]
+        after_reduces = max(reduces, default=-1) + 1
+        self._perform(events[:after_reduces])
+        # Here it has the same place on the link on every rank, wherever backward left off there.
+        agreement = self._launch_agreement()
+        self._perform(events[after_reduces:])
+        self._land()
+        self._settle(agreement)
+
+    # -- steps in backward -----------------------------------------------------------------------
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether an optimizer steps units in backward."""
+        return self._stepper is not None
+
+    def check_between_steps(self) -> None:
+        """Refuse to change when the optimizer steps.
+
+        Raises:
+            StepError: a forward, a backward or `hold` is under way.
+        """
+        if not self.is_idle or self._is_held:
+            raise StepError("when the optimizer steps cannot change in the middle of a step")
+
+    def step_with(self, stepper: Stepper | None) -> None:
+        """Have units stepped in backward from now on; None ends that.
+
+        Raises:
+            StepError: a forward, a backward or `hold` is under way.
+        """
+        self.check_between_steps()
+        self.recover()
+        self._stepper = stepper
+        self._sequencer.steps_in_backward = stepper is not None
+        for gradients in self._gradients():
+            gradients.keep_shard(stepper is None)
+
+    def _finish_steps(self, stepper: Stepper) -> None:
+        sequencer = self._sequencer
+        done = [
+            unit
+            for index, unit in enumerate(self.units)
+            if sequencer.synchronizes[index] and sequencer.crosses[index]
+        ]
+        for unit in stepper.finish(done):
+            sequencer.note_stepped(self.units.index(unit))
 
     # -- accumulation ----------------------------------------------------------------------------
 
@@ -260,13 +310,34 @@ class Scheduler:
             case EventKind.DROP:
                 unit.drop()
             case EventKind.REDUCE:
-                crosses = self._sequencer.crosses[self.units.index(unit)]
-                return unit.launch_reduce(links.reduce, crosses=crosses)
+                return self._reduce(unit)
             case EventKind.COLLECT:
-                self._land()
-                unit.collect(links)
-                self._landing = unit
+                self._collect(unit)
+            case EventKind.STEP:
+                self._step(unit)
         return ()
+
+    def _reduce(self, unit: Unit) -> tuple[Mark, ...]:
+        links, crosses = self._links, self._sequencer.crosses[self.units.index(unit)]
+        if self._stepper is not None:
+            self._stepper.before_reduce(unit)
+        marks = unit.launch_reduce(links.reduce, crosses=crosses)
+        if self._stepper is not None and crosses:
+            self._stepper.after_reduce(unit, links, self._device)
+        return marks
+
+    def _collect(self, unit: Unit) -> None:
+        self._land()
+        unit.collect(self._links)
+        self._landing = unit
+        if self._stepper is not None:
+            self._stepper.collect(unit)
+
+    def _step(self, unit: Unit) -> None:
+        assert self._stepper is not None
+        self._land()
+        if self._stepper.step(unit, self._links):
+            self._sequencer.note_stepped(self.units.index(unit))
 
     def _land(self) -> None:
         """Hand over gradients that were collected before, where they are on the host."""
@@ -280,6 +351,8 @@ class Scheduler:
         self._links.abort(error)
         self._sequencer.abandon()
         self._landing = None
+        if self._stepper is not None:
+            self._stepper.abandon()
         self._is_broken = False
         # What all ranks launched ends in a moment; what only some did never will.
         patience = 0.0 if isinstance(error, StepError) else POLL_SECONDS
@@ -295,41 +368,32 @@ class Scheduler:
         self._hidden.clear()
         self.ledger.abandon_step()
 
-    def _launch_agreement(self) -> "_Agreement | None":
+    def _launch_agreement(self) -> Agreement | None:
         own = [used for gradients in self._gradients() for used in gradients.used]
         links = self._links
-        if self._unused == "zeros" or not own or links.num_ranks == 1 or not self._hands_over:
+        if self.unused == "zeros" or not self._hands_over:
             return None
-        device = self._device
-        flags = torch.zeros(links.num_ranks, len(own), dtype=torch.uint8, device=device)
-        flags[links.rank] = torch.tensor(own, dtype=torch.uint8)
-        pending = links.reduce.all_gather(
-            flags.view(-1), _nothing, "agree on unused parameters", scope=Scope.ALL
-        )
-        return _Agreement(pending, flags)
+        return launch_agreement(own, links, self._device, "agree on unused parameters")
 
     @property
     def _hands_over(self) -> bool:
         """Whether gradients of this backward reach parameters, not wait for a later one."""
         return any(map(operator.and_, self._sequencer.synchronizes, self._sequencer.crosses))
 
-    def _settle(self, agreement: "_Agreement | None") -> None:
+    def _settle(self, agreement: Agreement | None) -> None:
         """Leave the gradient of a parameter alone if no rank used it, or refuse that.
 
         Raises:
             StepError: a rank did not use some, and the user wants to know.
         """
-        if self._unused == "zeros" or not self._hands_over:
+        if agreement is None:
             for gradients in self._gradients():
                 if self._hands_over:
                     gradients.fill_with_zeros()
                 gradients.forget()
             return
-        used = [[used for gradients in self._gradients() for used in gradients.used]]
-        if agreement is not None:
-            self._links.wait(agreement.pending)
-            used = agreement.flags.tolist()
-        if self._unused == "error":
+        used = agreement.settle(self._links)
+        if self.unused == "error":
             parameters = [p for gradients in self._gradients() for p in gradients.parameters]
             check_all_used(parameters, used)
         rest = iter([any(by_rank) for by_rank in zip(*used, strict=True)])
@@ -344,15 +408,3 @@ class Scheduler:
         """For the report of a rank that waits in vain."""
         links = self._links
         links.step, links.where = self.ledger.step, where
-
-
-@dataclass(frozen=True)
-class _Agreement:
-    """The exchange in which ranks tell which parameters they used: flags [ranks, parameters]."""
-
-    pending: Pending
-    flags: Tensor
-
-
-def _nothing() -> None:
-    """The slot is filled already."""

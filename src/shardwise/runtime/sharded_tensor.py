@@ -73,6 +73,7 @@ class ShardedTensor(torch.Tensor):
 
     _local: Tensor
     _sharding: Sharding
+    steps_in_backward = False  # its gradient is gone when backward is over
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -49,7 +49,8 @@ def transaction(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
 
     Between GPUs (NCCL) an exception after an optimizer's first step reaches the others by the vote.
     An earlier one is raised and undone on its own rank alone; the others wait for the missing
-    collective until the process group's time-out, or until the launcher ends them.
+    collective until the process group's time-out, or until the launcher ends them. With
+    `sw.optimizer_in_backward` every exception counts as an earlier one.
 
     Args:
         model: a model that `fully_shard` has sharded.
@@ -121,6 +122,7 @@ class _Step:
         # Without a wire nobody reads the reports of a rank that raised, but a rank that has begun
         # an optimizer's step has issued every other collective of this step.
         has_stepped = any(optimizer.is_complete for optimizer in self._optimizers)
+        has_stepped = has_stepped and not self._scheduler.steps_in_backward
         if has_stepped and not self._links.gather.has_wire and not self._has_voted:
             with contextlib.suppress(StepError):
                 self._vote(failed=True)

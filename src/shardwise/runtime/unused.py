@@ -1,17 +1,55 @@
 """Parameters that a backward gave no gradient to: what the user may want of them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
+from torch import Tensor
+
 from shardwise.errors import StepError
+from shardwise.runtime.collectives import Pending
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.guard import Scope
 from shardwise.runtime.managed import ManagedParameter
 
-__all__ = ["UNUSED", "Unused", "check_all_used"]
+__all__ = ["UNUSED", "Agreement", "Unused", "check_all_used", "launch_agreement"]
 
 Unused = Literal["none", "zeros", "error"]
 UNUSED: tuple[str, ...] = get_args(Unused)
 
 _MOST_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The exchange in which ranks tell which parameters they used: flags [ranks, parameters]."""
+
+    pending: Pending | None  # None if this rank is alone
+    flags: Tensor
+
+    def settle(self, links: Communicator) -> list[list[int]]:
+        """Wait for the flags of all ranks."""
+        if self.pending is not None:
+            links.wait(self.pending)
+        flags: list[list[int]] = self.flags.tolist()
+        return flags
+
+
+def launch_agreement(
+    own: Sequence[bool], links: Communicator, device: torch.device, label: str
+) -> Agreement:
+    """Tell the other ranks which parameters this one used, after what the link does before."""
+    flags = torch.zeros(links.num_ranks, len(own), dtype=torch.uint8, device=device)
+    flags[links.rank] = torch.tensor(own, dtype=torch.uint8)
+    if links.num_ranks == 1 or not own:
+        return Agreement(None, flags)
+    pending = links.reduce.all_gather(flags.view(-1), _nothing, label, scope=Scope.ALL)
+    return Agreement(pending, flags)
+
+
+def _nothing() -> None:
+    """The slot is filled already."""
 
 
 def check_all_used(

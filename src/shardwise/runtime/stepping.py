@@ -1,0 +1,142 @@
+"""Units stepped during backward, each when its reduced gradients are there.
+
+The optimizer skips parameters without gradients, so at the moment when only one unit has some, the
+step of the user's one optimizer is a step of that unit: its groups, its states and whoever sets
+its learning rate stay what they are.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from shardwise.errors import StepError
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.managed import ManagedParameter
+from shardwise.runtime.unit import Unit
+from shardwise.runtime.unused import Agreement, Unused, check_all_used, launch_agreement
+
+__all__ = ["Stepper"]
+
+
+class Stepper:
+    """Steps units of one model, and drops their gradients.
+
+    Args:
+        step: updates those of the parameters it is given that have gradients; no others have.
+        unused: as in `fully_shard`.
+    """
+
+    def __init__(self, step: Callable[[Sequence[ManagedParameter]], None], unused: Unused) -> None:
+        self._step = step
+        self._unused = unused
+        self._collected: dict[Unit, None] = {}  # units that have gradients
+        self._stepped: set[Unit] = set()  # in the backward under way
+        self._agreements: dict[Unit, Agreement] = {}
+        self._used: dict[Unit, Sequence[Sequence[bool | int]]] = {}  # [ranks, parameters] of each
+
+    def before_reduce(self, unit: Unit) -> None:
+        """The gradients of ``unit`` are about to be reduced.
+
+        Raises:
+            StepError: it has stepped already in this backward, without them.
+        """
+        if unit in self._stepped:
+            raise StepError(
+                f"{unit.plan.label}: gradients came after sw.optimizer_in_backward had stepped "
+                "it; a forward that backward recomputes was not seen to use it before. Run "
+                "checkpointed units inside the forward of the model, or call optimizer.step() "
+                "after backward"
+            )
+
+    def after_reduce(self, unit: Unit, links: Communicator, device: torch.device) -> None:
+        """Have ranks agree on what they used, in the wake of the reduction."""
+        if self._unused != "zeros":
+            label = f"agree on unused parameters of {unit.plan.label}"
+            self._agreements[unit] = launch_agreement(_used_of(unit), links, device, label)
+
+    def collect(self, unit: Unit) -> None:
+        """The gradients of ``unit`` are with its parameters, and more may come."""
+        self._collected[unit] = None
+
+    def step(self, unit: Unit, links: Communicator) -> bool:
+        """Step ``unit`` and free its gradients; whether there were any."""
+        if self._unused == "zeros":
+            rest = [True for _ in unit.parameters]
+        else:
+            used = self._used[unit] = self._agreements.pop(unit).settle(links)
+            rest = [any(by_rank) for by_rank in zip(*used, strict=True)]
+        of_parameter = iter(rest)
+        for gradients in unit.gradients:
+            gradients.settle([next(of_parameter) for _ in gradients.parameters])
+        return self._update(unit)
+
+    def finish(self, units: Sequence[Unit]) -> list[Unit]:
+        """Backward is over for ``units``, whose gradients do not wait for a later one.
+
+        Returns:
+            Those that were stepped just now: with ``unused="zeros"``, units that did not run.
+
+        Raises:
+            StepError: with ``unused="error"``, a rank did not use some of the parameters.
+        """
+        late = [unit for unit in units if unit not in self._stepped]
+        used, self._used = self._used, {}
+        self._stepped.clear()
+        if self._unused == "error":
+            _check_all_used(units, used)
+        if self._unused != "zeros":
+            return []
+        for unit in late:
+            for gradients in unit.gradients:
+                gradients.fill_with_zeros()
+                gradients.forget()
+        return [unit for unit in late if self._update(unit)]
+
+    def abandon(self) -> None:
+        """Backward raised."""
+        for state in (self._collected, self._stepped, self._agreements, self._used):
+            state.clear()
+
+    def _update(self, unit: Unit) -> bool:
+        self._collected.pop(unit, None)
+        with_gradients = [p for p in unit.parameters if p.sharded.grad is not None]
+        try:
+            if with_gradients:
+                self._stepped.add(unit)
+                with self._without_others():
+                    self._step(with_gradients)
+        finally:
+            for gradients in unit.gradients:
+                gradients.drop()
+        return bool(with_gradients)
+
+    @contextlib.contextmanager
+    def _without_others(self) -> Iterator[None]:
+        """Take away the gradients of units that wait for more of them."""
+        others = [p.sharded for unit in self._collected for p in unit.parameters]
+        kept = [(parameter, parameter.grad) for parameter in others]
+        for parameter in others:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+
+
+def _used_of(unit: Unit) -> list[bool]:
+    return [used for gradients in unit.gradients for used in gradients.used]
+
+
+def _check_all_used(
+    units: Sequence[Unit], used: dict[Unit, Sequence[Sequence[bool | int]]]
+) -> None:
+    num_ranks = max((len(by_rank) for by_rank in used.values()), default=1)
+    parameters = [p for unit in units for flat in unit.gradients for p in flat.parameters]
+    by_rank: list[list[bool | int]] = [[] for _ in range(num_ranks)]
+    for unit in units:
+        nobody = [[False for _ in _used_of(unit)]] * num_ranks  # of a unit that did not run
+        for row, more in zip(by_rank, used.get(unit, nobody), strict=True):
+            row.extend(more)
+    check_all_used(parameters, by_rank)

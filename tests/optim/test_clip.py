@@ -1,0 +1,65 @@
+"""Clipping by the norm of all gradients, on every rank as in one process."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.runtime.communicator import communicator
+from tests.models import CASES, build
+from tests.ranks import run_on
+from tests.runtime.one_process import assert_close, assert_equal_models, own_part
+from tests.runtime.test_memory import runtime_of
+from tests.runtime.test_strategies import _options
+
+ORDERS = (1.0, 2.0, 3.0, 0.5, math.inf, -math.inf, 0.0)
+CLIPS: tuple[Callable[..., Any], ...] = (
+    sw.clip_grad_norm_,
+    nn.utils.clip_grad_norm_,
+    partial(nn.utils.clip_grad_norm_, foreach=True),
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(2, "fsdp"), (4, "fsdp"), (4, "ddp"), (4, "hsdp"), (4, "hfsdp")]
+)
+def test_every_norm_is_that_of_one_process(ranks: int, strategy: str) -> None:
+    by_rank = run_on(ranks, _clip, strategy)
+    assert by_rank == [by_rank[0]] * ranks, "the same float on every rank"
+    assert len({*by_rank[0]}) > len(ORDERS), "all norms are alike: a weak test"
+
+
+def _clip(strategy: str) -> list[float]:
+    """Norms before clipping."""
+    found = []
+    for name in ("stack", "tiny"):  # of "tiny", some ranks hold nothing
+        reference, model = build(name), build(name)
+        sw.fully_shard(model, units=CASES[name].units, **_options(strategy))
+        runtime = runtime_of(model)
+        link = communicator(runtime.axis, runtime.pool.device).reduce
+        batch = CASES[name].batch(12)
+        # Torch refuses an infinite norm of a gradient without elements, which "tiny" has.
+        orders = [order for order in ORDERS if name == "stack" or math.isfinite(order)]
+        for order in orders:
+            for clip in CLIPS if order in (2.0, math.inf) else CLIPS[::2]:
+                for one, part in ((model, own_part(batch)), (reference, batch)):
+                    one.zero_grad()
+                    CASES[name].loss(one(part)).backward()  # type: ignore[no-untyped-call]
+                expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01, order)
+                before = link.state().issued
+                norm = clip(model.parameters(), 0.01, order)
+                # Torch's own takes the norms one by one on a CPU, unless it is told otherwise.
+                one_by_one = clip is nn.utils.clip_grad_norm_
+                gradients = sum(p.grad is not None for p in model.parameters())
+                exchanges = link.state().issued - before
+                assert exchanges == (gradients if one_by_one else 1), "one for all units"
+                assert_close(norm, expected, f"norm {order}")
+                assert_equal_models(model, reference, 0)
+                found.append(norm.item())
+    assert torch.isfinite(torch.tensor(found)).all()
+    return found

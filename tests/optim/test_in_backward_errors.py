@@ -1,0 +1,267 @@
+"""Steps in backward that fail, are undone, or are refused."""
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from tests.models import WIDTH, Block, Lora, LoraLinear, build
+from tests.ranks import run_on
+from tests.runtime.one_process import adamw, assert_equal_models, own_part, rank
+from tests.runtime.test_transaction import Training
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "fsdp"), (2, "ddp"), (4, "hsdp")])
+def test_a_transaction_undoes_the_steps_of_every_rank(ranks: int, strategy: str) -> None:
+    run_on(ranks, _undo, strategy, deadline=40.0)
+
+
+def test_after_an_exception_the_next_step_is_right() -> None:
+    run_on(2, _go_on, deadline=40.0)
+
+
+def test_an_exception_drops_the_gradients_of_units_that_were_to_be_stepped() -> None:
+    run_on(1, _drop_rest)
+
+
+def test_what_needs_all_gradients_at_once_is_refused() -> None:
+    run_on(2, _need_all)
+
+
+def test_optimizers_that_do_not_fit_are_refused() -> None:
+    run_on(1, _refuse)
+
+
+def test_removing_the_handle_ends_it() -> None:
+    run_on(2, _remove)
+
+
+def test_a_deleted_model_frees_its_memory() -> None:
+    run_on(2, _delete)
+
+
+class StepsInBackward(Training):
+    """Whose optimizer steps in backward, the second unit failing in the middle of its step."""
+
+    def __init__(self, strategy: str) -> None:
+        super().__init__(strategy)
+        self.num_steps = 0
+        self.optimizer.register_step_post_hook(self._count)
+        sw.optimizer_in_backward(self.model, self.optimizer)
+        self.place = ""
+
+    def _count(self, *_: Any) -> None:
+        self.num_steps += 1
+        self.optimizer.trips = self.place == "second step"
+
+    def _body(self, place: str) -> None:
+        self.place = place
+        batch = torch.randn(5, WIDTH)  # from the generator that is put back
+        self.model(batch).square().mean().backward()
+        self.optimizer.param_groups[0]["lr"] *= 0.9
+        if place == "after backward":
+            raise ValueError("it hurts")
+
+
+def _undo(strategy: str) -> None:
+    places = ("backward", "second step", "after backward")
+    undisturbed = StepsInBackward(strategy)
+    expected = []
+    for _ in places:
+        undisturbed.step()
+        expected.append(undisturbed.fingerprint())
+    training = StepsInBackward(strategy)
+    for place, wanted in zip(places, expected, strict=True):
+        before = training.fingerprint()
+        steps = training.num_steps
+        with pytest.raises(ValueError if rank() == 1 else sw.PeerAborted):
+            training.step(place if rank() == 1 else "")
+        if place != "backward" and rank() == 1:
+            assert training.num_steps > steps, "nothing to undo: a weak test"
+        assert training.fingerprint() == before, f"undone: {place}"
+        training.step()
+        assert training.fingerprint() == wanted, f"second attempt: {place}"
+
+
+def _go_on() -> None:
+    training = StepsInBackward("fsdp")
+    x = torch.randn(4, WIDTH)
+    for place in ("backward", "second step"):
+        training.touchy.where, training.place = (place, place) if rank() == 1 else ("", "")
+        with pytest.raises(ValueError if rank() == 1 else sw.PeerAborted):
+            training.model(x).square().mean().backward()
+        training.touchy.where, training.place = "", ""
+        training.optimizer.trips = False
+        assert all(p.grad is None for p in training.model.parameters())
+        training.model.zero_grad()
+        before = [p.full_tensor() for p in training.model.parameters()]  # type: ignore[attr-defined]
+        training.model(x).square().mean().backward()
+        after = [p.full_tensor() for p in training.model.parameters()]  # type: ignore[attr-defined]
+        assert not any(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def _drop_rest() -> None:
+    training = StepsInBackward("fsdp")
+    x = torch.randn(4, WIDTH)
+    training.model(x)  # without a backward, so that all units are stepped at the end of the next
+    training.place = "second step"
+    with pytest.raises(ValueError, match="it hurts"):
+        training.model(x).sum().backward()
+    assert training.num_steps == 1
+    assert all(p.grad is None for p in training.model.parameters())
+
+
+def _need_all() -> None:
+    model = sw.fully_shard(build("stack").float(), units=Block)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    handle = sw.optimizer_in_backward(model, optimizer)
+    x = torch.randn(4, WIDTH)
+    model(x).sum().backward()
+    with pytest.raises(sw.StepError, match=r"first\.weight: clipping by the global norm"):
+        sw.clip_grad_norm_(model.parameters(), 1.0)
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(x).sum()).backward()
+    for _ in range(2):
+        with pytest.raises(sw.StepError, match=r"GradScaler.*bfloat16"):
+            scaler.step(optimizer)
+        model(x).sum().backward()
+        scaler.update(1.0)
+    handle.remove()
+    model(x).sum().backward()
+    assert sw.clip_grad_norm_(model.parameters(), 1.0) > 0
+    optimizer.step()
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a count of its own."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+def _refuse() -> None:
+    model = sw.fully_shard(build("stack"), units=Block)
+    parameters = dict(model.named_parameters())
+    others = [p for name, p in parameters.items() if name != "layers.1.up.bias"]
+    stray = nn.Parameter(torch.zeros(3, 2))
+    for optimizer, match in (
+        (torch.optim.LBFGS(parameters.values()), r"LBFGS .*closure"),
+        (torch.optim.SGD(others), r"layers\.1\.up\.bias is not in the optimizer"),
+        (
+            torch.optim.SGD([*parameters.values(), stray]),
+            r"param_groups\[0\]\['params'\]\[16\] of shape \(3, 2\) is not a parameter of",
+        ),
+        (model, r"takes a torch\.optim\.Optimizer, got FSDPStack"),
+    ):
+        with pytest.raises(sw.PlanError, match=match):
+            sw.optimizer_in_backward(model, optimizer)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(parameters.values())
+    with pytest.raises(sw.PlanError, match="Stack is not sharded"):
+        sw.optimizer_in_backward(build("stack"), optimizer)
+    x = torch.randn(4, WIDTH).double()
+    model(x).sum().backward()
+    with pytest.raises(sw.PlanError, match=r"first\.weight has a gradient already"):
+        sw.optimizer_in_backward(model, optimizer)
+    optimizer.zero_grad()
+    with sw.gathered(model), pytest.raises(sw.StepError, match="in the middle of a step"):
+        sw.optimizer_in_backward(model, optimizer)
+    handle = sw.optimizer_in_backward(model, optimizer)
+    with pytest.raises(sw.PlanError, match="has an optimizer in backward"):
+        sw.optimizer_in_backward(model, optimizer)
+    handle.remove()
+    sw.optimizer_in_backward(model, Counting(parameters.values()))
+    with pytest.raises(sw.StepError, match="Counting changed k of its param_groups"):
+        model(x).sum().backward()
+    _refuse_late()
+
+
+def _refuse_late() -> None:
+    """Frozen parameters may be missing, until they are not frozen any more."""
+    torch.manual_seed(0)
+    lora = Lora().double()
+    lora.layers[1].up.requires_grad_(False)
+    model = sw.fully_shard(lora, units=LoraLinear)
+    optimizer = adamw(p for p in model.parameters() if p.requires_grad)
+    sw.optimizer_in_backward(model, optimizer)
+    x = torch.randn(4, WIDTH).double()
+    model(x).sum().backward()
+    model = sw.fully_shard(Lora().double(), units=LoraLinear)
+    down = model.layers[1].down
+    assert isinstance(down, nn.Parameter)
+    down.requires_grad_(False)
+    optimizer = adamw(p for p in model.parameters() if p.requires_grad)
+    sw.optimizer_in_backward(model, optimizer)
+    down.requires_grad_(True)
+    with pytest.raises(sw.StepError, match=r"layers\.1\.down has a gradient and is not in"):
+        model(x).sum().backward()
+    optimizer.add_param_group({"params": [down]})
+    model(x).sum().backward()
+    assert down in optimizer.state
+
+
+def _remove() -> None:
+    reference, model = build("stack"), build("stack")
+    sw.fully_shard(model, units=Block)
+    optimizers = [adamw(one.parameters()) for one in (reference, model)]
+
+    def steps() -> None:
+        batch = torch.randn(12, WIDTH).double()
+        losses = reference(batch).square().mean(), model(own_part(batch)).square().mean()
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal_models(model, reference, 0)
+
+    for _ in range(2):
+        handle = sw.optimizer_in_backward(model, optimizers[1])
+        steps()
+        twin = copy.deepcopy(model)  # steps as usual
+        twin(torch.randn(4, WIDTH).double()).sum().backward()
+        assert sw.clip_grad_norm_(twin.parameters(), 1.0) > 0
+        assert_equal_models(model, reference, 0)
+        handle.remove()
+        handle.remove()
+        steps()
+    x = torch.ones(4, WIDTH).double().requires_grad_()
+    loss = _Remover.apply(x, model, optimizers[1])  # type: ignore[no-untyped-call]
+    with pytest.raises(sw.StepError, match="in the middle of a step"):
+        model(loss).sum().backward()
+
+
+class _Remover(torch.autograd.Function):
+    """Removes the handle in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: nn.Module, optimizer: Any) -> Tensor:
+        ctx.handle = sw.optimizer_in_backward(model, optimizer)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        ctx.handle.remove()
+
+
+def _delete() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = sw.fully_shard(build("stack"), units=Block)
+        optimizer = adamw(model.parameters())
+        handle = sw.optimizer_in_backward(model, optimizer)
+        for _ in range(2):
+            model(torch.randn(4, WIDTH).double()).sum().backward()
+        shards = [weakref.ref(p.to_local()) for p in model.parameters()]  # type: ignore[attr-defined]
+        del model, optimizer
+        assert not any(shard() is not None for shard in shards)
+        handle.remove()
+    finally:
+        gc.enable()

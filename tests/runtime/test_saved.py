@@ -1,0 +1,143 @@
+"""Activations in host memory: the same gradients, and no copy of a parameter."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwise as sw
+from tests.models import CASES, WIDTH, Block, build
+from tests.ranks import run_on
+from tests.runtime.one_process import adamw, assert_close, assert_equal_models, own_part
+from tests.runtime.test_memory import runtime_of
+
+ROWS = 240  # so that activations are more than what is not worth moving
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "ddp"])
+def test_gradients_are_those_of_one_process(strategy: str) -> None:
+    run_on(2, _train, strategy, deadline=40.0)
+
+
+def test_activations_are_copied_and_parameters_are_not() -> None:
+    run_on(2, _count_copies)
+
+
+def test_changes_in_place_are_noticed() -> None:
+    run_on(1, _change)
+
+
+def test_it_needs_a_sharded_model() -> None:
+    with pytest.raises(sw.PlanError, match="Block is not sharded"), sw.offload_activations(Block()):
+        pass
+
+
+Offload = Callable[[nn.Module], AbstractContextManager[Any]]
+OFFLOADS: list[Offload] = [
+    sw.offload_activations,
+    lambda _model: save_on_cpu(),
+    # What the one above does on a GPU; on a CPU it copies nothing.
+    lambda _model: saved_tensors_hooks(lambda x: torch.empty_like(x).copy_(x), lambda x: x),
+]
+
+
+def _train(strategy: str) -> None:
+    names = ["checkpointed inside", "checkpointed inside, reentrant", "gpt", "unused and reused"]
+    for name in names if strategy == "fsdp" else names[1:3]:
+        case = CASES[name]
+        for offload in OFFLOADS:
+            reference, model = build(name), build(name)
+            sw.fully_shard(model, units=case.units, strategy=strategy, prefetch=2)
+            optimizers = [adamw(one.parameters()) for one in (reference, model)]
+            for step in range(2):
+                batches = [case.batch(ROWS) for _ in "ab"]
+                with offload(model):  # several forwards before their backward
+                    losses = [case.loss(model(own_part(batch))) for batch in batches]
+                sum(losses).backward()  # type: ignore[union-attr]
+                sum(case.loss(reference(batch)) for batch in batches).backward()  # type: ignore[union-attr]
+                for optimizer in optimizers:
+                    optimizer.step()
+                assert_equal_models(model, reference, step)
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+
+
+class Copies(TorchDispatchMode):
+    """Of what storages this thread makes copies, and of how many bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sources: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            source: Tensor = args[1]
+            key = source.untyped_storage()._cdata
+            self.sources[key] = self.sources.get(key, 0) + source.numel() * source.element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def _count_copies() -> None:
+    model = sw.fully_shard(nn.Sequential(*(Wide() for _ in range(2))).double(), units=Wide)
+    buffers = {
+        flat.buffer.flat.untyped_storage()._cdata
+        for unit in runtime_of(model).units
+        for flat in unit.flats
+    }
+    x = torch.randn(ROWS, WIDTH).double()
+
+    def copied(offload: Offload) -> tuple[int, int]:
+        """Bytes of parameters, and of everything else, that a forward copies on this thread."""
+        with Copies() as copies, offload(model):
+            loss = model(x).sum()
+        _backward(loss)
+        copied_bytes = {True: 0, False: 0}
+        for storage, num_bytes in copies.sources.items():
+            copied_bytes[storage in buffers] += num_bytes
+        return copied_bytes[True], copied_bytes[False]
+
+    assert copied(lambda _model: nullcontext()) == (0, 0)
+    assert copied(OFFLOADS[2])[0] >= 2 * WIDTH * 100 * 8, "a weak test"
+    of_parameters, of_others = copied(sw.offload_activations)
+    assert of_parameters == 0
+    # Of each unit: its input and what tanh returned, saved by tanh and by the matrix product.
+    assert of_others == 2 * (WIDTH + 2 * 100) * ROWS * 8
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 100)
+        self.down = nn.Linear(100, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.tanh(self.up(x)))
+        return y
+
+
+def _change() -> None:
+    model = sw.fully_shard(nn.Sequential(Block()).double())
+    small = torch.randn(4, WIDTH).double().requires_grad_()
+    with sw.offload_activations(model):
+        y = torch.tanh(model(small))  # too small to be moved
+        y.add_(1)
+    with pytest.raises(sw.StepError, match=r"shape \(4, 6\).*changed in place"):
+        _backward(y)
+    slopes = []
+    for change in (0, 1):  # of which the copy knows nothing
+        large = torch.ones(ROWS, WIDTH).double().requires_grad_()
+        with sw.offload_activations(model):
+            z = torch.tanh(model(large))
+            z.add_(change)
+        _backward(z)
+        slopes.append(large.grad)
+    assert_close(slopes[1], slopes[0], "slope")
+
+
+def _backward(output: Tensor) -> None:
+    output.sum().backward()  # type: ignore[no-untyped-call]
