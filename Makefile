@@ -19,7 +19,7 @@ check: $(READY)
 	$(BIN)/lint-imports
 
 bench: $(READY)  ## compare with DDP, FSDP1 and FSDP2, interleaved in one run
-	$(BIN)/python -m benchmarks
+	$(BIN)/shardwise bench
 
 fuzz: $(READY)  ## random models and programs against one process, until one differs
 	$(BIN)/python -m tests.fuzz

@@ -1,1 +1,1 @@
-"""Comparisons with other engines, interleaved in one run, told as ratios of medians."""
+"""What single parts of the engine cost: ``python -m benchmarks.guard``, ``.padding``."""

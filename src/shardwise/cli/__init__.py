@@ -11,6 +11,7 @@ from typing import cast
 import typer
 from typer.main import get_command
 
+from shardwise.cli.bench import bench
 from shardwise.cli.train import train
 from shardwise.cli.verify import verify
 from shardwise.errors import PlanError, ShardwiseError
@@ -28,6 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(bench)
 app.command()(train)
 app.command()(verify)
 

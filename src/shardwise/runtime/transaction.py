@@ -44,8 +44,8 @@ def transaction(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
     Memory: from an optimizer's first step to the end of the block, a second copy of this rank's
     runs of its parameters and states (for AdamW in float32, 12 bytes for each element of a shard);
     for the whole block, a copy of the buffers and of gradients that were not None before it.
-    Time: these copies, and an exchange of a byte between all ranks; to measure both, ``python -m
-    benchmarks --vs shardwise-fsdp,shardwise-fsdp-transaction``.
+    Time: these copies, and an exchange of a byte between all ranks; to measure both,
+    ``shardwise bench --vs ddp --ours fsdp,fsdp-transaction``.
 
     Between GPUs (NCCL) an exception after an optimizer's first step reaches the others by the vote.
     An earlier one is raised and undone on its own rank alone; the others wait for the missing

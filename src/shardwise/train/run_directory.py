@@ -12,7 +12,7 @@ from shardwise.train.errors import ConfigError
 from shardwise.train.records import Record, Summary
 from shardwise.train.settings import to_toml
 
-__all__ = ["RunDirectory", "open_run"]
+__all__ = ["RunDirectory", "claim_new", "open_run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def open_run(config: Config) -> RunDirectory:
 
 def _claim(config: Config) -> Path:
     if not config.run.directory:
-        return _claim_new(Path("runs"), f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        return claim_new(Path("runs"), f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     path = Path(config.run.directory).expanduser()
     path.mkdir(parents=True, exist_ok=True)
     if any(path.iterdir()) and not config.run.overwrite:
@@ -96,7 +96,7 @@ def _claim(config: Config) -> Path:
     return path
 
 
-def _claim_new(parent: Path, name: str) -> Path:
+def claim_new(parent: Path, name: str) -> Path:
     """A directory that no other run has, even one that starts in the same second."""
     parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):

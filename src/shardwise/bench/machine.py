@@ -1,0 +1,141 @@
+"""The machine: what it is, and how busy it was with other things than this."""
+
+import ctypes
+import os
+import platform
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "Clock",
+    "Machine",
+    "available_bytes",
+    "describe_machine",
+    "high_water_bytes",
+    "reference_seconds",
+    "reset_high_water",
+    "resident_bytes",
+    "set_mmap_threshold",
+]
+
+REFERENCE_WIDTH, REFERENCE_TURNS = 768, 2
+_M_MMAP_THRESHOLD = -3  # of mallopt(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What ran it."""
+
+    processor: str
+    cores: int
+    memory_bytes: int
+    system: str
+    python: str
+    torch: str
+    shardwise: str  # "" where it runs from its source
+    deepspeed: str  # "" where it is not compared
+
+
+def describe_machine(*, with_deepspeed: bool) -> Machine:
+    return Machine(
+        processor=_field(Path("/proc/cpuinfo"), "model name") or platform.processor(),
+        cores=os.cpu_count() or 1,
+        memory_bytes=_kilobytes(Path("/proc/meminfo"), "MemTotal"),
+        system=platform.platform(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        shardwise=_version("shardwise"),
+        deepspeed=_version("deepspeed") if with_deepspeed else "",
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping; 0 where nothing says."""
+    return _kilobytes(Path("/proc/meminfo"), "MemAvailable")
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """A moment; times in seconds."""
+
+    now: float
+    own: float  # of CPU, this process
+    all: float  # of CPU, the whole machine; 0 where there is no /proc/stat
+
+    @classmethod
+    def read(cls) -> "Clock":
+        return cls(time.perf_counter(), time.process_time(), _busy_seconds())
+
+
+def reference_seconds() -> float:
+    """How long a fixed product of matrices takes on all ranks: longer where others compute."""
+    one = torch.ones(REFERENCE_WIDTH, REFERENCE_WIDTH)
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(REFERENCE_TURNS):
+        one @ one
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+# -- this process's memory -----------------------------------------------------------------------
+
+
+def set_mmap_threshold(num_bytes: int) -> None:
+    """Have glibc give blocks of this size and more back to the system when they are freed."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # another C library may have none
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, num_bytes)
+
+
+def reset_high_water() -> None:
+    """Forget the peak of resident memory, where the kernel lets us (Linux, proc(5))."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return
+
+
+def high_water_bytes() -> int:
+    return _kilobytes(Path("/proc/self/status"), "VmHWM")
+
+
+def resident_bytes() -> int:
+    return _kilobytes(Path("/proc/self/status"), "VmRSS")
+
+
+# -- /proc ---------------------------------------------------------------------------------------
+
+
+def _busy_seconds() -> float:
+    """CPU time of the whole machine that was not idle: /proc/stat, all but idle and iowait."""
+    try:
+        first = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
+    except OSError:
+        return 0.0
+    ticks = [int(field) for field in first.split()[1:9]]  # guests are in user time already
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def _kilobytes(path: Path, name: str) -> int:
+    return int((_field(path, name) or "0").split()[0]) * 1024
+
+
+def _field(path: Path, name: str) -> str:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

@@ -1,0 +1,153 @@
+"""How each peer takes a model, in the setting that suits it best: the only file that imports them.
+
+In bf16, FSDP1, FSDP2 and shardwise gather, compute and reduce in bfloat16 and keep float32 shards.
+DDP and ZeroRedundancyOptimizer have no such policy and run under `torch.autocast`.
+"""
+
+import importlib.util
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.bench.work import LEARNING_RATE, Trainee, Work
+
+__all__ = [
+    "Fsdp1",
+    "Fsdp2",
+    "has_deepspeed",
+    "start_alone",
+    "start_alone_bf16",
+    "start_ddp",
+    "start_deepspeed",
+    "start_zero_optimizer",
+]
+
+CPU = torch.device("cpu")
+
+
+def start_alone(work: Work) -> Trainee:
+    """No engine: each rank trains on its own."""
+    return Trainee(work, work.make(), autocast=work.bf16)
+
+
+def start_alone_bf16(work: Work) -> Trainee:
+    """No engine, all in bfloat16."""
+    return Trainee(work, work.make().to(torch.bfloat16))
+
+
+def start_ddp(work: Work) -> Trainee:
+    return Trainee(work, _in_ddp(work), autocast=work.bf16)
+
+
+def start_zero_optimizer(work: Work) -> Trainee:
+    """Optimizer states cut by whole parameters, over DDP."""
+    model = _in_ddp(work)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        optimizer_class=torch.optim.AdamW,
+        parameters_as_bucket_view=True,
+        lr=LEARNING_RATE,
+        fused=True,
+    )
+    return Trainee(work, model, optimizer, autocast=work.bf16)
+
+
+@dataclass(frozen=True, slots=True)
+class Fsdp1:
+    """FullyShardedDataParallel, each block a unit."""
+
+    original_parameters: bool
+
+    def __call__(self, work: Work) -> Trainee:
+        half = torch.bfloat16
+        # The inputs of each unit are cast, as FSDP2 and shardwise do.
+        precision = MixedPrecision(half, half, cast_forward_inputs=True) if work.bf16 else None
+        model = FullyShardedDataParallel(
+            work.make(),
+            auto_wrap_policy=ModuleWrapPolicy({work.block}),
+            use_orig_params=self.original_parameters,
+            mixed_precision=precision,
+            device_id=CPU,
+        )
+        return Trainee(work, model)
+
+
+@dataclass(frozen=True, slots=True)
+class Fsdp2:
+    """``fully_shard`` of torch on each block and on the root."""
+
+    reshard: bool = True
+    unshard_async: bool = False  # wait for gathers when they are used, and not when they are issued
+
+    def __call__(self, work: Work) -> Trainee:
+        model = work.make()
+        options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+        if not self.reshard:
+            options["reshard_after_forward"] = False
+        if work.bf16:
+            half = torch.bfloat16
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half)
+        for module in list(model.modules()):
+            if isinstance(module, work.block):
+                fully_shard(module, **options)
+        sharded = fully_shard(model, **options)
+        if self.unshard_async:
+            sharded._set_unshard_async_op(True)  # there is no public name
+        return Trainee(work, model)
+
+
+def has_deepspeed() -> bool:
+    """Whether DeepSpeed is installed."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def start_deepspeed(work: Work) -> Trainee:
+    """ZeRO-3 with torch's fused AdamW."""
+    return _DeepSpeed(work, work.make())
+
+
+class _DeepSpeed(Trainee):
+    def __init__(self, work: Work, model: nn.Module) -> None:
+        import deepspeed  # noqa: PLC0415 (not a dependency; it takes seconds and compiles)
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+                "zero_allow_untested_optimizer": True,
+                "bf16": {"enabled": work.bf16},
+            },
+            dist_init_required=False,
+        )
+        super().__init__(work, self._engine, optimizer)
+
+    def step(self, batch: Tensor) -> float:
+        loss = self.loss(batch)
+        self._engine.backward(loss)
+        self._engine.step()
+        return loss.item()
+
+
+def _in_ddp(work: Work) -> nn.Module:
+    # No buffer of the model ever changes, so there is none to broadcast. Renamed in torch 2.13.
+    known = inspect.signature(DistributedDataParallel).parameters
+    option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    silent: dict[str, Any] = {option: False}
+    return DistributedDataParallel(work.make(), gradient_as_bucket_view=True, **silent)

@@ -1,0 +1,99 @@
+"""What is compared, on what: a command line, made into values that every rank can be told."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwise.train.data import VOCABULARY
+from shardwise.train.errors import ConfigError
+from shardwise.train.models import Shape
+from shardwise.train.settings import read_config
+
+__all__ = ["DTYPES", "MEASURES", "SIZES", "Request", "Setting", "choose_words", "read_shape"]
+
+DTYPES = ("fp32", "bf16")
+MEASURES = ("time", "traffic", "memory", "units")
+# The context is that of the request. Widths are multiples of 64, the width of a head.
+SIZES = {
+    "10M": Shape(vocabulary=3_072, context=0, width=384, layers=5, heads=6),
+    "50M": Shape(vocabulary=16_384, context=0, width=640, layers=8, heads=10),
+    "125M": Shape(vocabulary=50_304, context=0, width=768, layers=12, heads=12),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A command line, as it was typed."""
+
+    size: str = "50M"  # of `SIZES`, or a configuration of `shardwise train`
+    ranks: int = 2
+    dtype: str = "fp32"
+    vs: tuple[str, ...] | None = None  # families of peers; None is every one that is installed
+    ours: tuple[str, ...] | None = None  # strategies; None is every one that the ranks allow
+    rounds: int = 12
+    sequence: int = 128  # tokens
+    batch: int = 2  # sequences of a rank in a step
+    measures: tuple[str, ...] = MEASURES
+    out: Path | None = None  # a directory; None makes one under runs/
+
+    def check(self) -> None:
+        """Refuse what no engine could run.
+
+        Raises:
+            ConfigError: names the option.
+        """
+        least = {"ranks": 2, "rounds": 2, "sequence": 1, "batch": 1}
+        for option, value in least.items():
+            got = getattr(self, option)
+            if got < value:
+                raise ConfigError(f"--{option} {got}: expected {value} or more")
+        choose_words("--dtype", (self.dtype,), DTYPES)
+        choose_words("--measure", self.measures, MEASURES)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What every rank is told. ``engines`` are names of rows; the first is the base."""
+
+    size: str
+    shape: Shape
+    ranks: int
+    dtype: str
+    engines: tuple[str, ...]
+    rounds: int
+    batch: int  # sequences of a rank
+
+    @property
+    def is_bf16(self) -> bool:
+        return self.dtype == "bf16"
+
+
+def read_shape(size: str, sequence: int) -> Shape:
+    """The model that ``--size`` means: a row of `SIZES`, or the [model] of a configuration.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    sizes = {name.lower(): shape for name, shape in SIZES.items()}
+    if size.lower() in sizes:
+        return replace(sizes[size.lower()], context=sequence)
+    if not size.endswith(".toml") and not Path(size).exists():
+        raise ConfigError(f"--size {size}: expected {', '.join(SIZES)} or a configuration (.toml)")
+    model = read_config(Path(size)).model
+    return Shape(VOCABULARY, sequence, model.width, model.layers, model.heads)
+
+
+def choose_words(option: str, words: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse an empty list, and words that are not ``known``.
+
+    Raises:
+        ConfigError: names the ``option``, and the nearest word that it takes.
+    """
+    if not words:
+        raise ConfigError(f"{option}: expected one of {', '.join(known)}, or several by comma")
+    for word in words:
+        if word not in known:
+            close = difflib.get_close_matches(word, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
+            raise ConfigError(f"{option} {word}: unknown; {hint}")

@@ -1,0 +1,74 @@
+"""``shardwise bench``: a table, JSON and a picture; mistakes are one line and code 2."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main
+
+from .commands import LAUNCHERS, run
+
+MISTAKES = {
+    "--size 50G": "--size 50G: expected 10M, 50M, 125M or a configuration",
+    "--size none.toml": "none.toml: no such file",
+    "--ranks 1": "--ranks 1: expected 2 or more",
+    "--ranks two": "Invalid value for '--ranks'",
+    "--rounds 1": "--rounds 1: expected 2 or more",
+    "--batch 0": "--batch 0: expected 1 or more",
+    "--dtype bf61": "--dtype bf61: unknown; did you mean bf16?",
+    "--vs fsdp3": "--vs fsdp3: unknown; did you mean fsdp",
+    "--vs ,": "--vs: expected one of ddp,",
+    "--ours zero9": "--ours zero9: unknown; did you mean zero",
+    "--ours hsdp": "--ours hsdp: needs 4 ranks or more, an even number of them, got --ranks 2",
+    "--measure tim": "--measure tim: unknown; did you mean time?",
+    "--out .": "--out .: already holds files",
+    "--frobnicate": "No such option: --frobnicate",
+}
+
+
+def test_a_small_comparison(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words: list[str | Path] = ["--size", tiny]
+    words += ["--vs", "ddp", "--ours", "fsdp", "--rounds", "2", "--sequence", "16"]
+    finished = run(["bench", *words, "--measure", "time,traffic", "--out", out], tmp_path)
+    assert finished.code == 0, finished.stderr
+    assert "shardwise-fsdp" in finished.stdout
+    assert "rounds were noisy" in finished.stdout
+    assert "Traceback" not in finished.stderr
+    assert (out / "bench.png").stat().st_size > 0
+    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    assert results["machine"]["torch"]
+    assert results["setting"]["engines"] == ["ddp", "shardwise-fsdp"]
+    assert len(results["rounds"]) == 2
+    ours, ddp = results["engines"]["shardwise-fsdp"], results["engines"]["ddp"]
+    assert ddp["times"]["ratio"] == {"median": 1.0, "least": 1.0, "most": 1.0}
+    assert ours["times"]["loss_gap"] < 1e-6
+    assert ours["times"]["busy_seconds"] > 0
+    assert ddp["times"]["busy_seconds"] is None
+    assert ours["inspected"]["sent_bytes"] > ddp["inspected"]["sent_bytes"] > 0
+    assert ours["inspected"]["resident_peak"] > 0
+    assert ours["trimmed_peak"] is None
+
+
+@pytest.mark.parametrize(("command_line", "message"), MISTAKES.items())
+def test_a_mistake_is_one_line(
+    command_line: str,
+    message: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in list(os.environ):
+        if name.startswith(LAUNCHERS):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.txt").touch()
+    assert main(["bench", *command_line.split()]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    [line] = captured.err.splitlines()
+    assert line.startswith("shardwise: ")
+    assert message in line
+    assert [path.name for path in tmp_path.iterdir()] == ["there.txt"]
