@@ -13,7 +13,7 @@ from shardwise.errors import (
 )
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.in_backward import optimizer_in_backward
-from shardwise.optim.tokens import token_weight
+from shardwise.optim.tokens import backward, token_weight
 from shardwise.plan.granularity import block
 from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import MixedPrecisionPolicy
@@ -41,6 +41,7 @@ __all__ = [
     "Strategy",
     "Verification",
     "VerificationError",
+    "backward",
     "block",
     "clip_grad_norm_",
     "fully_shard",

@@ -1,5 +1,8 @@
 """Every token counts alike, however tokens fall on ranks and micro-batches."""
 
+import itertools
+from typing import Any, Literal
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,16 @@ def test_gradients_do_not_depend_on_where_tokens_fall(ranks: int, strategy: str)
     run_on(ranks, _train, strategy)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_backward_is_that_of_the_mean_over_all_tokens(ranks: int) -> None:
+    """On any number of ranks and micro-batches, some of both without a token."""
+    run_on(ranks, _backward, deadline=60.0)
+
+
+def test_backward_with_a_scaler_and_after_an_exception() -> None:
+    run_on(2, _interrupted)
+
+
 def test_a_step_without_tokens_weighs_nothing() -> None:
     run_on(2, _no_tokens)
 
@@ -28,6 +41,10 @@ def test_mistakes() -> None:
     model = sw.fully_shard(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="num_tokens=-1: expected 0 or more"):
         sw.token_weight(model, -1)
+    with pytest.raises(ValueError, match="no micro_batches"):
+        sw.backward(model, [], torch.sum, len)
+    with pytest.raises(ValueError, match="accumulate='all': expected 'shards' or 'whole'"):
+        sw.backward(model, [], torch.sum, len, accumulate="all")  # type: ignore[arg-type]
 
 
 def _losses(model: nn.Module, rows: Tensor, mask: Tensor) -> Tensor:
@@ -60,3 +77,74 @@ def _no_tokens() -> None:
     model = sw.fully_shard(build("stack"), units=Block)
     assert sw.token_weight(model, 0) == 0.0
     assert sw.token_weight(model, 3) == 2 / 6
+
+
+Part = tuple[Tensor, Tensor]
+
+
+def _cut(rows: Tensor, mask: Tensor, num_parts: int) -> list[Part]:
+    """Parts of unlike lengths, some of them empty."""
+    bounds = [round(len(rows) * (n / num_parts) ** 2) for n in range(num_parts + 1)]
+    cuts = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    return [(rows[cut], mask[cut]) for cut in cuts]
+
+
+def _backward() -> None:
+    reference, model = build("stack"), build("stack")
+    sw.fully_shard(model, units=Block)
+    modes: tuple[Literal["shards", "whole"], ...] = ("shards", "whole")
+    for num_parts, accumulate, masked in itertools.product(
+        (1, 2, 4), modes, ("half", "last rank", "all")
+    ):
+        rows, mask = torch.randn(ROWS, WIDTH).double(), (torch.rand(ROWS) < 0.5).double()
+        mask[0] = 1.0
+        by_rank = _cut(rows, mask, world_size())
+        if masked == "all" or (masked == "last rank" and world_size() > 1):
+            for _, own in by_rank if masked == "all" else by_rank[-1:]:
+                own.zero_()
+        expected = _losses(reference, rows, mask) / mask.sum().clamp(min=1)
+        expected.backward()  # type: ignore[no-untyped-call]
+        loss = sw.backward(
+            model,
+            _cut(*by_rank[rank()], num_parts),
+            lambda part: _losses(model, *part),
+            lambda part: part[1].sum(),
+            accumulate=accumulate,
+        )
+        what = f"{num_parts} micro-batches, {accumulate}, {masked}"
+        assert_close(loss, expected.detach(), what)
+        for (name, p), q in zip(
+            model.named_parameters(), reference.named_parameters(), strict=True
+        ):
+            assert_close(p.grad, q[1].grad, f"{name}, {what}")
+            p.grad, q[1].grad = None, None
+
+
+def _interrupted() -> None:
+    model = sw.fully_shard(build("stack"), units=Block)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    parts = _cut(torch.randn(ROWS, WIDTH).double(), torch.ones(ROWS).double(), 2)
+
+    def run(**options: Any) -> list[Tensor]:
+        model.zero_grad()
+        sw.backward(
+            model, parts, lambda part: _losses(model, *part), lambda part: len(part[1]), **options
+        )
+        return [
+            p.grad.to_local().clone()
+            for p in model.parameters()
+            if isinstance(p.grad, sw.ShardedTensor)
+        ]
+
+    plain, scaled = run(), run(scaler=scaler)
+    assert plain
+    assert all(torch.equal(4 * p, q) for p, q in zip(plain, scaled, strict=True))
+
+    def fail(_part: Part) -> Tensor:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        sw.backward(model, parts, fail, lambda part: len(part[1]), accumulate="whole")
+    model.zero_grad()
+    _losses(model, *parts[1]).backward()  # type: ignore[no-untyped-call]
+    assert all(p.grad is not None for p in model.parameters()), "the next backward reduces"

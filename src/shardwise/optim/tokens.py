@@ -1,17 +1,84 @@
 """A loss that is a mean over tokens, whichever rank and micro-batch they fall on."""
 
-import torch
-from torch import nn
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeVar
 
-from shardwise.runtime.engine import runtime_of_root
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from shardwise.runtime.engine import FSDPModule, runtime_of_root
 from shardwise.runtime.guard import Scope
 from shardwise.runtime.reductions import across
 
-__all__ = ["token_weight"]
+__all__ = ["backward", "token_weight"]
+
+B = TypeVar("B")
+
+
+def backward(
+    model: nn.Module,
+    micro_batches: Iterable[B],
+    loss_sum: Callable[[B], Tensor],
+    num_tokens: Callable[[B], int | Tensor],
+    *,
+    accumulate: Literal["shards", "whole"] = "shards",
+    scaler: GradScaler | None = None,
+) -> Tensor:
+    """Add up the gradients of the mean loss over all tokens of a step, on all ranks::
+
+        loss = sw.backward(
+            model,
+            micro_batches,                                            # of this rank
+            lambda b: cross_entropy(model(b.x), b.y, reduction="sum", ignore_index=-100),
+            lambda b: (b.y != -100).sum(),
+        )
+
+    Every token counts alike, however they fall on ranks and micro-batches; a rank may have none.
+    All are counted before the first forward, so gradients need no correction afterwards.
+
+    Args:
+        model: the root, sharded. All ranks have to call this, with as many micro-batches.
+        micro_batches: of this rank, for one step.
+        loss_sum: runs the model on one and returns the *sum* of its tokens' losses, a scalar.
+        num_tokens: how many tokens of one count.
+        accumulate: ``"shards"`` reduces after each micro-batch; ``"whole"`` once, and holds whole
+            gradients until then. The sums are the same.
+        scaler: of the losses, where gradients are in float16.
+
+    Returns:
+        The mean loss over all tokens of all ranks: a scalar, the same on every rank; 0 without any.
+
+    Raises:
+        PlanError: the model is not sharded.
+        ValueError: there is no micro-batch, or ``accumulate`` is another word.
+    """
+    if accumulate not in ("shards", "whole"):
+        raise ValueError(f"accumulate={accumulate!r}: expected 'shards' or 'whole'")
+    batches = list(micro_batches)
+    if not batches:
+        raise ValueError("no micro_batches: a rank without tokens runs one in which none counts")
+    weight = token_weight(model, sum(int(num_tokens(batch)) for batch in batches))
+    assert isinstance(model, FSDPModule)
+    runtime = runtime_of_root(model)
+    total = torch.zeros((), dtype=torch.float64, device=runtime.pool.device)
+    try:
+        for number, batch in enumerate(batches, start=1):
+            if accumulate == "whole":
+                model.set_requires_gradient_sync(number == len(batches))
+            loss = loss_sum(batch) * weight
+            (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+    finally:
+        if accumulate == "whole":
+            model.set_requires_gradient_sync(True)
+    return across([total], runtime.axis, Scope.ALL).mean() if runtime.axis.num_ranks > 1 else total
 
 
 def token_weight(model: nn.Module, num_tokens: int) -> float:
     """What to multiply *sums* of losses by, for gradients of the mean over all tokens of a step.
+
+    `backward` does that, and all around it; this is for loops of another shape.
 
     Gradients are averaged over ranks, so means of unequal numbers of tokens, padded sequences say,
     would count the tokens of short batches for more. With sums and this weight they count alike,

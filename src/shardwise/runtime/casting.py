@@ -1,5 +1,6 @@
 """Dtypes at the borders of units and of modules that compute in full precision."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -20,9 +21,17 @@ def cast_tensors(values: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map_only(Tensor, cast, values)
 
 
-def apply_precision(root: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Cast the buffers of ``root``, and the inputs and outputs of modules in full precision."""
+def apply_precision(
+    root: nn.Module, policy: MixedPrecisionPolicy, settled: Collection[str] = ()
+) -> None:
+    """Cast the buffers of ``root``, and the inputs and outputs of modules in full precision.
+
+    ``settled`` are the units that were sharded before, whose modules keep to their own policy.
+    """
+    others = {id(module) for name in settled for module in root.get_submodule(name).modules()}
     for module in root.modules():
+        if id(module) in others:
+            continue
         for name, buffer in module.named_buffers(recurse=False):
             if policy.buffer_dtype is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.to(policy.buffer_dtype)

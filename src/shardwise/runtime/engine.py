@@ -147,7 +147,7 @@ def fully_shard(
     for index, unit in enumerate(plan.units):
         choice = manual.get(unit.name, own)
         _mark(module.get_submodule(unit.name), Handle(runtime, index, choice))
-    apply_precision(module, mp_policy)
+    apply_precision(module, mp_policy, settled=manual)
     return module
 
 

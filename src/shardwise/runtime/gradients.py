@@ -1,5 +1,6 @@
 """Gradients on their way from autograd to the shards."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,7 @@ class Gradients:
         reduce_dtype = layout.cast.reduce_dtype
         self._buffer = FlatBuffer(layout, pool, dtype=reduce_dtype, owns_memory=owns_buffer)
         self._dtype: torch.dtype = getattr(torch, layout.dtype)  # of the shards
+        self._divisor = _divisor_before_the_sum(self._buffer.flat.dtype, axis.num_ranks)
         self._written = [False] * len(layout.slots)
         self.used = [False] * len(layout.slots)
         self._keeps_shard = True  # or the gradients are dropped in backward, by `drop`
@@ -62,11 +64,11 @@ class Gradients:
         self._borrowed: list[torch.UntypedStorage] = []
 
     def write(self, position: int, gradient: Tensor) -> None:
-        """Put a gradient into its slot of the reduce buffer, divided by the number of ranks."""
+        """Put a gradient into its slot of the reduce buffer, divided as far as is done here."""
         assert self._reduced is None, "its last reduction is under way"
         self._open()
         slot = self._buffer.views[position]
-        scale = 1.0 / self._axis.num_ranks
+        scale = 1.0 / self._divisor
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         if self._written[position]:
@@ -135,6 +137,8 @@ class Gradients:
     def _hand_over(self, reduced: Tensor) -> None:
         if reduced.dtype != self._dtype and all(p.sharded.grad is None for p in self.parameters):
             reduced = self._own_shard().copy_(reduced)
+        if self._divisor != self._axis.num_ranks:
+            reduced = reduced.to(self._dtype).mul_(self._divisor / self._axis.num_ranks)
         is_kept = reduced is self._kept_shard
         runs = split_shard(reduced, self._layout, self._axis.rank)
         with torch.no_grad():
@@ -266,6 +270,16 @@ class _Landing:
     reduced: Tensor  # [S], on the device, of the pool
     arrived: Tensor  # [S], on the host
     mark: Mark
+
+
+def _divisor_before_the_sum(dtype: torch.dtype, num_ranks: int) -> int:
+    """By what gradients are divided before they are summed; after it, by the rest.
+
+    All of it, but for float16: before the sum a division takes small numbers below the least there
+    is, and after it large sums have become infinite. The square root shares the 40 powers of two
+    of float16 out between both, as a power of two, which does not round.
+    """
+    return 2 ** (math.isqrt(num_ranks).bit_length() - 1) if dtype == torch.float16 else num_ranks
 
 
 def _accumulate(parameter: ManagedParameter, gradient: Tensor) -> bool:

@@ -142,7 +142,7 @@ class Scheduler:
             self._finish_reductions(events)
         self._hidden.clear()
         for unit in self.units:
-            unit.expects_gradients = False
+            unit.end_backward()
         if self.is_idle:  # not inside a forward, as when that takes gradients itself
             self.ledger.begin_step()
         for index, unit in enumerate(self.units):

@@ -306,6 +306,12 @@ class Unit:
         self.expects_gradients = False
         return _marks(self._reducing)
 
+    def end_backward(self) -> None:
+        """What is held for a later one adds up in the dtype of reductions, not of compute."""
+        for flat in self.flats:
+            self._write_kept(flat)
+        self.expects_gradients = False
+
     def expect_changes(self) -> None:
         """The shards may have been changed since they were last brought to the device."""
         for flat in self.flats:

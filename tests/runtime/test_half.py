@@ -1,0 +1,114 @@
+"""float16: a scaler whose skipped steps are everybody's, and divisions that lose nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.plan.strategy import PRESETS
+from tests.models import WIDTH, Block, build
+from tests.ranks import run_on
+from tests.runtime.one_process import assert_equal_models, full, rank, world_size
+from tests.runtime.test_strategies import _options as options_of
+
+HALF = sw.MixedPrecisionPolicy(param_dtype=torch.float16)
+BROKEN = (1, 4)  # steps
+KINDS = ("loop", "foreach", "fused")
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["as it is", "unscaled and clipped"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_scaler_acts_as_in_one_process(kind: str, clips: bool) -> None:
+    run_on(2, _train_scaled, kind, "fsdp", clips)
+
+
+@pytest.mark.parametrize("strategy", [*PRESETS])
+def test_the_scaler_acts_as_in_one_process_whatever_is_sharded(strategy: str) -> None:
+    run_on(4, _train_scaled, "fused", strategy, True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_overflow_in_float16_on_one_rank_skips_the_step_on_all(kind: str) -> None:
+    scales = run_on(2, _overflow, kind)
+    assert scales == [[2.0**15, 2.0**15]] * 2
+
+
+def test_division_by_the_number_of_ranks_loses_no_small_gradients() -> None:
+    """Before the sum it takes what is small below the least float16; after it, large ones to inf:
+    so a part of it comes before, and the rest after, in the dtype of the shards.
+    """
+    run_on(4, _divide)
+
+
+def _train_scaled(kind: str, strategy: str, clips: bool) -> None:
+    """In float64, with losses on one rank that are no numbers in some steps."""
+    reference, model = build("stack"), build("stack")
+    sw.fully_shard(model, units=Block, **options_of(strategy))
+    both = (reference, model)
+    optimizers = [_adamw(one, kind) for one in both]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2) for _ in both]
+    for step in range(6):
+        parts = torch.randn(12, WIDTH).double().chunk(world_size())
+        whole = [reference(part).square().mean() for part in parts]
+        loss = model(parts[rank()]).square().mean()
+        if step in BROKEN:
+            whole[1] = whole[1] * float("inf")
+            loss = loss * (float("inf") if rank() == 1 else 1.0)
+        scalers[0].scale(torch.stack(whole).mean()).backward()  # type: ignore[no-untyped-call]
+        scalers[1].scale(loss).backward()
+        for one, optimizer, scaler in zip(both, optimizers, scalers, strict=True):
+            if clips:
+                scaler.unscale_(optimizer)
+                sw.clip_grad_norm_(one.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert_equal_models(model, reference, step)
+        assert scalers[0].state_dict() == scalers[1].state_dict()
+        taken = [int(o.state_dict()["state"][0]["step"]) for o in optimizers]
+        assert taken == [step + 1 - sum(step >= at for at in BROKEN)] * 2
+
+
+def _adamw(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    flags: dict[str, Any] = {"foreach": kind == "foreach", "fused": kind == "fused"}
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, **flags)
+
+
+def _overflow(kind: str) -> list[float]:
+    """The scales after a step that overflows here alone, and after one that does not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    sw.fully_shard(model, units=Block, mp_policy=HALF)
+    optimizer = _adamw(model, kind)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    before = [full(p.detach()).clone() for p in model.parameters()]
+    scales = []
+    for overflows in (True, False):
+        weight = 100.0 if overflows and rank() == 1 else 1e-3
+        loss = model(torch.randn(4, WIDTH)).float().mean() * weight
+        scaler.scale(loss).backward()
+        grads = [p.grad for p in model.parameters()]
+        assert all(bool(g.isfinite().all()) for g in grads if g is not None) == (not overflows)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        now = [full(p.detach()) for p in model.parameters()]
+        same = [torch.equal(p, q) for p, q in zip(now, before, strict=True)]
+        assert all(same) if overflows else not any(same)
+        assert all(bool(p.isfinite().all()) for p in now)
+        scales.append(float(scaler.get_scale()))
+    return scales
+
+
+def _divide() -> None:
+    for value in (2.0**-23, 3 * 2.0**-23, 30000.0):
+        model = nn.Linear(2, 1, bias=False)
+        sw.fully_shard(model, mp_policy=HALF)
+        x = torch.full((1, 2), value, dtype=torch.float16)
+        for micro_batch in (1, 2):
+            model(x).sum().backward()
+            assert model.weight.grad is not None
+            expected = x.float() * micro_batch
+            assert torch.equal(full(model.weight.grad), expected), value
