@@ -101,7 +101,10 @@ def test_memory_of_a_rank_is_what_the_plan_says(two_ranks: Run) -> None:
     for kept in ("parameters", "gradients", "optimizer"):
         assert rank[kept] == process[kept] / 2
     assert process["parameters"] == 4 * 32_928
-    assert rank["gathered"] == 4 * 32_928  # the root, one block and the one ahead of it
+    root, block = 4 * 8_224, 4 * 12_352
+    # The root and a block whole; gradients of both blocks, one of which is on its way: the half
+    # that the other rank sends lies beside it.
+    assert rank["transient"] == root + block + 2 * block + block // 2
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
@@ -142,7 +145,7 @@ def test_bfloat16_learns_alike(two_ranks: Run, tiny: Path, tmp_path: Path) -> No
     rank, full = other.summary["rank"], two_ranks.summary["rank"]
     assert isinstance(rank, dict)
     assert isinstance(full, dict)
-    assert rank["gathered"] < 0.55 * full["gathered"]  # the norms stay in float32
+    assert rank["transient"] < 0.85 * full["transient"]  # the norms stay in float32
     assert rank["optimizer"] == full["optimizer"]
 
 

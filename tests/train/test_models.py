@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+import shardwise as sw
 from shardwise.train.build import build_model
 from shardwise.train.config import Config
+from shardwise.train.loop import shard
 from shardwise.train.models import GPT, Shape, rotary_table, rotate
 
 SHAPE = Shape(vocabulary=50, context=12, width=32, layers=3, heads=4)
@@ -85,8 +87,17 @@ def test_every_parameter_gets_a_gradient(model: GPT) -> None:
 
 
 def test_a_seed_is_a_set_of_weights() -> None:
-    config = Config.model_validate({"model": {"layers": 1, "width": 32}})
-    other = Config.model_validate({"model": {"layers": 1, "width": 32}, "train": {"seed": 1}})
-    first, again, different = (build_model(c).state_dict() for c in (config, config, other))
+    config = Config.model_validate({"model": {"layers": 2, "width": 32}})
+    other = Config.model_validate({"model": {"layers": 2, "width": 32}, "train": {"seed": 1}})
+    first, again, different = (values(c) for c in (config, config, other))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["embedding.weight"], different["embedding.weight"])
+    assert torch.equal(first["rotations"], rotary_table(build_model(config).shape))
+
+
+def values(config: Config) -> dict[str, torch.Tensor]:
+    model = build_model(config)
+    shard(model, config.on(1))
+    with sw.gathered(model):
+        tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return tensors | dict(model.named_buffers())

@@ -255,7 +255,7 @@ class Runtime:
         unused: Unused,
         init: Initialization | None = None,
     ) -> None:
-        self.init = init  # what gave the parameters their values; None if they had them
+        self.gave_values = init is not None  # to the parameters, which had none
         check_same_plan(plan, axis)
         self.plan = plan
         self.axis = axis
@@ -430,7 +430,7 @@ def _sharded_before(root: nn.Module) -> dict[str, UnitChoice]:
         if isinstance(module, FSDPModule)
     }
     for name, handle in handles.items():
-        if handle.runtime.init is not None:
+        if handle.runtime.gave_values:
             raise PlanError(
                 f"{name} was initialised on its own, by the names inside it, so that blocks of one "
                 "kind have the same values; shard a model on the meta device with one call, as in "

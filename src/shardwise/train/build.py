@@ -34,22 +34,20 @@ def check(config: Config) -> None:
         PlanError: the strategy or the units do not fit the model.
     """
     read_corpus(config.data).check_holds(config.model.context)
-    with torch.device("meta"):
-        build_plan(build_model(config), config)
+    build_plan(build_model(config), config)
 
 
 def build_model(config: Config) -> GPT:
-    """The model, with the same weights on every rank."""
-    torch.manual_seed(config.train.seed)
-    model = GPT(
-        Shape(
-            vocabulary=VOCABULARY,
-            context=config.model.context,
-            width=config.model.width,
-            layers=config.model.layers,
-            heads=config.model.heads,
-        )
+    """The model on the meta device: its values come when it is sharded."""
+    shape = Shape(
+        vocabulary=VOCABULARY,
+        context=config.model.context,
+        width=config.model.width,
+        layers=config.model.layers,
+        heads=config.model.heads,
     )
+    with torch.device("meta"):
+        model = GPT(shape)
     model.checkpoint_every = config.memory.checkpoint_every
     model.checkpoint = config.memory.checkpoint
     return model

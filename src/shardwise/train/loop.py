@@ -18,6 +18,7 @@ from shardwise.train.build import build_model, build_plan, find_units, offload_o
 from shardwise.train.config import Config
 from shardwise.train.data import Corpus, Sampler, read_corpus
 from shardwise.train.memory import foresee, one_process, one_rank
+from shardwise.train.models import GPT
 from shardwise.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from shardwise.train.ranks import Ranks
 from shardwise.train.records import Observer, Record, Start, Summary
@@ -37,7 +38,7 @@ def train(config: Config, ranks: Ranks, observer: Observer) -> None:
         FloatingPointError: the loss or the gradient is no longer a number.
     """
     corpus = read_corpus(config.data)
-    model = build_model(config).to(ranks.device)
+    model = build_model(config)
     plan = build_plan(model, config)
     baselines = measure_baselines(corpus.train)
     records = []
@@ -45,7 +46,9 @@ def train(config: Config, ranks: Ranks, observer: Observer) -> None:
         device = ranks.device.type
         switches = weigh(config, model, device)
         observer.begin(Start(config, plan, device, corpus.description, baselines, switches))
-        trainer = Trainer(config, ranks, shard(model, config), corpus)
+        with ranks.device:  # where the values are made
+            shard(model, config)
+        trainer = Trainer(config, ranks, model, corpus)
         for record in trainer.steps():
             records.append(record)
             observer.step(record)
@@ -54,9 +57,9 @@ def train(config: Config, ranks: Ranks, observer: Observer) -> None:
         observer.close()
 
 
-def shard(model: nn.Module, config: Config) -> nn.Module:
-    """The same model, of which this rank keeps its part."""
-    return sw.fully_shard(
+def shard(model: GPT, config: Config) -> None:
+    """Give ``model`` its values and this rank its part of them."""
+    sw.fully_shard(
         model,
         units=find_units(model, config.shard.units),
         strategy=config.shard.strategy,
@@ -64,6 +67,7 @@ def shard(model: nn.Module, config: Config) -> nn.Module:
         mp_policy=precision_of(config),
         offload_policy=offload_of(config),
         sharding_factor=config.shard.nproc // config.shard.replicas,
+        init=sw.Initialization(config.train.seed, model.fill),
     )
 
 

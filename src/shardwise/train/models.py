@@ -11,6 +11,8 @@ from shardwise.train.checkpointing import recomputed
 
 __all__ = ["GPT", "Attention", "Block", "Shape", "is_matrix"]
 
+DEVIATION = 0.02  # of first weights
+
 ROTARY_BASE = 10_000.0
 
 
@@ -44,7 +46,25 @@ class GPT(nn.Module):
         self.head.weight = self.embedding.weight
         self.rotations: Tensor  # [2, context, head_width]
         self.register_buffer("rotations", rotary_table(shape), persistent=False)
-        initialize(self)
+        for module in self.modules():
+            self.fill(module)
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module) -> None:
+        """Give what ``module``, a part of this model, holds itself its first values.
+
+        Small normal weights, smaller ones in layers that add to the residual stream, as in GPT-2:
+        with 2 * layers additions of equal variance the stream would grow with depth; the smaller
+        deviation keeps its variance near that of one addition.
+        """
+        if module is self:
+            self.rotations.copy_(rotary_table(self.shape))
+        elif isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        elif isinstance(module, (nn.Linear, nn.Embedding)):
+            shrinks = isinstance(module, ResidualLinear)
+            std = DEVIATION / math.sqrt(2 * self.shape.layers) if shrinks else DEVIATION
+            nn.init.normal_(module.weight, std=std)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[batch, time] token numbers to [batch, time, vocabulary] logits."""
@@ -59,6 +79,10 @@ class GPT(nn.Module):
         return logits
 
 
+class ResidualLinear(nn.Linear):
+    """What it gives is added to the residual stream."""
+
+
 class Block(nn.Module):
     """Attention, then a two-layer perceptron, each added to its own input."""
 
@@ -70,7 +94,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(shape.width, 4 * shape.width, bias=False),
             nn.GELU(approximate="tanh"),
-            nn.Linear(4 * shape.width, shape.width, bias=False),
+            ResidualLinear(4 * shape.width, shape.width, bias=False),
         )
 
     def forward(self, x: Tensor, rotations: Tensor) -> Tensor:
@@ -86,7 +110,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = shape.heads
         self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
-        self.out = nn.Linear(shape.width, shape.width, bias=False)
+        self.out = ResidualLinear(shape.width, shape.width, bias=False)
 
     def forward(self, x: Tensor, rotations: Tensor) -> Tensor:
         batch, time, width = x.shape
@@ -117,16 +141,3 @@ def rotate(x: Tensor, rotations: Tensor) -> Tensor:
 def is_matrix(parameter: nn.Parameter) -> bool:
     """Whether it mixes features, unlike the scales of a norm."""
     return parameter.ndim > 1
-
-
-def initialize(model: GPT) -> None:
-    """Draw small normal weights; layers that add to the residual stream get less, as in GPT-2.
-
-    With 2 * layers additions of equal variance the stream would grow with depth; the smaller
-    deviation keeps its variance near that of one addition.
-    """
-    residual_std = 0.02 / math.sqrt(2 * model.shape.layers)
-    for name, parameter in model.named_parameters():
-        if is_matrix(parameter):
-            adds_to_residual = name.endswith(("attention.out.weight", "mlp.2.weight"))
-            nn.init.normal_(parameter, std=residual_std if adds_to_residual else 0.02)
