@@ -1,8 +1,14 @@
 """Fully Sharded Data Parallel for PyTorch; ``import shardwise as sw`` and `sw.fully_shard`."""
 
+from shardwise.checkpoint.directory import Retention, latest
+from shardwise.checkpoint.load import Loaded, load
+from shardwise.checkpoint.report import Report
+from shardwise.checkpoint.save import Save, save
 from shardwise.diagnose.verification import Verification, VerificationError
 from shardwise.diagnose.verify import verify
 from shardwise.errors import (
+    CheckpointDamaged,
+    CheckpointError,
     PeerAborted,
     PeerLost,
     PlanError,
@@ -26,14 +32,20 @@ from shardwise.runtime.transaction import transaction
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CheckpointDamaged",
+    "CheckpointError",
     "FSDPModule",
     "Initialization",
+    "Loaded",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "PeerAborted",
     "PeerLost",
     "PlanError",
     "RanksDiverged",
+    "Report",
+    "Retention",
+    "Save",
     "ShardedTensor",
     "ShardedTensorError",
     "ShardwiseError",
@@ -47,9 +59,12 @@ __all__ = [
     "fully_shard",
     "gathered",
     "initialize",
+    "latest",
     "ledger",
+    "load",
     "offload_activations",
     "optimizer_in_backward",
+    "save",
     "token_weight",
     "transaction",
     "verify",

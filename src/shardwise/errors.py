@@ -5,6 +5,8 @@
     ShardwiseError
     ├── PlanError(ValueError)            the model, units, strategy or mesh do not fit together
     ├── ShardedTensorError(RuntimeError) an operation that a shard alone cannot answer
+    ├── CheckpointError(RuntimeError)    a checkpoint that cannot be written, read or used
+    │   └── CheckpointDamaged            its bytes are not those that were saved
     └── StepError(RuntimeError)          a step ended for every rank of the mesh
         ├── RanksDiverged                ranks wait for different things
         ├── PeerAborted                  another rank raised; its message is in this one
@@ -12,6 +14,8 @@
 """
 
 __all__ = [
+    "CheckpointDamaged",
+    "CheckpointError",
     "PeerAborted",
     "PeerLost",
     "PlanError",
@@ -35,6 +39,14 @@ class ShardedTensorError(ShardwiseError, RuntimeError):
 
     Not a TypeError: Python's operators would swallow it and say "unsupported operand type(s)".
     """
+
+
+class CheckpointError(ShardwiseError, RuntimeError):
+    """A checkpoint that cannot be written, read or used; what it is for goes on as it was."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """Bytes of a checkpoint are missing, foreign, or not those that were saved."""
 
 
 class StepError(ShardwiseError, RuntimeError):

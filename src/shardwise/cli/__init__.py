@@ -12,6 +12,8 @@ import typer
 from typer.main import get_command
 
 from shardwise.cli.bench import bench
+from shardwise.cli.doctor import doctor
+from shardwise.cli.export import export
 from shardwise.cli.train import train
 from shardwise.cli.verify import verify
 from shardwise.errors import PlanError, ShardwiseError
@@ -32,6 +34,8 @@ app = typer.Typer(
 app.command()(bench)
 app.command()(train)
 app.command()(verify)
+app.command()(doctor)
+app.command()(export)
 
 
 @app.callback()

@@ -1,0 +1,105 @@
+"""Checksums of the blocks of a tensor, whoever wrote or read them.
+
+A tensor's bytes are cut into blocks of ``BLOCK_BYTES``, counted from its own beginning, and each
+has a CRC-32. So checksums do not depend on who wrote which part: where a cut between ranks falls
+inside a block, both ranks compute the checksum of their part and the two are combined.
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+__all__ = ["BLOCK_BYTES", "Part", "block_sums", "blocks", "combine", "decode", "encode", "join"]
+
+BLOCK_BYTES = 1 << 20  # a multiple of every dtype's size
+_POLYNOMIAL = 0xEDB88320  # of zlib.crc32, reflected
+_ONE = 1 << 31  # the polynomial 1, reflected
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """The checksum of bytes ``[start, stop)`` of a tensor, all in one block."""
+
+    tensor: int  # its number in the checkpoint
+    start: int
+    stop: int
+    crc: int
+
+    @property
+    def block(self) -> int:
+        return self.start // BLOCK_BYTES
+
+
+def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """``[start, stop)`` of a tensor, cut where its blocks end."""
+    while start < stop:
+        end = min(stop, (start // BLOCK_BYTES + 1) * BLOCK_BYTES)
+        yield start, end
+        start = end
+
+
+def combine(first: int, second: int, second_bytes: int) -> int:
+    """The checksum of two pieces in a row, from theirs. As in zlib's ``crc32_combine``."""
+    return _multiply(_shift(second_bytes), first) ^ second
+
+
+def block_sums(parts: Iterable[Part], num_bytes: int) -> list[int | None]:
+    """The checksum of every block of a tensor of ``num_bytes`` from those of its ``parts``.
+
+    Replicas may bring the same part twice. None for a block of which a part is missing, or that
+    replicas do not agree on.
+    """
+    sums: list[int | None] = []
+    by_block: dict[int, list[Part]] = {}
+    for part in sorted(set(parts)):
+        by_block.setdefault(part.block, []).append(part)
+    for number, (start, stop) in enumerate(blocks(0, num_bytes)):
+        sums.append(join(by_block.get(number, ()), start, stop))
+    return sums
+
+
+def encode(parts: Sequence[Part]) -> bytes:
+    """For the wire: 32 bytes each."""
+    rows = [(part.tensor, part.start, part.stop, part.crc) for part in parts]
+    return np.array(rows, dtype=np.int64).tobytes()
+
+
+def decode(encoded: bytes) -> list[Part]:
+    rows = np.frombuffer(encoded, dtype=np.int64).reshape(-1, 4)
+    return [Part(*row) for row in rows.tolist()]
+
+
+def join(parts: Iterable[Part], start: int, stop: int) -> int | None:
+    """The checksum of ``[start, stop)`` from those of its parts, sorted; None if one is missing."""
+    crc, end = zlib.crc32(b""), start
+    for part in parts:
+        if part.start != end:
+            return None
+        crc = part.crc if end == start else combine(crc, part.crc, part.stop - part.start)
+        end = part.stop
+    return crc if end == stop else None
+
+
+@cache
+def _shift(num_bytes: int) -> int:
+    """x to the power of the bits of ``num_bytes``, modulo the polynomial."""
+    result, square, exponent = _ONE, _ONE >> 1, 8 * num_bytes
+    while exponent:
+        if exponent & 1:
+            result = _multiply(square, result)
+        square = _multiply(square, square)
+        exponent >>= 1
+    return result
+
+
+def _multiply(a: int, b: int) -> int:
+    """Two polynomials over GF(2), modulo that of the CRC; bit 31 is the constant."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product

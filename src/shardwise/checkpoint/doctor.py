@@ -1,0 +1,42 @@
+"""`examine`: every byte of a checkpoint against its checksums, without a process group."""
+
+import contextlib
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardwise.checkpoint.crc import blocks
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.sources import file_problems, open_component, read_manifest
+from shardwise.errors import CheckpointError
+
+__all__ = ["examine"]
+
+
+def examine(path: str | os.PathLike[str]) -> list[str]:
+    """What is wrong with the checkpoint in ``path``, a line each; empty if nothing is.
+
+    Reads all of it, a block at a time. Files that are missing, cut short or foreign, and damaged
+    tensors, are named.
+    """
+    directory = Path(path)
+    try:
+        manifest = read_manifest(directory)
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    return [*file_problems(directory, manifest), *_tensor_problems(directory, manifest)]
+
+
+def _tensor_problems(path: Path, manifest: Manifest) -> Iterator[str]:
+    for name, component in manifest.components.items():
+        with contextlib.closing(open_component(path, component)) as places:
+            for key, spec in component.specs.items():
+                try:
+                    for number, (start, stop) in enumerate(blocks(0, spec.num_bytes)):
+                        content = memoryview(bytearray(stop - start))
+                        places.read(key, start, content)
+                        if zlib.crc32(content) != manifest.sums[name][key][number]:
+                            yield f"{key} of {name}: bytes {start} to {stop} are damaged"
+                except (CheckpointError, OSError) as error:
+                    yield f"{key} of {name}: cannot be read: {error}"

@@ -1,0 +1,177 @@
+"""safetensors files: which tensor is where in which of them. No tensors here, only their names.
+
+A file is 8 bytes with the length of the header, the header (JSON, padded with spaces) and the
+tensors, row-major and without gaps::
+
+    | length | {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} | a | b | ...
+    0        8                                                                   data_start
+
+A rank's run of a parameter is one run of bytes of the file, so it can be written and read without
+the other ranks. Source of the format: https://huggingface.co/docs/safetensors.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+
+import torch
+
+from shardwise.errors import CheckpointDamaged, CheckpointError
+
+__all__ = ["DTYPES", "File", "Spec", "index_of", "pack", "parse_header", "spec_of"]
+
+# The names of safetensors.
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LENGTH_BYTES = 8
+_ALIGNMENT_BYTES = 64  # of the first tensor; the format asks for 8
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A tensor as a file knows it."""
+
+    name: str
+    dtype: str  # a key of DTYPES
+    shape: tuple[int, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def itemsize(self) -> int:
+        return self.torch_dtype.itemsize
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.itemsize
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> Spec:
+    """``tensor`` under ``name``, with its global shape.
+
+    Raises:
+        CheckpointError: safetensors has no such dtype.
+    """
+    if tensor.dtype not in _NAMES:
+        raise CheckpointError(
+            f"{name}: safetensors has no {tensor.dtype}; save it in another dtype, or as a view "
+            "of one, such as torch.view_as_real"
+        )
+    return Spec(name, _NAMES[tensor.dtype], tuple(tensor.shape))
+
+
+@dataclass(frozen=True)
+class File:
+    """One safetensors file; its tensors stand in the order of ``specs``."""
+
+    name: str
+    specs: tuple[Spec, ...]
+
+    @cached_property
+    def head(self) -> bytes:
+        """Everything before the first tensor."""
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers wants it
+        stop = 0
+        for spec in self.specs:
+            start, stop = stop, stop + spec.num_bytes
+            entries[spec.name] = {
+                "dtype": spec.dtype,
+                "shape": list(spec.shape),
+                "data_offsets": [start, stop],
+            }
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT_BYTES)
+        return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Where each tensor begins in the file."""
+        starts = accumulate((spec.num_bytes for spec in self.specs), initial=len(self.head))
+        return {spec.name: start for spec, start in zip(self.specs, starts, strict=False)}
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.head) + sum(spec.num_bytes for spec in self.specs)
+
+
+def pack(component: str, specs: Iterable[Spec], max_bytes: int) -> list[File]:
+    """Files of at most ``max_bytes`` of tensors (or a single tensor) for a part of a checkpoint.
+
+    They are filled by name, and in a file wide dtypes come first, so that all are aligned. So the
+    bytes follow from names, shapes and dtypes alone.
+    """
+    groups: list[list[Spec]] = []
+    room = 0
+    for spec in sorted(specs, key=lambda spec: spec.name):
+        if not groups or spec.num_bytes > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(spec)
+        room -= spec.num_bytes
+    total = len(groups)
+    files = []
+    for number, group in enumerate(groups, start=1):
+        part = f"-{number:05}-of-{total:05}" if total > 1 else ""
+        group.sort(key=lambda spec: (-spec.itemsize, spec.name))
+        files.append(File(f"{component}{part}.safetensors", tuple(group)))
+    return files
+
+
+def index_of(files: Sequence[File]) -> bytes:
+    """The JSON that says which of several files has a tensor, as Hugging Face writes it."""
+    where = {spec.name: file.name for file in files for spec in file.specs}
+    total = sum(spec.num_bytes for file in files for spec in file.specs)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    return (json.dumps(index, indent=2) + "\n").encode()
+
+
+def parse_header(name: str, header: bytes) -> dict[str, tuple[Spec, int]]:
+    """By name: each tensor of a foreign file, and where it begins after the header.
+
+    Raises:
+        CheckpointDamaged: the header is none, or contradicts itself.
+    """
+    found: dict[str, tuple[Spec, int]] = {}
+    try:
+        for key, entry in json.loads(header).items():
+            if key != "__metadata__":
+                spec = Spec(key, str(entry["dtype"]), tuple(entry["shape"]))
+                start, stop = entry["data_offsets"]
+                found[key] = spec, start
+                _check(name, spec, start, stop)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointDamaged(f"{name}: not a safetensors header ({error})") from error
+    return found
+
+
+def _check(file: str, spec: Spec, start: int, stop: int) -> None:
+    if spec.dtype not in DTYPES:
+        raise CheckpointError(f"{file}: {spec.name} has the unknown dtype {spec.dtype}")
+    if start < 0 or stop - start != spec.num_bytes:
+        raise CheckpointDamaged(f"{file}: {spec.name} is not as long as its shape says")

@@ -1,0 +1,88 @@
+"""A checkpoint, opened for reading: its components, each with its tensors."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint import crc
+from shardwise.checkpoint.files import Spec
+from shardwise.checkpoint.manifest import numbers
+from shardwise.checkpoint.reader import Reader, check_parts
+from shardwise.checkpoint.sources import check_files, open_component, open_hf, read_manifest
+from shardwise.errors import CheckpointError
+
+__all__ = ["Opened", "Part", "open_checkpoint"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A component, and what reads its tensors."""
+
+    kind: str
+    reader: Reader
+    tree: Any = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        return self.reader.source.specs
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The components by name; ``blocks`` are what `check_parts` wants to know."""
+
+    parts: Mapping[str, Part]
+    blocks: Mapping[int, tuple[str, int, Sequence[int]]] = field(default_factory=dict)
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(part.reader.bytes_read for part in self.parts.values())
+
+    @property
+    def unchecked(self) -> list[crc.Part]:
+        """Parts of blocks that other ranks have read the rest of."""
+        return [one for part in self.parts.values() for one in part.reader.parts]
+
+    def check(self, parts: Sequence[crc.Part]) -> None:
+        """Check the blocks that were read by several ranks; ``parts`` are those of all.
+
+        Raises:
+            CheckpointDamaged: names the tensor.
+        """
+        check_parts(parts, self.blocks)
+
+
+def open_checkpoint(path: Path, source: str, cleanup: contextlib.ExitStack) -> Opened:
+    """Open what is in ``path``; files stay open until ``cleanup`` ends.
+
+    Raises:
+        CheckpointError: there is none.
+        CheckpointDamaged: a file is not as the manifest says.
+    """
+    match source:
+        case "shardwise":
+            return _open_own(path, cleanup)
+        case "hf":
+            places = cleanup.enter_context(contextlib.closing(open_hf(path)))
+            return Opened({"model": Part("module", Reader(places))})
+    raise CheckpointError(f"source={source!r}: expected 'shardwise' or 'hf'")
+
+
+def _open_own(path: Path, cleanup: contextlib.ExitStack) -> Opened:
+    manifest = read_manifest(path)
+    check_files(path, manifest)
+    numbered = numbers(manifest.components)
+    parts = {}
+    blocks: dict[int, tuple[str, int, Sequence[int]]] = {}
+    for name, component in manifest.components.items():
+        places = cleanup.enter_context(contextlib.closing(open_component(path, component)))
+        own = {key: numbered[name, key] for key in component.specs}
+        sums = manifest.sums[name]
+        reader = Reader(places, sums, own)
+        parts[name] = Part(component.kind, reader, component.tree, component.aliases)
+        for key, spec in component.specs.items():
+            blocks[own[key]] = key, spec.num_bytes, sums[key]
+    return Opened(parts, blocks)

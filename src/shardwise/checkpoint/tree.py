@@ -1,0 +1,99 @@
+"""Nested state as JSON and named tensors, and back.
+
+``{"lr": 0.1, "ema": [x]}`` becomes the JSON ``{"lr": 0.1, "ema": [{"$tensor": "ema/0"}]}`` and the
+tensor ``ema/0``. What JSON does not have is marked in the same way: tuples, arrays of numpy, and
+dicts whose keys are not plain strings.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.errors import CheckpointError
+
+__all__ = ["decode", "encode"]
+
+_ARRAY, _DICT, _TENSOR, _TUPLE = "$array", "$dict", "$tensor", "$tuple"
+
+
+def encode(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
+    """``value`` as JSON; its tensors go to ``tensors``, by their path.
+
+    Raises:
+        CheckpointError: something in it is neither data nor a tensor; names its path.
+    """
+    encoded: Any
+    match value:
+        case _ if type(value) in _PLAIN:
+            encoded = value
+        case Tensor():
+            encoded = {_TENSOR: _name(path, value, tensors)}
+        case np.ndarray():
+            # Copied, for an array is often changed in place.
+            encoded = {_ARRAY: _name(path, torch.from_numpy(value.copy()), tensors)}
+        case np.generic():
+            encoded = encode(value.item(), tensors, path)
+        case tuple() | list():
+            encoded = [encode(x, tensors, _join(path, i)) for i, x in enumerate(value)]
+            encoded = {_TUPLE: encoded} if isinstance(value, tuple) else encoded
+        case dict():
+            encoded = _encode_dict(value, tensors, path)
+        case _:
+            raise CheckpointError(
+                f"{path or 'it'}: a {type(value).__name__} cannot be saved; expected numbers, "
+                "strings, tensors, and lists, tuples and dicts of them, or an object with "
+                "state_dict()"
+            )
+    return encoded
+
+
+def decode(encoded: Any, read: Callable[[str], Tensor]) -> Any:
+    """What `encode` was given; ``read`` returns a tensor by its name."""
+    if isinstance(encoded, list):
+        return [decode(x, read) for x in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    mark, inner = next(iter(encoded.items()), ("", None))
+    if not mark.startswith("$"):
+        return {key: decode(x, read) for key, x in encoded.items()}
+    return _decode_marked(mark, inner, read)
+
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def _decode_marked(mark: str, inner: Any, read: Callable[[str], Tensor]) -> Any:
+    if mark == _TENSOR:
+        return read(inner)
+    if mark == _ARRAY:
+        return read(inner).numpy()
+    if mark == _TUPLE:
+        return tuple(decode(x, read) for x in inner)
+    assert mark == _DICT, mark
+    return {key: decode(x, read) for key, x in inner}
+
+
+def _encode_dict(value: dict[Any, Any], tensors: dict[str, Tensor], path: str) -> Any:
+    if all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: encode(x, tensors, _join(path, key)) for key, x in value.items()}
+    for key in value:
+        if type(key) not in _PLAIN:
+            raise CheckpointError(
+                f"{_join(path, key)}: keys are numbers or strings, got a {type(key).__name__}"
+            )
+    return {_DICT: [[key, encode(x, tensors, _join(path, key))] for key, x in value.items()]}
+
+
+def _name(path: str, tensor: Tensor, tensors: dict[str, Tensor]) -> str:
+    name = path or "value"
+    if name in tensors:
+        raise CheckpointError(f"{name}: two tensors have this path; rename one of them")
+    tensors[name] = tensor
+    return name
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}/{key}" if path else str(key)

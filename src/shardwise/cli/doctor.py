@@ -1,0 +1,25 @@
+"""``shardwise doctor``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise.errors import CheckpointDamaged
+
+
+def doctor(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CKPT", help="The directory of a checkpoint.")
+    ],
+) -> None:
+    """Check every byte of a checkpoint against its checksums.
+
+    Exit code 0 means that it is whole, 1 that it is not; then each line names what is damaged.
+    """
+    from shardwise.checkpoint.doctor import examine  # noqa: PLC0415 (torch takes seconds)
+
+    problems = examine(checkpoint)
+    if problems:
+        raise CheckpointDamaged("\n".join(problems))
+    typer.echo(f"{checkpoint}: whole")

@@ -1,0 +1,28 @@
+"""``shardwise export``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CKPT", help="The directory of a checkpoint.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="What to write; must not exist.")],
+    format_: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="hf|dcp|torch",
+            help="hf: a directory with the weights in safetensors; dcp: a directory for "
+            "torch.distributed.checkpoint; torch: a file for torch.load.",
+        ),
+    ] = "hf",
+) -> None:
+    """Write a checkpoint in the format of other programs. Runs in one process, on any machine."""
+    from shardwise.checkpoint.export import export as write  # noqa: PLC0415 (torch takes seconds)
+
+    write(checkpoint, out, format_)
+    typer.echo(f"{out}: written")

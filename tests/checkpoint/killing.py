@@ -1,0 +1,89 @@
+"""``python -m tests.checkpoint.killing FOLDER``: saves that are killed, and what they leave.
+
+A process of its own, for it forks: the children save one checkpoint after the other until they are
+killed, at a random moment, and it looks at what is there.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint.directory import MARKER, is_complete
+from shardwise.checkpoint.doctor import examine
+
+ROUNDS = 16
+RETENTION = sw.Retention(last=2)
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    rng = random.Random(3)
+    reached, remains = -1, 0
+    for _ in range(ROUNDS):
+        ready, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            save_for_ever(folder, reached + 1, tell)
+        os.close(tell)
+        os.read(ready, 1)  # it is about to save
+        os.close(ready)
+        time.sleep(rng.random() * 0.06)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        reached = check(folder, reached)
+        remains += sum((path / MARKER).exists() for path in folder.iterdir())
+    assert reached > 0, "never came to the end of a save"
+    assert remains > 0, "never killed in the middle of a save"
+    save(folder, reached + 1, make(reached + 1))
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"step-{reached:06}",
+        f"step-{reached + 1:06}",
+    ]
+
+
+def save_for_ever(folder: Path, first: int, tell: int) -> None:
+    """In a child, until it is killed."""
+    model = make(first)
+    os.write(tell, b"x")
+    for number in range(first, 1 << 30):
+        with torch.no_grad():
+            model.weight.fill_(number)
+        save(folder, number, model)
+
+
+def save(folder: Path, number: int, model: nn.Module) -> None:
+    sw.save(folder / f"step-{number:06}", model=model, retention=RETENTION, max_file_bytes=1000)
+
+
+def make(number: int) -> nn.Linear:
+    model = nn.Linear(300, 400)
+    with torch.no_grad():
+        model.weight.fill_(number)
+    return model
+
+
+def check(folder: Path, reached: int) -> int:
+    """The last complete checkpoint is whole, has its own values, and is no older than before."""
+    path = sw.latest(folder)
+    if path is None:
+        assert reached < 0, "a complete checkpoint is gone"
+        return reached
+    assert is_complete(path)
+    assert examine(path) == []
+    number = int(path.name[-6:])
+    assert number >= reached
+    model = make(-1)
+    sw.load(path, model=model)
+    assert torch.equal(model.weight, torch.full_like(model.weight, number))
+    return number
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,148 @@
+"""What does not fit is listed, and nothing is loaded that was not asked for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import shardwise as sw
+from tests.checkpoint.training import Training, differing
+from tests.models import Block, Gpt, GptBlock, Stack
+from tests.ranks import run_on
+
+
+def test_strict_both_ways(tmp_path: Path) -> None:
+    sw.save(tmp_path / "x", model=Stack(3))
+    deeper = Stack(4)
+    before = {name: x.clone() for name, x in deeper.state_dict().items()}
+    deeper.extra = nn.Linear(2, 2)
+    with pytest.raises(sw.CheckpointError) as caught:
+        sw.load(tmp_path / "x", model=deeper)
+    assert "missing in the checkpoint: 6\n  layers.3.up.weight" in str(caught.value)
+    assert "extra.bias" in str(caught.value)
+    assert all(torch.equal(deeper.state_dict()[name], x) for name, x in before.items())
+    with pytest.raises(sw.CheckpointError, match=r"unexpected in the checkpoint: 4\n  layers\.2"):
+        sw.load(tmp_path / "x", model=Stack(2))
+
+
+def test_partial_loads_are_asked_for(tmp_path: Path) -> None:
+    whole, other = Stack(3), Stack(4)
+    sw.save(tmp_path / "x", model=whole)
+    kept = other.layers[0].up.weight.clone()  # type: ignore[union-attr, operator]
+    loaded = sw.load(tmp_path / "x", model=other, only=["layers.[12].*"])
+    assert not str(loaded.report)
+    assert torch.equal(other.layers[0].up.weight, kept)  # type: ignore[union-attr, arg-type]
+    assert torch.equal(other.layers[2].up.weight, whole.layers[2].up.weight)  # type: ignore[union-attr, arg-type]
+    loaded = sw.load(tmp_path / "x", model=other, strict=False)
+    assert len(loaded.report.missing) == 4
+    assert torch.equal(other.layers[0].up.weight, whole.layers[0].up.weight)  # type: ignore[union-attr, arg-type]
+    with pytest.raises(sw.CheckpointError, match="missing in the checkpoint"):
+        sw.load(tmp_path / "x", model=other, only=["layers.3.*"])
+
+
+def test_shapes_and_dtypes(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    sw.save(tmp_path / "x", model=model)
+    with pytest.raises(sw.CheckpointError, match=r"weight: \(3, 5\), found \(3, 4\)"):
+        sw.load(tmp_path / "x", model=nn.Linear(5, 3), strict=False)
+    wider = nn.Linear(4, 3, dtype=torch.float64)
+    report = sw.load(tmp_path / "x", model=wider).report
+    assert report.retyped == [
+        "weight: torch.float64, found torch.float32",
+        "bias: torch.float64, found torch.float32",
+    ]
+    assert torch.equal(wider.weight, model.weight.double())
+    narrower = nn.Linear(4, 3, dtype=torch.bfloat16)
+    with pytest.raises(sw.CheckpointError, match="would be rounded"):
+        sw.load(tmp_path / "x", model=narrower)
+    sw.load(tmp_path / "x", model=narrower, cast=True)
+    assert torch.equal(narrower.weight, model.weight.bfloat16())
+
+
+def test_an_optimizer_with_other_parameters(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    sw.save(tmp_path / "x", model=model, optimizer=torch.optim.SGD(model.parameters()))
+    with pytest.raises(sw.CheckpointError, match=r"unexpected.*\n  bias in the optimizer"):
+        sw.load(tmp_path / "x", model=model, optimizer=torch.optim.SGD([model.weight]))
+    groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
+    swapped = torch.optim.SGD(groups)
+    with pytest.raises(sw.CheckpointError, match=r"param_groups: of 2 groups of 1, 1, found 1"):
+        sw.load(tmp_path / "x", model=model, optimizer=swapped)
+    with pytest.raises(sw.CheckpointError, match="not one of the model's"):
+        sw.save(tmp_path / "y", model=model, optimizer=torch.optim.SGD([torch.ones(2)]))
+    with pytest.raises(sw.CheckpointError, match="scheduler: not in the checkpoint, which has"):
+        sw.load(tmp_path / "x", model=model, scheduler=1)
+
+
+def test_inside_gathered_is_refused(tmp_path: Path) -> None:
+    run_on(2, _save_while_gathered, tmp_path / "x")
+
+
+def test_the_weights_are_a_checkpoint_of_hugging_face(tmp_path: Path) -> None:
+    model = Gpt()
+    sw.save(tmp_path / "x", model=model)
+    read = load_file(tmp_path / "x" / "model.safetensors")
+    assert "head.weight" not in read, "tied weights are there twice"
+    assert set(read) == {name for name, _ in model.named_parameters()}
+    assert all(torch.equal(read[name], p) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_from_hugging_face(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Several files, a tied weight under its other name, 16 bits to float32 masters, from meta."""
+    torch.manual_seed(4)
+    tensors = {name: x.to(dtype).clone() for name, x in Gpt().state_dict().items()}
+    del tensors["embedding.weight"]  # head.weight is the same
+    names = sorted(tensors)
+    _write_hf(tmp_path, {"a": names[:5], "b": names[5:]}, tensors)
+    for ranks in (1, 3):
+        run_on(ranks, _load_hf, tmp_path, tensors)
+    with pytest.raises(sw.CheckpointError, match=r"expected model\.safetensors"):
+        sw.load(tmp_path / "nothing", model=Gpt(), source="hf")
+
+
+def _write_hf(path: Path, files: dict[str, list[str]], tensors: dict[str, Any]) -> None:
+    import json  # noqa: PLC0415
+
+    for file, names in files.items():
+        save_file({name: tensors[name] for name in names}, path / f"{file}.safetensors")
+    where = {name: f"{file}.safetensors" for file, names in files.items() for name in names}
+    index = json.dumps({"metadata": {}, "weight_map": where})
+    (path / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+
+
+def _load_hf(path: Path, tensors: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = Gpt()
+    sw.fully_shard(model, units=GptBlock, init=sw.Initialization(init_fn=_zeros))
+    loaded = sw.load(path, model=model, source="hf")
+    itemsize = next(iter(tensors.values())).itemsize
+    shards = [x for x in model.parameters() if isinstance(x, sw.ShardedTensor)]
+    held = sum(len(x.sharding.run) for x in shards)
+    assert loaded.bytes_read == held * itemsize, "read more than is kept"
+    for name, parameter in model.named_parameters():
+        expected = tensors["head.weight" if name == "embedding.weight" else name]
+        assert parameter.dtype is torch.float32
+        assert torch.equal(parameter.full_tensor(), expected.float()), name  # type: ignore[attr-defined]
+
+
+def _zeros(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.zeros_(parameter)
+
+
+def _save_while_gathered(path: Path) -> None:
+    training = Training("stack", units=Block)
+    with (
+        sw.gathered(training.model),
+        pytest.raises(sw.CheckpointError, match=r"first\.weight is gathered"),
+    ):
+        sw.save(path, model=training.model)
+    sw.save(path, model=training.model)
+    before = training.bits()
+    with sw.gathered(training.model), pytest.raises(sw.CheckpointError, match="is gathered"):
+        sw.load(path, model=training.model)
+    assert differing(training.bits(), before) == []

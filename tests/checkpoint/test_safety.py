@@ -1,0 +1,175 @@
+"""Damage is found and named, and a save that does not end leaves the last checkpoint usable."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.checkpoint.doctor import examine
+from shardwise.checkpoint.sources import read_manifest
+from shardwise.cli import main
+from tests.checkpoint.corruption import find_unseen
+from tests.checkpoint.training import Training
+from tests.ranks import run_on
+from tests.runtime.one_process import rank
+
+
+def test_random_damage_is_always_found(tmp_path: Path) -> None:
+    unseen, tried = find_unseen(200, seed=1, folder=tmp_path)
+    assert unseen == []
+    assert len(tried) >= 7, "some kind was never tried"
+
+
+def test_all_ranks_name_the_tensor(tmp_path: Path) -> None:
+    run_on(2, _save, tmp_path / "x")
+    run_on(3, _load_damaged, tmp_path / "x")
+
+
+def test_saves_that_are_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.checkpoint.killing", str(tmp_path)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_an_error_on_one_rank_is_one_on_all_and_training_goes_on(tmp_path: Path) -> None:
+    run_on(2, _fail_and_go_on, tmp_path)
+
+
+def test_a_place_that_is_taken_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    sw.save(tmp_path / "x", model=model)
+    before = {file: file.read_bytes() for file in (tmp_path / "x").iterdir()}
+    with pytest.raises(sw.CheckpointError, match="complete checkpoint is there already"):
+        sw.save(tmp_path / "x", model=model)
+    assert {file: file.read_bytes() for file in (tmp_path / "x").iterdir()} == before
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y" / "model.safetensors").write_bytes(b"somebody's")
+    with pytest.raises(sw.CheckpointError, match=r"has model\.safetensors"):
+        sw.save(tmp_path / "y", model=model)
+    assert (tmp_path / "y" / "model.safetensors").read_bytes() == b"somebody's"
+    (tmp_path / "z").mkdir()
+    (tmp_path / "z" / "config.json").write_text("{}", encoding="utf-8")
+    sw.save(tmp_path / "z", model=model)
+    assert examine(tmp_path / "z") == []
+    assert (tmp_path / "z" / "config.json").exists()
+
+
+def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    with pytest.raises(sw.CheckpointError, match="no such directory"):
+        sw.load(tmp_path / "nothing", model=model)
+    sw.save(tmp_path / "step-1", model=model)
+    with pytest.raises(sw.CheckpointError, match=r"some inside it, such as .*step-1"):
+        sw.load(tmp_path, model=model)
+    (tmp_path / "step-1" / "checkpoint.json").rename(
+        tmp_path / "step-1" / "checkpoint.json.partial"
+    )
+    with pytest.raises(sw.CheckpointError, match="remains of a save that did not end"):
+        sw.load(tmp_path / "step-1", model=model)
+    (tmp_path / "step-1" / "checkpoint.json.partial").unlink()
+    with pytest.raises(sw.CheckpointError, match=r"checkpoint\.json is missing; .* source='hf'"):
+        sw.load(tmp_path / "step-1", model=model)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(sw.CheckpointError, match="Not a directory"):
+        sw.save(tmp_path / "file" / "x", model=model)
+
+
+def test_retention(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    (tmp_path / "notes").mkdir()
+    for step in range(9, 15):
+        sw.save(tmp_path / f"step-{step}", model=model, retention=sw.Retention(2, every=5))
+    assert _names(tmp_path) == ["notes", "step-10", "step-13", "step-14"]
+    assert sw.latest(tmp_path) == tmp_path / "step-14"
+    assert sw.latest(tmp_path / "notes") is None
+    with pytest.raises(sw.CheckpointError, match="from 1 on"):
+        sw.Retention(0)
+
+
+def test_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sw.save(tmp_path / "x", model=nn.Linear(2, 3), rng=torch.ones(3))
+    assert main(["doctor", str(tmp_path / "x")]) == 0
+    assert "whole" in capsys.readouterr().out
+    content = bytearray((tmp_path / "x" / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "x" / "model.safetensors").write_bytes(content)
+    (tmp_path / "x" / "rng.safetensors").unlink()
+    assert main(["doctor", str(tmp_path / "x")]) == 1
+    told = capsys.readouterr().err
+    assert "weight of model: bytes 0 to 24 are damaged" in told
+    assert "rng.safetensors: missing; it has value" in told
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _save(path: Path) -> None:
+    training = Training("gpt")
+    training.step()
+    sw.save(path, model=training.model, optimizer=training.optimizer)
+
+
+def _load_damaged(path: Path) -> None:
+    training = Training("gpt")
+    # One that no rank holds as a whole, so that none could notice by itself.
+    name = next(n for n, x in training.model.named_parameters() if _is_cut(x))
+    if rank() == 0:
+        (file,) = read_manifest(path).components["model"].files
+        content = bytearray((path / file.name).read_bytes())
+        content[file.offsets[name] + 3] ^= 4
+        (path / file.name).write_bytes(content)
+    dist.barrier()
+    with pytest.raises(sw.CheckpointDamaged, match=f"{name}: among its bytes 0 to 1048576"):
+        sw.load(path, model=training.model)
+    with pytest.raises(sw.CheckpointError, match="no such directory"):
+        sw.load(path / "elsewhere", model=training.model)
+
+
+def _is_cut(parameter: Tensor) -> bool:
+    assert isinstance(parameter, sw.ShardedTensor)
+    return max(len(run) for run in parameter.sharding.runs) < parameter.numel()
+
+
+def _fail_and_go_on(folder: Path) -> None:
+    training = Training("gpt")
+    training.step()
+    sw.save(folder / "step-0", model=training.model)
+    undisturbed = training.bits()
+    if rank() == 1:  # files may not become larger than this
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+    with pytest.raises(sw.CheckpointError, match="larger than the system allows"):
+        sw.save(folder / "step-1", model=training.model)
+    later = sw.save(folder / "step-1", model=training.model, wait=False)
+    with pytest.raises(sw.CheckpointError, match="larger than the system allows"):
+        later.wait()
+    if rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert training.bits() == undisturbed
+    training.step(1)
+    assert _names(folder) == ["step-0"], "what was begun is still there"
+    sw.save(folder / "step-1", model=training.model)
+    assert examine(folder / "step-1") == []
+    missing = folder / "step-0" if rank() == 0 else folder / "step-1"
+    with pytest.raises(sw.CheckpointError, match="to do something else"):
+        sw.load(missing, model=training.model)
+
+
+def test_read_only(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    tmp_path.chmod(0o500)
+    with pytest.raises(sw.CheckpointError, match="no permission; choose another path"):
+        sw.save(tmp_path / "x", model=nn.Linear(2, 3))
+    tmp_path.chmod(0o700)
+    shutil.rmtree(tmp_path)

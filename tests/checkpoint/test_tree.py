@@ -1,0 +1,70 @@
+"""Nested state comes back as it was, with its types."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.checkpoint.tree import decode, encode
+
+
+def there_and_back(value: Any) -> Any:
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(encode(value, tensors))
+    return decode(json.loads(text), tensors.__getitem__)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        3,
+        0.1,
+        float("inf"),
+        "text",
+        [1, [2.5, None], (True, "x")],
+        {"betas": (0.9, 0.999), "nested": {"a": [], "b": {}, "c": ()}},
+        {30: 1, 80: 2, "x": (3,), None: False},
+        {"$tensor": "not one"},
+        10**30,
+    ],
+)
+def test_data(value: Any) -> None:
+    returned = there_and_back(value)
+    assert returned == value
+    assert repr(returned) == repr(value)  # types as well
+
+
+def test_tensors_and_arrays() -> None:
+    state: Any = {"a": torch.arange(3), 5: [np.arange(4, dtype=np.uint32), np.float64(0.5)]}
+    returned = there_and_back(state)
+    assert torch.equal(returned["a"], state["a"])
+    array, number = returned[5]
+    assert array.dtype == np.uint32
+    assert array.tolist() == [0, 1, 2, 3]
+    assert number == 0.5
+
+
+def test_random_states() -> None:
+    generator = np.random.RandomState(3)
+    state = generator.get_state(legacy=True)
+    expected = generator.rand()
+    generator.set_state(there_and_back(state))
+    assert generator.rand() == expected
+
+
+@pytest.mark.parametrize("value", [object(), {"x": [{1, 2}]}, {(1, 2): 3}, b"bytes"])
+def test_what_cannot_be_saved_is_named(value: Any) -> None:
+    with pytest.raises(sw.CheckpointError, match=r"cannot be saved|keys are") as caught:
+        encode(value, {})
+    if isinstance(value, dict) and "x" in value:
+        assert str(caught.value).startswith("x/0: a set")
+
+
+def test_paths_that_meet_are_named() -> None:
+    with pytest.raises(sw.CheckpointError, match="a/b: two tensors"):
+        encode({"a": {"b": torch.ones(1)}, "a/b": torch.ones(1)}, {})
