@@ -34,7 +34,26 @@ def check(config: Config) -> None:
         PlanError: the strategy or the units do not fit the model.
     """
     read_corpus(config.data).check_holds(config.model.context)
+    if config.memory.step_in_backward:
+        _check_steps_in_backward(config)
     build_plan(build_model(config), config)
+
+
+def _check_steps_in_backward(config: Config) -> None:
+    """Nothing that needs the gradients of all units, or of all micro batches, before a step."""
+    several = config.micro_batch < config.share
+    ways_out = {
+        "train.grad_clip=0: the norm of all gradients": config.train.grad_clip > 0,
+        "precision.compute=bfloat16: the scale of float16": config.precision.compute == "float16",
+        "memory.accumulate=whole: gradients of all micro batches": several
+        and config.memory.accumulate == "shards",
+    }
+    for way_out, is_in_the_way in ways_out.items():
+        if is_in_the_way:
+            setting, _, what = way_out.partition(": ")
+            raise ConfigError(
+                f"memory.step_in_backward=true: {what} would be known too late; set {setting}"
+            )
 
 
 def build_model(config: Config) -> GPT:

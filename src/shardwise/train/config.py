@@ -82,7 +82,7 @@ class TrainConfig(Section):
     warmup_steps: CountOrNone = 50
     weight_decay: Annotated[float, Field(ge=0)] = 0.1  # of the matrices
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
-    grad_clip: Positive = 1.0
+    grad_clip: Annotated[float, Field(ge=0)] = 1.0  # of the norm of all gradients; 0 is none
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     validate_every: CountOrNone = 0  # steps; 0 is only at the end
     validation_batches: Count = 16
@@ -118,8 +118,8 @@ class ShardConfig(Section):
 class PrecisionConfig(Section):
     """[precision]: the dtypes; shards and optimizer states stay in float32."""
 
-    compute: Literal["float32", "bfloat16"] = "float32"  # of gathers, forward and backward
-    reduce: Literal["float32", "bfloat16"] = "float32"  # of gradients between ranks
+    compute: Literal["float32", "bfloat16", "float16"] = "float32"  # gathers, forward, backward
+    reduce: Literal["float32", "bfloat16", "float16"] = "float32"  # of gradients between ranks
     norms: Literal["float32", "compute"] = "float32"
 
 
@@ -129,6 +129,8 @@ class MemoryConfig(Section):
     checkpoint_every: CountOrNone = 0  # recompute each n-th block in backward; 0 is none
     checkpoint: Literal["full", "reentrant", "selective"] = "full"  # what of these is recomputed
     offload: Literal["none", "optimizer", "all"] = "none"  # to the host; "all" is parameters, too
+    activations: Literal["device", "host"] = "device"  # where they wait for backward
+    step_in_backward: bool = False  # each unit as soon as its gradients are there
     accumulate: Literal["shards", "whole"] = "shards"  # gradients of several micro batches
 
 

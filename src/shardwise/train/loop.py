@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +20,12 @@ from shardwise.train.config import Config
 from shardwise.train.data import Corpus, Sampler, read_corpus
 from shardwise.train.memory import foresee, one_process, one_rank
 from shardwise.train.models import GPT
-from shardwise.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from shardwise.train.optimizer import learning_rate
 from shardwise.train.ranks import Ranks
 from shardwise.train.records import Observer, Record, Start, Summary
 from shardwise.train.sample import generate
 from shardwise.train.switches import weigh
+from shardwise.train.update import Update
 
 __all__ = ["Trainer", "train"]
 
@@ -76,7 +78,7 @@ class StepOutcome:
     """Of the global batch, the same on every rank."""
 
     loss: float
-    grad_norm: float  # before clipping
+    grad_norm: float | None  # before clipping; None where units are stepped one by one
 
 
 class Trainer:
@@ -86,7 +88,7 @@ class Trainer:
         self.config = config
         self.ranks = ranks
         self.model = model
-        self.optimizer = build_optimizer(model, config.train)
+        self.update = Update(model, config, ranks.device)
         self.training_seconds = 0.0  # validation aside
         self._overlapped_shares: list[float] = []  # of the steps
         batch, context = config.train.global_batch, config.model.context
@@ -115,6 +117,7 @@ class Trainer:
                 loss=outcome.loss,
                 grad_norm=outcome.grad_norm,
                 lr=lr,
+                loss_scale=self.update.loss_scale,
                 tokens=step * step_tokens,
                 tokens_per_second=step_tokens / step_seconds,
                 validation_loss=self.validate() if validates or step == config.steps else None,
@@ -146,27 +149,35 @@ class Trainer:
 
     def _step(self, step: int, lr: float) -> StepOutcome:
         """Train on the global batch of ``step``."""
+        self.update.begin(lr)
         total = torch.zeros((), device=self.ranks.device)
         parts = self._parts(self._text, step)
         for number, part in enumerate(parts, start=1):
             if self.config.memory.accumulate == "whole":
                 assert isinstance(self.model, sw.FSDPModule)
                 self.model.set_requires_gradient_sync(number == len(parts))
-            loss = self._loss(part)
-            loss.backward()  # type: ignore[no-untyped-call]
+            with self._around_forward():
+                loss = self._loss(part)
+            self.update.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         self._overlapped_shares.append(sw.ledger(self.model).overlapped_share())
-        norm = sw.clip_grad_norm_(self.model.parameters(), self.config.train.grad_clip)
-        set_learning_rate(self.optimizer, lr)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        loss, grad_norm = torch.stack([self.ranks.mean(total), norm]).tolist()
-        if not math.isfinite(loss + grad_norm):
+        norm = self.update.finish()
+        outcome = StepOutcome(float(self.ranks.mean(total)), None if norm is None else float(norm))
+        self._check(step, outcome)
+        return outcome
+
+    def _around_forward(self) -> AbstractContextManager[None]:
+        on_host = self.config.memory.activations == "host"
+        return sw.offload_activations(self.model) if on_host else nullcontext()
+
+    def _check(self, step: int, outcome: StepOutcome) -> None:
+        is_scaled = self.update.loss_scale is not None  # then a norm without end is a skipped step
+        norm = 0.0 if is_scaled or outcome.grad_norm is None else outcome.grad_norm
+        if not math.isfinite(outcome.loss + norm):
             raise FloatingPointError(
-                f"step {step}: loss {loss}, gradient norm {grad_norm}; "
+                f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; "
                 f"lower train.lr (now {self.config.train.lr}) or train.grad_clip"
             )
-        return StepOutcome(loss, grad_norm)
 
     def _parts(self, sampler: Sampler, step: int) -> Sequence[Tensor]:
         """This rank's micro batches of a step, int64 [micro_batch, context + 1] each."""

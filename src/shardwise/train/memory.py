@@ -61,4 +61,5 @@ def foresee(plan: Plan, config: Config, device: str) -> StepMemory:
         on_wire=device == "cpu" and config.shard.nproc > 1,
         accumulates=several and not holds,
         holds=several and holds,
+        steps_in_backward=config.memory.step_in_backward,
     )

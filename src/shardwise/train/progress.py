@@ -98,10 +98,8 @@ class Pace:
 
 
 def _numbers(record: Record, pace: Pace) -> str:
-    return (
-        f"loss {record.loss:.3f}  {pace.tokens_per_second:,.0f} tokens/s  "
-        f"grad norm {record.grad_norm:.2f}"
-    )
+    norm = "" if record.grad_norm is None else f"  grad norm {record.grad_norm:.2f}"
+    return f"loss {record.loss:.3f}  {pace.tokens_per_second:,.0f} tokens/s{norm}"
 
 
 def _validation(record: Record) -> str:

@@ -32,12 +32,13 @@ class Record:
 
     step: int  # from 1
     loss: float
-    grad_norm: float  # before clipping
+    grad_norm: float | None  # before clipping; None where units are stepped one by one
     lr: float
     tokens: int  # seen since the start
     tokens_per_second: float  # of this step, all ranks together
     seconds: float  # since the start, validation included
     validation_loss: float | None = None  # where this step was followed by a validation
+    loss_scale: float | None = None  # in float16; halved after a step that was skipped
 
 
 @dataclass(frozen=True)

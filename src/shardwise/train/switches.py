@@ -24,6 +24,7 @@ SWITCHES = (
     "memory.checkpoint_every",
     "memory.accumulate",
     "memory.offload",
+    "memory.step_in_backward",
 )
 
 
