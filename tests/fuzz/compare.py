@@ -74,6 +74,8 @@ class Comparison:
         self.optimizers = [
             make_optimizer(case.optimizer, trainable(net)) for net in (self.reference, self.model)
         ]
+        if case.in_backward:
+            sw.optimizer_in_backward(self.model, self.optimizers[1])
         self.batches = torch.Generator()
 
     def run(self, number: int, step: Step) -> None:
@@ -97,6 +99,8 @@ class Comparison:
     def _has_failed(self, step: Step, fault: Fault) -> bool:
         """Train with a fault; afterwards it is as if a step that failed had never been."""
         kept = [None if q.grad is None else q.grad.clone() for q in self.reference.parameters()]
+        # Where it steps in backward, the reference may have gone on before another rank raised.
+        states = copy.deepcopy((self.reference.state_dict(), self.optimizers[0].state_dict()))
         failed = False
         with arm(fault, self.model, self.optimizers[1]) as trigger:
             try:
@@ -110,6 +114,8 @@ class Comparison:
             self._report(f"{flags[0]} ranks hit the fault and {flags[1]} raised: {failed=} here")
         if not flags[1]:
             return False
+        self.reference.load_state_dict(states[0])
+        self.optimizers[0].load_state_dict(states[1])
         for parameter, gradient in zip(self.reference.parameters(), kept, strict=True):
             parameter.grad = gradient
         self._compare_models()
@@ -129,7 +135,7 @@ class Comparison:
         if step.clip is not None:
             wanted = nn.utils.clip_grad_norm_(self.reference.parameters(), step.clip)
             self._compare(sw.clip_grad_norm_(self.model.parameters(), step.clip), wanted, "norm")
-        if step.update:
+        if step.update and not self.case.in_backward:
             self.optimizers[1].step()
             self.optimizers[1].zero_grad(set_to_none=step.set_to_none)
 
@@ -163,8 +169,18 @@ class Comparison:
         for number, (found, expected) in enumerate(pairs):
             self.where += f", {kind} loss {number}" if not number else ""
             self._compare(found.parts[0], expected.parts[own], "loss")
+            if self.case.in_backward:
+                self._step_reference()
             self._compare_models()
         self.where = self.where.partition(",")[0]
+
+    def _step_reference(self) -> None:
+        if self.case.sharding.unused == "zeros":
+            for parameter in trainable(self.reference):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        self.optimizers[0].step()
+        self.optimizers[0].zero_grad()
 
     def _compare_outputs(self, model: nn.Module, batch: Tensor) -> None:
         part = batch.chunk(dist.get_world_size())[dist.get_rank()]

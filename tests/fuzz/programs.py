@@ -298,6 +298,7 @@ class Case(Described):
     steps: tuple[Step, ...] = (Step(), Step())
     rows: int = 2  # of a batch, on each rank
     seed: int = 0
+    in_backward: bool = False  # the optimizer steps there, so a step is one backward
 
 
 # -- drawing ----------------------------------------------------------------------------------
@@ -419,6 +420,13 @@ STEP = st.builds(
     set_to_none=st.booleans(),
     fault=st.none() | FAULT,
 )
+ONE_BACKWARD = ("plain", "plain", "sum", "roots", "abandoned")
+STEP_IN_BACKWARD = st.builds(
+    Step,
+    losses=st.tuples(st.sampled_from(ONE_BACKWARD)),
+    before=st.sampled_from(BEFORE),
+    fault=st.none() | FAULT,
+)
 OPTIMIZERS = ("sgd", "adamw loop", "adamw foreach", "adamw fused")
 
 
@@ -431,12 +439,15 @@ def cases(draw: st.DrawFn) -> Case:
         # Recurrent layers hold their weights weakly, so these become other objects, and sharding
         # a module alone cannot see that one outside of it shares them.
         model = replace(model, ties=())
+    in_backward = draw(st.sampled_from([False, False, True]))
+    step = STEP_IN_BACKWARD if in_backward else STEP
     return Case(
         model=model,
         sharding=sharding,
         # torch's Adam looks at complex numbers as pairs, which a shard does not offer.
         optimizer="sgd" if is_complex else draw(st.sampled_from(OPTIMIZERS)),
-        steps=draw(st.lists(STEP, min_size=2, max_size=4).map(tuple)),
+        steps=draw(st.lists(step, min_size=2, max_size=4).map(tuple)),
         rows=draw(st.integers(1, 3)),
         seed=draw(st.integers(0, 99)),
+        in_backward=in_backward,
     )
