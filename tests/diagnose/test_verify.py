@@ -297,6 +297,8 @@ def _other_arguments() -> None:
     found = sw.verify(Stack, _rows, mesh=mesh, **usual)
     assert found.ok
     assert {"hsdp"} <= {one.strategy for one in found.comparisons} < set(PRESETS)
+    for policy in (sw.CPUOffloadPolicy(), sw.CPUOffloadPolicy(parameters=False)):
+        assert sw.verify(Stack, _rows, offload_policy=policy, **usual).ok
     row = mesh["shard"]
     found = sw.verify(Stack, _rows, mesh=row, **usual)
     assert found.num_ranks == 2
