@@ -104,9 +104,9 @@ def test_traffic_by_hand() -> None:
     own = copied["shardwise-fsdp"] - copied["alone"]
     assert own == pytest.approx(whole + whole // 2 + blocks // 4, abs=64)
     assert copied["fsdp2"] > copied["shardwise-fsdp"]
-    # Parameters, gradients and two states of everything; DDP has buckets besides.
-    # Something small that was there before may have been freed meanwhile.
-    assert live["ddp"] > live["alone"] > 4 * whole - 4096
+    # Parameters, gradients and two states of everything, which DDP keeps in its buckets. Something
+    # small that was there before may have been freed meanwhile.
+    assert min(live["alone"], live["ddp"]) > 4 * whole - 4096
 
 
 def count_lane_copies() -> int:
