@@ -73,6 +73,10 @@ def test_zeros_are_stepped() -> None:
     run_on(2, _choose, "zeros", "fsdp")
 
 
+def test_units_that_did_not_run_are_stepped_once() -> None:
+    run_on(2, _take_turns)
+
+
 def test_unused_parameters_that_are_an_error_are_named() -> None:
     run_on(2, _miss)
 
@@ -253,6 +257,35 @@ def _choose(unused: Any, strategy: str) -> None:
         parts = zip(x.chunk(world_size()), of_all, strict=True)
         losses = [reference(part, experts).square().mean() for part, experts in parts]
         return torch.stack(losses).mean()
+
+    train(reference, model, forward)
+
+
+class Turns(nn.Module):
+    """Runs one of four blocks, each time the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.turn = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turn += 1
+        y: Tensor = self.layers[self.turn % 4](x)
+        return y
+
+
+def _take_turns() -> None:
+    reference, model = Turns().double(), Turns().double()
+    model.load_state_dict(reference.state_dict())
+    sw.fully_shard(model, units=Block, unused="zeros")
+
+    def forward(one: nn.Module, x: Tensor) -> Tensor:
+        if one is reference:
+            for p in reference.parameters():
+                p.grad = torch.zeros_like(p)
+        loss: Tensor = one(x).square().mean()
+        return loss
 
     train(reference, model, forward)
 

@@ -82,16 +82,21 @@ class Stepper:
         """
         late = [unit for unit in units if unit not in self._stepped]
         used, self._used = self._used, {}
-        self._stepped.clear()
         if self._unused == "error":
+            self._stepped.clear()
             _check_all_used(units, used)
+        stepped = [unit for unit in late if self._step_zeros(unit)]
+        self._stepped.clear()
+        return stepped
+
+    def _step_zeros(self, unit: Unit) -> bool:
+        """One unit after the other: the optimizer steps whatever has gradients."""
         if self._unused != "zeros":
-            return []
-        for unit in late:
-            for gradients in unit.gradients:
-                gradients.fill_with_zeros()
-                gradients.forget()
-        return [unit for unit in late if self._update(unit)]
+            return False
+        for gradients in unit.gradients:
+            gradients.fill_with_zeros()
+            gradients.forget()
+        return self._update(unit)
 
     def abandon(self) -> None:
         """Backward raised."""
