@@ -176,13 +176,15 @@ def _sampled(runtime: Runtime) -> Iterator[list[int]]:
 def _live_bytes(runtime: Runtime) -> int:
     """Of all tensors that this test has made, but for memory that lies idle in the pool."""
     live: dict[int, int] = {}
+    pools = (runtime.pool, *(ferry.staging for ferry in runtime._ferries.values()))
+    idle = {storage._cdata for pool in pools for storage in pool.idle_storages}
     for thing in gc.get_objects():
         if isinstance(thing, torch.UntypedStorage):
-            live[thing.data_ptr()] = thing.nbytes()
+            storage = thing
         elif isinstance(thing, Tensor) and not isinstance(thing, sw.ShardedTensor):
             storage = thing.untyped_storage()
+        else:
+            continue
+        if storage._cdata not in idle:
             live[storage.data_ptr()] = storage.nbytes()
-    for pool in (runtime.pool, *(ferry.staging for ferry in runtime._ferries.values())):
-        for idle in pool._idle:
-            live.pop(idle.data_ptr(), None)
     return sum(live.values())

@@ -153,7 +153,7 @@ class Layout:
     def itemsize(self) -> int:
         return self.slots[0].parameter.itemsize
 
-    @property
+    @cached_property
     def cast(self) -> Cast:
         """All dtypes, whether they differ or not."""
         return self.slots[0].parameter.cast or Cast(*(self.dtype, self.itemsize) * 2)

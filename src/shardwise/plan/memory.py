@@ -101,7 +101,7 @@ class _Replay:
         self.base = sum(kept) - self.host + near + owned
         # What earlier backwards of the step left: whole gradients, and what crossed the outer axis.
         self._carried = sum(u.kept_bytes for u in plan.units if u.subgroup_first) * way.holds
-        whole = sum(_gradient_bytes(unit).on_the_way for unit in plan.units) * way.holds
+        whole = sum(_gradient_bytes(unit).buffer for unit in plan.units) * way.holds
         self._held = self.peak = self.base + self._carried + whole
         self.host_peak = self.host
         self.total_peak = self.peak + self.host
@@ -117,10 +117,11 @@ class _Replay:
                 self._held += event.bytes
             case EventKind.FREE | EventKind.DROP:
                 self._held -= event.bytes
-            case EventKind.BACKWARD if not way.holds:
-                self._held += gradients.on_the_way
+            case EventKind.BACKWARD:
+                self._held += gradients.on_the_way - gradients.in_buffer * way.holds
             case EventKind.REDUCE:
-                self._held += gradients.buffer - gradients.in_buffer + self._beside(unit)
+                self._held += (gradients.buffer - gradients.in_buffer) * (not way.holds)
+                self._held += self._beside(unit)
                 self._held += self._own_shard(unit)
             case EventKind.COLLECT:
                 self._held -= gradients.buffer + self._beside(unit)

@@ -25,11 +25,11 @@ What is decided here, and why:
   its calls of this step were walked. Where that cannot be known, at the end of backward.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import islice
+from itertools import chain, islice
 
 from shardwise.errors import StepError
 from shardwise.plan.events import Event, EventKind
@@ -55,6 +55,7 @@ class Pass:
     grad: bool
     expected: tuple[int, ...]  # units in the order in which the last such pass entered them
     calls: list["Call"] = field(default_factory=list)
+    of_unit: defaultdict[int, list["Call"]] = field(default_factory=lambda: defaultdict(list))
     on_track: bool = True
 
     def note(self, call: "Call") -> None:
@@ -62,10 +63,11 @@ class Pass:
         known = position < len(self.expected) and self.expected[position] == call.unit
         self.on_track = self.on_track and known
         self.calls.append(call)
+        self.of_unit[call.unit].append(call)
 
     @property
     def upcoming(self) -> Iterable[int]:
-        return self.expected[len(self.calls) :] if self.on_track else ()
+        return islice(self.expected, len(self.calls), None) if self.on_track else ()
 
     @property
     def differentiable(self) -> bool:
@@ -93,8 +95,10 @@ class Walk:
     def __init__(self, of: Pass) -> None:
         calls = [call for call in of.calls if call.differentiable]
         self._unvisited = deque(sorted(calls, key=lambda call: -call.exited))
+        self._awaited = set(calls)  # the same ones
         self._visited: dict[Call, None] = {}  # and not finished
         self.num_calls = Counter(call.unit for call in calls)
+        self._num_left = self.num_calls.copy()  # calls that are not finished
 
     @property
     def upcoming(self) -> Iterator[int]:
@@ -106,8 +110,9 @@ class Walk:
 
     def visits_until(self, last: Call | None) -> Iterator[Call]:
         """Unvisited calls up to ``last`` (all of them for None), each visited as it is yielded."""
-        while self._unvisited and (last is None or last in self._unvisited):
+        while self._unvisited and (last is None or last in self._awaited):
             call = self._unvisited.popleft()
+            self._awaited.discard(call)
             self._visited[call] = None
             yield call
 
@@ -118,10 +123,11 @@ class Walk:
         )
         for call in younger:
             del self._visited[call]
+            self._num_left[call.unit] -= 1
             yield call
 
     def is_outstanding(self, unit: int) -> bool:
-        return any(call.unit == unit for call in (*self._visited, *self._unvisited))
+        return self._num_left[unit] > 0
 
 
 class Sequencer:
@@ -205,8 +211,10 @@ class Sequencer:
     def before_backward(self, call: Call, task: int) -> list[Event]:
         """Gradients reach what ``call`` returned, in autograd's graph task ``task``."""
         walks = self._walks.setdefault(task, {})
-        walk = walks.setdefault(call.of, Walk(call.of))
-        window = self._window(list(walk.upcoming))
+        if call.of not in walks:
+            walks[call.of] = Walk(call.of)
+        walk = walks[call.of]
+        window = self._window(walk.upcoming)
         for of, other in walks.items():
             if of.calls[0].entered > call.exited:
                 # Before any visit, so that it ends alike whichever of its calls were reached.
@@ -283,14 +291,14 @@ class Sequencer:
     def _is_kept_for_backward(self, call: Call) -> bool:
         if self.is_in_use(call.unit) or self._is_awaited(call.unit):
             return True
-        calls = [other for other in call.of.calls if other.unit == call.unit]
+        calls = call.of.of_unit[call.unit]
         if any(other.outcome is Outcome.HIDDEN for other in calls):
             return True  # nothing would gather it before its backward
         return not self._units[call.unit].reshard and any(c.differentiable for c in calls)
 
     def _visit(self, walk: Walk, call: Call) -> None:
         self._check_unchanged(call)
-        window = self._window([call.unit, *walk.upcoming])
+        window = self._window(chain((call.unit,), walk.upcoming))
         self._end_lingering(keep=window)
         for finished in walk.finish_younger(than=call.exited):
             self._finish(walk, finished, keep=window)
@@ -340,23 +348,26 @@ class Sequencer:
 
     # -- single decisions ------------------------------------------------------------------------
 
-    def _window(self, units: list[int]) -> list[int]:
+    def _window(self, units: Iterable[int]) -> list[int]:
         """Of units in the order of backward: the first, and those to gather while it computes."""
-        if not units:
+        following = iter(units)
+        first = next(following, None)
+        if first is None:
             return []
         # While an enclosing unit's own backward runs there is room for the first one inside it.
-        ahead = max(self._prefetch, int(self._units[units[0]].encloses))
-        return [units[0], *self._distinct(units[1:], ahead)]
+        ahead = max(self._prefetch, int(self._units[first].encloses))
+        return [first, *self._distinct(following, ahead)]
 
     def _distinct(self, upcoming: Iterable[int], count: int) -> list[int]:
         """The next ``count`` units to have gathered: those with parameters, not being called."""
-        in_use = {call.unit for call in self._stack}
-        candidates = (
-            unit
-            for unit in dict.fromkeys(upcoming)
-            if unit not in in_use and self._units[unit].gathered_bytes
-        )
-        return list(islice(candidates, count))
+        chosen: list[int] = []
+        in_use = {call.unit for call in self._stack} if count else ()
+        for unit in upcoming if count else ():  # no further than needed: there may be hundreds
+            if unit not in in_use and unit not in chosen and self._units[unit].gathered_bytes:
+                chosen.append(unit)
+                if len(chosen) == count:
+                    break
+        return chosen
 
     def _is_awaited(self, unit: int) -> bool:
         """Whether a backward in progress has gathered ``unit`` ahead."""

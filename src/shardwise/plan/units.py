@@ -8,6 +8,7 @@ encloses them all.
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -64,38 +65,38 @@ class UnitPlan:
         laid_out = [slot.parameter for layout in self.layouts for slot in layout.slots]
         assert sorted(p.name for p in laid_out) == sorted(p.name for p in self.parameters)
 
-    @property
+    @cached_property
     def gathered_bytes(self) -> int:
         """What the unit takes while it is gathered; 0 if this rank keeps the whole of it."""
         return sum(layout.gathered_bytes for layout in self.layouts if layout.is_gathered)
 
-    @property
+    @cached_property
     def kept_bytes(self) -> int:
         """What a rank keeps of a gathered unit for the gathers of a smaller group."""
         return self.gathered_bytes // self.subgroup if self.subgroup else 0
 
-    @property
+    @cached_property
     def shard_bytes(self) -> int:
         """What one rank keeps of its parameters."""
         return sum(layout.shard_bytes for layout in self.layouts)
 
-    @property
+    @cached_property
     def near_bytes(self) -> int:
         """What the device keeps of shards that are on the host."""
         if self.offload is None or self.offload.parameters:
             return 0
         return sum(layout.shard_elements * layout.cast.compute_itemsize for layout in self.layouts)
 
-    @property
+    @cached_property
     def trainable_layouts(self) -> tuple[Layout, ...]:
         return tuple(layout for layout in self.layouts if layout.slots[0].parameter.trainable)
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> int:
         """What its unreduced gradients take on one rank."""
         return sum(layout.reduced_bytes for layout in self.trainable_layouts)
 
-    @property
+    @cached_property
     def gradient_shard_bytes(self) -> int:
         """What one rank keeps of its reduced gradients."""
         return sum(layout.shard_bytes for layout in self.trainable_layouts)

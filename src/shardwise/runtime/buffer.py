@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.plan.layout import Layout, Slot
+from shardwise.runtime.arena import Arena, Course
 from shardwise.runtime.device import host_tensor
 
 __all__ = ["FlatBuffer", "Pool", "is_shared"]
@@ -19,38 +20,60 @@ __all__ = ["FlatBuffer", "Pool", "is_shared"]
 # reduction (half a unit on two ranks) took whole units just when everything was in use: 20 % more
 # at the peak, and steps of units of unlike sizes were no faster for it (docs/log.md).
 _SLACK = 1 + 1 / 64
+_PAGE_BYTES = 4096  # an arena may be larger by so much, for it is aligned: next to nothing
 
 
 class Pool:
-    """Idle memory of one device. It never holds more than was once in use at the same time."""
+    """Memory of one device, to be lent, given back and lent again.
+
+    At first it keeps blocks, of which those that lay idle longest make room for others. Whenever
+    all is given back, as between steps, and some of it had to be allocated, places in one arena are
+    planned for what was taken. So a step that repeats allocates nothing.
+
+    When all is given back it holds no more than was once lent at the same time (and 1/64); nor
+    does it otherwise, but for the holes of the arena in a step that is unlike those before.
+    """
 
     def __init__(self, device: torch.device, *, is_pinned: bool = False) -> None:
         self.device = device
         self._is_pinned = is_pinned
-        self._idle: list[torch.UntypedStorage] = []  # oldest first
+        self._idle: list[torch.UntypedStorage] = []  # blocks, oldest first
+        self._arena: Arena | None = None
+        # Without swapping, buffers get their memory from the allocator all the same.
+        can_swap = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+        self._course = Course() if can_swap else None  # None: blocks alone
+        self._is_last_course = False
+        self._has_missed = False  # in this course
+        self._block_bytes = 0  # lent
         self._lent_bytes = 0
         self._peak_bytes = 0
 
     @property
     def held_bytes(self) -> int:
         """What is lent and what is idle."""
-        return self._lent_bytes + self._idle_bytes
+        arena_bytes = self._arena.num_bytes if self._arena is not None else 0
+        return arena_bytes + self._block_bytes + sum(block.nbytes() for block in self._idle)
 
     @property
     def peak_bytes(self) -> int:
         """The most that was lent at once."""
         return self._peak_bytes
 
+    @property
+    def idle_storages(self) -> list[torch.UntypedStorage]:
+        """Through which no tensor sees memory now."""
+        return [*self._idle, *(self._arena.idle_storages if self._arena is not None else ())]
+
     def take(self, num_bytes: int) -> torch.UntypedStorage:
         """Memory of at least ``num_bytes``; what is in it is undefined."""
-        most = int(num_bytes * _SLACK)
-        fitting = [s for s in self._idle if num_bytes <= s.nbytes() <= most]
-        if fitting:
-            storage = min(fitting, key=lambda s: s.nbytes())
-            self._idle = [idle for idle in self._idle if idle is not storage]
-        else:
-            self._trim(room_for=num_bytes)
-            storage = self._allocate(num_bytes)
+        if not num_bytes:
+            return _allocate(0, self.device)
+        storage = self._carve(num_bytes)
+        if storage is None:
+            storage = self._take_block(num_bytes)
+            self._block_bytes += storage.nbytes()
+        if self._course is not None:
+            self._course.note_taken(num_bytes, storage)
         self._lent_bytes += storage.nbytes()
         self._peak_bytes = max(self._peak_bytes, self._lent_bytes)
         return storage
@@ -64,22 +87,65 @@ class Pool:
             )
 
     def give(self, storage: torch.UntypedStorage) -> None:
-        self._lent_bytes -= storage.nbytes()
-        self._idle.append(storage)
-        self._trim()
+        if not storage.nbytes():
+            return
+        if self._arena is not None and self._arena.owns(storage):
+            self._arena.give(storage)
+        else:
+            self._block_bytes -= storage.nbytes()
+            self._idle.append(storage)
+        self._end_loan(storage)
 
     def write_off(self, storage: torch.UntypedStorage) -> None:
         """Memory that was lent has come to belong to others."""
+        if self._arena is not None and self._arena.owns(storage):
+            self._is_last_course = True  # or they would have the whole of each arena with it
+        else:
+            self._block_bytes -= storage.nbytes()
+        self._end_loan(storage)
+
+    def _end_loan(self, storage: torch.UntypedStorage) -> None:
         self._lent_bytes -= storage.nbytes()
+        if self._course is not None:
+            self._course.note_given(storage)
+            if not self._lent_bytes:
+                self._end_course(self._course)
+        self._trim()
+
+    def _end_course(self, course: Course) -> None:
+        placement = course.end(plan=self._has_missed)
+        if self._is_last_course:
+            self._course = self._arena = None
+        elif self._has_missed and placement is not None:
+            self._enlarge_arena(placement.extent)
+        self._has_missed = False
+
+    def _enlarge_arena(self, num_bytes: int) -> None:
+        present = self._arena.num_bytes if self._arena is not None else 0
+        if present < num_bytes <= self._peak_bytes * _SLACK + _PAGE_BYTES:
+            self._arena = None
+            self._idle.clear()
+            self._arena = Arena(self._allocate(num_bytes))
+
+    def _carve(self, num_bytes: int) -> torch.UntypedStorage | None:
+        place = self._course.next_place(num_bytes) if self._course is not None else None
+        return self._arena.take(num_bytes, place) if self._arena is not None else None
+
+    def _take_block(self, num_bytes: int) -> torch.UntypedStorage:
+        most = int(num_bytes * _SLACK)
+        fitting = [s for s in self._idle if num_bytes <= s.nbytes() <= most]
+        if fitting:
+            storage = min(fitting, key=lambda s: s.nbytes())
+            self._idle = [idle for idle in self._idle if idle is not storage]
+            return storage
+        self._has_missed = True
+        self._trim(room_for=num_bytes)
+        return self._allocate(num_bytes)
 
     def _allocate(self, num_bytes: int) -> torch.UntypedStorage:
         if self._is_pinned:
             return host_tensor(num_bytes, torch.uint8, pinned=True).untyped_storage()
         return _allocate(num_bytes, self.device)
-
-    @property
-    def _idle_bytes(self) -> int:
-        return sum(storage.nbytes() for storage in self._idle)
 
     def _trim(self, room_for: int = 0) -> None:
         limit = max(self._peak_bytes, self._lent_bytes + room_for)

@@ -15,7 +15,7 @@ from functools import cache, partial
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import PlanError
@@ -41,6 +41,7 @@ from shardwise.runtime.attach import (
 )
 from shardwise.runtime.buffer import Pool
 from shardwise.runtime.casting import apply_precision, cast_tensors
+from shardwise.runtime.in_slot import let_compute_in_slot, offer_slot
 from shardwise.runtime.initialize import Initialization, Materializer
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.mesh import Axis, resolve_mesh
@@ -148,6 +149,8 @@ def fully_shard(
         choice = manual.get(unit.name, own)
         _mark(module.get_submodule(unit.name), Handle(runtime, index, choice))
     apply_precision(module, mp_policy, settled=manual)
+    for inner in module.modules():
+        let_compute_in_slot(inner)
     return module
 
 
@@ -340,6 +343,8 @@ class Runtime:
             for position, parameter in enumerate(flat.parameters):
                 accept = partial(_accept, scheduler, index, weakref.ref(flat), position)
                 hooks.on_gradient(parameter.dense, accept)
+                claim = partial(_claim_slot, scheduler, index, weakref.ref(flat), position)
+                offer_slot(parameter.dense, claim)
 
 
 # -- backward ------------------------------------------------------------------------------------
@@ -374,6 +379,18 @@ def _accept(
     if hidden is not None:
         _begin_backward(scheduler, hidden)
     scheduler.units[index].accept(flat, position)
+
+
+def _claim_slot(
+    scheduler_ref: "weakref.ref[Scheduler]",
+    index: int,
+    flat_ref: "weakref.ref[FlatParameters]",
+    position: int,
+) -> Tensor | None:
+    scheduler, flat = scheduler_ref(), flat_ref()
+    if scheduler is None or flat is None:
+        return None
+    return scheduler.units[index].claim_slot(flat, position)
 
 
 # -- attaching -----------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ class Gradients:
         self._dtype: torch.dtype = getattr(torch, layout.dtype)  # of the shards
         self._divisor = _divisor_before_the_sum(self._buffer.flat.dtype, axis.num_ranks)
         self._written = [False] * len(layout.slots)
+        self._claimed = [False] * len(layout.slots)  # a gradient is on its way in the slot itself
         self.used = [False] * len(layout.slots)
         self._keeps_shard = True  # or the gradients are dropped in backward, by `drop`
         self._is_handed_over = False
@@ -63,6 +64,18 @@ class Gradients:
         self._partial: Tensor | None = None
         self._borrowed: list[torch.UntypedStorage] = []
 
+    def claim(self, position: int) -> Tensor | None:
+        """The slot of a gradient that is about to be computed, for `write` to find it there."""
+        if self._written[position] or self._claimed[position] or self._reduced is not None:
+            return None
+        parameter = self.parameters[position].dense
+        slot = self._buffer.views[position]
+        if parameter.grad is not None or parameter.dtype != slot.dtype:
+            return None
+        self._open()
+        self._claimed[position] = True
+        return slot.detach()  # a tensor of its own, or autograd would copy it
+
     def write(self, position: int, gradient: Tensor) -> None:
         """Put a gradient into its slot of the reduce buffer, divided as far as is done here."""
         assert self._reduced is None, "its last reduction is under way"
@@ -71,12 +84,16 @@ class Gradients:
         scale = 1.0 / self._divisor
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
+        is_there = self._claimed[position] and gradient.data_ptr() == slot.data_ptr()
         if self._written[position]:
             slot.add_(gradient, alpha=scale)
+        elif is_there:
+            slot.mul_(scale)
         elif gradient.dtype == slot.dtype:
             torch.mul(gradient, scale, out=slot)
         else:  # scaled after the cast, where that rounds less
             slot.copy_(gradient).mul_(scale)
+        self._claimed[position] = False
         self._written[position] = True
 
     def launch_reduce(self, link: Link, label: str, *, crosses: bool) -> Pending:
@@ -87,6 +104,7 @@ class Gradients:
             if not self._written[position]:
                 view.zero_()
         self._written = [False] * len(self._written)
+        self._claimed = [False] * len(self._claimed)
         carried = self._partial
         if carried is not None:
             self._borrowed.append(carried.untyped_storage())
@@ -194,6 +212,7 @@ class Gradients:
     def discard(self) -> None:
         """Drop what is under way."""
         self._written = [False] * len(self._written)
+        self._claimed = [False] * len(self._claimed)
         self._reduced = None
         if self._partial is not None:
             self._borrowed.append(self._partial.untyped_storage())

@@ -276,6 +276,14 @@ class Unit:
 
     # -- gradients -------------------------------------------------------------------------------
 
+    def claim_slot(self, flat: FlatParameters, position: int) -> Tensor | None:
+        """Where autograd may compute the gradient of a parameter; None: where it likes."""
+        gradients = flat.gradients
+        waits = gradients is None or (self.plan.encloses and not gradients.owns_buffer)
+        if gradients is None or waits or not self.expects_gradients:
+            return None
+        return gradients.claim(position)
+
     def accept(self, flat: FlatParameters, position: int) -> None:
         """Take the gradient that autograd has just put on a dense parameter."""
         assert flat.gradients is not None

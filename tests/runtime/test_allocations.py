@@ -1,0 +1,69 @@
+"""No allocator call after the second step: the pool has all that a step takes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise as sw
+from shardwise.plan.strategy import STRATEGIES, Strategy
+from shardwise.runtime import buffer
+from tests.ranks import run_on
+from tests.runtime.one_process import world_size
+from tests.runtime.test_memory import runtime_of
+from tests.runtime.test_step_memory import SHAPES
+
+TWO = 2
+PRESETS = {strategy.name: strategy for strategy in STRATEGIES.values()}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_nothing_is_allocated_after_the_second_step(ranks: int) -> None:
+    run_on(ranks, _train_all, tuple(SHAPES) if ranks == TWO else ("uneven",), deadline=60.0)
+
+
+def _train_all(names: tuple[str, ...]) -> None:
+    for preset in PRESETS.values():
+        for name in names:
+            _train(name, preset, settled=2)
+        _train("uneven", preset, settled=2, mp_policy=sw.MixedPrecisionPolicy(torch.bfloat16))
+        _train("uneven", preset, settled=2, offload_policy=sw.CPUOffloadPolicy())
+        _train("uneven", preset, settled=4, turns=2)
+
+
+def _train(name: str, preset: Strategy, *, settled: int, turns: int = 1, **options: Any) -> None:
+    """With more than one turn a step accumulates over so many, and an evaluation follows it."""
+    torch.manual_seed(0)
+    if preset.num_axes > 1:
+        sizes = (2, world_size() // 2)
+        options["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    model = SHAPES[name].build()
+    sw.fully_shard(model, units=SHAPES[name].units, strategy=preset, **options)
+    for step in range(1, 9):
+        with _counted() as allocated:
+            for _ in range(turns):
+                model(torch.ones(1, 16)).mean().backward()
+            with torch.no_grad():
+                _ = model(torch.ones(1, 16)) if turns > 1 else None
+            model.zero_grad()
+        what = f"{name}, {preset.name}, {turns} turns, step {step}: {allocated} bytes"
+        assert step <= settled or not allocated, what
+    assert runtime_of(model).pool._lent_bytes == 0
+
+
+@contextmanager
+def _counted() -> Iterator[list[int]]:
+    allocated: list[int] = []
+    allocate = buffer._allocate
+
+    def count(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
+        if num_bytes:
+            allocated.append(num_bytes)
+        return allocate(num_bytes, device)
+
+    with mock.patch.object(buffer, "_allocate", count):
+        yield allocated
