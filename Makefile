@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: train test check bench fuzz clean
+.PHONY: train test thorough check bench fuzz clean
 .DELETE_ON_ERROR:
 
 train: $(READY)  ## train a small model on the standard library's source, on this machine
@@ -11,6 +11,9 @@ train: $(READY)  ## train a small model on the standard library's source, on thi
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+thorough: $(READY)  ## the tests that `make test` leaves out, for they take long
+	$(BIN)/python -m pytest -m thorough
 
 check: $(READY)
 	$(BIN)/ruff check

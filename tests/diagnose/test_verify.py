@@ -27,7 +27,7 @@ PRESETS = tuple(dict.fromkeys(row.name for row in STRATEGIES.values()))
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 4])
 def test_every_preset_is_equal_on_every_model(ranks: int, name: str) -> None:
     for found in run_on(ranks, _verify_built_in, name, deadline=120.0):
         assert found.ok, found.explanation

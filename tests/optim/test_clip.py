@@ -26,7 +26,15 @@ CLIPS: tuple[Callable[..., Any], ...] = (
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategy"), [(2, "fsdp"), (4, "fsdp"), (4, "ddp"), (4, "hsdp"), (4, "hfsdp")]
+    ("ranks", "strategy"),
+    [
+        (2, "fsdp"),
+        (4, "hsdp"),
+        *(
+            pytest.param(4, strategy, marks=pytest.mark.thorough)
+            for strategy in ("fsdp", "ddp", "hfsdp")
+        ),
+    ],
 )
 def test_every_norm_is_that_of_one_process(ranks: int, strategy: str) -> None:
     by_rank = run_on(ranks, _clip, strategy)

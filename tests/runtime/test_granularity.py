@@ -29,8 +29,22 @@ CHOICES: dict[str, Any] = {
 UNLIKE = ("gpt", "conv", "lora", "tied", "tiny", "mixed dtypes")
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(
+    ("choice", "world_size"),
+    [
+        *(("row", 2), ("tensor", 3), ("block", 4), ("mixed", 3)),
+        *(
+            pytest.param(choice, ranks, marks=pytest.mark.thorough)
+            for choice, others in {
+                "row": (3, 4),
+                "tensor": (2, 4),
+                "block": (2, 3),
+                "mixed": (2, 4),
+            }.items()
+            for ranks in others
+        ),
+    ],
+)
 def test_every_model_trains_as_in_one_process(choice: str, world_size: int) -> None:
     run_on(world_size, _train_all, choice, deadline=120.0)
 

@@ -24,7 +24,13 @@ def test_the_scaler_acts_as_in_one_process(kind: str, clips: bool) -> None:
     run_on(2, _train_scaled, kind, "fsdp", clips)
 
 
-@pytest.mark.parametrize("strategy", [*PRESETS])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(name, marks=() if name in ("ddp", "zero2", "hfsdp") else pytest.mark.thorough)
+        for name in PRESETS
+    ],
+)
 def test_the_scaler_acts_as_in_one_process_whatever_is_sharded(strategy: str) -> None:
     run_on(4, _train_scaled, "fused", strategy, True)
 

@@ -19,7 +19,10 @@ from tests.runtime.test_memory import runtime_of
 ROWS = 240  # so that activations are more than what is not worth moving
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "ddp"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["fsdp", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("zero2", "ddp"))],
+)
 def test_gradients_are_those_of_one_process(strategy: str) -> None:
     run_on(2, _train, strategy, deadline=40.0)
 

@@ -29,14 +29,17 @@ PRESETS = {strategy.name: strategy for strategy in STRATEGIES.values()}
 TOLERANCE = 0.02
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 4])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_live_bytes_are_those_of_the_plan(preset: str, ranks: int) -> None:
     run_on(ranks, _measure_all, PRESETS[preset], deadline=60.0)
 
 
 @pytest.mark.parametrize("parameters", [True, False])
-@pytest.mark.parametrize("preset", ["fsdp", "ddp", "zero1", "hfsdp"])
+@pytest.mark.parametrize(
+    "preset",
+    ["fsdp", "zero1", *(pytest.param(p, marks=pytest.mark.thorough) for p in ("ddp", "hfsdp"))],
+)
 def test_live_bytes_with_offload(preset: str, parameters: bool) -> None:
     policy = sw.CPUOffloadPolicy(parameters=parameters)
     run_on(4, _measure_all, PRESETS[preset], policy, deadline=60.0)
