@@ -1,6 +1,6 @@
 """The plan: units, strategy and numbers of one model on one mesh, decided before anything runs."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -89,6 +89,7 @@ def make_plan(
     offload: OffloadPolicy = NO_OFFLOAD,
     manual: Mapping[str, UnitChoice] | None = None,
     settled: Mapping[str, ParameterSpec] | None = None,
+    ignored: Collection[str] = (),
 ) -> Plan:
     """Plan ``root`` without touching its storage; a model on the meta device will do.
 
@@ -111,6 +112,7 @@ def make_plan(
         offload: what is on the host.
         manual: further units by name, each with choices of its own.
         settled: parameters that were sharded before, by name.
+        ignored: names of parameters that stay whole and each rank's own.
 
     Raises:
         PlanError: an argument does not fit the model.
@@ -126,7 +128,7 @@ def make_plan(
         if name in choices
     }
     return Plan(
-        units=plan_units(root, options, world_size, granularity, settled),
+        units=plan_units(root, options, world_size, granularity, settled, ignored),
         strategy=strategy,
         world_size=world_size,
         prefetch=prefetch,

@@ -151,6 +151,8 @@ class Sequencer:
         self._gathered: set[int] = set()
         self._waited: set[int] = set()
         self._ahead: set[int] = set()  # gathered by forward prefetch and not entered yet
+        self._by_hand: set[int] = set()  # gathered between steps, for the next
+        self.reshards = [unit.reshard for unit in plan.units]  # after forward
         self._lingering: int | None = None
         self._reducing: deque[int] = deque()
         self._events: list[Event] = []
@@ -262,6 +264,29 @@ class Sequencer:
         self._free_all()
         return self._flush()
 
+    # -- by hand ---------------------------------------------------------------------------------
+
+    def gather(self, unit: int) -> list[Event]:
+        """Somebody wants ``unit`` gathered now, before it is entered."""
+        if self._gather(unit):
+            (self._ahead if self._stack else self._by_hand).add(unit)
+        return self._flush()
+
+    def wait(self, unit: int) -> list[Event]:
+        """And wants to use it."""
+        self._wait(unit)
+        return self._flush()
+
+    def free(self, unit: int) -> list[Event]:
+        """And needs it no more; one that is in use stays."""
+        self._by_hand.discard(unit)
+        self._free(unit, keep=False)
+        return self._flush()
+
+    def is_gathered(self, unit: int) -> bool:
+        """Whether its parameters are whole, or there is nothing to gather."""
+        return unit in self._waited or not self._units[unit].gathered_bytes
+
     def is_in_use(self, unit: int) -> bool:
         """Whether a forward or backward of ``unit`` is under way."""
         walking = (walk for walks in self._walks.values() for walk in walks.values())
@@ -276,7 +301,9 @@ class Sequencer:
             return self._stack[-1].of
         if recomputed:
             return Pass(recomputed, grad, expected=(), on_track=False)
-        self._free_all()  # an optimizer may have stepped since: what is gathered is stale
+        # An optimizer may have stepped since: what is gathered is stale, unless it was asked for.
+        self._free_all(but=self._by_hand)
+        self._by_hand = set()
         return Pass(recomputed, grad, self._expected[grad])
 
     def _end_pass(self, of: Pass, *, failed: bool) -> None:
@@ -294,7 +321,7 @@ class Sequencer:
         calls = call.of.of_unit[call.unit]
         if any(other.outcome is Outcome.HIDDEN for other in calls):
             return True  # nothing would gather it before its backward
-        return not self._units[call.unit].reshard and any(c.differentiable for c in calls)
+        return not self.reshards[call.unit] and any(c.differentiable for c in calls)
 
     def _visit(self, walk: Walk, call: Call) -> None:
         self._check_unchanged(call)
@@ -418,9 +445,9 @@ class Sequencer:
         for unit in sorted(self._ahead):
             self._free(unit, keep=self._units[unit].subgroup_first)
 
-    def _free_all(self) -> None:
+    def _free_all(self, but: Collection[int] = ()) -> None:
         self._lingering = None
-        for unit in sorted(self._gathered):
+        for unit in sorted(self._gathered.difference(but)):
             self._free(unit, keep=False)
         for unit in sorted(self._kept):
             self._drop(unit)

@@ -13,8 +13,13 @@ A mesh of two dimensions has a row of its own for each axis: the outer one, over
 repeated (say, between machines), and the inner one (within a machine).
 """
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import IntEnum, StrEnum
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
 from shardwise.errors import PlanError
 
@@ -73,6 +78,26 @@ class Strategy:
 
     def __str__(self) -> str:
         return f"strategy {self.name!r}"
+
+    @classmethod
+    def from_deepspeed(cls, config: Mapping[str, Any] | str | PathLike[str]) -> "Strategy":
+        """The row of a DeepSpeed configuration, a mapping or the path of its JSON.
+
+        ``shardwise.fsdp.porting.options_from_deepspeed`` reads more of it.
+
+        Raises:
+            PlanError: ``zero_optimization.stage`` is none of 0, 1, 2 and 3.
+        """
+        if not isinstance(config, Mapping):
+            config = json.loads(Path(config).read_text(encoding="utf-8"))
+        assert isinstance(config, Mapping)
+        zero = config.get("zero_optimization", {})
+        stage = zero.get("stage", 0)
+        if stage not in range(len(_STAGES)):
+            raise PlanError(f"zero_optimization.stage={stage!r}: expected 0, 1, 2 or 3")
+        # MiCS repeats the whole of stage 3 over groups of that many ranks.
+        is_repeated = zero.get("mics_shard_size", -1) > 0
+        return PRESETS["hsdp" if is_repeated and stage == len(_STAGES) - 1 else _STAGES[stage]]
 
     @property
     def num_axes(self) -> int:
@@ -160,6 +185,8 @@ PRESETS: dict[str, Strategy] = {
         _preset("hfsdp", Level.PARAMETERS, outer=Level.OPTIMIZER),
     )
 }
+
+_STAGES = ("ddp", "zero1", "zero2", "fsdp")  # ZeRO's
 
 STRATEGIES: dict[str, Strategy] = PRESETS | {
     "zero3": PRESETS["fsdp"],

@@ -145,6 +145,7 @@ def plan_units(
     world_size: int,
     granularity: Granularities = "element",
     settled: Mapping[str, ParameterSpec] | None = None,
+    ignored: Collection[str] = (),
 ) -> tuple[UnitPlan, ...]:
     """Assign every parameter of ``root`` to a unit and lay the units out over ``world_size`` ranks.
 
@@ -155,6 +156,7 @@ def plan_units(
         granularity: where parameters may be cut, for all or by name.
         settled: what was sharded before, by name: its granularity, unless that is the element,
             and its dtypes stay.
+        ignored: names of parameters that are left as they are.
 
     Raises:
         PlanError: the granularity is none, or is for a name that no parameter has.
@@ -162,6 +164,8 @@ def plan_units(
     owned: dict[str, list[ParameterSpec]] = {name: [] for name in options}
     granularizer = Granularizer(granularity)
     for owner, spec in _owned_parameters(root, options):
+        if any(name in ignored for name in spec.names):
+            continue
         chosen = granularizer.of(spec.names, spec.shape)
         before = (settled or {}).get(spec.name, spec)
         chosen = chosen if before.granularity == "element" else before.granularity

@@ -81,12 +81,13 @@ def check_same_plan(plan: Plan, axis: Axis) -> None:
         )
 
 
-def check_same_values(root: nn.Module, axis: Axis) -> None:
+def check_same_values(root: nn.Module, plan: Plan, axis: Axis) -> None:
     """Shards of different initialisations would make one weight that nobody initialised."""
+    planned = {spec.name for unit in plan.units for spec in unit.parameters}
     named = [
         (name, parameter)
         for name, parameter in root.named_parameters()
-        if not isinstance(parameter, ShardedTensor)
+        if name in planned and not isinstance(parameter, ShardedTensor)
     ]
     if _can_compare(axis):
         check_same_sums({name: checksum(parameter.detach()) for name, parameter in named}, axis)

@@ -12,9 +12,10 @@ ranks that disagree on what comes next wait for each other instead of mixing the
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from shardwise.runtime.device import Mark, make_lane
 from shardwise.runtime.guard import LinkState, Report, Scope, Ticket
 from shardwise.runtime.mesh import Axis
 
-__all__ = ["POLL_SECONDS", "Link", "Pending", "Reduction"]
+__all__ = ["POLL_SECONDS", "Link", "Pending", "Reduction", "copy_from_first", "tell_from_first"]
 
 POLL_SECONDS = 1.0
 _REPORT_BYTES = 8192
@@ -415,3 +416,22 @@ def _encode(report: Report) -> Tensor:
 
 def _decode(encoded: Tensor) -> Report:
     return Report.from_json(bytes(encoded.tolist()))
+
+
+def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Give every rank the values that the first of ``group`` has; between steps only."""
+    if group is None or dist.get_backend(group) == "fake":
+        return
+    with torch.no_grad():
+        for tensor in tensors:
+            dense = tensor.detach().contiguous()
+            dist.broadcast(dense, group=group, group_src=0)
+            tensor.copy_(dense)
+
+
+def tell_from_first(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """What the first rank of ``group`` passes, on every rank; it is pickled."""
+    told = [value]
+    if group is not None and dist.get_backend(group) != "fake":
+        dist.broadcast_object_list(told, group=group, group_src=0)
+    return told[0]

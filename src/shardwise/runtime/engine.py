@@ -9,9 +9,9 @@ import contextlib
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -41,6 +41,7 @@ from shardwise.runtime.attach import (
 )
 from shardwise.runtime.buffer import Pool
 from shardwise.runtime.casting import apply_precision, cast_tensors
+from shardwise.runtime.controls import HANDLE, Controls
 from shardwise.runtime.in_slot import let_compute_in_slot, offer_slot
 from shardwise.runtime.initialize import Initialization, Materializer
 from shardwise.runtime.ledger import Ledger
@@ -51,7 +52,15 @@ from shardwise.runtime.sharded_tensor import ShardedTensor
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.runtime.unused import UNUSED, Unused
 
-__all__ = ["FSDPModule", "Runtime", "fully_shard", "gathered", "ledger", "runtime_of_root"]
+__all__ = [
+    "FSDPModule",
+    "Runtime",
+    "fully_shard",
+    "gathered",
+    "ledger",
+    "register_forward_method",
+    "runtime_of_root",
+]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -70,6 +79,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = NO_OFFLOAD,
     unused: Unused = "none",
     init: Initialization | None = None,
+    ignored_params: Collection[nn.Parameter] | None = None,
 ) -> M:
     """Shard ``module`` over the ranks of ``mesh``; returns the same object.
 
@@ -108,6 +118,9 @@ def fully_shard(
         init: how a model on the meta device gets its first values, the same ones on any number of
             ranks: one unit after the other is made whole, initialised and cut, so that the peak of
             memory is the shards and one unit. None is ``Initialization(seed=0)``.
+        ignored_params: parameters of ``module`` that are left alone: whole, each rank's own, with
+            gradients that nobody reduces. As in FSDP2; a call for an enclosing module has to name
+            them again.
 
     Raises:
         PlanError: the arguments do not fit the model or each other.
@@ -139,18 +152,20 @@ def fully_shard(
         precision=mp_policy,
         offload=offload_policy,
         settled=_specs_before(module),
+        ignored=_names_of(module, ignored_params or ()),
     )
     _warn_of_padding(plan, axis)
     if is_meta and init is None:
         init = Initialization()
     runtime = Runtime(module, plan, axis, unused, init)
     own = UnitChoice(reshard_after_forward, mp_policy, offload_policy)
+    inner = UnitChoice(reshard_after_forward, replace(mp_policy, output_dtype=None), offload_policy)
     for index, unit in enumerate(plan.units):
-        choice = manual.get(unit.name, own)
+        choice = manual.get(unit.name, inner if index else own)
         _mark(module.get_submodule(unit.name), Handle(runtime, index, choice))
     apply_precision(module, mp_policy, settled=manual)
-    for inner in module.modules():
-        let_compute_in_slot(inner)
+    for part in module.modules():
+        let_compute_in_slot(part)
     return module
 
 
@@ -190,31 +205,26 @@ def gathered(module: nn.Module, *, write_back: bool = False) -> Iterator[None]:
         scheduler.release(write_back=write_back)
 
 
-class FSDPModule(nn.Module):
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Have ``module.name(...)`` gather the unit ``module`` as calling it does: ``generate``, say.
+
+    Raises:
+        PlanError: ``module`` is not a unit, or its class has no such method.
+    """
+    _handle_of(module)
+    plain = _plain_class(type(module))
+    if not callable(getattr(plain, name, None)):
+        raise PlanError(f"{plain.__name__} has no method {name!r}")
+    methods: frozenset[str] = getattr(type(module), _METHODS)
+    module.__class__ = _fsdp_class(plain, methods | {name})  # type: ignore[arg-type]
+
+
+class FSDPModule(Controls):
     """What `fully_shard` makes of a module: ``isinstance(module, FSDPModule)`` tells a unit."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handle = _handle_of(self)
         return handle.runtime.call(handle, self, super().__call__, args, kwargs)
-
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
-        """Whether backward reduces gradients; while not, they add up whole on every rank.
-
-        For accumulation with one reduction: set it to False before the first micro-batch and to
-        True before the last. As in FSDP2; every rank has to call it.
-        """
-        scheduler = _handle_of(self).runtime.scheduler
-        scheduler.set_synchronizes(_units_in(self, recurse=recurse), value=requires_gradient_sync)
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients over the outer axis of a two-dimensional mesh, too.
-
-        While not, they add up in shards of the inner axis. As in FSDP2.
-        """
-        scheduler = _handle_of(self).runtime.scheduler
-        scheduler.set_crosses(_units_in(self, recurse=recurse), value=requires_all_reduce)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A sharded copy of its own; the root of the model has to be in what is copied."""
@@ -228,7 +238,7 @@ class FSDPModule(nn.Module):
         plain = _plain_class(type(self))
         twin: nn.Module = plain.__new__(plain)
         memo[id(self)] = twin
-        state = {key: value for key, value in self.__dict__.items() if key != _HANDLE}
+        state = {key: value for key, value in self.__dict__.items() if key != HANDLE}
         twin.__dict__.update(copy.deepcopy(state, memo))
         if handle.index == 0:
             runtime.attach_to(twin, self)
@@ -267,7 +277,7 @@ class Runtime:
         self.pool = Pool(device)
         self._ferries: dict[CPUOffloadPolicy, Ferry] = {}
         if init is None:
-            check_same_values(root, axis)
+            check_same_values(root, plan, axis)
             self.units = [self._make_unit(root, unit) for unit in plan.units]
         else:
             self.units = self._materialize(root, init)
@@ -297,7 +307,7 @@ class Runtime:
             args, kwargs = cast_tensors((args, kwargs), precision.param_dtype)
         try:
             output = forward(*args, **kwargs)
-            if precision.output_dtype is not None and index == 0:
+            if precision.output_dtype is not None:
                 output = cast_tensors(output, precision.output_dtype)
             outcome = hooks.watch_outputs(
                 output,
@@ -315,8 +325,9 @@ class Runtime:
         """Shard ``twin``, a copy of ``root``, in the same way."""
         runtime = Runtime(twin, self.plan, self.axis, self._unused)
         for index, unit in enumerate(self.plan.units):
-            choice = _handle_of(root.get_submodule(unit.name)).choice
-            _mark(twin.get_submodule(unit.name), Handle(runtime, index, choice))
+            original = root.get_submodule(unit.name)
+            handle = Handle(runtime, index, _handle_of(original).choice)
+            _mark(twin.get_submodule(unit.name), handle, getattr(type(original), _METHODS))
 
     def _materialize(self, root: nn.Module, init: Initialization) -> list[Unit]:
         """The units of a model on the meta device, those inside others first."""
@@ -395,36 +406,47 @@ def _claim_slot(
 
 # -- attaching -----------------------------------------------------------------------------------
 
-_HANDLE = "_shardwise"
+_METHODS = "_shardwise_methods"  # those that gather the unit as forward does
 
 
 def _handle_of(module: nn.Module) -> Handle:
-    handle = module.__dict__.get(_HANDLE)
+    handle = module.__dict__.get(HANDLE)
     if handle is None:
         raise PlanError(f"{type(module).__name__} is not sharded; call sw.fully_shard on it first")
     assert isinstance(handle, Handle)
     return handle
 
 
-def _units_in(module: nn.Module, *, recurse: bool) -> Iterator[int]:
-    for inner in module.modules() if recurse else (module,):
-        if isinstance(inner, FSDPModule):
-            yield _handle_of(inner).index
+def _names_of(root: nn.Module, parameters: Collection[nn.Parameter]) -> set[str]:
+    wanted = {id(parameter) for parameter in parameters}
+    named = root.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if id(parameter) in wanted}
 
 
-def _mark(module: nn.Module, handle: Handle) -> None:
-    module.__dict__[_HANDLE] = handle
+def _mark(module: nn.Module, handle: Handle, methods: frozenset[str] = frozenset()) -> None:
+    module.__dict__[HANDLE] = handle
     if not isinstance(module, FSDPModule):
-        module.__class__ = _fsdp_class(type(module))  # type: ignore[arg-type]
+        module.__class__ = _fsdp_class(type(module), methods)  # type: ignore[arg-type]
 
 
 @cache
-def _fsdp_class(plain: Any) -> type[nn.Module]:
-    return type(f"FSDP{plain.__name__}", (FSDPModule, plain), {"__module__": plain.__module__})
+def _fsdp_class(plain: Any, methods: frozenset[str]) -> type[nn.Module]:
+    contents: dict[str, Any] = {"__module__": plain.__module__, _METHODS: methods}
+    contents |= {name: _as_forward(getattr(plain, name)) for name in methods}
+    return type(f"FSDP{plain.__name__}", (FSDPModule, plain), contents)
+
+
+def _as_forward(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        handle = _handle_of(self)
+        return handle.runtime.call(handle, self, partial(method, self), args, kwargs)
+
+    return call
 
 
 def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
-    return cast("type[nn.Module]", sharded.__mro__[2])
+    return cast("type[nn.Module]", sharded.__bases__[1])
 
 
 def _specs_before(root: nn.Module) -> dict[str, ParameterSpec]:

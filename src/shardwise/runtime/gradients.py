@@ -52,7 +52,7 @@ class Gradients:
         reduce_dtype = layout.cast.reduce_dtype
         self._buffer = FlatBuffer(layout, pool, dtype=reduce_dtype, owns_memory=owns_buffer)
         self._dtype: torch.dtype = getattr(torch, layout.dtype)  # of the shards
-        self._divisor = _divisor_before_the_sum(self._buffer.flat.dtype, axis.num_ranks)
+        self.divide_by(axis.num_ranks)
         self._written = [False] * len(layout.slots)
         self._claimed = [False] * len(layout.slots)  # a gradient is on its way in the slot itself
         self.used = [False] * len(layout.slots)
@@ -63,6 +63,11 @@ class Gradients:
         self._reduced: Tensor | None = None
         self._partial: Tensor | None = None
         self._borrowed: list[torch.UntypedStorage] = []
+
+    def divide_by(self, divisor: float) -> None:
+        """By what the sum over all ranks is divided; their number makes it the average."""
+        self._divide_by = divisor
+        self._divisor = _divisor_before_the_sum(self._buffer.flat.dtype, divisor)
 
     def claim(self, position: int) -> Tensor | None:
         """The slot of a gradient that is about to be computed, for `write` to find it there."""
@@ -155,8 +160,8 @@ class Gradients:
     def _hand_over(self, reduced: Tensor) -> None:
         if reduced.dtype != self._dtype and all(p.sharded.grad is None for p in self.parameters):
             reduced = self._own_shard().copy_(reduced)
-        if self._divisor != self._axis.num_ranks:
-            reduced = reduced.to(self._dtype).mul_(self._divisor / self._axis.num_ranks)
+        if self._divisor != self._divide_by:
+            reduced = reduced.to(self._dtype).mul_(self._divisor / self._divide_by)
         is_kept = reduced is self._kept_shard
         runs = split_shard(reduced, self._layout, self._axis.rank)
         with torch.no_grad():
@@ -291,14 +296,16 @@ class _Landing:
     mark: Mark
 
 
-def _divisor_before_the_sum(dtype: torch.dtype, num_ranks: int) -> int:
+def _divisor_before_the_sum(dtype: torch.dtype, divisor: float) -> float:
     """By what gradients are divided before they are summed; after it, by the rest.
 
     All of it, but for float16: before the sum a division takes small numbers below the least there
     is, and after it large sums have become infinite. The square root shares the 40 powers of two
     of float16 out between both, as a power of two, which does not round.
     """
-    return 2 ** (math.isqrt(num_ranks).bit_length() - 1) if dtype == torch.float16 else num_ranks
+    if dtype != torch.float16:
+        return divisor
+    return 2.0 ** (math.isqrt(max(1, int(divisor))).bit_length() - 1)
 
 
 def _accumulate(parameter: ManagedParameter, gradient: Tensor) -> bool:

@@ -25,7 +25,7 @@ from shardwise.plan.units import UnitPlan
 from shardwise.runtime.attach import check_initialized, checksum, home_of, replace_parameter
 from shardwise.runtime.buffer import Pool
 from shardwise.runtime.device import random_states, seed_generators, set_random_states
-from shardwise.runtime.sharded_tensor import ShardedTensor, written_tensors
+from shardwise.runtime.sharded_tensor import ShardedTensor, draws, written_tensors
 
 __all__ = ["Initialization", "Materializer", "initialize"]
 
@@ -230,9 +230,16 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written_tensors(func, args, kwargs) if func._schema.is_mutable else ():
             if tensor.is_meta:
                 raise NotImplementedError(f"{func} into a tensor on the meta device")
-            if not isinstance(tensor, ShardedTensor):
+            if isinstance(tensor, ShardedTensor):
+                self._check_draws_nothing(func, tensor)
+            else:
                 self._addresses.add(tensor.untyped_storage().data_ptr())
         return func(*args, **kwargs)
+
+    def _check_draws_nothing(self, func: torch._ops.OpOverload, tensor: ShardedTensor) -> None:
+        """A unit's values follow from the names of its own modules."""
+        if draws(func):
+            raise ShardedTensorError(f"{func} into {tensor.sharding.name}, which is cut already")
 
 
 def _check_plain(parameters: Mapping[str, Tensor]) -> None:

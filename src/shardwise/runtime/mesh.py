@@ -31,6 +31,7 @@ class Axis:
     on_cpu: bool = False  # the user said so, by a mesh of CPUs
     blocks: tuple[tuple[int, ...], ...] = ()  # () is one replica, of all ranks
     is_two_level: bool = False
+    mesh: DeviceMesh | None = None  # the user's, if there was one
 
     @property
     def rows(self) -> tuple[tuple[int, ...], ...]:
@@ -102,7 +103,7 @@ def resolve_mesh(
     group = _group_of(mesh)
     members = dist.get_process_group_ranks(group)
     numbered = [[members.index(rank) for rank in row] for row in rows]
-    return _axis(numbered, group, strategy, on_cpu=mesh.device_type == "cpu")
+    return _axis(numbered, group, strategy, on_cpu=mesh.device_type == "cpu", mesh=mesh)
 
 
 def _without_mesh(strategy: Strategy, sharding_factor: int | None) -> Axis:
@@ -127,11 +128,16 @@ def _without_mesh(strategy: Strategy, sharding_factor: int | None) -> Axis:
 
 
 def _axis(
-    rows: list[list[int]], group: dist.ProcessGroup | None, strategy: Strategy, *, on_cpu: bool
+    rows: list[list[int]],
+    group: dist.ProcessGroup | None,
+    strategy: Strategy,
+    *,
+    on_cpu: bool,
+    mesh: DeviceMesh | None = None,
 ) -> Axis:
     ranks = [rank for row in rows for rank in row]
     if len(ranks) == 1:
-        return Axis(size=1, rank=0, group=None, on_cpu=on_cpu)
+        return Axis(size=1, rank=0, group=None, on_cpu=on_cpu, mesh=mesh)
     if not strategy.shards:
         rows = [[rank] for rank in ranks]
     elif strategy.is_flat:
@@ -140,7 +146,7 @@ def _axis(
     is_two_level = strategy.is_two_level and len(blocks) > 1
     own = dist.get_rank(group)
     shards = _by_shard(blocks) if is_two_level else next(row for row in blocks if own in row)
-    return Axis(len(shards), shards.index(own), group, on_cpu, blocks, is_two_level)
+    return Axis(len(shards), shards.index(own), group, on_cpu, blocks, is_two_level, mesh)
 
 
 def _by_shard(rows: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:

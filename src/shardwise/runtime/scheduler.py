@@ -216,6 +216,42 @@ class Scheduler:
         for index in indices:
             self._sequencer.crosses[index] = value
 
+    def set_reshards(self, indices: Iterable[int], *, value: bool) -> None:
+        """Whether the units are freed after forward and gathered again for backward."""
+        for index in indices:
+            self._sequencer.reshards[index] = value
+
+    # -- by hand ---------------------------------------------------------------------------------
+
+    def gather_by_hand(self, indices: Sequence[int]) -> None:
+        """Launch the gathers of units before they are entered; all ranks have to."""
+        if self._is_held:
+            return
+        if self.is_idle:
+            self.recover()
+        for index in indices:
+            if self.is_idle:
+                self.units[index].expect_changes()
+            self._perform(self._sequencer.gather(index))
+
+    def await_by_hand(self, indices: Sequence[int]) -> None:
+        """Have the parameters of units whole in their modules."""
+        if self._is_held:
+            return
+        for index in indices:
+            self._perform(self._sequencer.wait(index))
+            if self._sequencer.is_gathered(index):  # and not freed meanwhile
+                self.units[index].expose()
+
+    def free_by_hand(self, indices: Sequence[int]) -> None:
+        """Leave shards only, of units that are not in use."""
+        if self._is_held:
+            return
+        for index in indices:
+            self._perform(self._sequencer.free(index))
+            if not self._sequencer.is_in_use(index):
+                self.units[index].conceal()
+
     # -- outside steps ---------------------------------------------------------------------------
 
     def hold(self) -> None:

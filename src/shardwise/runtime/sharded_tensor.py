@@ -6,20 +6,27 @@ To the user it is the whole tensor (`.shape`, `.ndim`, `.numel()` are global); w
 - *element-wise* ones, ``foreach`` and ``fused`` optimizer kernels included, run on the runs;
 - *reductions* (norm, sum, mean, max, min, all, any) combine the runs of all ranks, so every rank
   has to call them;
-- *copies* (clone, detach, zeros_like, to, copy_).
+- *copies* (clone, detach, zeros_like, to, copy_);
+- *random numbers in place* (normal_, uniform_, so the functions of ``torch.nn.init``) are those
+  that one process would draw for the whole: every rank draws all and keeps its own.
 """
 
 import copy
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardedTensorError
 from shardwise.plan.layout import Layout, Run, Slot
+from shardwise.runtime.device import random_states
+from shardwise.runtime.guard import Scope
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.reductions import across, combine, gather_runs, norms
 
@@ -27,6 +34,7 @@ __all__ = [
     "ShardedTensor",
     "Sharding",
     "apply_gradient_hooks",
+    "draws",
     "run_accumulated_hooks",
     "written_tensors",
 ]
@@ -110,6 +118,29 @@ class ShardedTensor(torch.Tensor):
         """Which elements are on which rank."""
         return self._sharding
 
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One for each dimension of `device_mesh`, as a DTensor has; runs may cut rows, though."""
+        axis = self._sharding.axis
+        inner: Placement = Shard(0) if axis.size > 1 or axis.num_ranks == 1 else Replicate()
+        if axis.mesh is None or axis.mesh.ndim == 1:
+            return (inner,)
+        return (inner if axis.size == axis.num_ranks else Replicate(), inner)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that was passed to `fully_shard`, or one of all ranks.
+
+        Raises:
+            ShardedTensorError: there is no process group.
+        """
+        axis = self._sharding.axis
+        if axis.mesh is not None:
+            return axis.mesh
+        if axis.group is None:
+            raise ShardedTensorError(f"{self._sharding.name}: one process alone has no mesh")
+        return DeviceMesh.from_group(axis.group, self.device.type)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         run, axis = self._sharding.run, self._sharding.axis
         return (
@@ -171,6 +202,8 @@ class ShardedTensor(torch.Tensor):
             return _foreach_norm(*args, **kwargs)
         if base == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(func, *args, **kwargs)
+        if draws(func):
+            return _draw(func, *args, **kwargs)
         if _works_on_runs(func, base) or _is_masked_fill(base, *args):
             return _on_runs(func, base, args, kwargs)
         if base in _SAME_SHAPE and tuple(args[1]) == tuple(args[0].shape):
@@ -203,8 +236,12 @@ _LIKE_ELEMENTWISE = {
     "_to_copy", "alias", "clone", "copy_", "detach", "detach_", "empty_like", "fill_", "full_like",
     "lift_fresh", "masked_fill", "masked_fill_", "ones_like", "zero_", "zeros_like",
 }  # fmt: skip
+_RANDOM = {
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_",
+    "uniform_",
+}  # fmt: skip
 _SAME_SHAPE = {"view", "_unsafe_view", "reshape", "expand", "view_as"}
-_NOT_ELEMENTWISE_BY_RANK = {"bernoulli", "bernoulli_", "dropout", "native_dropout", "rand_like"}
+_NOT_ELEMENTWISE_BY_RANK = {"bernoulli", "dropout", "native_dropout", "rand_like"}
 
 
 def _works_on_runs(func: torch._ops.OpOverload, base: str) -> bool:
@@ -215,6 +252,31 @@ def _works_on_runs(func: torch._ops.OpOverload, base: str) -> bool:
         or base in _LIKE_ELEMENTWISE
         or base.startswith(("_foreach_", "_fused_ada", "_fused_sgd"))
     )
+
+
+def _draw(
+    func: torch._ops.OpOverload, x: ShardedTensor, *args: Any, **kwargs: Any
+) -> ShardedTensor:
+    """Fill ``x`` with the random numbers that one process would.
+
+    Raises:
+        ShardedTensorError: the generators of ranks differ, so that each would draw something else.
+    """
+    axis, run = x._sharding.axis, x._sharding.run
+    generator = kwargs.get("generator")
+    state = random_states(x.device)[-1] if generator is None else generator.get_state()
+    digest = torch.tensor(zlib.crc32(bytes(state.tolist())))
+    digests = across([digest], axis, Scope.ALL).view(-1).tolist()
+    if axis.backend("cpu") != "fake" and len(set(digests)) > 1:
+        raise ShardedTensorError(
+            f"{x._sharding.name}: {func} on ranks whose generators are in different states would "
+            "make one tensor of several; call torch.manual_seed with one seed on every rank before"
+        )
+    whole = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    func(whole, *args, **kwargs)
+    x._local.copy_(whole.view(-1)[run.start : run.stop])
+    torch.autograd.graph.increment_version(x)
+    return x
 
 
 def _is_masked_fill(base: str, *args: Any) -> bool:
@@ -303,6 +365,11 @@ def _check_lists(func: torch._ops.OpOverload, args: Sequence[Any]) -> None:
                     f"{func}: {sharded[0]._sharding.name} is sharded, but a tensor of shape "
                     f"{tuple(x.shape)} that goes with it is not"
                 )
+
+
+def draws(func: torch._ops.OpOverload) -> bool:
+    """Whether ``func`` fills a tensor with random numbers."""
+    return func.overloadpacket.__name__ in _RANDOM
 
 
 def written_tensors(

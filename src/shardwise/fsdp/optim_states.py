@@ -1,0 +1,307 @@
+"""State dicts of optimizers, by the names of parameters: FSDP1's functions.
+
+On the way out the states of a parameter are whole, shards or runs, as the model's settings say; on
+the way in each is recognised by what it is.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.errors import PlanError
+from shardwise.fsdp.api import OptimStateKeyType, StateDictType
+from shardwise.fsdp.names import clean_names
+from shardwise.fsdp.state_dicts import get_state_dict_type
+from shardwise.runtime.collectives import copy_from_first, tell_from_first
+from shardwise.runtime.sharded_tensor import ShardedTensor
+
+__all__ = [
+    "flatten_sharded_optim_state_dict",
+    "full_optim_state_dict",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
+    "rekey_optim_state_dict",
+    "scatter_full_optim_state_dict",
+    "shard_full_optim_state_dict",
+    "sharded_optim_state_dict",
+]
+
+States = dict[str, Any]
+
+
+def optim_state_dict(
+    model: nn.Module,
+    optim: Optimizer,
+    optim_state_dict: States | None = None,
+    group: Any = None,  # noqa: ARG001 (the model knows its ranks)
+) -> States:
+    """The states of ``optim`` by names of parameters, as `set_state_dict_type` said.
+
+    All ranks have to call it. ``optim_state_dict`` is ``optim.state_dict()`` if given.
+    """
+    settings = get_state_dict_type(model)
+    config = settings.optim_state_dict_config
+    return _saved(
+        model,
+        optim,
+        optim_state_dict,
+        kind=settings.state_dict_type,
+        to_cpu=config.offload_to_cpu,
+        rank0_only=getattr(config, "rank0_only", False),
+    )
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: Optimizer,
+    optim_input: Any = None,  # noqa: ARG001 (the optimizer knows)
+    rank0_only: bool = True,
+    group: Any = None,  # noqa: ARG001
+) -> States:
+    """Whole states on the host, whatever the model's settings."""
+    kind = StateDictType.FULL_STATE_DICT
+    return _saved(model, optim, None, kind=kind, to_cpu=True, rank0_only=rank0_only)
+
+
+def sharded_optim_state_dict(
+    model: nn.Module,
+    optim: Optimizer,
+    group: Any = None,  # noqa: ARG001
+) -> States:
+    """Shards of states, whatever the model's settings."""
+    kind = StateDictType.SHARDED_STATE_DICT
+    return _saved(model, optim, None, kind=kind, to_cpu=False, rank0_only=False)
+
+
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: Optimizer,
+    optim_state_dict: States,
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: Any = None,  # noqa: ARG001
+) -> States:
+    """What ``optim.load_state_dict`` takes, from what `optim_state_dict` gave.
+
+    Args:
+        model: sharded.
+        optim: of the model; its groups decide the order.
+        optim_state_dict: from the first rank if the model's settings say ``rank0_only``.
+        is_named_optimizer: leave names in the place of numbers.
+        load_directly: load it as well.
+        group: the model knows its ranks.
+    """
+    config = get_state_dict_type(model).optim_state_dict_config
+    if getattr(config, "rank0_only", False):
+        return _finish(scatter_full_optim_state_dict(optim_state_dict, model, optim=optim), optim)
+    loadable = _loadable(model, optim, optim_state_dict)
+    if is_named_optimizer:
+        return rekey_optim_state_dict(loadable, OptimStateKeyType.PARAM_NAME, model, optim=optim)
+    return _finish(loadable, optim if load_directly else None)
+
+
+def shard_full_optim_state_dict(
+    full_optim_state_dict: States,
+    model: nn.Module,
+    optim_input: Any = None,
+    optim: Optimizer | None = None,
+) -> States:
+    """What ``optim.load_state_dict`` takes, from whole states on every rank."""
+    return _loadable(model, _given(optim, optim_input), full_optim_state_dict)
+
+
+def flatten_sharded_optim_state_dict(
+    sharded_optim_state_dict: States, model: nn.Module, optim: Optimizer
+) -> States:
+    """What ``optim.load_state_dict`` takes, from what `sharded_optim_state_dict` gave."""
+    return _loadable(model, optim, sharded_optim_state_dict)
+
+
+def scatter_full_optim_state_dict(
+    full_optim_state_dict: States | None,
+    model: nn.Module,
+    optim_input: Any = None,
+    optim: Optimizer | None = None,
+    group: Any = None,  # noqa: ARG001
+) -> States:
+    """What ``optim.load_state_dict`` takes, from whole states on the first rank alone.
+
+    They are sent one after the other, so the others have one whole tensor at a time.
+    """
+    optim = _given(optim, optim_input)
+    axis_group = _group_of(model)
+    given = full_optim_state_dict or {"state": {}, "param_groups": []}
+    outline = tell_from_first(_outline(given), axis_group)
+    parameters = clean_names(model)
+    for name, entries in outline["state"].items():
+        own = given["state"].get(name, {})
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and value.is_meta:
+                whole = torch.empty_like(value, device=parameters[name].device)
+                if key in own:
+                    whole.copy_(own[key])
+                copy_from_first([whole], axis_group)
+                entries[key] = _cut(whole, parameters[name])
+    return _loadable(model, optim, outline)
+
+
+def rekey_optim_state_dict(
+    optim_state_dict: States,
+    optim_state_key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: Any = None,
+    optim: Optimizer | None = None,
+) -> States:
+    """The same states under names, or under the numbers that ``optim`` gives to parameters."""
+    numbers = _numbers(model, _given(optim, optim_input))
+    table: dict[Any, Any] = dict(numbers)
+    if optim_state_key_type is OptimStateKeyType.PARAM_NAME:
+        table = {number: name for name, number in numbers.items()}
+
+    def renamed(key: Any) -> Any:
+        return table.get(key, key)
+
+    return {
+        "state": {renamed(key): value for key, value in optim_state_dict["state"].items()},
+        "param_groups": [
+            {**group, "params": [renamed(key) for key in group["params"]]}
+            for group in optim_state_dict["param_groups"]
+        ],
+    }
+
+
+def _saved(
+    model: nn.Module,
+    optim: Optimizer,
+    given: States | None,
+    *,
+    kind: StateDictType,
+    to_cpu: bool,
+    rank0_only: bool,
+) -> States:
+    """Every rank gathers what is whole, tensor by tensor; the first one alone may keep it."""
+    by_number = given if given is not None else optim.state_dict()
+    names = {number: name for name, number in _numbers(model, optim).items()}
+    is_dropped = rank0_only and _rank_of(model) != 0
+    states: States = {}
+    for number, entries in by_number["state"].items():
+        converted = {key: _converted(value, kind, to_cpu) for key, value in entries.items()}
+        if not is_dropped:
+            states[names.get(number, number)] = converted
+    if is_dropped:
+        return {}
+    groups = [
+        {**group, "params": [names.get(number, number) for number in group["params"]]}
+        for group in by_number["param_groups"]
+    ]
+    return {"state": states, "param_groups": groups}
+
+
+def _converted(value: Any, kind: StateDictType, to_cpu: bool) -> Any:
+    if isinstance(value, ShardedTensor):
+        if kind is StateDictType.FULL_STATE_DICT:
+            value = value.full_tensor()
+        elif kind is StateDictType.LOCAL_STATE_DICT:
+            value = value.to_local()
+    return value.cpu() if to_cpu and isinstance(value, Tensor) else value
+
+
+def _loadable(model: nn.Module, optim: Optimizer, states: Mapping[str, Any]) -> States:
+    """States by number, cut as their parameters are."""
+    parameters = clean_names(model)
+    cut = {
+        name: {
+            key: copy.deepcopy(value) if key == "step" else _cut(value, parameters[name])
+            for key, value in entries.items()
+        }
+        for name, entries in states["state"].items()
+        if name in parameters
+    }
+    named = {"state": cut, "param_groups": _groups_like(optim, model, states["param_groups"])}
+    return rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, model, optim=optim)
+
+
+def _groups_like(
+    optim: Optimizer, model: nn.Module, groups: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """``groups`` in the order of the optimizer's own, whose parameters they are told by."""
+    names = {number: name for name, number in _numbers(model, optim).items()}
+    ordered = []
+    for own in optim.state_dict()["param_groups"]:
+        members = [names[number] for number in own["params"] if number in names]
+        same = [group for group in groups if set(group["params"]) & set(members)]
+        if not same:
+            raise PlanError(f"{', '.join(members)}: in no group of the state dict that is loaded")
+        ordered.append({**same[0], "params": members})
+    return ordered
+
+
+def _cut(value: Any, parameter: nn.Parameter) -> Any:
+    """A copy of ``value`` as the state of ``parameter``: whole tensors and runs become shards."""
+    if not isinstance(value, Tensor):
+        return value
+    is_scalar = value.dim() == 0 and parameter.dim() > 0  # the optimizer's own
+    if isinstance(value, ShardedTensor) or not isinstance(parameter, ShardedTensor) or is_scalar:
+        return value.detach().clone()
+    run = parameter.sharding.run
+    if value.shape == parameter.shape:
+        value = value.reshape(-1)[run.start : run.stop]
+    if value.shape != (len(run),):
+        raise PlanError(
+            f"{parameter.sharding.name}: expected a state of shape {tuple(parameter.shape)} or, of "
+            f"this rank, ({len(run)},), got {tuple(value.shape)}"
+        )
+    return ShardedTensor(value.to(parameter.device, copy=True), parameter.sharding)
+
+
+def _numbers(model: nn.Module, optim: Optimizer) -> dict[str, int]:
+    """Which number ``optim`` gives to a parameter of ``model``."""
+    names = {id(parameter): name for name, parameter in clean_names(model).items()}
+    members = [p for group in optim.param_groups for p in group["params"]]
+    return {names[id(p)]: number for number, p in enumerate(members) if id(p) in names}
+
+
+def _outline(states: States) -> States:
+    """Without the elements of tensors."""
+    return {
+        "state": {
+            name: {
+                key: value.to("meta") if isinstance(value, Tensor) and key != "step" else value
+                for key, value in entries.items()
+            }
+            for name, entries in states["state"].items()
+        },
+        "param_groups": states["param_groups"],
+    }
+
+
+def _given(optim: Optimizer | None, optim_input: Any) -> Optimizer:
+    if optim is None:
+        raise PlanError(
+            f"optim_input={type(optim_input).__name__}: pass optim=..., the optimizer itself"
+        )
+    return optim
+
+
+def _finish(loadable: States, optim: Optimizer | None) -> States:
+    if optim is not None:
+        optim.load_state_dict(loadable)
+    return loadable
+
+
+def _sharded_in(model: nn.Module) -> ShardedTensor | None:
+    return next((p for p in model.parameters() if isinstance(p, ShardedTensor)), None)
+
+
+def _group_of(model: nn.Module) -> Any:
+    sharded = _sharded_in(model)
+    return None if sharded is None else sharded.sharding.axis.group
+
+
+def _rank_of(model: nn.Module) -> int:
+    sharded = _sharded_in(model)
+    return 0 if sharded is None else sharded.sharding.axis.group_rank

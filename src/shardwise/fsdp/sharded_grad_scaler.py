@@ -1,0 +1,30 @@
+"""Loss scaling: an overflow on one rank is one on all, which sharded gradients see to."""
+
+from typing import Any
+
+import torch
+
+__all__ = ["ShardedGradScaler"]
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` with FSDP1's arguments; ``process_group`` has nothing to add."""
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: Any = None,  # noqa: ARG002
+    ) -> None:
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )

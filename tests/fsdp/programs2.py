@@ -1,0 +1,362 @@
+"""Programs written for FSDP2; ``f`` is the namespace that they import from."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
+
+from tests.fsdp.models import Net, batch, make_net
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+
+
+def mesh_1d() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+def mesh_2d() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(f: Any, model: nn.Module, wrapped: str = "blocks", **options: Any) -> Any:
+    """Shard blocks and root, one of both, or single layers."""
+    options.setdefault("mesh", mesh_1d())
+    if wrapped in ("blocks", "blocks alone"):
+        for block in model.get_submodule("blocks").children():
+            f.fully_shard(block, **options)
+    if wrapped == "layers":
+        for module in list(model.modules()):
+            if isinstance(module, nn.Linear):
+                f.fully_shard(module, **options)
+    if wrapped != "blocks alone":
+        f.fully_shard(model, **options)
+    return model
+
+
+def whole(tensor: Any) -> Tensor:
+    """A copy, whole on every rank."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
+
+
+def loss_of(model: nn.Module, step: int) -> Any:
+    return model(batch(step, dist.get_rank())).pow(2).mean()
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def gradients(model: nn.Module) -> dict[str, Any]:
+    named = model.named_parameters()
+    return {name: None if p.grad is None else whole(p.grad) for name, p in named}
+
+
+def steps(model: nn.Module, optimizer: str = "sgd", count: int = 3) -> Iterator[Any]:
+    """Train; yields each loss, the first gradients and what became of the parameters."""
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    for step in range(count):
+        loss = loss_of(model, step)
+        loss.backward()
+        yield loss.item()
+        if not step:
+            yield gradients(model)
+        chosen.step()
+        chosen.zero_grad()
+    yield values(model)
+
+
+def train(
+    f: Any,
+    wrapped: str = "blocks",
+    optimizer: str = "sgd",
+    options: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+) -> list[Any]:
+    net = shard(f, make_net(**(model or {})), wrapped, **(options or {}))
+    return list(steps(net, optimizer))
+
+
+def hybrid(f: Any, reshard: bool | None = None) -> list[Any]:
+    net = shard(f, make_net(), mesh=mesh_2d(), reshard_after_forward=reshard)
+    return list(steps(net))
+
+
+def hybrid_accumulates(f: Any) -> list[Any]:
+    net = shard(f, make_net(), mesh=mesh_2d())
+    for micro in range(3):
+        net.set_requires_all_reduce(micro == 2)
+        loss_of(net, micro).backward()
+    return [gradients(net)]
+
+
+def accumulate(f: Any, reshards: bool = True, last: bool = True) -> list[Any]:
+    net = shard(f, make_net())
+    seen = []
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for step in range(2):
+        for micro in range(3):
+            net.set_requires_gradient_sync(micro == 2)
+            net.set_reshard_after_backward(reshards or micro == 2)
+            net.set_is_last_backward(not last or micro == 2)
+            loss_of(net, 3 * step + micro).backward()
+        seen.append(gradients(net))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, values(net)]
+
+
+def accumulate_reduced(f: Any) -> list[Any]:
+    net = shard(f, make_net())
+    for micro in range(3):
+        loss_of(net, micro).backward()
+    return [gradients(net)]
+
+
+def clip(f: Any, max_norm: float, norm_type: float) -> list[Any]:
+    net = shard(f, make_net())
+    loss_of(net, 0).backward()
+    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), max_norm, norm_type)
+    return [whole(norm), gradients(net)]
+
+
+def precision(f: Any, policy: dict[str, Any], outer: bool = True) -> list[Any]:
+    """In float32, for float64 models are not made for it."""
+    net: Any = make_net().float()
+    mp_policy = f.MixedPrecisionPolicy(**policy)
+    for block in net.blocks:
+        f.fully_shard(block, mesh=mesh_1d(), mp_policy=mp_policy)
+    f.fully_shard(net, mesh=mesh_1d(), **({"mp_policy": mp_policy} if outer else {}))
+    output = net(batch(0, dist.get_rank()).float())
+    output.float().pow(2).mean().backward()
+    return [output.detach(), gradients(net), values(net)]
+
+
+def low_precision_model(f: Any) -> list[Any]:
+    net = shard(f, make_net().bfloat16())
+    output = net(batch(0, dist.get_rank()).bfloat16())
+    output.float().pow(2).mean().backward()
+    return [[str(p.dtype) for p in net.parameters()], output.detach(), gradients(net)]
+
+
+def offload(f: Any, pin_memory: bool) -> list[Any]:
+    policy = f.CPUOffloadPolicy(pin_memory=pin_memory)
+    return list(steps(shard(f, make_net(), offload_policy=policy)))
+
+
+def no_offload(f: Any) -> list[Any]:
+    return list(steps(shard(f, make_net(), offload_policy=f.OffloadPolicy())))
+
+
+def ignore(f: Any, which: str) -> list[Any]:
+    net: Any = make_net()
+    ignored = set(net.get_submodule(which).parameters())
+    shard(f, net, ignored_params=ignored)
+    plain = {n for n, p in net.named_parameters() if not hasattr(p, "full_tensor")}
+    loss_of(net, 0).backward()
+    return [sorted(plain), gradients(net), values(net)]
+
+
+def freeze(f: Any, which: str) -> list[Any]:
+    net = make_net()
+    net.get_submodule(which).requires_grad_(False)
+    return list(steps(shard(f, net)))
+
+
+def evaluate(f: Any, wrapped: str) -> list[Any]:
+    net = shard(f, make_net(), wrapped)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    seen: list[Any] = []
+    for step in range(3):
+        net.eval()
+        with torch.no_grad():
+            seen.append(loss_of(net, 9).item())
+        net.train()
+        loss_of(net, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, values(net)]
+
+
+def by_hand(f: Any, asynchronous: bool, reshards: bool) -> list[Any]:
+    net = shard(f, make_net())
+    handle = net.unshard(async_op=asynchronous)
+    seen: list[Any] = [(handle is None) != asynchronous]
+    if handle is not None:
+        seen.append(isinstance(handle, f.UnshardHandle))
+        handle.wait()
+    seen += [net.embed.weight.detach().clone(), hasattr(net.blocks[0].up.weight, "full_tensor")]
+    if reshards:
+        net.reshard()
+        seen.append(hasattr(net.embed.weight, "full_tensor"))
+    return [*seen, *steps(net)]
+
+
+def by_hand_ahead(f: Any) -> list[Any]:
+    net = shard(f, make_net())
+    for block in net.blocks:
+        block.unshard(async_op=True)
+    return list(steps(net))
+
+
+def reshards_later(f: Any, value: bool, recurse: bool) -> list[Any]:
+    net = shard(f, make_net())
+    net.set_reshard_after_forward(value, recurse=recurse)
+    return list(steps(net))
+
+
+def divides(f: Any, factor: float) -> list[Any]:
+    net = shard(f, make_net())
+    for module in net.modules():
+        if isinstance(module, f.FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(factor)
+    return list(steps(net))
+
+
+def hints(f: Any) -> list[Any]:
+    net = shard(f, make_net())
+    blocks: Any = list(net.blocks)
+    net.set_modules_to_forward_prefetch(blocks[:2])
+    blocks[2].set_modules_to_backward_prefetch([blocks[1]])
+    for block in blocks:
+        block.set_unshard_in_backward(True)
+    net.set_reshard_after_backward(True)
+    net.set_is_last_backward(True)
+    net.set_allocate_memory_from_process_group_for_comm(False)
+    f.share_comm_ctx([net])
+    return list(steps(net))
+
+
+def other_method(f: Any) -> list[Any]:
+    net = shard(f, make_net())
+    f.register_fsdp_forward_method(net, "twice")
+    f.register_fsdp_forward_method(nn.Linear(2, 2), "forward")
+    loss = net.twice(batch(0, dist.get_rank())).pow(2).mean()
+    loss.backward()
+    return [loss.item(), gradients(net)]
+
+
+def meta(f: Any, wrapped: str) -> list[Any]:
+    with torch.device("meta"):
+        net = Net().double()
+    shard(f, net, wrapped)
+    f.register_fsdp_forward_method(net, "twice")
+    on_meta = [all(p.device.type == "meta" for p in net.parameters())]
+    on_meta += [isinstance(block, f.FSDPModule) for block in net.blocks]
+    net.to_empty(device="cpu")
+    for name, parameter in net.named_parameters():
+        nn.init.constant_(parameter, 0.01 * len(name))
+    net.scale.fill_(1.0)
+    return [on_meta, [str(p.device) for p in net.parameters()], *steps(net)]
+
+
+def filled_from_whole(f: Any, wrapped: str) -> list[Any]:
+    """From whole tensors, by torch's function for it."""
+    with torch.device("meta"):
+        net = Net().double()
+    shard(f, net, wrapped)
+    net.to_empty(device="cpu")
+    saved = {name: value.clone() for name, value in make_net().state_dict().items()}
+    set_model_state_dict(net, saved, options=StateDictOptions(full_state_dict=True))
+    return [values(net), *steps(net)]
+
+
+def shapes(f: Any) -> list[Any]:
+    net = shard(f, make_net())
+    return [
+        [(n, tuple(p.shape), p.requires_grad, p.ndim) for n, p in net.named_parameters()],
+        [isinstance(p, nn.Parameter) for p in net.parameters()],
+        [sum(p.numel() for p in net.parameters())],
+        [n for n, m in net.named_modules() if isinstance(m, f.FSDPModule)],
+        [isinstance(net, Net), type(net).__name__],
+        [[str(one) for one in p.placements] for p in net.parameters()],
+        [p.device_mesh.size() for p in net.parameters()],
+        [p.device_mesh.ndim for p in net.parameters()],
+        sum(p.to_local().numel() for p in net.blocks.parameters()) > 0,
+    ]
+
+
+def placements_of_hybrid(f: Any) -> list[Any]:
+    net = shard(f, make_net(), mesh=mesh_2d())
+    return [[[str(one) for one in p.placements] for p in net.parameters()]]
+
+
+def placement_function(f: Any) -> list[Any]:
+    def choose(parameter: nn.Parameter) -> Shard | None:
+        return Shard(0) if parameter.ndim > 1 else None
+
+    return list(steps(shard(f, make_net(), shard_placement_fn=choose)))
+
+
+def state_dict(f: Any, wrapped: str) -> list[Any]:
+    net = shard(f, make_net(), wrapped)
+    saved = net.state_dict()
+    other = shard(f, make_net(seed=7), wrapped)
+    missing = other.load_state_dict(saved)
+    return [{k: whole(v) for k, v in saved.items()}, list(missing), values(other)]
+
+
+def distributed_state_dict(f: Any, optimizer: str) -> list[Any]:
+    net = shard(f, make_net())
+    chosen = OPTIMIZERS[optimizer](net.parameters())
+    loss_of(net, 0).backward()
+    chosen.step()
+    model_state, optimizer_state = get_state_dict(net, chosen)
+    twin = shard(f, make_net(seed=5))
+    other = OPTIMIZERS[optimizer](twin.parameters())
+    set_state_dict(twin, other, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    seen: list[Any] = [list(model_state), sorted(optimizer_state["state"])]
+    for model, opt in ((net, chosen), (twin, other)):
+        opt.zero_grad()
+        loss_of(model, 1).backward()
+        opt.step()
+        seen.append(values(model))
+    return seen
+
+
+def several_forwards(f: Any) -> list[Any]:
+    net = shard(f, make_net())
+    (loss_of(net, 0) + loss_of(net, 1)).backward()
+    first = gradients(net)
+    net.zero_grad()
+    losses = [loss_of(net, 2), loss_of(net, 3)]
+    for loss in losses:
+        loss.backward()
+    return [first, gradients(net)]
+
+
+def sharded_twice(f: Any) -> list[Any]:
+    """What is wrong is refused by both."""
+    refused = []
+    for wrong in (nn.ModuleList([nn.Linear(2, 2)]), None):
+        try:
+            f.fully_shard(wrong, mesh=mesh_1d())
+        except Exception as error:  # noqa: BLE001 (which one is theirs)
+            refused.append(isinstance(error, Exception))
+    return refused
+
+
+def gradient_hooks(f: Any) -> list[Any]:
+    net = shard(f, make_net())
+    called: list[str] = []
+    for name, parameter in net.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _p, name=name: called.append(name))
+    loss_of(net, 0).backward()
+    return [sorted(called), gradients(net)]

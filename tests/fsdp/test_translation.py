@@ -1,0 +1,115 @@
+"""Options that change no number: what plan they become, and what is refused by name."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+import shardwise.fsdp as f
+from shardwise.fsdp.wrap import ModuleWrapPolicy
+from shardwise.plan.events import EventKind
+from shardwise.plan.plan import Plan
+from shardwise.runtime.engine import runtime_of_root
+from tests.fsdp.models import Block, batch, make_net
+from tests.ranks import run_on
+
+FSDP = f.FullyShardedDataParallel
+
+
+def wrapped(**options: Any) -> Any:
+    return FSDP(make_net(), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+def plan_of(model: nn.Module) -> Plan:
+    return runtime_of_root(model).plan
+
+
+@pytest.mark.parametrize(
+    ("backward", "forward", "prefetch"),
+    [(f.BackwardPrefetch.BACKWARD_PRE, False, 1), (None, True, 1), (None, False, 0)],
+)
+def test_prefetch(backward: Any, forward: bool, prefetch: int) -> None:
+    model = wrapped(backward_prefetch=backward, forward_prefetch=forward)
+    assert plan_of(model.module).prefetch == prefetch
+
+
+@pytest.mark.parametrize(
+    ("strategy", "row", "reshards"),
+    [
+        ("FULL_SHARD", "fsdp", True),
+        ("SHARD_GRAD_OP", "fsdp", False),
+        ("NO_SHARD", "ddp", False),
+        ("HYBRID_SHARD", "hsdp", True),
+        ("_HYBRID_SHARD_ZERO2", "hsdp", False),
+    ],
+)
+def test_strategies(strategy: str, row: str, reshards: bool) -> None:
+    plan = plan_of(wrapped(sharding_strategy=f.ShardingStrategy[strategy]).module)
+    assert plan.strategy.name == row
+    assert [unit.reshard for unit in plan.units] == [False, *[reshards] * 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "parameters"),
+    [({"offload_params": True}, True), ({"offload_optimizer": True}, False)],
+)
+def test_offload(given: dict[str, bool], parameters: bool) -> None:
+    plan = plan_of(wrapped(cpu_offload=f.CPUOffload(**given)).module)
+    assert {unit.offload for unit in plan.units} == {sw.CPUOffloadPolicy(parameters=parameters)}
+
+
+def test_no_sync_reduces_nothing() -> None:
+    run_on(2, _accumulate)
+
+
+def _accumulate() -> None:
+    model = wrapped()
+    for is_last in (False, True):
+        if is_last:
+            model(batch(0, 0)).sum().backward()
+        else:
+            with model.no_sync():
+                model(batch(0, 0)).sum().backward()
+        kinds = {event.kind for event in sw.ledger(model.module).events()}
+        assert (EventKind.REDUCE in kinds) == is_last
+
+
+def test_a_block_on_the_meta_device_says_what_is_missing() -> None:
+    with torch.device("meta"):
+        model = make_net()
+    f.fully_shard(model)
+    with pytest.raises(sw.PlanError, match=r"embed.weight is on the meta device; call model.to_em"):
+        model(torch.zeros(1, 4))
+
+
+def _sixteen_bits_of_both_kinds() -> None:
+    f.fully_shard(nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 2).bfloat16()))
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: wrapped().blocks[0].no_sync().__enter__(), "no_sync: call it on the outermost"),
+        (lambda: wrapped().register_comm_hook(None, print), r"register_comm_hook\(print\)"),
+        (
+            lambda: wrapped(mixed_precision=f.MixedPrecision(keep_low_precision_grads=True)),
+            "keep_low_precision_grads=True",
+        ),
+        (lambda: f.fully_shard([nn.Linear(2, 2)]), "takes one torch.nn.Module, got a list"),  # type: ignore[type-var]
+        (lambda: f.fully_shard(nn.Linear(2, 2), dp_mesh_dims=1), "dp_mesh_dims: pass these"),
+        (_sixteen_bits_of_both_kinds, "in bfloat16 and in float16"),
+        (
+            lambda: f.fully_shard(make_net()).set_all_reduce_hook(print),  # type: ignore[operator]
+            "set_all_reduce_hook has no place",
+        ),
+        (
+            lambda: FSDP.shard_full_optim_state_dict({}, make_net(), optim_input=[]),
+            "pass optim=..., the optimizer itself",
+        ),
+    ],
+)
+def test_refusals(call: Any, told: str) -> None:
+    with pytest.raises(sw.PlanError, match=told):
+        call()

@@ -1,0 +1,192 @@
+"""What may be asked of a unit between its calls, and random numbers on shards."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.plan.events import EventKind
+from shardwise.runtime.controls import UnshardHandle
+from shardwise.runtime.engine import register_forward_method
+from shardwise.runtime.sharded_tensor import ShardedTensor
+from tests.models import WIDTH, Block, Stack, build
+from tests.ranks import run_on
+from tests.runtime.one_process import assert_close, full, own_part, rank, world_size
+
+
+def sharded(**options: Any) -> Any:
+    return sw.fully_shard(build("stack"), units=Block, **options)
+
+
+def batch() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(8, WIDTH, generator=generator, dtype=torch.float64)
+    return own_part(whole)
+
+
+def gathers(model: nn.Module, events: list[Any] | None = None) -> list[str]:
+    found = sw.ledger(model).events() if events is None else events
+    return [event.unit for event in found if event.kind is EventKind.GATHER]
+
+
+def test_a_unit_that_was_gathered_by_hand_is_not_gathered_again() -> None:
+    run_on(2, _gather_by_hand)
+
+
+def _gather_by_hand() -> None:
+    model = sharded()
+    for _ in range(2):
+        model(batch()).sum().backward()
+    usual = sorted(gathers(model))
+    handle = model.layers[0].unshard(async_op=True)
+    assert isinstance(handle, UnshardHandle)
+    assert isinstance(next(model.layers[0].parameters()), ShardedTensor)
+    handle.wait()
+    handle.wait()
+    assert not isinstance(next(model.layers[0].parameters()), ShardedTensor)
+    model(batch()).sum().backward()
+    assert sorted(gathers(model)) == usual
+
+
+def test_a_unit_that_is_in_use_cannot_be_freed() -> None:
+    run_on(2, _free_in_use)
+
+
+def _free_in_use() -> None:
+    model = sharded()
+    model.layers[1].register_forward_pre_hook(lambda module, _args: module.reshard())
+    model(batch()).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_units_that_stay_are_gathered_once() -> None:
+    run_on(2, _stay)
+
+
+def _stay() -> None:
+    model = sharded()
+    model.set_reshard_after_forward(False)
+    for _ in range(2):
+        model(batch()).sum().backward()
+    assert len(gathers(model)) == len(set(gathers(model)))
+    model.set_reshard_after_forward(True)
+    model(batch()).sum().backward()
+    assert len(gathers(model)) > len(set(gathers(model)))
+
+
+def test_a_number_is_refused_after_the_fact() -> None:
+    with pytest.raises(sw.PlanError, match="pass a number to fully_shard"):
+        sharded().set_reshard_after_forward(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_gradients_divided_by_a_number(dtype: torch.dtype) -> None:
+    run_on(2, _divide, dtype)
+
+
+def _divide(dtype: torch.dtype) -> None:
+    averages, others = sharded(), sharded(mp_policy=sw.MixedPrecisionPolicy(reduce_dtype=dtype))
+    for module in others.modules():
+        if isinstance(module, sw.FSDPModule):
+            module.set_gradient_divide_factor(0.5)
+    for model in (averages, others):
+        (model(batch()) / 64).sum().backward()
+    for one, other in zip(averages.parameters(), others.parameters(), strict=True):
+        expected, actual = full(one.grad) * 2 * world_size(), full(other.grad)
+        if dtype == torch.float64:
+            assert_close(actual, expected, "gradient")
+        else:
+            torch.testing.assert_close(actual, expected, rtol=4e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+def test_what_does_not_divide(factor: float) -> None:
+    with pytest.raises(sw.PlanError, match="expected a positive number"):
+        sharded().set_gradient_divide_factor(factor)
+
+
+def test_a_method_gathers_also_in_a_copy() -> None:
+    run_on(2, _call_method)
+
+
+class Generator(Stack):
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.first(x)
+        return y
+
+
+def _call_method() -> None:
+    torch.manual_seed(0)
+    model: Any = sw.fully_shard(Generator().double(), units=Block)
+    with pytest.raises(sw.ShardedTensorError):
+        model.generate(batch())
+    register_forward_method(model, "generate")
+    expected = batch() @ full(model.first.weight).T + full(model.first.bias)
+    for one in (model, copy.deepcopy(model)):
+        assert_close(one.generate(batch()).detach(), expected.detach(), "generated")
+    with pytest.raises(sw.PlanError, match="has no method 'nothing'"):
+        register_forward_method(model, "nothing")
+
+
+def test_ignored_parameters_are_each_ranks_own() -> None:
+    run_on(2, _ignore)
+
+
+def _ignore() -> None:
+    plain: Any = build("stack")
+    with torch.no_grad():
+        plain.first.weight.mul_(1 + rank())  # they may differ
+    model: Any = sw.fully_shard(plain, units=Block, ignored_params={plain.first.weight})
+    assert not isinstance(model.first.weight, ShardedTensor)
+    assert isinstance(model.first.bias, ShardedTensor)
+    x = batch()
+    captured: list[torch.Tensor] = []
+    model.first.register_forward_hook(lambda _module, args, out: captured.extend((args[0], out)))
+    zero = 0.0 * model(x).sum()
+    (zero + captured[1].sum()).backward()
+    expected = captured[0].sum(dim=0).expand_as(model.first.weight)
+    assert_close(model.first.weight.grad, expected, "this rank's gradient")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_random_numbers_are_those_of_one_process(world_size: int) -> None:
+    run_on(world_size, _draw)
+
+
+def _draw() -> None:
+    model, plain = sharded(), build("stack")
+    for one in (model, plain):
+        torch.manual_seed(5)
+        for parameter in one.parameters():
+            if parameter.ndim > 1:
+                nn.init.kaiming_uniform_(parameter)
+            else:
+                nn.init.trunc_normal_(parameter, std=0.1)
+    for sharded_one, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(full(sharded_one), whole.detach())
+
+
+def test_generators_that_differ_are_refused() -> None:
+    run_on(2, _draw_differently)
+
+
+def _draw_differently() -> None:
+    model = sharded()
+    torch.manual_seed(rank())
+    with pytest.raises(sw.ShardedTensorError, match="generators are in different states"):
+        nn.init.normal_(model.first.weight)
+
+
+def test_where_parameters_lie() -> None:
+    run_on(2, _tell)
+
+
+def _tell() -> None:
+    weight = sharded().first.weight
+    assert [str(one) for one in weight.placements] == ["S(0)"]
+    assert weight.device_mesh.size() == 2
+    whole = sharded(strategy="ddp").first.weight
+    assert [str(one) for one in whole.placements] == ["R"]
