@@ -122,7 +122,7 @@ def test_losses_do_not_depend_on_the_ranks(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--set", "shard.strategy=ddp"],
+        pytest.param(["--set", "shard.strategy=ddp"], marks=pytest.mark.thorough),
         ["--nproc", "4", "--set", "shard.strategy=hfsdp", "--set", "shard.replicas=2"],
         [
             *("--set", "shard.strategy=zero1", "--set", "train.micro_batch=2"),
@@ -196,7 +196,7 @@ def test_a_rank_that_fails_shows_its_traceback(tiny: Path, tmp_path: Path) -> No
     assert re.fullmatch(r"shardwise: rank [01] failed:", told[0])
     assert told[1] == "Traceback (most recent call last):"
     assert re.match(r"FloatingPointError: step \d+: loss .*; lower train\.lr", told[-1])
-    assert len(told) < 20
+    assert len(told) < 24
 
 
 def test_an_interrupt_ends_it_at_once(tiny: Path, tmp_path: Path) -> None:

@@ -41,7 +41,13 @@ def test_every_model_trains_as_in_one_process() -> None:
     run_on(2, _train, "fsdp", ["adamw"], [*CASES], deadline=60.0)
 
 
-@pytest.mark.parametrize("strategy", PRESETS)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(name, marks=() if name in ("fsdp", "hfsdp") else pytest.mark.thorough)
+        for name in PRESETS
+    ],
+)
 def test_every_strategy_and_optimizer(strategy: str) -> None:
     names = ["gpt", "unused and reused", "checkpointed inside, reentrant"]
     run_on(4, _train, strategy, ["fused"], names, deadline=60.0)
