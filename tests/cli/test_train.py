@@ -48,6 +48,7 @@ def two_ranks(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_it_leaves_its_files(two_ranks: Run, tiny: Path) -> None:
     names = {file.name for file in two_ranks.directory.iterdir()}
     assert names == {
+        "checkpoints",
         "config.toml",
         "loss.png",
         "metrics.jsonl",
@@ -169,9 +170,9 @@ def test_it_joins_the_ranks_of_a_launcher_and_micro_batches_change_nothing(
 
 
 def test_ranks_of_a_launcher_hear_of_a_bad_directory_from_the_first(
-    two_ranks: Run, tiny: Path, tmp_path: Path
+    tiny: Path, tmp_path: Path
 ) -> None:
-    arguments: list[str | Path] = ["train", tiny, "--set", f"run.directory={two_ranks.directory}"]
+    arguments: list[str | Path] = ["train", tiny, "--set", f"run.directory={tiny.parent}"]
     launched = launcher(num_ranks=2)
     ranks = [start(arguments, tmp_path, RANK=rank, **launched) for rank in ("0", "1")]
     first, second = map(finish, ranks)
@@ -199,12 +200,13 @@ def test_a_rank_that_fails_shows_its_traceback(tiny: Path, tmp_path: Path) -> No
     assert len(told) < 24
 
 
-def test_an_interrupt_ends_it_at_once(tiny: Path, tmp_path: Path) -> None:
+def test_an_interrupt_ends_it_at_once_where_nothing_is_saved(tiny: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    process = start(
-        ["train", tiny, "--set", "train.steps=100000", "--set", f"run.directory={directory}"],
-        tmp_path,
-    )
+    arguments: list[str | Path] = [
+        *("train", tiny, "--set", f"run.directory={directory}"),
+        *("--set", "train.steps=100000", "--set", "checkpoint.every=0"),
+    ]
+    process = start(arguments, tmp_path)
     wait_for_steps(process, directory / "metrics.jsonl")
     os.killpg(process.pid, signal.SIGINT)
     began = time.monotonic()

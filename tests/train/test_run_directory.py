@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.train.config import Config
+from shardwise.train.config import CheckpointConfig, Config
 from shardwise.train.errors import ConfigError
 from shardwise.train.records import Record
 from shardwise.train.run_directory import MetricsFile, open_run
@@ -32,15 +32,26 @@ def test_runs_of_one_second_do_not_share_a_directory(
 
 
 def test_files_are_not_overwritten_unless_asked(tmp_path: Path) -> None:
-    run = open_run(in_directory(tmp_path))
+    without = CheckpointConfig(every=0)
+    first = in_directory(tmp_path).model_copy(update={"checkpoint": without})
+    run = open_run(first)
     run.metrics.write_text("precious", encoding="utf-8")
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(ConfigError, match=r"already holds files; .* run\.overwrite=true"):
+    with pytest.raises(ConfigError, match=r"already holds files, .* run\.overwrite=true"):
         open_run(in_directory(tmp_path))
     assert run.metrics.read_text(encoding="utf-8") == "precious"
     open_run(in_directory(tmp_path, overwrite=True))
-    assert not run.metrics.exists()
+    assert run.metrics.read_text(encoding="utf-8") == ""
     assert (tmp_path / "notes.txt").exists()
+
+
+def test_a_launcher_starts_again_in_what_it_left_without_a_checkpoint(tmp_path: Path) -> None:
+    config = in_directory(tmp_path)
+    open_run(config).checkpoints.rmdir()
+    with pytest.raises(ConfigError, match="no checkpoints to go on from"):
+        open_run(config)
+    assert open_run(config, again=True).checkpoint is None
+    assert open_run(config).step == 0, "killed before its first checkpoint"
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

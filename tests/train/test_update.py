@@ -13,6 +13,7 @@ from shardwise.train.errors import ConfigError
 from shardwise.train.loop import train
 from shardwise.train.ranks import Ranks
 from shardwise.train.records import Record, Silent
+from shardwise.train.run_directory import RunDirectory
 from tests.ranks import run_on
 
 PLAIN: dict[str, Any] = {"train": {"grad_clip": 0.0}}
@@ -77,6 +78,7 @@ def _config(text: Path, *layers: dict[str, Any]) -> Config:
         "data": {"path": str(text)},
         "train": {"steps": 8, "warmup_steps": 0, "global_batch": 4, "validation_batches": 1},
         "sample": {"bytes": 0},
+        "checkpoint": {"every": 0},
     }
     for layer in layers:
         for section, values in layer.items():
@@ -99,5 +101,5 @@ class _Recorder(Silent):
 def _train(config: Config) -> list[Record]:
     recorder = _Recorder()
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    train(config, ranks, recorder)
+    train(config, ranks, recorder, RunDirectory(Path(config.data.path).parent))
     return recorder.records

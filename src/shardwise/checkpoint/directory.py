@@ -16,7 +16,17 @@ from pathlib import Path
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.errors import CheckpointError
 
-__all__ = ["Retention", "commit", "is_complete", "latest", "prepare", "remove_remains", "sync"]
+__all__ = [
+    "Retention",
+    "commit",
+    "complete",
+    "discard",
+    "is_complete",
+    "latest",
+    "prepare",
+    "remove_remains",
+    "sync",
+]
 
 MARKER = MANIFEST + ".partial"
 _OURS = ("*.safetensors", "*.safetensors.index.json")
@@ -47,10 +57,7 @@ class Retention:
         numbered = sorted((n, path) for path in complete(root) if (n := _number(path)) is not None)
         for number, path in numbered[: -self.last]:
             if self.every is None or number % self.every:
-                # First of all it is no checkpoint any more, whatever happens next.
-                (path / MANIFEST).rename(path / MARKER)
-                sync(path)
-                remove_remains(path, whole=True)
+                discard(path)
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
@@ -100,6 +107,13 @@ def commit(path: Path, manifest: bytes) -> None:
     (path / MARKER).rename(path / MANIFEST)
     sync(path)
     sync(path.parent)
+
+
+def discard(path: Path) -> None:
+    """Remove a complete checkpoint; first of all it is none any more, whatever happens next."""
+    (path / MANIFEST).rename(path / MARKER)
+    sync(path)
+    remove_remains(path, whole=True)
 
 
 def remove_remains(path: Path, *, whole: bool = False) -> None:

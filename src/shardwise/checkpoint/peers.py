@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointDamaged, CheckpointError
 from shardwise.runtime.collectives import POLL_SECONDS, Link
+from shardwise.runtime.communicator import Communicator, communicator
 from shardwise.runtime.guard import Scope
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.reductions import across
@@ -51,6 +52,7 @@ class Peers:
         self.rank = axis.group_rank
         self.pending: Pending | None = None  # a save that is still being written
         self._link = None if axis.group is None else Link(_on_cpu(axis), _CPU, "checkpoint")
+        self._guard: Communicator | None = None  # of the ranks' life, while they wait here
 
     def meet(self, axis: Axis, device: torch.device, doing: str) -> None:
         """Return when all ranks are about to do the same.
@@ -62,6 +64,7 @@ class Peers:
         if self.size == 1:
             return
         digest = torch.tensor(zlib.crc32(doing.encode()), device=device)
+        self._guard = communicator(axis, device)
         by_rank = across([digest], axis, Scope.ALL)[:, 0].tolist()
         others = [rank for rank, other in enumerate(by_rank) if other != by_rank[self.rank]]
         if others:
@@ -119,7 +122,8 @@ class Peers:
 
         pending = self._link.all_gather(rows.view(-1), fill, "checkpoint", scope=Scope.ALL)
         while not pending.wait(POLL_SECONDS):
-            pass
+            if self._guard is not None:
+                self._guard.check_pulses()
         if pending.error is not None:
             raise pending.error
         return rows

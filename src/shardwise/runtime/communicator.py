@@ -4,14 +4,17 @@ import contextlib
 import weakref
 import zlib
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from shardwise.errors import PeerLost, RanksDiverged
 from shardwise.runtime.collectives import POLL_SECONDS, Link, Pending
 from shardwise.runtime.guard import Board, LinkState, Report, Topology, Trail, verdict
 from shardwise.runtime.mesh import Axis
+from shardwise.runtime.pulse import STOPPED_SECONDS, Pulse
 
 __all__ = ["Communicator", "communicator"]
 
@@ -44,7 +47,10 @@ class Communicator:
         self.gather = Link(axis, device, "gather")
         self.reduce = Link(axis, device, "reduce")
         self._links = (self.gather, self.reduce)
-        self._board = _board(axis) if self.gather.has_wire else None
+        store = _store() if self.gather.has_wire else None
+        where = (_name(axis), axis.group_rank, axis.num_ranks)
+        self._board = None if store is None else Board(store, *where)
+        self._pulse = None if store is None else Pulse(store, *where)
         self.epoch = 0  # how often the ranks were brought back into step
         self._broken = False
         self._lost: PeerLost | None = None
@@ -76,6 +82,15 @@ class Communicator:
         if pending.error is not None:
             self.abort(pending.error)
             raise pending.error
+
+    def check_pulses(self) -> None:
+        """To be called every now and then while this rank waits for others.
+
+        Raises:
+            PeerLost: a process was stopped; see `Pulse`.
+        """
+        if self._pulse is not None:
+            self._pulse.check()
 
     @property
     def is_broken(self) -> bool:
@@ -115,6 +130,8 @@ class Communicator:
         try:
             self._board.post(report)
             error = verdict(self._board.read(), self.epoch, self._topology)
+            if error is None:
+                self.check_pulses()
         except PeerLost as lost:
             error = lost
         if error is None:
@@ -139,9 +156,18 @@ class Communicator:
         return Report(self.epoch, beat, self.step, where, links)
 
 
-def _board(axis: Axis) -> Board:
-    assert axis.group is not None
-    # The store has no public accessor; a store of our own would need an address of its own.
-    store = dist.distributed_c10d._get_default_store()
-    name = f"{axis.group.group_name}/{zlib.crc32(repr(axis.topology).encode())}"
-    return Board(store, name, axis.group_rank, axis.num_ranks)
+def _store() -> Store:
+    """The job's store, by a connection of our own.
+
+    So nobody's wait on it stops the sign of life, and where the process that holds it was stopped,
+    we do not wait as long as the job would.
+    """
+    # It has no public accessor; a store of our own would need an address of its own.
+    store: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=STOPPED_SECONDS))
+    return store
+
+
+def _name(axis: Axis) -> str:
+    group = "" if axis.group is None else axis.group.group_name
+    return f"{group}/{zlib.crc32(repr(axis.topology).encode())}"

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from shardwise.train.errors import ConfigError
 
 __all__ = [
+    "CheckpointConfig",
     "Config",
     "DataConfig",
     "MemoryConfig",
@@ -38,8 +39,8 @@ class RunConfig(Section):
     """[run]: where the results go and how often a line is shown."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "stdlib"
-    directory: str = ""  # "" is runs/<name>-<time of the start>
-    overwrite: bool = False  # a directory that already holds files is refused otherwise
+    directory: str = ""  # "" is runs/<name>-<time of the start>; one with checkpoints goes on
+    overwrite: bool = False  # begin anew; else a directory with files of others is refused
     log_every: Count = 50  # steps between two lines where there is no terminal for a bar
 
 
@@ -96,6 +97,14 @@ class TrainConfig(Section):
         return self
 
 
+class CheckpointConfig(Section):
+    """[checkpoint]: what a run that was stopped or killed goes on from."""
+
+    every: CountOrNone = 200  # steps; the last one is kept, too; 0 is no checkpoints at all
+    keep: Count = 2  # the newest so many
+    wait: bool = True  # False writes beside the next steps, from a copy in host memory
+
+
 class SampleConfig(Section):
     """[sample]: the text that the trained model writes at the end."""
 
@@ -141,6 +150,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()
     shard: ShardConfig = ShardConfig()
     precision: PrecisionConfig = PrecisionConfig()

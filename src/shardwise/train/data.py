@@ -2,6 +2,7 @@
 
 import hashlib
 import sysconfig
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,11 @@ class Corpus:
     def description(self) -> str:
         megabytes = (len(self.train) + len(self.validation)) / 1e6
         return f"{self.name}: {self.num_files} files, {megabytes:.1f} MB"
+
+    @property
+    def digest(self) -> int:
+        """CRC-32 of all of it."""
+        return zlib.crc32(self.validation.data, zlib.crc32(self.train.data))
 
     def check_holds(self, context: int) -> None:
         """Refuse a text that is shorter than one sequence.

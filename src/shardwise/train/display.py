@@ -1,5 +1,7 @@
 """What the first rank shows and keeps of a run."""
 
+import signal as signals
+
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
@@ -23,7 +25,7 @@ class Display:
         self._console = console
         self._directory = directory
         self._metrics = MetricsFile(directory.metrics)
-        self._records: list[Record] = []
+        self._records = directory.history()
         self._start: Start
         self._steps: Steps | None = None
 
@@ -40,6 +42,8 @@ class Display:
         self._show_memory("memory, foreseen", rank, one_process(plan))
         if start.switches:
             self._console.print(switches_table(start.switches))
+        if self._directory.checkpoint is not None:
+            self._say(f"goes on after step {self._directory.step}: {self._directory.checkpoint}")
         self._steps = show_steps(self._console, config.train.steps, config.run.log_every)
 
     def step(self, record: Record) -> None:
@@ -48,15 +52,23 @@ class Display:
         assert self._steps is not None
         self._steps.show(record)
 
+    def stop(self, signal: int, step: int) -> None:
+        self.close()
+        name, steps = signals.Signals(signal).name, self._start.config.train.steps
+        self._say(
+            f"stopped by {name} after step {step} of {steps}, which is saved; to go on: "
+            f"shardwise train {self._directory.config}"
+        )
+
     def end(self, summary: Summary) -> None:
         self.close()
-        self._directory.write_summary(summary)
         self._show_losses(summary)
         if self._start.config.sample.bytes:
             self._console.print(Panel(Text(summary.sample), title="sample", title_align="left"))
         self._show_memory("memory, at the end", summary.rank, summary.process)
         self._show_pace(summary)
         self._draw()
+        self._directory.write_summary(summary)
         files = ", ".join(sorted(file.name for file in self._directory.path.iterdir()))
         self._say(f"run directory: {self._directory.path} ({files})")
 

@@ -24,6 +24,8 @@ __all__ = ["as_rank", "check_gpus", "check_nproc", "on_local_ranks"]
 
 _LAUNCHER_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 
+STOP_SECONDS = 600  # after a signal, for a checkpoint; a second one ends the ranks at once
+
 Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
 
@@ -118,6 +120,7 @@ def _launch_config(num_ranks: int, logs: Path) -> LaunchConfig:
         rdzv_endpoint="localhost:0",  # any free port
         local_addr="localhost",  # the machine's own name may not resolve
         max_restarts=0,
+        shutdown_timeout=STOP_SECONDS,
     )
 
 

@@ -1,5 +1,6 @@
 """Training: the steps, and what is measured around them. Every rank runs this."""
 
+import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,8 @@ import shardwise as sw
 from shardwise.plan.plan import Plan
 from shardwise.runtime.device import peak_memory_bytes
 from shardwise.runtime.engine import runtime_of_root
+from shardwise.runtime.guard import Scope
+from shardwise.runtime.reductions import across
 from shardwise.train.baselines import measure_baselines
 from shardwise.train.build import build_model, build_plan, find_units, offload_of, precision_of
 from shardwise.train.config import Config
@@ -23,7 +26,10 @@ from shardwise.train.models import GPT
 from shardwise.train.optimizer import learning_rate
 from shardwise.train.ranks import Ranks
 from shardwise.train.records import Observer, Record, Start, Summary
+from shardwise.train.run_directory import RunDirectory
 from shardwise.train.sample import generate
+from shardwise.train.saving import Saver
+from shardwise.train.stopping import StopRequest
 from shardwise.train.switches import weigh
 from shardwise.train.update import Update
 
@@ -33,17 +39,22 @@ SUMMARY_STEPS = 50  # one step's batch is small, so the mean of the last ones is
 VALIDATION_SEED = 0  # the same sequences each time, whatever the run's own seed
 
 
-def train(config: Config, ranks: Ranks, observer: Observer) -> None:
+def train(config: Config, ranks: Ranks, observer: Observer, run: RunDirectory) -> int:
     """Train the model of ``config`` on ``ranks`` and tell ``observer``.
+
+    Returns:
+        the signal that stopped it, after a checkpoint; 0 if it came to its end.
 
     Raises:
         FloatingPointError: the loss or the gradient is no longer a number.
+        CheckpointError: a checkpoint cannot be written, or is damaged.
     """
     corpus = read_corpus(config.data)
     model = build_model(config)
     plan = build_plan(model, config)
     baselines = measure_baselines(corpus.train)
-    records = []
+    records = run.history()
+    saver = Saver(config, ranks, run.checkpoints)
     try:
         device = ranks.device.type
         switches = weigh(config, model, device)
@@ -51,12 +62,24 @@ def train(config: Config, ranks: Ranks, observer: Observer) -> None:
         with ranks.device:  # where the values are made
             shard(model, config)
         trainer = Trainer(config, ranks, model, corpus)
-        for record in trainer.steps():
-            records.append(record)
-            observer.step(record)
+        if run.checkpoint is not None:
+            saver.load(run.checkpoint, model, trainer.update)
+        with trainer.stop.listening() if config.checkpoint.every else contextlib.nullcontext():
+            for record in trainer.steps(saver.saved_step, records[-1].seconds if records else 0.0):
+                records.append(record)
+                observer.step(record)
+                if saver.is_due(record.step, stops=bool(trainer.stopped_by)):
+                    saver.save(record.step, model, trainer.update, corpus.digest)
+                if trainer.stopped_by:
+                    break
+            saver.wait()
+        if trainer.stopped_by and saver.saved_step < config.train.steps:
+            observer.stop(trainer.stopped_by, saver.saved_step)
+            return trainer.stopped_by
         observer.end(summarize(trainer, records, plan))
     finally:
         observer.close()
+    return 0
 
 
 def shard(model: GPT, config: Config) -> None:
@@ -79,6 +102,7 @@ class StepOutcome:
 
     loss: float
     grad_norm: float | None  # before clipping; None where units are stepped one by one
+    stopped_by: int  # the signal that some rank got, or 0
 
 
 class Trainer:
@@ -89,8 +113,12 @@ class Trainer:
         self.ranks = ranks
         self.model = model
         self.update = Update(model, config, ranks.device)
-        self.training_seconds = 0.0  # validation aside
+        self.stop = StopRequest()
+        self.stopped_by = 0  # the signal that the ranks agreed to stop for
+        self._trained_steps = 0  # by this process
+        self._training_seconds = 0.0  # validation aside
         self._overlapped_shares: list[float] = []  # of the steps
+        self._axis = runtime_of_root(model).axis
         batch, context = config.train.global_batch, config.model.context
         self._text = Sampler(corpus.train, context, batch, config.train.seed)
         self._held_out = Sampler(corpus.validation, context, batch, VALIDATION_SEED)
@@ -98,19 +126,32 @@ class Trainer:
     @property
     def overlapped_share(self) -> float:
         """Of the time of this rank's gathers, what was hidden behind compute, in the mean step."""
-        return sum(self._overlapped_shares) / len(self._overlapped_shares)
+        return sum(self._overlapped_shares) / max(1, len(self._overlapped_shares))
 
-    def steps(self) -> Iterator[Record]:
-        """Train, one record a step."""
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the steps of this process, validation aside."""
+        step_tokens = self.config.train.global_batch * self.config.model.context
+        return self._trained_steps * step_tokens / max(self._training_seconds, 1e-9)
+
+    def steps(self, after: int = 0, seconds: float = 0.0) -> Iterator[Record]:
+        """Train, one record a step.
+
+        Args:
+            after: the step that is done already.
+            seconds: what it took until then.
+        """
         config = self.config.train
         step_tokens = config.global_batch * self.config.model.context
-        began = time.perf_counter()
-        for step in range(1, config.steps + 1):
+        began = time.perf_counter() - seconds
+        for step in range(after + 1, config.steps + 1):
             step_began = time.perf_counter()
             lr = learning_rate(step, config)
             outcome = self._step(step, lr)
             step_seconds = time.perf_counter() - step_began
-            self.training_seconds += step_seconds
+            self._training_seconds += step_seconds
+            self._trained_steps += 1
+            self.stopped_by = outcome.stopped_by
             validates = config.validate_every and step % config.validate_every == 0
             yield Record(
                 step=step,
@@ -134,7 +175,7 @@ class Trainer:
             for part in self._parts(self._held_out, batch):
                 total += self._loss(part)
         self.model.train()
-        return float(self.ranks.mean(total)) / num_batches
+        return float(across([total], self._axis, Scope.ALL).mean()) / num_batches
 
     def sample(self) -> str:
         """Text that the model writes, the same on every rank."""
@@ -162,7 +203,11 @@ class Trainer:
             total += loss.detach()
         self._overlapped_shares.append(sw.ledger(self.model).overlapped_share())
         norm = self.update.finish()
-        outcome = StepOutcome(float(self.ranks.mean(total)), None if norm is None else float(norm))
+        # All ranks hear of a signal in the same step, in the exchange that the loss takes anyway.
+        told = across([total, total.new_tensor(self.stop.signal)], self._axis, Scope.ALL)
+        loss, stopped_by = torch.stack([told[:, 0].mean(), told[:, 1].amax()]).tolist()
+        grad_norm = None if norm is None else float(norm)
+        outcome = StepOutcome(loss, grad_norm, int(stopped_by))
         self._check(step, outcome)
         return outcome
 
@@ -200,13 +245,15 @@ def summarize(trainer: Trainer, records: Sequence[Record], plan: Plan) -> Summar
     foreseen = foresee(plan, trainer.config, ranks.device.type)
     last = records[-SUMMARY_STEPS:]
     tokens = records[-1].tokens
-    assert records[-1].validation_loss is not None, "the last step is followed by a validation"
+    validation_loss = records[-1].validation_loss
+    if validation_loss is None:  # the run goes on from its end, and with more ``steps`` before
+        validation_loss = trainer.validate()
     return Summary(
         loss=sum(record.loss for record in last) / len(last),
         loss_steps=len(last),
-        validation_loss=records[-1].validation_loss,
+        validation_loss=validation_loss,
         tokens=tokens,
-        tokens_per_second=tokens / trainer.training_seconds,
+        tokens_per_second=trainer.tokens_per_second,
         seconds=records[-1].seconds,
         rank=one_rank(plan, foreseen, transient=max(ranks.gather(pool.peak_bytes))),
         process=one_process(plan),

@@ -91,7 +91,7 @@ class Pace:
 
     def add(self, record: Record) -> None:
         seconds = record.tokens / record.step / record.tokens_per_second
-        kept = self.KEPT if record.step > 1 else 0.0
+        kept = self.KEPT if self._step_seconds else 0.0
         self._step_seconds = kept * self._step_seconds + (1 - kept) * seconds
         self.tokens_per_second = record.tokens / record.step / self._step_seconds
         self._steps_left = self._steps - record.step

@@ -7,10 +7,11 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from shardwise.runtime.device import local_device
 from shardwise.train.errors import ConfigError
+from shardwise.train.meeting import own_store
 
 __all__ = ["Place", "Ranks", "find_place", "process_group"]
 
@@ -52,12 +53,6 @@ class Ranks:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
-
-    def mean(self, value: Tensor) -> Tensor:
-        """The mean of ``value`` over the ranks."""
-        total = value.detach().clone()
-        dist.all_reduce(total)
-        return total / self.size
 
     def gather(self, value: T) -> list[T]:
         """Every rank's ``value``, by rank."""
@@ -107,19 +102,21 @@ def process_group(place: Place) -> Iterator[Ranks]:
     """Meet the other ranks: NCCL between GPUs, Gloo between CPUs.
 
     A run that fails leaves the group as it is: taking it down would wait for ranks that are gone.
-    But a mistake in the configuration is one on all ranks, and a group that is left to the end of
-    Python can end it with SIGABRT.
+    But a mistake in the configuration is one on all ranks, and so is a stop after a checkpoint; a
+    group that is left to the end of Python can end it with SIGABRT.
     """
     device = local_device()
+    store, _, _ = next(rendezvous("env://", place.rank, place.num_ranks))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
+        store=own_store(store, place.rank, place.num_ranks),
         rank=place.rank,
         world_size=place.num_ranks,
         device_id=device if device.type == "cuda" else None,
     )
     try:
         yield Ranks(place.rank, place.num_ranks, device)
-    except ConfigError:
+    except (ConfigError, SystemExit):
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()

@@ -66,6 +66,8 @@ class Observer(Protocol):
 
     def step(self, record: Record) -> None: ...
 
+    def stop(self, signal: int, step: int) -> None: ...
+
     def end(self, summary: Summary) -> None: ...
 
     def close(self) -> None: ...
@@ -78,6 +80,9 @@ class Silent:
         pass
 
     def step(self, record: Record) -> None:
+        pass
+
+    def stop(self, signal: int, step: int) -> None:
         pass
 
     def end(self, summary: Summary) -> None:

@@ -1,6 +1,7 @@
 """From gradients to new parameters: scale, clip, step."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,16 @@ class Update:
     def loss_scale(self) -> float | None:
         """By what losses are multiplied; None where they are not."""
         return self._scaler.get_scale() if self._scaler.is_enabled() else None
+
+    def scaler_state(self) -> dict[str, Any]:
+        """The scale and what it follows from; nothing where there is none."""
+        state: dict[str, Any] = self._scaler.state_dict()
+        return state
+
+    def load_scaler_state(self, state: dict[str, Any]) -> None:
+        """Go on with what `scaler_state` gave; with a new scale if that was of another dtype."""
+        if state and self._scaler.is_enabled():
+            self._scaler.load_state_dict(state)
 
     def begin(self, lr: float) -> None:
         """Before the first backward of a step."""

@@ -1,0 +1,244 @@
+"""``python -m tests.soak --kills 100``: training runs that are killed again and again.
+
+A tiny run on local ranks is killed at random moments (SIGKILL to its whole process group: while it
+starts, trains, saves or removes old checkpoints) and started again, until it comes to its end; then
+the next run begins. After each kill the last complete checkpoint is no older than the one before
+it and has the bytes of an undisturbed run's at that step. At the end so have the metrics, each step
+once. A process of its own, for it forks: torch is imported once.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# All that a rank needs, before it is forked.
+import shardwise.train.launch
+from shardwise.checkpoint.directory import MARKER, complete, latest
+from shardwise.cli import main as command_line
+
+STEPS = 40
+DEADLINE_SECONDS = 300.0  # of one attempt
+CONFIG = """
+[model]
+layers = 2
+heads = 1
+width = 8
+context = 8
+
+[data]
+path = {text}
+
+[train]
+steps = {steps}
+global_batch = 4
+warmup_steps = 2
+validation_batches = 1
+
+[checkpoint]
+every = 1
+
+[sample]
+bytes = 0
+"""
+
+
+@dataclass
+class Tally:
+    """What has happened so far."""
+
+    kills: int = 0
+    in_start: int = 0  # before the first step of an attempt
+    in_save: int = 0  # a checkpoint was left half written
+    runs: int = 0
+    saved: set[int] = field(default_factory=set)  # steps that were looked at after a kill
+
+
+class Attempt:
+    """One start of the run, as a process group of its own."""
+
+    def __init__(self, arguments: list[str], num_ranks: int, log: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+        self.log = log
+        self.pids: list[int] = []
+        for rank in range(num_ranks):
+            pid = os.fork()
+            if not pid:
+                _be_rank(rank, num_ranks, port, arguments, log, self.pids)
+            self.pids.append(pid)
+            os.setpgid(pid, self.pids[0])
+
+    def kill(self) -> None:
+        """End all of it at once; it may have ended by itself."""
+        os.killpg(self.pids[0], signal.SIGKILL)
+        for pid in self.pids:
+            os.waitpid(pid, 0)
+
+    def has_ended(self) -> bool:
+        return all(_has_ended(pid) for pid in self.pids)
+
+    def finish(self) -> None:
+        """Return when all of it has ended well."""
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
+        told = self.log.read_text(encoding="utf-8")[-4000:]
+        assert not any(codes), f"exit codes {codes}:\n{told}"
+
+
+class Soak:
+    """The undisturbed run, and those that are compared with it."""
+
+    def __init__(self, folder: Path, num_ranks: int, seed: int, steps: int) -> None:
+        self.tally = Tally()
+        self._folder = folder
+        self._num_ranks = num_ranks
+        self._random = random.Random(seed)
+        self._steps = steps
+        self._config = folder / "config.toml"
+        text = json.dumps(str(Path(sysconfig.get_path("stdlib")) / "json"))
+        self._config.write_text(CONFIG.format(text=text, steps=steps), encoding="utf-8")
+        self._whole = folder / "whole"
+        self._start(self._whole, "checkpoint.keep=1000000").finish()
+
+    def run(self, kills: int) -> Tally:
+        """Kill so often, and let each run come to its end."""
+        while self.tally.kills < kills:
+            directory = self._folder / f"run-{self.tally.runs}"
+            # Every other one writes beside the training.
+            options = [f"checkpoint.wait={str(self.tally.runs % 2 == 0).lower()}"]
+            reached = 0
+            while self.tally.kills < kills and self._attempt(directory, options):
+                reached = self._check(directory, reached)
+            if not (directory / "summary.json").exists():
+                self._start(directory, *options).finish()
+            self._check_end(directory)
+            self.tally.runs += 1
+        return self.tally
+
+    def _attempt(self, directory: Path, options: list[str]) -> bool:
+        """Start it and kill it; False if it came to its end before."""
+        metrics = directory / "metrics.jsonl"
+        # The first line of what it does is a step, or a save: each attempt is killed some time
+        # after that, and one in eight while it starts.
+        in_start = self._random.random() < 1 / 8
+        attempt = self._start(directory, *options)
+        try:
+            if not in_start:
+                before = _size(metrics)
+                _wait(lambda: attempt.has_ended() or _size(metrics) != before)
+            time.sleep(self._random.random() * (1.0 if in_start else 0.3))
+        except BaseException:
+            attempt.kill()
+            raise
+        if attempt.has_ended():
+            attempt.finish()
+            return False
+        attempt.kill()
+        self.tally.kills += 1
+        self.tally.in_start += in_start
+        return True
+
+    def _check(self, directory: Path, reached: int) -> int:
+        """The last complete checkpoint is that of an undisturbed run; its step."""
+        folder = directory / "checkpoints"
+        found = list(folder.iterdir()) if folder.exists() else []
+        self.tally.in_save += any((path / MARKER).exists() for path in found)
+        for path in complete(folder):
+            _compare(path, self._whole / "checkpoints" / path.name)
+        newest = latest(folder)
+        step = 0 if newest is None else int(newest.name.removeprefix("step-"))
+        assert step >= reached, f"step {reached} was committed, and now there is only {step}"
+        self.tally.saved.add(step)
+        return step
+
+    def _check_end(self, directory: Path) -> None:
+        assert self._check(directory, self._steps) == self._steps
+        mine, theirs = (_losses(run / "metrics.jsonl") for run in (directory, self._whole))
+        assert mine == theirs, f"{mine}\nare not\n{theirs}"
+
+    def _start(self, directory: Path, *options: str) -> Attempt:
+        settings = [f"run.directory={directory}", *options]
+        words = [word for setting in settings for word in ("--set", setting)]
+        log = directory.with_suffix(".log")
+        return Attempt(["train", str(self._config), *words], self._num_ranks, log)
+
+
+def _be_rank(
+    rank: int, num_ranks: int, port: int, arguments: list[str], log: Path, others: list[int]
+) -> None:
+    """In a child; never returns."""
+    code = 1
+    try:
+        os.setpgid(0, others[0] if others else 0)
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        place = {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
+        where = {"WORLD_SIZE": num_ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in (place | where).items()})
+        code = command_line(arguments)
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _compare(path: Path, whole: Path) -> None:
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        same = (path / name).read_bytes() == (whole / name).read_bytes()
+        assert same, f"{path / name}: not the bytes of the undisturbed run"
+
+
+def _losses(metrics: Path) -> list[tuple[int, float, float]]:
+    records = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
+
+
+def _wait(ready: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_SECONDS
+    while not ready():
+        assert time.monotonic() < end, "it does not move"
+        time.sleep(0.005)
+
+
+def _has_ended(pid: int) -> bool:
+    """Without reaping it."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def main() -> None:
+    """Parse the command line, run, tell."""
+    assert shardwise.train.launch
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each run")
+    options = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        soak = Soak(Path(folder), options.ranks, options.seed, options.steps)
+        tally = soak.run(options.kills)
+    sys.stdout.write(
+        f"{tally.kills} kills of {tally.runs} runs of {options.steps} steps on {options.ranks} "
+        f"ranks in {time.monotonic() - began:.0f} s: {tally.in_start} while starting, "
+        f"{tally.in_save} in the middle of a save; checkpoints of {len(tally.saved)} different "
+        "steps were looked at, all with the bytes of an undisturbed run, and none was lost\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Runs that are stopped and go on: the same bits on the same ranks, the same numbers on others."""
+
+import json
+import os
+import shutil
+import signal
+import sysconfig
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.checkpoint.directory import latest
+from shardwise.train.config import Config
+from shardwise.train.errors import ConfigError
+from shardwise.train.loop import train
+from shardwise.train.ranks import Ranks
+from shardwise.train.records import Record, Silent, Summary
+from shardwise.train.run_directory import MetricsFile, RunDirectory, open_run
+from tests.ranks import run_on
+
+STEPS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of the trainer; every rank of a pool makes it."""
+
+    directory: Path
+    num_ranks: int = 2
+    every: int = 3
+    wait: bool = True
+    overwrite: bool = False
+    steps: int = STEPS
+    seed: int = 0
+    layers: int = 2
+    glob: str = "*.py"
+
+    @property
+    def config(self) -> Config:
+        text = Path(sysconfig.get_path("stdlib")) / "json"
+        return Config.model_validate(
+            {
+                "run": {"directory": str(self.directory), "overwrite": self.overwrite},
+                "model": {"layers": self.layers, "heads": 2, "width": 16, "context": 16},
+                "data": {"path": str(text), "glob": self.glob},
+                "train": {
+                    "steps": self.steps,
+                    "global_batch": 4,
+                    "warmup_steps": 2,
+                    "validation_batches": 1,
+                    "seed": self.seed,
+                },
+                "checkpoint": {"every": self.every, "keep": 10, "wait": self.wait},
+                "sample": {"bytes": 0},
+                "shard": {"nproc": self.num_ranks},
+            }
+        )
+
+    def run(self, **events: int) -> list["Outcome"]:
+        return run_on(self.num_ranks, run_case, self, events)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank came to."""
+
+    stopped_by: int
+    random: list[int]  # drawn from torch's generator after the end
+
+
+class Watcher(Silent):
+    """Writes the metrics of the first rank; sends a signal, or draws a number, after some step."""
+
+    def __init__(self, ranks: Ranks, run: RunDirectory, events: dict[str, int]) -> None:
+        self._metrics = MetricsFile(run.metrics) if ranks.is_first else None
+        self._run = run
+        self._rank = ranks.rank
+        self._events = events
+
+    def step(self, record: Record) -> None:
+        torch.rand(3)  # as a model with dropout would
+        if self._metrics is not None:
+            self._metrics.append(record)
+        is_signalled = self._events.get("rank") in (self._rank, None)
+        if is_signalled and record.step == self._events.get("signal_after"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def end(self, summary: Summary) -> None:
+        if self._rank == 0:
+            self._run.write_summary(summary)
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+def run_case(case: Case, events: dict[str, int]) -> Outcome:
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    torch.manual_seed(ranks.rank)
+    run = ranks.agree(lambda: open_run(case.config))
+    stopped_by = train(case.config, ranks, Watcher(ranks, run, events), run)
+    return Outcome(stopped_by, torch.randint(1 << 40, (4,)).tolist())
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """The last checkpoint's tensors."""
+    path = latest(directory / "checkpoints")
+    assert path is not None
+    return {file.name: file.read_bytes() for file in path.glob("*.safetensors")}
+
+
+def losses(directory: Path) -> dict[int, float]:
+    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return {record["step"]: record["loss"] for record in records}
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, list[Outcome]]:
+    """A run that nobody disturbed."""
+    case = Case(tmp_path_factory.mktemp("whole"), overwrite=True)
+    return case, case.run()
+
+
+Whole = tuple[Case, list[Outcome]]
+
+
+def test_every_few_steps_and_the_last_are_saved(whole: Whole) -> None:
+    assert names(whole[0].directory) == ["step-00000003", "step-00000006", "step-00000008"]
+    assert [outcome.stopped_by for outcome in whole[1]] == [0, 0]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_signal_on_one_rank_stops_all_and_the_run_goes_on(
+    whole: Whole, tmp_path: Path, wait: bool
+) -> None:
+    case = Case(tmp_path / "run", wait=wait)
+    stopped = case.run(rank=1, signal_after=4)
+    assert [outcome.stopped_by for outcome in stopped] == [signal.SIGTERM] * 2
+    # The others hear of it in the step after.
+    assert names(case.directory) == ["step-00000003", "step-00000005"]
+    assert len(losses(case.directory)) == 5
+    outcomes = case.run()
+    assert outcomes == whole[1], "the random states are not those of an undisturbed run"
+    assert content(case.directory) == content(whole[0].directory)
+    assert losses(case.directory) == losses(whole[0].directory)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_a_killed_run_goes_on_on_other_ranks(whole: Whole, tmp_path: Path, num_ranks: int) -> None:
+    case = replace(whole[0], directory=tmp_path / "run", num_ranks=num_ranks, overwrite=False)
+    shutil.copytree(whole[0].directory, case.directory)
+    for step in (6, 8):  # it was killed before these, and amid a line
+        shutil.rmtree(case.directory / "checkpoints" / f"step-{step:08}")
+    with (case.directory / "metrics.jsonl").open("a", encoding="utf-8") as metrics:
+        metrics.write('{"step": 9, "lo')
+    case.run()
+    mine, theirs = losses(case.directory), losses(whole[0].directory)
+    assert [mine[step] for step in (1, 2, 3)] == [theirs[step] for step in (1, 2, 3)]
+    assert mine == pytest.approx(theirs, abs=1e-5)
+    assert names(case.directory) == names(whole[0].directory)
+
+
+def test_a_run_whose_last_step_was_saved_only_ends(whole: Whole, tmp_path: Path) -> None:
+    case = replace(whole[0], directory=tmp_path / "run", overwrite=False)
+    shutil.copytree(whole[0].directory, case.directory)
+    (case.directory / "summary.json").unlink()
+    case.run()
+    assert (case.directory / "summary.json").exists()
+    assert content(case.directory) == content(whole[0].directory)
+    assert losses(case.directory) == losses(whole[0].directory)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"layers": 3}, r"model\.layers=3, not 2 as in .*step-00000008"),
+        ({"seed": 7}, r"train\.seed=7, not 0 as in"),
+        ({"glob": "d*.py"}, r"data: other text than in"),
+        ({"steps": 7}, r"train\.steps=7: .* is beyond it"),
+    ],
+)
+def test_another_run_is_refused(whole: Whole, change: dict[str, object], complaint: str) -> None:
+    before = sorted(path.stat().st_mtime_ns for path in whole[0].directory.rglob("*"))
+    with pytest.raises(ConfigError, match=complaint) as refused:
+        open_run(replace(whole[0], overwrite=False, **change).config)  # type: ignore[arg-type]
+    assert "run.overwrite=true" in str(refused.value)
+    assert before == sorted(path.stat().st_mtime_ns for path in whole[0].directory.rglob("*"))
+
+
+def test_what_may_change_may_change(whole: Whole, tmp_path: Path) -> None:
+    shutil.copytree(whole[0].directory, tmp_path / "run")
+    case = replace(whole[0], directory=tmp_path / "run", overwrite=False, steps=10, num_ranks=4)
+    run = open_run(case.config)
+    assert run.step == STEPS
+    assert len(run.history()) == STEPS
+
+
+def test_a_checkpoint_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    sw.save(tmp_path / "checkpoints" / "step-5", model=torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"step-5: was not saved by `shardwise train`"):
+        open_run(Case(tmp_path).config)
+
+
+def test_beginning_anew_removes_the_checkpoints(whole: Whole, tmp_path: Path) -> None:
+    shutil.copytree(whole[0].directory, tmp_path / "run")
+    run = open_run(replace(whole[0], directory=tmp_path / "run", layers=3).config)
+    assert (run.step, run.checkpoint, names(run.path)) == (0, None, [])
