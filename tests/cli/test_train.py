@@ -124,10 +124,13 @@ def test_losses_do_not_depend_on_the_ranks(
     [
         pytest.param(["--set", "shard.strategy=ddp"], marks=pytest.mark.thorough),
         ["--nproc", "4", "--set", "shard.strategy=hfsdp", "--set", "shard.replicas=2"],
-        [
-            *("--set", "shard.strategy=zero1", "--set", "train.micro_batch=2"),
-            *("--set", "memory.accumulate=whole", "--set", "memory.checkpoint_every=1"),
-        ],
+        pytest.param(
+            [
+                *("--set", "shard.strategy=zero1", "--set", "train.micro_batch=2"),
+                *("--set", "memory.accumulate=whole", "--set", "memory.checkpoint_every=1"),
+            ],
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["ddp", "hfsdp", "zero1, checkpointing, whole gradients"],
 )
