@@ -7,8 +7,6 @@ few steps of the same batches as one process that does not shard, in float32, an
   (2^-8 for bfloat16, 2^-11 for float16, 2^-24 for float32);
 - *engine*: the peak of what the engine holds (shards, gradients, whole units, reductions), sampled
   at every event, and how far it is from the plan's figure;
-- *activations*: what autograd keeps, at its most, in the first step (of saved tensors; of
-  recomputed ones when they are there again);
 - *time*: of a step, relative to the plain run (float32, nothing switched on), which takes turns
   with it: the median of the ratios.
 
@@ -22,9 +20,10 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -190,15 +189,15 @@ def reference_losses(setting: Setting) -> list[float]:
 
 
 @contextmanager
-def sampled(runtime: Runtime) -> Iterator[list[int]]:
-    """Bytes that the engine holds, before and after every event."""
+def sampled(held_bytes: Callable[[], int]) -> Iterator[list[int]]:
+    """What ``held_bytes`` says before and after every event."""
     samples: list[int] = []
     do = Scheduler._do
 
     def sample(scheduler: Scheduler, kind: EventKind, unit: Unit) -> tuple[Mark, ...]:
-        samples.append(engine_bytes(runtime))
+        samples.append(held_bytes())
         marks = do(scheduler, kind, unit)
-        samples.append(engine_bytes(runtime))
+        samples.append(held_bytes())
         return marks
 
     with mock.patch.object(Scheduler, "_do", sample):
@@ -262,7 +261,7 @@ def try_out(
     losses, ratios, samples = [], [], [0]
     for number, batch in enumerate(batches(setting)):
         if number == 1:  # with states and gradient shards, but not on the clock
-            with sampled(runtime_of_root(trainee.model)) as samples:
+            with sampled(partial(engine_bytes, runtime_of_root(trainee.model))) as samples:
                 losses.append(trainee.step(batch))
             continue
         seconds = [_timed(plain, batch)[0]]

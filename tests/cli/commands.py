@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+from shardwise.cli import main
+
 # What a launcher's environment variables begin with.
 LAUNCHERS = (
     "RANK",
@@ -57,6 +61,16 @@ def finish(process: subprocess.Popen[str]) -> Finished:
 def run(arguments: Sequence[str | Path], cwd: Path, **changes: str) -> Finished:
     """Run ``shardwise`` with these arguments to its end."""
     return finish(start(arguments, cwd, **changes))
+
+
+def fail(capfd: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    """The one line that a bad command line gets, in this process."""
+    assert main(arguments) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    [line] = captured.err.splitlines()
+    assert line.startswith("shardwise: ")
+    return line
 
 
 def losses(directory: Path) -> list[float]:

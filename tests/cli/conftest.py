@@ -1,10 +1,13 @@
 """A configuration of a run that takes seconds."""
 
 import json
+import os
 import sysconfig
 from pathlib import Path
 
 import pytest
+
+from .commands import LAUNCHERS
 
 TINY = """
 [run]
@@ -29,6 +32,16 @@ validation_batches = 2
 [sample]
 bytes = 20
 """
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No launcher, and a directory in which a run would show."""
+    for name in list(os.environ):
+        if name.startswith(LAUNCHERS):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(scope="session")

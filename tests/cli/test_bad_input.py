@@ -1,13 +1,12 @@
 """Every mistake is one line on stderr and code 2, before anything is started."""
 
-import os
 from pathlib import Path
 
 import pytest
 
 from shardwise.cli import main
 
-from .commands import LAUNCHERS, run
+from .commands import fail, run
 
 COMMAND_LINES = {
     "": "Missing argument 'CONFIG.toml'",
@@ -39,24 +38,7 @@ COMMAND_LINES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No launcher, and a directory in which a run would show."""
-    for name in list(os.environ):
-        if name.startswith(LAUNCHERS):
-            monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def fail(capfd: pytest.CaptureFixture[str], arguments: list[str]) -> str:
-    """The one line that a bad command line gets."""
-    assert main(arguments) == 2
-    captured = capfd.readouterr()
-    [line] = captured.err.splitlines()
-    assert captured.out == ""
-    assert line.startswith("shardwise: ")
-    return line
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 @pytest.mark.parametrize(("command_line", "message"), COMMAND_LINES.items())

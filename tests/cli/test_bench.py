@@ -1,14 +1,11 @@
 """``shardwise bench``: a table, JSON and a picture; mistakes are one line and code 2."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from shardwise.cli import main
-
-from .commands import LAUNCHERS, run
+from .commands import fail, run
 
 MISTAKES = {
     "--size 50G": "--size 50G: expected 10M, 50M, 125M or a configuration",
@@ -54,21 +51,8 @@ def test_a_small_comparison(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("command_line", "message"), MISTAKES.items())
 def test_a_mistake_is_one_line(
-    command_line: str,
-    message: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    command_line: str, message: str, elsewhere: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name in list(os.environ):
-        if name.startswith(LAUNCHERS):
-            monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there.txt").touch()
-    assert main(["bench", *command_line.split()]) == 2
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    [line] = captured.err.splitlines()
-    assert line.startswith("shardwise: ")
-    assert message in line
-    assert [path.name for path in tmp_path.iterdir()] == ["there.txt"]
+    (elsewhere / "there.txt").touch()
+    assert message in fail(capfd, ["bench", *command_line.split()])
+    assert [path.name for path in elsewhere.iterdir()] == ["there.txt"]

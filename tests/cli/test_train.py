@@ -125,10 +125,13 @@ def test_losses_do_not_depend_on_the_ranks(
     [
         pytest.param(["--set", "shard.strategy=ddp"], marks=pytest.mark.thorough),
         ["--nproc", "4", "--set", "shard.strategy=hfsdp", "--set", "shard.replicas=2"],
-        [
-            *("--set", "shard.strategy=zero1", "--set", "train.micro_batch=2"),
-            *("--set", "memory.accumulate=whole", "--set", "memory.checkpoint_every=1"),
-        ],
+        pytest.param(
+            [
+                *("--set", "shard.strategy=zero1", "--set", "train.micro_batch=2"),
+                *("--set", "memory.accumulate=whole", "--set", "memory.checkpoint_every=1"),
+            ],
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["ddp", "hfsdp", "zero1, checkpointing, whole gradients"],
 )
@@ -197,7 +200,7 @@ def test_a_rank_that_fails_shows_its_traceback(tiny: Path, tmp_path: Path) -> No
     assert re.fullmatch(r"shardwise: rank [01] failed:", told[0])
     assert told[1] == "Traceback (most recent call last):"
     assert re.match(r"FloatingPointError: step \d+: loss .*; lower train\.lr", told[-1])
-    assert len(told) < 24
+    assert len(told) < 20
 
 
 def test_an_interrupt_ends_it_at_once_where_nothing_is_saved(tiny: Path, tmp_path: Path) -> None:

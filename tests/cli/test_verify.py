@@ -1,14 +1,12 @@
 """``shardwise verify``: 0 when all is equal, 1 when something differs, 2 when it cannot be run."""
 
-import os
 from pathlib import Path
 
 import pytest
 
-from shardwise.cli import main
 from shardwise.plan.strategy import STRATEGIES
 
-from .commands import LAUNCHERS, run
+from .commands import fail, run
 
 OWN = """
 import torch
@@ -74,6 +72,7 @@ def test_what_only_the_ranks_find_out_is_one_line(own: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize(("command_line", "message"), MISTAKES.items())
 def test_a_mistake_is_one_line(
     command_line: str,
@@ -82,13 +81,5 @@ def test_a_mistake_is_one_line(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in list(os.environ):
-        if name.startswith(LAUNCHERS):
-            monkeypatch.delenv(name)
     monkeypatch.chdir(own)
-    assert main(["verify", *command_line.split()]) == 2
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    [line] = captured.err.splitlines()
-    assert line.startswith("shardwise: ")
-    assert message in line
+    assert message in fail(capfd, ["verify", *command_line.split()])

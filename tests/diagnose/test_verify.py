@@ -26,8 +26,18 @@ from tests.runtime.one_process import TOLERANCE, assert_close
 PRESETS = tuple(dict.fromkeys(row.name for row in STRATEGIES.values()))
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 4])
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [
+        *((4, name) for name in ("moe", "lora")),
+        *(
+            pytest.param(ranks, name, marks=pytest.mark.thorough)
+            for ranks in (2, 4)
+            for name in BUILT_IN
+            if (ranks, name) not in ((4, "moe"), (4, "lora"))
+        ),
+    ],
+)
 def test_every_preset_is_equal_on_every_model(ranks: int, name: str) -> None:
     for found in run_on(ranks, _verify_built_in, name, deadline=120.0):
         assert found.ok, found.explanation

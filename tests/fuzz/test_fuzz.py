@@ -8,7 +8,7 @@ from tests.fuzz.verdict import assert_holds
 
 @given(cases())
 @settings(
-    max_examples=30,
+    max_examples=20,
     derandomize=True,
     deadline=None,
     database=None,

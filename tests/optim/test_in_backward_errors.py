@@ -50,13 +50,15 @@ class StepsInBackward(Training):
 
     def __init__(self, strategy: str) -> None:
         super().__init__(strategy)
-        self.num_steps = 0
-        self.optimizer.register_step_post_hook(self._count)
+        self.optimizer.register_step_post_hook(self._trip_next)
         sw.optimizer_in_backward(self.model, self.optimizer)
         self.place = ""
 
-    def _count(self, *_: Any) -> None:
-        self.num_steps += 1
+    @property
+    def num_steps(self) -> int:
+        return self.optimizer.num_steps
+
+    def _trip_next(self, *_: Any) -> None:
         self.optimizer.trips = self.place == "second step"
 
     def _body(self, place: str) -> None:

@@ -21,7 +21,7 @@ TWO = 2
 PRESETS = {strategy.name: strategy for strategy in STRATEGIES.values()}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_nothing_is_allocated_after_the_second_step(ranks: int) -> None:
     run_on(ranks, _train_all, tuple(SHAPES) if ranks == TWO else ("uneven",), deadline=60.0)
 

@@ -22,7 +22,7 @@ from tests.runtime.one_process import (
 WORLD_SIZES = (1, 2, 3, 4)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.thorough), 4])
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_one_process(name: str, world_size: int) -> None:
     run_on(world_size, _train, name, {})

@@ -332,14 +332,18 @@ def _measure_live() -> tuple[int, int, int]:
 
 
 def _live_bytes() -> int:
-    """Of all tensors and storages, each memory once."""
-    live: dict[int, int] = {}
+    """Of all tensors and storages, each memory once: one may be a part of another's."""
+    live: list[tuple[int, int]] = []
     for thing in gc.get_objects():
         is_plain = isinstance(thing, Tensor) and not isinstance(thing, sw.ShardedTensor)
         storage = thing.untyped_storage() if is_plain else thing
         if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu":
-            live[storage.data_ptr()] = storage.nbytes()
-    return sum(live.values())
+            live.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+    num_bytes = end = 0
+    for start, stop in sorted(live):
+        num_bytes += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return num_bytes
 
 
 def _measure() -> None:

@@ -5,22 +5,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from benchmarks.switches import sampled
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise.plan.events import EventKind
 from shardwise.plan.memory import step_memory
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.strategy import STRATEGIES, Strategy
 from shardwise.plan.units import Units
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.unit import Unit
 from tests.ranks import run_on
 from tests.runtime.one_process import world_size
 from tests.runtime.test_memory import runtime_of
@@ -133,7 +130,7 @@ def _measure(
         if not accumulates:
             model.zero_grad()
     between = _live_bytes(runtime)
-    with _sampled(runtime) as samples:
+    with sampled(lambda: _live_bytes(runtime)) as samples:
         _step(model, holds=holds)
     planned = step_memory(
         runtime.plan,
@@ -158,22 +155,6 @@ def _step(model: nn.Module, *, holds: bool) -> None:
         model(torch.ones(1, 16)).mean().backward()
         model.set_requires_gradient_sync(True)
     model(torch.ones(1, 16)).mean().backward()
-
-
-@contextmanager
-def _sampled(runtime: Runtime) -> Iterator[list[int]]:
-    """Live bytes before and after every event."""
-    samples: list[int] = []
-    do = Scheduler._do
-
-    def sample(scheduler: Scheduler, kind: EventKind, unit: Unit) -> Any:
-        samples.append(_live_bytes(runtime))
-        marks = do(scheduler, kind, unit)
-        samples.append(_live_bytes(runtime))
-        return marks
-
-    with mock.patch.object(Scheduler, "_do", sample):
-        yield samples
 
 
 def _live_bytes(runtime: Runtime) -> int:

@@ -3,7 +3,7 @@
 The GPT that stands beside them is the trainer's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,16 +28,11 @@ class Subject(NamedTuple):
     units: Units = "auto"
 
 
-# -- a mixture of experts ------------------------------------------------------------------------
-
-
-class MixtureOfExperts(nn.Module):
-    """Tokens choose their experts, so ranks with other tokens use other parameters."""
-
-    def __init__(self) -> None:
+class LanguageModel(nn.Module):
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(ExpertBlock(num_experts=8, per_token=2) for _ in range(2))
+        self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -47,6 +42,16 @@ class MixtureOfExperts(nn.Module):
             x = block(x)
         logits: Tensor = self.head(x)
         return logits
+
+
+# -- a mixture of experts ------------------------------------------------------------------------
+
+
+class MixtureOfExperts(LanguageModel):
+    """Tokens choose their experts, so ranks with other tokens use other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(ExpertBlock(num_experts=8, per_token=2) for _ in range(2))
 
 
 class ExpertBlock(nn.Module):
@@ -153,24 +158,13 @@ def _images(_step: int) -> tuple[Tensor, Tensor]:
 # -- adapters on a frozen base -------------------------------------------------------------------
 
 
-class Adapted(nn.Module):
+class Adapted(LanguageModel):
     """Low-rank updates are trained, and nothing else (LoRA: arXiv 2106.09685)."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(AdaptedBlock() for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        super().__init__(AdaptedBlock() for _ in range(3))
         for name, parameter in self.named_parameters():
             parameter.requires_grad = name.endswith(("down", "up"))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[batch, time] tokens to [batch, time, vocabulary] logits."""
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
 
 
 class AdaptedBlock(nn.Module):

@@ -9,7 +9,7 @@ from torch.utils.dlpack import from_dlpack
 
 from shardwise.plan.placement import Placement, Span, place
 
-__all__ = ["Arena", "Course"]
+__all__ = ["Arena", "Course", "aligned"]
 
 # What a course takes, in order, and from when until when: by that it is known again.
 _Spans = tuple[tuple[int, int, int], ...]
@@ -37,6 +37,11 @@ class Arena:
         return self._bytes.numel()
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing of it is lent."""
+        return not self._lent
+
+    @property
     def idle_storages(self) -> list[torch.UntypedStorage]:
         """The whole of it, and ranges that are not lent."""
         ranges = self._ranges.values()
@@ -44,9 +49,8 @@ class Arena:
 
     def take(self, num_bytes: int, place: int | None) -> torch.UntypedStorage | None:
         """``num_bytes`` at ``place`` if they are free, or wherever they are; None: nowhere."""
-        size = aligned(num_bytes)
-        if place is None or not self._is_free(place, size):
-            place = self._first_free(size)
+        if place is None or not self._is_free(place, num_bytes):
+            place = self._first_free(num_bytes)
         if place is None:
             return None
         self._lent[place] = num_bytes
@@ -68,7 +72,7 @@ class Arena:
         stop = start + size
         lent = self._lent.items()
         return stop <= self.num_bytes and all(
-            stop <= begin or begin + aligned(other) <= start for begin, other in lent
+            stop <= begin or begin + other <= start for begin, other in lent
         )
 
     def _first_free(self, size: int) -> int | None:
@@ -76,7 +80,7 @@ class Arena:
         for start, other in sorted(self._lent.items()):
             if start - at >= size:
                 return at
-            at = start + aligned(other)
+            at = start + other
         return at if at + size <= self.num_bytes else None
 
 
@@ -116,8 +120,7 @@ class Course:
         if plan and done not in self._planned and len(done) <= _MOST_SPANS:
             if len(self._planned) == _MOST_PLANS:
                 self._planned.pop(next(iter(self._planned)))
-            spans = [Span(aligned(size), start, stop) for size, start, stop in done]
-            self._planned[done] = place(spans)
+            self._planned[done] = place([Span(*span) for span in done])
         if len(self._followers) == _MOST_FOLLOWERS:
             self._followers.clear()
         # One without a plan of its own found room with what was expected, so expect that again.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.plan.layout import Layout, Slot
-from shardwise.runtime.arena import Arena, Course
+from shardwise.runtime.arena import Arena, Course, aligned
 from shardwise.runtime.device import host_tensor
 
 __all__ = ["FlatBuffer", "Pool", "is_shared"]
@@ -20,7 +20,6 @@ __all__ = ["FlatBuffer", "Pool", "is_shared"]
 # reduction (half a unit on two ranks) took whole units just when everything was in use: 20 % more
 # at the peak, and steps of units of unlike sizes were no faster for it (docs/log.md).
 _SLACK = 1 + 1 / 64
-_PAGE_BYTES = 4096  # an arena may be larger by so much, for it is aligned: next to nothing
 
 
 class Pool:
@@ -31,7 +30,8 @@ class Pool:
     planned for what was taken. So a step that repeats allocates nothing.
 
     When all is given back it holds no more than was once lent at the same time (and 1/64); nor
-    does it otherwise, but for the holes of the arena in a step that is unlike those before.
+    does it otherwise, but for the holes of the arena in a step that is unlike those before. All
+    sizes are rounded up to a multiple of 64 bytes.
     """
 
     def __init__(self, device: torch.device, *, is_pinned: bool = False) -> None:
@@ -68,6 +68,7 @@ class Pool:
         """Memory of at least ``num_bytes``; what is in it is undefined."""
         if not num_bytes:
             return _allocate(0, self.device)
+        num_bytes = aligned(num_bytes)
         storage = self._carve(num_bytes)
         if storage is None:
             storage = self._take_block(num_bytes)
@@ -122,7 +123,7 @@ class Pool:
 
     def _enlarge_arena(self, num_bytes: int) -> None:
         present = self._arena.num_bytes if self._arena is not None else 0
-        if present < num_bytes <= self._peak_bytes * _SLACK + _PAGE_BYTES:
+        if present < num_bytes <= self._peak_bytes * _SLACK:
             self._arena = None
             self._idle.clear()
             self._arena = Arena(self._allocate(num_bytes))
@@ -151,6 +152,8 @@ class Pool:
         limit = max(self._peak_bytes, self._lent_bytes + room_for)
         while self._idle and self.held_bytes + room_for > limit:
             del self._idle[0]
+        if self._arena is not None and self._arena.is_idle and self.held_bytes + room_for > limit:
+            self._arena = None
 
 
 class FlatBuffer:

@@ -38,6 +38,7 @@ class Scheduler:
         self.ledger = Ledger()
         self._sequencer = Sequencer(plan)
         self.units = tuple(units)
+        self._with_copies = [unit for unit in units if unit.plan.near_bytes]  # of their shards
         self._by_label = {unit.plan.label: unit for unit in units}
         self._axis = axis
         self._device = device
@@ -70,7 +71,7 @@ class Scheduler:
             return None
         if self.is_idle:
             self.recover()
-            for unit in self.units:
+            for unit in self._with_copies:
                 unit.expect_changes()
         if self._is_broken:
             raise StepError("this step has failed already; let its exception leave the model")

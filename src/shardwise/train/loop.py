@@ -208,21 +208,21 @@ class Trainer:
         loss, stopped_by = torch.stack([told[:, 0].mean(), told[:, 1].amax()]).tolist()
         grad_norm = None if norm is None else float(norm)
         outcome = StepOutcome(loss, grad_norm, int(stopped_by))
-        self._check(step, outcome)
+        if not self._is_finite(outcome):
+            raise FloatingPointError(
+                f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; "
+                f"lower train.lr (now {self.config.train.lr}) or train.grad_clip"
+            )
         return outcome
 
     def _around_forward(self) -> AbstractContextManager[None]:
         on_host = self.config.memory.activations == "host"
         return sw.offload_activations(self.model) if on_host else nullcontext()
 
-    def _check(self, step: int, outcome: StepOutcome) -> None:
+    def _is_finite(self, outcome: StepOutcome) -> bool:
         is_scaled = self.update.loss_scale is not None  # then a norm without end is a skipped step
         norm = 0.0 if is_scaled or outcome.grad_norm is None else outcome.grad_norm
-        if not math.isfinite(outcome.loss + norm):
-            raise FloatingPointError(
-                f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; "
-                f"lower train.lr (now {self.config.train.lr}) or train.grad_clip"
-            )
+        return math.isfinite(outcome.loss + norm)
 
     def _parts(self, sampler: Sampler, step: int) -> Sequence[Tensor]:
         """This rank's micro batches of a step, int64 [micro_batch, context + 1] each."""
