@@ -22,7 +22,9 @@ VARIATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["gpt", "conv", "tiny", "mixed dtypes"])
+@pytest.mark.parametrize(
+    "name", ["conv", "tiny", "mixed dtypes", pytest.param("gpt", marks=pytest.mark.thorough)]
+)
 def test_every_hop_keeps_every_bit_and_every_file(name: str, tmp_path: Path) -> None:
     assert name in CASES
     run_on(*HOPS[0][:1], _begin, name, HOPS[0][1], tmp_path / "0")

@@ -18,8 +18,16 @@ from tests.runtime.one_process import assert_equal_models, own_part
 SECONDS = 15  # found after 3 on a quiet machine
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "hsdp"])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        *(("fsdp", 2), ("zero2", 2), ("hsdp", 4)),
+        *(
+            pytest.param(*other, marks=pytest.mark.thorough)
+            for other in (("fsdp", 4), ("zero2", 4), ("hsdp", 2))
+        ),
+    ],
+)
 def test_units_of_one_shape_are_told_apart(strategy: str, ranks: int) -> None:
     """FSDP2 gathers what the last layer of each rank asks for, and computes something wrong."""
     texts = run_on(ranks, _choose_by_rank, strategy, deadline=40.0)

@@ -21,7 +21,7 @@ from tests.runtime.test_memory import runtime_of
 EVERY = (0, 1, 2)
 
 
-@pytest.mark.parametrize("position", [1, 3])
+@pytest.mark.parametrize("position", [1, pytest.param(3, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("raising", [EVERY, (0,), (2,), (0, 2)], ids=str)
 def test_an_exception_reaches_every_rank_and_the_next_step_works(

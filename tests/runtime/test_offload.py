@@ -20,8 +20,17 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("strategy", PRESETS)
+@pytest.mark.parametrize(
+    ("strategy", "policy"),
+    [
+        pytest.param(
+            *(strategy, policy),
+            marks=pytest.mark.thorough if policy != "all" and strategy != "fsdp" else (),
+        )
+        for strategy in PRESETS
+        for policy in POLICIES
+    ],
+)
 def test_every_strategy_trains_as_in_one_process(strategy: str, policy: str) -> None:
     run_on(4, _train, strategy, POLICIES[policy], deadline=60.0)
 

@@ -21,7 +21,13 @@ PRESETS = {strategy.name: strategy for strategy in STRATEGIES.values()}
 STEPS = 50
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name in ("fsdp", "zero1", "zero2") else ())
+        for name in PRESETS
+    ],
+)
 def test_replicas_are_bitwise_equal_after_many_steps(preset: str) -> None:
     trained = run_on(4, _train, PRESETS[preset], deadline=120.0)
     shards, wholes = zip(*trained, strict=True)

@@ -25,12 +25,12 @@ from tests.runtime.test_memory import runtime_of
     ("strategy", "ranks"),
     [
         ("ddp", 3),
-        ("zero1", 2),
         ("zero2", 3),
         ("hsdp", 4),
         ("hfsdp", 4),
         pytest.param("ddp", 2, marks=pytest.mark.thorough),
         pytest.param("ddp", 4, marks=pytest.mark.thorough),
+        pytest.param("zero1", 2, marks=pytest.mark.thorough),
         pytest.param("zero1", 3, marks=pytest.mark.thorough),
         pytest.param("_HYBRID_SHARD_ZERO2", 4, marks=pytest.mark.thorough),
     ],
@@ -40,20 +40,35 @@ def test_every_model_trains_as_in_one_process(strategy: str, ranks: int) -> None
 
 
 # Rows over two axes, by how much the outer and the inner one shard; 0 is nothing, 3 is all.
-@pytest.mark.parametrize("levels", [(0, 1), (1, 1), (1, 2), (2, 2), (2, 3), (3, 3)], ids=str)
+@pytest.mark.parametrize(
+    "levels",
+    [
+        *((0, 1), (1, 2), (2, 3)),
+        *(pytest.param(both, marks=pytest.mark.thorough) for both in ((1, 1), (2, 2), (3, 3))),
+    ],
+    ids=str,
+)
 def test_rows_of_ones_own_train_as_in_one_process(levels: tuple[int, int]) -> None:
     run_on(4, _train_some, {"strategy": row_of(levels), "sharding_factor": 2}, deadline=60.0)
 
 
-@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
-@pytest.mark.parametrize("factor", [1, 4])
+@pytest.mark.parametrize(
+    ("strategy", "factor"),
+    [
+        *(("hsdp", 1), ("hfsdp", 4)),
+        *(
+            pytest.param(*other, marks=pytest.mark.thorough)
+            for other in (("hsdp", 4), ("hfsdp", 1))
+        ),
+    ],
+)
 def test_any_sharding_factor(strategy: str, factor: int) -> None:
     options = {"strategy": strategy, "sharding_factor": factor}
     run_on(4, _train_some, options, deadline=60.0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.thorough), 2])
 def test_parameters_are_gathered_again_from_a_smaller_group(size: int, prefetch: int) -> None:
     options = {"reshard_after_forward": size, "prefetch": prefetch}
     run_on(4, _train_some, options, deadline=60.0)
