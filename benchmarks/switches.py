@@ -217,7 +217,7 @@ def engine_bytes(runtime: Runtime) -> int:
     storages = [t.untyped_storage() for t in tensors if t is not None]
     own = {storage.data_ptr(): storage.nbytes() for storage in storages}
     lent = [pool._lent_bytes for pool in (runtime.pool, *_staging(runtime))]
-    return sum(own.values()) + sum(lent)
+    return int(sum(own.values()) + sum(lent))
 
 
 def _local(gradient: Tensor | None) -> Tensor | None:
@@ -320,7 +320,9 @@ def main() -> None:
     setting = Setting(options.size, options.ranks, options.steps, options.port)
     rows = itertools.product(PRECISIONS, CHECKPOINTING, OFFLOADS, ACCUMULATION)
     combinations = [Combination(*row) for row in rows]
-    spawn(run_rank, args=(setting, combinations, options.out), nprocs=setting.ranks)
+    spawn(  # type: ignore[no-untyped-call]
+        run_rank, args=(setting, combinations, options.out), nprocs=setting.ranks
+    )
 
 
 if __name__ == "__main__":
