@@ -43,7 +43,7 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], format_: s
     if target.exists():
         raise CheckpointError(f"{target}: exists already; choose another path")
     with contextlib.ExitStack() as cleanup:
-        opened = open_checkpoint(Path(path), "shardwise", cleanup)
+        opened = open_checkpoint(Path(path), cleanup)
         with _written(target) as partial:
             FORMATS[format_](dict(opened.parts), partial)
 

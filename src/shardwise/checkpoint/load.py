@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import crc, tree
 from shardwise.checkpoint.collect import axis_of
+from shardwise.checkpoint.foreign import open_foreign
 from shardwise.checkpoint.opening import Opened, Part, open_checkpoint
 from shardwise.checkpoint.peers import peers_of
 from shardwise.checkpoint.reader import Reader
@@ -51,7 +52,7 @@ def load(
     strict: bool = True,
     only: Sequence[str] | None = None,
     cast: bool = False,
-    source: Literal["shardwise", "hf"] = "shardwise",
+    source: Literal["shardwise", "hf", "dcp", "torch"] = "shardwise",
     **state: Any,
 ) -> Loaded:
     """Load a checkpoint, written by any number of ranks; all ranks have to call this.
@@ -68,8 +69,11 @@ def load(
         strict: False leaves out what is only here or only there; the report lists it.
         only: patterns of names, as in fnmatch, of the tensors and the parameters' states to load.
         cast: whether values may be rounded to the dtype that is here.
-        source: ``"hf"`` for the weights of a Hugging Face directory, or of one safetensors file,
-            which have no checksums.
+        source: what else there may be in ``path``, without checksums: ``"hf"``, the weights of a
+            Hugging Face directory or of one safetensors file; ``"dcp"``, a directory of
+            ``torch.distributed.checkpoint``; ``"torch"``, a file of ``torch.save``. In the last two
+            are state dicts by name (``model``, ``optim``), or that of a model. Optimizer states
+            have the names of parameters, as torch's ``get_state_dict`` gives them.
         state: what `save` was given by these names: modules, optimizers, and objects with
             ``load_state_dict()``. Plain data are returned instead.
 
@@ -90,7 +94,11 @@ def load(
     choice = Choice(None if only is None else tuple(only), strict, cast)
     with contextlib.ExitStack() as cleanup:
         with peers.together("open the checkpoint"):
-            opened = open_checkpoint(where, source, cleanup)
+            opened = (
+                open_checkpoint(where, cleanup)
+                if source == "shardwise"
+                else open_foreign(where, source, cleanup)
+            )
             plan = _Plan(opened, model, choice)
             for name, value in values.items():
                 plan.add(name, value)

@@ -10,8 +10,7 @@ from shardwise.checkpoint import crc
 from shardwise.checkpoint.files import Spec
 from shardwise.checkpoint.manifest import numbers
 from shardwise.checkpoint.reader import Reader, check_parts
-from shardwise.checkpoint.sources import check_files, open_component, open_hf, read_manifest
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint.sources import check_files, open_component, read_manifest
 
 __all__ = ["Opened", "Part", "open_checkpoint"]
 
@@ -55,23 +54,13 @@ class Opened:
         check_parts(parts, self.blocks)
 
 
-def open_checkpoint(path: Path, source: str, cleanup: contextlib.ExitStack) -> Opened:
-    """Open what is in ``path``; files stay open until ``cleanup`` ends.
+def open_checkpoint(path: Path, cleanup: contextlib.ExitStack) -> Opened:
+    """Open the checkpoint in ``path``; files stay open until ``cleanup`` ends.
 
     Raises:
         CheckpointError: there is none.
         CheckpointDamaged: a file is not as the manifest says.
     """
-    match source:
-        case "shardwise":
-            return _open_own(path, cleanup)
-        case "hf":
-            places = cleanup.enter_context(contextlib.closing(open_hf(path)))
-            return Opened({"model": Part("module", Reader(places))})
-    raise CheckpointError(f"source={source!r}: expected 'shardwise' or 'hf'")
-
-
-def _open_own(path: Path, cleanup: contextlib.ExitStack) -> Opened:
     manifest = read_manifest(path)
     check_files(path, manifest)
     numbered = numbers(manifest.components)
