@@ -230,6 +230,32 @@ def divides(f: Any, factor: float) -> list[Any]:
     return list(steps(net))
 
 
+def all_reduce_hook(f: Any, units: str) -> list[Any]:
+    """Replicas of shards, whose gradients a hook reduces."""
+    mesh = mesh_2d()
+    net = shard(f, make_net(), units, mesh=mesh["shard"])
+    called = []
+
+    def hook(reduced: Tensor) -> None:
+        called.append(reduced.ndim)
+        dist.all_reduce(reduced, group=mesh.get_group("replicate"))
+        reduced.mul_(0.5)
+
+    for module in net.modules():
+        if isinstance(module, f.FSDPModule):
+            module.set_all_reduce_hook(hook)
+    return [*steps(net), called]
+
+
+def lists(f: Any, count: int) -> list[Any]:
+    net = make_net()
+    blocks = list(net.get_submodule("blocks").children())
+    f.fully_shard(blocks[:count], mesh=mesh_1d())
+    f.fully_shard(net, mesh=mesh_1d())
+    assert all(isinstance(block, f.FSDPModule) for block in blocks[:count])
+    return list(steps(net))
+
+
 def hints(f: Any) -> list[Any]:
     net = shard(f, make_net())
     blocks: Any = list(net.blocks)

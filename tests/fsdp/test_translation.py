@@ -97,12 +97,12 @@ def _sixteen_bits_of_both_kinds() -> None:
             lambda: wrapped(mixed_precision=f.MixedPrecision(keep_low_precision_grads=True)),
             "keep_low_precision_grads=True",
         ),
-        (lambda: f.fully_shard([nn.Linear(2, 2)]), "takes one torch.nn.Module, got a list"),  # type: ignore[type-var]
+        (lambda: f.fully_shard({nn.Linear(2, 2)}), "takes torch.nn.Modules, got a set"),  # type: ignore[type-var]
         (lambda: f.fully_shard(nn.Linear(2, 2), dp_mesh_dims=1), "dp_mesh_dims: pass these"),
         (_sixteen_bits_of_both_kinds, "in bfloat16 and in float16"),
         (
-            lambda: f.fully_shard(make_net()).set_all_reduce_hook(print),  # type: ignore[operator]
-            "set_all_reduce_hook has no place",
+            lambda: f.fully_shard(make_net()).set_custom_all_gather(print),  # type: ignore[operator]
+            "set_custom_all_gather has no place",
         ),
         (
             lambda: FSDP.shard_full_optim_state_dict({}, make_net(), optim_input=[]),

@@ -1,6 +1,6 @@
 """FSDP2's functions: their options, as calls of the engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from shardwise.runtime import engine
 
 __all__ = ["as_they_came", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 
 def fully_shard(
@@ -41,7 +41,7 @@ def fully_shard(
       has the whole of it at once.
 
     Args:
-        module: one module.
+        module: one module; or several, each of which becomes a unit of its own.
         mesh: 1-D shards; 2-D repeats the model over its first dimension and shards over its second.
         reshard_after_forward: as in FSDP2.
         shard_placement_fn: taken, and not asked.
@@ -53,11 +53,20 @@ def fully_shard(
     Raises:
         PlanError: the options do not fit the model or each other.
     """
+    if isinstance(module, Sequence):
+        for one in module:
+            fully_shard(
+                one,
+                mesh=mesh,
+                reshard_after_forward=reshard_after_forward,
+                mp_policy=mp_policy,
+                offload_policy=offload_policy,
+                ignored_params=ignored_params,
+                dp_mesh_dims=dp_mesh_dims,
+            )
+        return module
     if not isinstance(module, nn.Module):
-        raise PlanError(
-            f"fully_shard takes one torch.nn.Module, got a {type(module).__name__}; modules that "
-            "are to be gathered together go into a module around them"
-        )
+        raise PlanError(f"fully_shard takes torch.nn.Modules, got a {type(module).__name__}")
     if dp_mesh_dims is not None:
         raise PlanError("dp_mesh_dims: pass these dimensions alone, as in mesh=mesh['shard']")
 

@@ -4,11 +4,11 @@ The schedule knows the order of the last pass and gathers ahead by itself, so hi
 nothing to add; they are taken, so that a program that gives them runs, and that is all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.errors import PlanError
 from shardwise.runtime.scheduler import Scheduler
@@ -106,6 +106,26 @@ class Controls(nn.Module):
             for gradients in scheduler.units[index].gradients:
                 gradients.divide_by(factor)
 
+    def set_all_reduce_hook(
+        self,
+        hook: Callable[[Tensor], None],
+        *,
+        stream: Any = None,  # noqa: ARG002 - as in FSDP2
+    ) -> None:
+        """Call ``hook`` with this unit's reduced gradients, before they reach the parameters.
+
+        They are this rank's part of all of them, 1-D; the hook may change it in place, for example
+        by a reduction over ranks that the mesh does not know. As in FSDP2.
+
+        Args:
+            hook: called on the thread and stream of backward, in the same order on every rank.
+            stream: taken, and not used.
+        """
+        scheduler = _scheduler_of(self)
+        for index in _indices_in(self, recurse=False):
+            for gradients in scheduler.units[index].gradients:
+                gradients.reduced_hook = hook
+
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
@@ -157,11 +177,6 @@ class Controls(nn.Module):
         """An exception leaves no state behind."""
 
     # -- refused ---------------------------------------------------------------------------------
-
-    def set_all_reduce_hook(self, *_args: Any, **_kwargs: Any) -> None:
-        """Raises PlanError."""
-        way_out = "use register_post_accumulate_grad_hook of the parameters"
-        raise _refusal("set_all_reduce_hook", way_out)
 
     def set_custom_all_gather(self, *_args: Any, **_kwargs: Any) -> None:
         """Raises PlanError."""

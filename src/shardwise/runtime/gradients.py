@@ -1,7 +1,7 @@
 """Gradients on their way from autograd to the shards."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,7 @@ class Gradients:
         self._keeps_shard = True  # or the gradients are dropped in backward, by `drop`
         self._is_handed_over = False
         self._fresh: list[int] = []  # positions whose .grad was None before this backward
+        self.reduced_hook: Callable[[Tensor], None] | None = None  # called with [S], may change it
         self._kept_shard: Tensor | None = None  # [S], reused when nobody holds the last .grad
         self._reduced: Tensor | None = None
         self._partial: Tensor | None = None
@@ -162,6 +163,8 @@ class Gradients:
             reduced = self._own_shard().copy_(reduced)
         if self._divisor != self._divide_by:
             reduced = reduced.to(self._dtype).mul_(self._divisor / self._divide_by)
+        if self.reduced_hook is not None:
+            self.reduced_hook(reduced)
         is_kept = reduced is self._kept_shard
         runs = split_shard(reduced, self._layout, self._axis.rank)
         with torch.no_grad():
