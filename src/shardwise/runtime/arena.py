@@ -96,14 +96,16 @@ class Course:
         self._followers: dict[tuple[_Spans, _Spans], _Spans] = {}
         self._last: tuple[_Spans, _Spans] = ((), ())
         self._expected: _Spans = ()
+        self._placement: Placement | None = None  # of what is expected
         self._begin()
 
     def next_place(self, num_bytes: int) -> int | None:
         """Where the plan has what is asked for now, if it is what was expected."""
         position, expected = len(self._sizes), self._expected
         self._is_expected &= position < len(expected) and expected[position][0] == num_bytes
-        placement = self._planned.get(expected) if self._is_expected else None
-        return placement.offsets[position] if placement is not None else None
+        if not self._is_expected or self._placement is None:
+            return None
+        return self._placement.offsets[position]
 
     def note_taken(self, num_bytes: int, storage: torch.UntypedStorage) -> None:
         self._lent[storage.data_ptr()] = len(self._sizes)
@@ -128,6 +130,7 @@ class Course:
         self._last = (self._last[1], done)
         hardest = next(reversed(self._planned), done)  # others may do without a plan
         self._expected = self._followers.get(self._last, hardest)
+        self._placement = self._planned.get(self._expected)
         self._begin()
         return self._planned.get(done)
 
