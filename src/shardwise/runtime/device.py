@@ -45,23 +45,24 @@ class Mark:
         self.started = 0.0
         self.finished = 0.0
         self.error: BaseException | None = None
-        self._done = threading.Event()
-
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_set()
+        self.is_done = False
+        # A bare lock: each collective has a mark, and an Event takes several times as long.
+        self._running = threading.Lock()
+        self._running.acquire()
 
     def wait(self, timeout_seconds: float) -> bool:
         """Whether the job ended, after at most ``timeout_seconds``; its error is not raised."""
-        return self._done.wait(timeout_seconds)
+        if not self.is_done and self._running.acquire(timeout=timeout_seconds):
+            self._running.release()  # for whoever else waits
+        return self.is_done
 
     def wait_on_device(self) -> None:
         """Have the current stream wait for it; on the CPU, the caller."""
-        self._done.wait()
+        self._await()
 
     def synchronize(self) -> None:
         """Return when the host may read what the job wrote, or raise the job's error."""
-        self._done.wait()
+        self._await()
         if self.error is not None:
             raise self.error
 
@@ -74,7 +75,13 @@ class Mark:
             self.error = error
         del job  # and the memory that it holds, or the peak would depend on this thread's luck
         self.finished = time.perf_counter()
-        self._done.set()
+        self.is_done = True
+        self._running.release()
+
+    def _await(self) -> None:
+        if not self.is_done:
+            with self._running:
+                pass
 
 
 class Lane(Protocol):
