@@ -138,10 +138,11 @@ class Link:
             scope: the ranks; by default those whose shards make the model.
         """
         members = self._members[scope]
+        gather = self._gathering(flat, members)
 
         def run(ticket: Ticket) -> None:
             fill()
-            self._gather_slots(flat, members, ticket.tag)
+            gather(ticket.tag)
 
         return self._submit(label, flat.nbytes // members.size, scope, run)
 
@@ -193,19 +194,23 @@ class Link:
         return Pending((ticket,), (self.lane.submit(job),))
 
     # -- the stages of a reduction ---------------------------------------------------------------
+    #
+    # Views are made by the caller: an op on the lane would have to wait for the interpreter.
 
     def _sum_row(self, reduction: Reduction, label: str) -> Pending:
         members = self._members[Scope.ROW]
         flat, inner, carried = reduction.flat, reduction.inner, reduction.carried
+        sum_up: Callable[[int], object]
+        if members.size == 1:
+            sum_up = lambda _tag: inner.copy_(flat)  # noqa: E731
+        elif not self._direct:
+            sum_up = lambda _tag: _reduce_scatter(inner, flat, group=members.group)  # noqa: E731
+        else:
+            parts = flat.view(members.size, -1).unbind()
+            sum_up = self._summing(members, parts, inner, reduction.scratch)
 
         def run(ticket: Ticket) -> None:
-            if members.size == 1:
-                inner.copy_(flat)
-            elif not self._direct:
-                _reduce_scatter(inner, flat, group=members.group)
-            else:
-                parts = list(flat.view(members.size, -1))
-                self._exchange_and_sum(members, parts, inner, reduction.scratch, ticket.tag)
+            sum_up(ticket.tag)
             if carried is not None:
                 inner.add_(carried)
 
@@ -217,10 +222,8 @@ class Link:
         assert out is not None
 
         def exchange(parts: Sequence[Tensor], result: Tensor) -> Pending:
-            def run(ticket: Ticket) -> None:
-                self._exchange_and_sum(members, parts, result, scratch, ticket.tag)
-
-            return self._submit(label, result.nbytes, Scope.COLUMN, run)
+            sum_up = self._summing(members, parts, result, scratch)
+            return self._submit(label, result.nbytes, Scope.COLUMN, lambda t: sum_up(t.tag))
 
         if not self._direct:
             run = partial(_sum_by_backend, inner, out, members.group)
@@ -234,50 +237,45 @@ class Link:
             cut, rest = inner[: size * members.size], inner[size * members.size :]
             parts = cut.view(members.size, size)
             yield exchange(list(parts), parts[members.own])
-            yield self._submit(
-                label,
-                size * inner.itemsize,
-                Scope.COLUMN,
-                lambda ticket: self._gather_slots(cut, members, ticket.tag),
-            )
+            gather = self._gathering(cut, members)
+            slot_bytes = size * inner.itemsize
+            yield self._submit(label, slot_bytes, Scope.COLUMN, lambda ticket: gather(ticket.tag))
             if rest.numel():
                 yield exchange([rest] * members.size, rest)
 
-    # -- what a stage does, on the lane ----------------------------------------------------------
-
-    def _gather_slots(self, flat: Tensor, members: "_Members", tag: int) -> None:
+    def _gathering(self, flat: Tensor, members: "_Members") -> Callable[[int], None]:
+        """What gives every member the whole of ``flat``, each having filled its slot."""
         if members.size == 1 or not flat.numel():
-            return
-        slots = flat.view(members.size, -1)
+            return lambda _tag: None
+        slots = flat.view(members.size, -1).unbind()
         own = slots[members.own]
         if not self._direct:
-            _gather_by_backend(flat, own, members)
-            return
-        self._exchange({rank: (own, slots[i]) for i, rank in members.others()}, tag)
+            return lambda _tag: _gather_by_backend(flat, own, members)
+        pairs = {rank: (own, slots[i]) for i, rank in members.others()}
+        return partial(self._exchange, pairs)
 
-    def _exchange_and_sum(
-        self,
-        members: "_Members",
-        parts: Sequence[Tensor],
-        out: Tensor,
-        scratch: Tensor,
-        tag: int,
-    ) -> None:
-        """Send ``parts[i]`` to member i; put the sum of what comes and of the own part in ``out``.
+    def _summing(
+        self, members: "_Members", parts: Sequence[Tensor], out: Tensor, scratch: Tensor
+    ) -> Callable[[int], None]:
+        """What sends ``parts[i]`` to member i, and sums what comes and the own part in ``out``.
 
         In the order of the members, so that replicas get the same bits.
         """
         if not out.numel():
-            return
-        free = scratch[: (members.size - 1) * out.numel()].view(-1, out.numel())
+            return lambda _tag: None
+        free = scratch[: (members.size - 1) * out.numel()].view(-1, out.numel()).unbind()
         received = {i: free[n] for n, (i, _) in enumerate(members.others())}
         pairs = {rank: (parts[i], received[i]) for i, rank in members.others()}
-        self._exchange(pairs, tag)
         received[members.own] = parts[members.own]  # which may be `out`
-        total = received[0]
-        for i in range(1, members.size):
-            is_last = i == members.size - 1
-            total = torch.add(total, received[i], out=out if is_last else free[0])
+
+        def sum_up(tag: int) -> None:
+            self._exchange(pairs, tag)
+            total = received[0]
+            for i in range(1, members.size):
+                is_last = i == members.size - 1
+                total = torch.add(total, received[i], out=out if is_last else free[0])
+
+        return sum_up
 
     def _exchange(self, tensors: dict[int, tuple[Tensor, Tensor]], tag: int) -> None:
         """Send the first of each pair to its peer and receive the second from it.
@@ -285,16 +283,17 @@ class Link:
         Raises:
             PeerLost: at the end, so that the peers that are left do not wait for this rank.
         """
+        group = self._group
+        if group is None or not tensors:
+            return
         works: list[tuple[int, dist.Work | None]] = []
         lost: dict[int, RuntimeError] = {}
         for peer, (_, received) in tensors.items():
             with _noting(lost, peer):
-                work = dist.irecv(received, group=self._group, group_src=peer, tag=tag)
-                works.append((peer, work))
+                works.append((peer, group.recv([_real(received)], peer, tag)))
         for peer, (sent, _) in tensors.items():
             with _noting(lost, peer):
-                work = dist.isend(sent, group=self._group, group_dst=peer, tag=tag)
-                works.append((peer, work))
+                works.append((peer, group.send([_real(sent)], peer, tag)))
         for peer, pending in works:
             with _noting(lost, peer):
                 if pending is not None:
@@ -368,6 +367,11 @@ def _noting(errors: dict[int, RuntimeError], peer: int) -> Iterator[None]:
         yield
     except RuntimeError as error:
         errors.setdefault(peer, error)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """What the wire takes of complex numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _new_group(
