@@ -5,8 +5,9 @@ few steps of the same batches as one process that does not shard, in float32, an
 
 - *loss*: the largest relative difference to that process in any step, in units of the precision
   (2^-8 for bfloat16, 2^-11 for float16, 2^-24 for float32);
-- *engine*: the peak of what the engine holds (shards, gradients, whole units, reductions), sampled
-  at every event, and how far it is from the plan's figure;
+- *engine*: the peak of what is held for the engine (shards, gradients, also those that autograd
+  keeps for it, whole units, reductions), sampled at every event, and how far it is from the plan's
+  figure;
 - *time*: of a step, relative to the plain run (float32, nothing switched on), which takes turns
   with it: the median of the ratios.
 
@@ -34,8 +35,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.plan.events import EventKind
@@ -49,7 +52,7 @@ from shardwise.train.models import GPT, Block, Shape
 
 SIZES = {
     "50M": Shape(vocabulary=4096, context=128, width=640, layers=10, heads=10),
-    "1M": Shape(vocabulary=256, context=64, width=128, layers=5, heads=4),
+    "1M": Shape(vocabulary=320, context=64, width=128, layers=5, heads=4),
 }
 PRECISIONS = {
     "fp32": (sw.MixedPrecisionPolicy(), 2.0**-24),
@@ -204,7 +207,35 @@ def sampled(held_bytes: Callable[[], int]) -> Iterator[list[int]]:
         yield samples
 
 
-def engine_bytes(runtime: Runtime) -> int:
+class Waiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gradients of the tied weight that autograd holds: the head's waits for the embedding's.
+
+    No object of Python's refers to it, so it is followed from where it is computed.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._shape = weight.shape
+        self._found: list[tuple[StorageWeakRef, int, int]] = []  # with address and bytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if type(out) is Tensor and out.shape == self._shape:
+            storage = out.untyped_storage()
+            if storage.nbytes() == out.nbytes:  # or it is a part of a buffer, which is counted
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._found.append((reference, storage.data_ptr(), storage.nbytes()))
+        return out
+
+    def alive(self) -> dict[int, int]:
+        """Bytes by address."""
+        found = [(at, size) for ref, at, size in self._found if not ref.expired()]  # type: ignore[no-untyped-call]
+        return dict(found)
+
+
+def engine_bytes(runtime: Runtime, waiting: Waiting) -> int:
     tensors: list[Tensor | None] = []
     for unit in runtime.units:
         for flat in unit.flats:
@@ -215,7 +246,7 @@ def engine_bytes(runtime: Runtime) -> int:
             tensors += [gradients._kept_shard]
             tensors += [gradients._buffer.flat] if gradients.owns_buffer else []
     storages = [t.untyped_storage() for t in tensors if t is not None]
-    own = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    own = waiting.alive() | {storage.data_ptr(): storage.nbytes() for storage in storages}
     lent = [pool._lent_bytes for pool in (runtime.pool, *_staging(runtime))]
     return int(sum(own.values()) + sum(lent))
 
@@ -248,8 +279,11 @@ def run_rank(rank: int, setting: Setting, combinations: Sequence[Combination], o
         for combination in progress.track(combinations):
             outcomes.append(try_out(setting, combination, plain, expected))
             gc.collect()
+            if rank == 0:  # a run takes long, and may be stopped
+                progress.console.print(*cells(outcomes[-1]), markup=False, highlight=False)
+                write(setting, outcomes, out)
     if rank == 0:
-        report(setting, outcomes, out)
+        report(setting, outcomes)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -261,7 +295,8 @@ def try_out(
     losses, ratios, samples = [], [], [0]
     for number, batch in enumerate(batches(setting)):
         if number == 1:  # with states and gradient shards, but not on the clock
-            with sampled(partial(engine_bytes, runtime_of_root(trainee.model))) as samples:
+            runtime, waiting = runtime_of_root(trainee.model), Waiting(trainee.model.head.weight)
+            with waiting, sampled(partial(engine_bytes, runtime, waiting)) as samples:
                 losses.append(trainee.step(batch))
             continue
         seconds = [_timed(plain, batch)[0]]
@@ -288,25 +323,33 @@ def _timed(trainee: Trainee, batch: Tensor) -> tuple[float, float]:
     return time.perf_counter() - began, loss
 
 
-def report(setting: Setting, outcomes: Sequence[Outcome], out: Path) -> None:
+def write(setting: Setting, outcomes: Sequence[Outcome], out: Path) -> None:
+    rows = [asdict(outcome) for outcome in outcomes]
+    out.write_text(json.dumps({"setting": asdict(setting), "rows": rows}) + "\n", encoding="utf-8")
+
+
+def cells(outcome: Outcome) -> tuple[str, ...]:
+    """A row of the table."""
+    c = outcome.combination
+    return (
+        *(c.precision, c.checkpointing, c.offload, c.accumulation),
+        f"{outcome.loss_units:.2f}",
+        f"{outcome.engine_bytes / 1e6:.1f}",
+        f"{outcome.memory_off:+.1%}",
+        f"{outcome.time:.2f}" + (" (off)" if outcome.is_off else ""),
+    )
+
+
+def report(setting: Setting, outcomes: Sequence[Outcome]) -> None:
     title = f"GPT of {setting.size}, {setting.ranks} CPU ranks"
     table = Table("precision", "checkpointing", "offload", "micro batches", title=title)
     for heading in ("loss, units off", "engine, MB", "of the plan", "time"):
         table.add_column(heading, justify="right")
     for outcome in outcomes:
-        c = outcome.combination
-        table.add_row(
-            *(c.precision, c.checkpointing, c.offload, c.accumulation),
-            f"{outcome.loss_units:.2f}",
-            f"{outcome.engine_bytes / 1e6:.1f}",
-            f"{outcome.memory_off:+.1%}",
-            f"{outcome.time:.2f}" + (" (off)" if outcome.is_off else ""),
-        )
+        table.add_row(*cells(outcome))
     Console(width=110).print(table)
     off = sum(outcome.is_off for outcome in outcomes)
     Console().print(f"{len(outcomes)} combinations, {off} off")
-    rows = [asdict(outcome) for outcome in outcomes]
-    out.write_text(json.dumps({"setting": asdict(setting), "rows": rows}) + "\n", encoding="utf-8")
 
 
 def main() -> None:
