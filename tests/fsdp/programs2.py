@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_state_dict,
@@ -355,6 +356,16 @@ def distributed_state_dict(f: Any, optimizer: str) -> list[Any]:
         opt.step()
         seen.append(values(model))
     return seen
+
+
+def whole_state_dicts(f: Any, optimizer: str, cpu_offload: bool) -> list[Any]:
+    net = shard(f, make_net())
+    chosen = OPTIMIZERS[optimizer](net.parameters())
+    loss_of(net, 0).backward()
+    chosen.step()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
+    model_state, states = get_state_dict(net, chosen, options=options)
+    return [model_state, states.get("state"), get_model_state_dict(net, options=options)]
 
 
 def several_forwards(f: Any) -> list[Any]:

@@ -67,6 +67,10 @@ CASES: list[tuple[Program, dict[str, Any]]] = [
     (programs.placement_function, {}),
     *((programs.state_dict, {"wrapped": wrapped}) for wrapped in WRAPPED),
     *((programs.distributed_state_dict, {"optimizer": o}) for o in ("sgd", "adam", "adamw")),
+    *(
+        (programs.whole_state_dicts, {"optimizer": o, "cpu_offload": on_cpu})
+        for o, on_cpu in (("sgd", False), ("adamw", False), ("adamw", True))
+    ),
     (programs.several_forwards, {}),
     (programs.sharded_twice, {}),
     (programs.gradient_hooks, {}),
