@@ -1,4 +1,4 @@
-"""An image classifier, wrapped by size (FSDP1).
+"""A classifier of handwritten digits, wrapped by size (FSDP1).
 
 torchrun --nproc-per-node 2 examples/porting/shardwise/digits.py
 """
@@ -8,6 +8,7 @@ import functools
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
 from torch import nn
 from shardwise.fsdp import FullyShardedDataParallel as FSDP
 from shardwise.fsdp.wrap import size_based_auto_wrap_policy
@@ -33,13 +34,11 @@ class Net(nn.Module):
         return F.log_softmax(self.fc2(x), dim=1)
 
 
-def digits(count, seed):
-    """Images of 8 x 8 in ten classes, each a pattern with noise on it."""
-    generator = torch.Generator().manual_seed(seed)
-    patterns = torch.rand(10, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    labels = torch.randint(10, (count,), generator=generator)
-    images = patterns[labels] + 0.3 * torch.randn(count, 1, 8, 8, generator=generator)
-    return TensorDataset(images, labels)
+def digits(part):
+    """Handwritten digits of 8 x 8 in ten classes."""
+    found = load_digits()
+    images = torch.tensor(found.images[part], dtype=torch.float32)[:, None] / 16
+    return TensorDataset(images, torch.tensor(found.target[part]))
 
 
 def train(model, loader, optimizer):
@@ -69,7 +68,7 @@ def test(model, loader):
 def main():
     torch.manual_seed(0)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    training, testing = digits(256, seed=1), digits(64, seed=2)
+    training, testing = digits(slice(0, 512)), digits(slice(512, 640))
     sampler = DistributedSampler(training, world_size, rank, shuffle=True)
     train_loader = DataLoader(training, 32, sampler=sampler)
     test_loader = DataLoader(testing, 32, sampler=DistributedSampler(testing, world_size, rank))
