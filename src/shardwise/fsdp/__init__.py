@@ -24,7 +24,7 @@ from shardwise.fsdp.api import (
 from shardwise.fsdp.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardwise.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from shardwise.fsdp.sharded_grad_scaler import ShardedGradScaler
-from shardwise.fsdp.whole_state_dicts import let_torch_gather
+from shardwise.fsdp.whole_state_dicts import let_torch_know
 from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.runtime.controls import UnshardHandle
@@ -58,4 +58,4 @@ __all__ = [
     "share_comm_ctx",
 ]
 
-let_torch_gather()
+let_torch_know()

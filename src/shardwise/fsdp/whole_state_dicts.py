@@ -1,7 +1,7 @@
-"""``StateDictOptions(full_state_dict=True)`` of torch, for sharded parameters of this engine.
+"""``StateDictOptions(full_state_dict=True)`` of torch, for sharded tensors of this engine.
 
-`torch.distributed.checkpoint.state_dict` gathers the kinds of tensors that it knows, and would hand
-out ours as they are. Importing the drop-in has them gathered first, one after the other.
+`torch.distributed.checkpoint.state_dict` gathers and cuts the kinds of tensors that it knows, and
+would hand out ours as they are. Importing the drop-in lets it deal with them, one after the other.
 """
 
 import sys
@@ -11,24 +11,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import _state_dict_utils as utilities
 from torch.utils._pytree import tree_map
 
 from shardwise.runtime.sharded_tensor import ShardedTensor
 
-__all__ = ["let_torch_gather"]
+__all__ = ["let_torch_know"]
+
+_USER = "torch.distributed.checkpoint.state_dict"  # takes the functions over when it is imported
 
 
-_NAME = "_gather_state_dict"
-_USER = "torch.distributed.checkpoint.state_dict"  # takes it over when it is imported
-
-
-def let_torch_gather() -> None:
-    """Have torch's functions find whole tensors where they look for something to gather."""
-    gather = _gathering_ours(getattr(utilities, _NAME))
-    setattr(utilities, _NAME, gather)
-    if _USER in sys.modules:
-        setattr(sys.modules[_USER], _NAME, gather)
+def let_torch_know() -> None:
+    """Put ours around torch's functions that gather and cut."""
+    for name, around in (
+        ("_gather_state_dict", _gathering_ours),
+        ("_distribute_state_dict", _cutting_ours),
+        ("_broadcast_state_dict", _cutting_ours),
+    ):
+        function = around(getattr(utilities, name))
+        setattr(utilities, name, function)
+        if _USER in sys.modules:
+            setattr(sys.modules[_USER], name, function)
 
 
 def _gathering_ours(gather: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -55,3 +59,22 @@ def _gathering_ours(gather: Callable[..., dict[str, Any]]) -> Callable[..., dict
         )
 
     return gather_all
+
+
+def _cutting_ours(fill: Callable[..., None]) -> Callable[..., None]:
+    """Around what puts whole tensors into a dict of local ones."""
+
+    @wraps(fill)
+    def fill_all(
+        whole: dict[str, Any], local: dict[str, Any], *positional: Any, **options: Any
+    ) -> None:
+        ours = {key: value for key, value in local.items() if isinstance(value, ShardedTensor)}
+        fill(whole, local, *positional, **options)
+        for key, sharded in ours.items():
+            value = local.get(key)
+            if isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
+                run = sharded.sharding.run
+                own = value.reshape(-1)[run.start : run.stop].clone()
+                local[key] = ShardedTensor(own, sharded.sharding)
+
+    return fill_all

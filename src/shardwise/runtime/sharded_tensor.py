@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import ShardedTensorError
 from shardwise.plan.layout import Layout, Run, Slot
 from shardwise.runtime.device import random_states
+from shardwise.runtime.distributed_checkpoint import chunks_of, items_of
 from shardwise.runtime.guard import Scope
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.reductions import across, combine, gather_runs, norms
@@ -148,6 +149,22 @@ class ShardedTensor(torch.Tensor):
             f"device={self.device}, elements {run.start}:{run.stop} on rank {axis.rank} of "
             f"{axis.size})"
         )
+
+    # What `torch.distributed.checkpoint` asks of tensors that are on several ranks.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[object]:  # noqa: A002
+        run = self._sharding.run
+        return items_of(fqn, self.shape, slice(run.start, run.stop), self._local)
+
+    def __create_chunk_list__(self) -> list[object]:
+        return [chunk for chunk, _ in self._chunks()]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return next(part for chunk, part in self._chunks() if chunk.offsets == index.offset)
+
+    def _chunks(self) -> list[tuple[Any, Tensor]]:
+        run = self._sharding.run
+        return chunks_of(self.shape, slice(run.start, run.stop), self._local.detach())
 
     def __tensor_flatten__(self) -> tuple[list[str], Sharding]:
         return ["_local"], self._sharding
