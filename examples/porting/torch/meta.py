@@ -1,13 +1,22 @@
-"""A model that is made on the meta device and filled from a checkpoint (FSDP2).
+"""A model that is made on the meta device, filled from a checkpoint, and saved with DCP (FSDP2).
 
 torchrun --nproc-per-node 2 examples/porting/torch/meta.py
 """
 
+import shutil
+import tempfile
+
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -39,7 +48,8 @@ class Transformer(nn.Module):
         return self.head(x)
 
 
-def main():
+def make():
+    """A sharded model without values, and its optimizer."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):
@@ -49,13 +59,12 @@ def main():
     fully_shard(model, mesh=mesh, mp_policy=policy)
     assert isinstance(model, FSDPModule)
     model.to_empty(device=DEVICE)
-    torch.manual_seed(0)
-    checkpoint = Transformer().state_dict()  # say, from a file
-    set_model_state_dict(model, checkpoint, options=StateDictOptions(full_state_dict=True))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model, optimizer, generator):
     losses = []
-    for _ in range(5):
+    for _ in range(4):
         tokens = torch.randint(32, (4, 9), generator=generator).to(DEVICE)
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
@@ -63,6 +72,35 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    return losses
+
+
+def main():
+    model, optimizer = make()
+    torch.manual_seed(0)
+    whole = Transformer().state_dict()  # say, from a file
+    set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = train(model, optimizer, generator)
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder[0])
+
+    model, optimizer = make()
+    weights, states = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": states}
+    dcp.load(state, checkpoint_id=folder[0])
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    losses += train(model, optimizer, generator)
+    dist.barrier()
+    shutil.rmtree(folder[0], ignore_errors=True)
     return losses
 
 
