@@ -27,7 +27,13 @@ TOLERANCE = 0.02
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 4])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name in ("zero1", "hsdp") else ())
+        for name in PRESETS
+    ],
+)
 def test_live_bytes_are_those_of_the_plan(preset: str, ranks: int) -> None:
     run_on(ranks, _measure_all, PRESETS[preset], deadline=60.0)
 
