@@ -15,6 +15,11 @@ DEADLINE = 90.0  # seconds; the first use of FSDP2 imports a compiler
 Program = Callable[..., Any]
 
 
+def name_of(case: tuple[Program, Mapping[str, Any]]) -> str:
+    """Of a test that runs a program with options."""
+    return f"{case[0].__name__}-{'-'.join(map(str, case[1].values()))}"
+
+
 def run_both(program: Program, options: Mapping[str, Any], tolerance: float = TOLERANCE) -> None:
     """Assert that both give the same, to ``tolerance``, relative to the largest of a tensor."""
     seen = []

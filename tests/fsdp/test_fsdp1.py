@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.fsdp import programs1 as programs
-from tests.fsdp.both import DEADLINE, Program, run_both
+from tests.fsdp.both import DEADLINE, Program, name_of, run_both
 from tests.fsdp.programs2 import OPTIMIZERS
 from tests.ranks import run_on
 
@@ -83,11 +83,7 @@ CASES: list[tuple[Program, dict[str, Any]]] = [
 ]
 
 
-def _name(case: tuple[Program, dict[str, Any]]) -> str:
-    return f"{case[0].__name__}-{'-'.join(map(str, case[1].values()))}"
-
-
-@pytest.mark.parametrize("case", CASES, ids=_name)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_on_two_ranks(case: tuple[Program, dict[str, Any]]) -> None:
     run_on(2, run_both, *case, deadline=DEADLINE)
 
@@ -102,7 +98,7 @@ def test_on_two_ranks(case: tuple[Program, dict[str, Any]]) -> None:
         ),
         (programs.in_groups, {}),
     ],
-    ids=_name,
+    ids=name_of,
 )
 def test_on_four_ranks(case: tuple[Program, dict[str, Any]]) -> None:
     run_on(4, run_both, *case, deadline=DEADLINE)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.fsdp import programs2 as programs
-from tests.fsdp.both import DEADLINE, Program, run_both
+from tests.fsdp.both import DEADLINE, Program, name_of, run_both
 from tests.fsdp.programs2 import OPTIMIZERS
 from tests.ranks import run_on
 
@@ -77,11 +77,7 @@ CASES: list[tuple[Program, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def _name(case: tuple[Program, dict[str, Any]]) -> str:
-    return f"{case[0].__name__}-{'-'.join(map(str, case[1].values()))}"
-
-
-@pytest.mark.parametrize("case", CASES, ids=_name)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_on_two_ranks(case: tuple[Program, dict[str, Any]]) -> None:
     run_on(2, run_both, *case, deadline=DEADLINE)
 
@@ -95,7 +91,7 @@ def test_on_two_ranks(case: tuple[Program, dict[str, Any]]) -> None:
         *((programs.all_reduce_hook, {"units": units}) for units in ("blocks", "root", "layers")),
         (programs.placements_of_hybrid, {}),
     ],
-    ids=_name,
+    ids=name_of,
 )
 def test_on_four_ranks(case: tuple[Program, dict[str, Any]]) -> None:
     run_on(4, run_both, *case, deadline=DEADLINE)

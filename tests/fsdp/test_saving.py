@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.fsdp import programs_saving as programs
-from tests.fsdp.both import DEADLINE, Program, run_both, run_ours
+from tests.fsdp.both import DEADLINE, Program, name_of, run_both, run_ours
 from tests.ranks import run_on
 
 BOTH = (True, False)
@@ -50,15 +50,11 @@ OURS: list[tuple[Program, dict[str, Any]]] = [
 ]
 
 
-def _name(case: tuple[Program, dict[str, Any]]) -> str:
-    return f"{case[0].__name__}-{'-'.join(map(str, case[1].values()))}"
-
-
-@pytest.mark.parametrize("case", CASES, ids=_name)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_on_two_ranks(case: tuple[Program, dict[str, Any]]) -> None:
     run_on(2, run_both, *case, deadline=DEADLINE)
 
 
-@pytest.mark.parametrize("case", OURS, ids=_name)
+@pytest.mark.parametrize("case", OURS, ids=name_of)
 def test_ours_on_two_ranks(case: tuple[Program, dict[str, Any]]) -> None:
     run_on(2, run_ours, *case, deadline=DEADLINE)

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.plan.layout import Run
 from shardwise.runtime.distributed_checkpoint import boxes, chunks_of
 
 
@@ -25,7 +26,7 @@ def test_boxes_are_the_run_in_order(shape: list[int], data: st.DataObject) -> No
     assert torch.equal(torch.cat([*parts, whole.new_empty(0)]), torch.arange(start, stop))
     assert len(found) <= max(1, 2 * len(shape) - 1)
     local = torch.arange(start, stop)
-    views = [view.reshape(-1) for _, view in chunks_of(shape, slice(start, stop), local)]
+    views = [view.reshape(-1) for _, view in chunks_of(shape, Run(start, stop), local)]
     assert torch.equal(torch.cat([*views, local.new_empty(0)]), local)
 
 

@@ -30,7 +30,7 @@ from shardwise.checkpoint import tree
 from shardwise.checkpoint.files import Spec, spec_of
 from shardwise.checkpoint.opening import Opened, Part
 from shardwise.checkpoint.reader import Reader
-from shardwise.checkpoint.shares import Share
+from shardwise.checkpoint.shares import Share, bytes_of
 from shardwise.checkpoint.sources import open_hf
 from shardwise.errors import CheckpointDamaged, CheckpointError
 
@@ -41,7 +41,7 @@ _OPTIMIZERS = ("optimizer", "optim", "optimizers")  # the first is what `load` c
 
 
 class _Specs:
-    """A source that is read in ways of its own."""
+    """A source that its reader does not read byte by byte."""
 
     def __init__(self, specs: Mapping[str, Spec]) -> None:
         self.specs = specs
@@ -216,25 +216,23 @@ def _open_torch(path: Path) -> dict[str, Part]:
 def _part_of(name: str, value: Any) -> Part:
     tensors: dict[str, Tensor] = {}
     if isinstance(value, dict) and value and all(isinstance(v, Tensor) for v in value.values()):
-        return Part("module", _TensorReader(value))
+        return Part("module", Reader(_Tensors(value)))
     encoded = tree.encode(value, tensors)
-    reader = _TensorReader(tensors)
+    reader = Reader(_Tensors(tensors))
     if name == _OPTIMIZERS[0]:
         return Part("optimizer", reader, _named(encoded))
     return Part("object" if isinstance(value, dict) else "data", reader, encoded)
 
 
-class _TensorReader(Reader):
-    """Reads tensors that are there, in memory or in a file that is mapped into it."""
+class _Tensors:
+    """A source of tensors that are there, in memory or in a file that is mapped into it."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(_Specs({name: spec_of(name, t) for name, t in tensors.items()}))
-        self._tensors = tensors
+        self.specs: Mapping[str, Spec] = {name: spec_of(name, t) for name, t in tensors.items()}
+        self._flat = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
 
-    def read(self, name: str, into: Share) -> None:
-        stop = into.start + len(into.elements)
-        into.elements.copy_(self._tensors[name].reshape(-1)[into.start : stop])
-        self.bytes_read += len(into.elements) * self._tensors[name].itemsize
+    def read(self, name: str, start: int, into: memoryview) -> None:
+        into[:] = bytes_of(self._flat[name])[start : start + into.nbytes]
 
 
 # -- what is in them -----------------------------------------------------------------------------

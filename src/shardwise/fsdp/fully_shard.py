@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -53,38 +54,27 @@ def fully_shard(
     Raises:
         PlanError: the options do not fit the model or each other.
     """
-    if isinstance(module, Sequence):
-        for one in module:
-            fully_shard(
-                one,
-                mesh=mesh,
-                reshard_after_forward=reshard_after_forward,
-                mp_policy=mp_policy,
-                offload_policy=offload_policy,
-                ignored_params=ignored_params,
-                dp_mesh_dims=dp_mesh_dims,
-            )
-        return module
-    if not isinstance(module, nn.Module):
-        raise PlanError(f"fully_shard takes torch.nn.Modules, got a {type(module).__name__}")
     if dp_mesh_dims is not None:
         raise PlanError("dp_mesh_dims: pass these dimensions alone, as in mesh=mesh['shard']")
 
-    def shard() -> None:
+    def shard(one: nn.Module) -> None:
         engine.fully_shard(
-            module,
+            one,
             mesh=mesh,
             strategy="fsdp" if mesh is None or mesh.ndim == 1 else "hsdp",
             reshard_after_forward=reshard_after_forward,
-            mp_policy=as_they_came(module, mp_policy),
+            mp_policy=as_they_came(one, mp_policy),
             offload_policy=offload_policy,
             ignored_params=ignored_params,
         )
 
-    if is_deferred(module):
-        defer(module, shard)
-    else:
-        shard()
+    for one in module if isinstance(module, Sequence) else (module,):
+        if not isinstance(one, nn.Module):
+            raise PlanError(f"fully_shard takes torch.nn.Modules, got a {type(one).__name__}")
+        if is_deferred(one):
+            defer(one, partial(shard, one))
+        else:
+            shard(one)
     return module
 
 

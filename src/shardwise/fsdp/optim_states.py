@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from shardwise.errors import PlanError
 from shardwise.fsdp.api import OptimStateKeyType, StateDictType
 from shardwise.fsdp.names import clean_names
-from shardwise.fsdp.state_dicts import get_state_dict_type
+from shardwise.fsdp.state_dicts import as_saved, get_state_dict_type
 from shardwise.runtime.collectives import copy_from_first, tell_from_first
 from shardwise.runtime.sharded_tensor import ShardedTensor
 
 __all__ = [
+    "cut",
     "flatten_sharded_optim_state_dict",
     "full_optim_state_dict",
     "optim_state_dict",
@@ -145,7 +146,7 @@ def scatter_full_optim_state_dict(
                 if key in own:
                     whole.copy_(own[key])
                 copy_from_first([whole], axis_group)
-                entries[key] = _cut(whole, parameters[name])
+                entries[key] = cut(whole, parameters[name])
     return _loadable(model, optim, outline)
 
 
@@ -189,7 +190,8 @@ def _saved(
     is_dropped = rank0_only and _rank_of(model) != 0
     states: States = {}
     for number, entries in by_number["state"].items():
-        converted = {key: _converted(value, kind, to_cpu) for key, value in entries.items()}
+        is_moved = to_cpu and not is_dropped
+        converted = {k: as_saved(value, kind, to_cpu=is_moved) for k, value in entries.items()}
         if not is_dropped:
             states[names.get(number, number)] = converted
     if is_dropped:
@@ -201,27 +203,18 @@ def _saved(
     return {"state": states, "param_groups": groups}
 
 
-def _converted(value: Any, kind: StateDictType, to_cpu: bool) -> Any:
-    if isinstance(value, ShardedTensor):
-        if kind is StateDictType.FULL_STATE_DICT:
-            value = value.full_tensor()
-        elif kind is StateDictType.LOCAL_STATE_DICT:
-            value = value.to_local()
-    return value.cpu() if to_cpu and isinstance(value, Tensor) else value
-
-
 def _loadable(model: nn.Module, optim: Optimizer, states: Mapping[str, Any]) -> States:
     """States by number, cut as their parameters are."""
     parameters = clean_names(model)
-    cut = {
+    own = {
         name: {
-            key: copy.deepcopy(value) if key == "step" else _cut(value, parameters[name])
+            key: copy.deepcopy(value) if key == "step" else cut(value, parameters[name])
             for key, value in entries.items()
         }
         for name, entries in states["state"].items()
         if name in parameters
     }
-    named = {"state": cut, "param_groups": _groups_like(optim, model, states["param_groups"])}
+    named = {"state": own, "param_groups": _groups_like(optim, model, states["param_groups"])}
     return rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, model, optim=optim)
 
 
@@ -240,7 +233,7 @@ def _groups_like(
     return ordered
 
 
-def _cut(value: Any, parameter: nn.Parameter) -> Any:
+def cut(value: Any, parameter: Tensor) -> Any:
     """A copy of ``value`` as the state of ``parameter``: whole tensors and runs become shards."""
     if not isinstance(value, Tensor):
         return value

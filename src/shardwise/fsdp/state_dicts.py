@@ -13,6 +13,7 @@ from shardwise.fsdp.names import WRAPPED, clean_name
 from shardwise.runtime.sharded_tensor import ShardedTensor
 
 __all__ = [
+    "as_saved",
     "get_state_dict_type",
     "prepare",
     "saved",
@@ -107,12 +108,10 @@ def saved(
     config = settings.state_dict_config
     is_dropped = getattr(config, "rank0_only", False) and wrapper.rank != 0
     for name in [name for name in found if name.startswith(prefix)]:
-        value = _as_saved(found.pop(name), settings.state_dict_type)
+        is_moved = config.offload_to_cpu and not is_dropped
+        value = as_saved(found.pop(name), settings.state_dict_type, to_cpu=is_moved)
         if not is_dropped:
-            is_moved = config.offload_to_cpu and isinstance(value, Tensor)
-            found[prefix + clean_name(name.removeprefix(prefix))] = (
-                value.cpu() if is_moved else value
-            )
+            found[prefix + clean_name(name.removeprefix(prefix))] = value
     return found
 
 
@@ -131,10 +130,14 @@ def prepare(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str) -> None
         state_dict[inner + plain] = value
 
 
-def _as_saved(value: Any, kind: StateDictType) -> Any:
-    if not isinstance(value, ShardedTensor) or kind is StateDictType.SHARDED_STATE_DICT:
-        return value
-    return value.full_tensor() if kind is StateDictType.FULL_STATE_DICT else value.to_local()
+def as_saved(value: Any, kind: StateDictType, *, to_cpu: bool) -> Any:
+    """What a state dict of ``kind`` holds for ``value``; all ranks have to call this."""
+    if isinstance(value, ShardedTensor):
+        if kind is StateDictType.FULL_STATE_DICT:
+            value = value.full_tensor()
+        elif kind is StateDictType.LOCAL_STATE_DICT:
+            value = value.to_local()
+    return value.cpu() if to_cpu and isinstance(value, Tensor) else value
 
 
 def _wrappers(module: nn.Module) -> list[nn.Module]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import _state_dict_utils as utilities
 from torch.utils._pytree import tree_map
 
+from shardwise.fsdp.optim_states import cut
 from shardwise.runtime.sharded_tensor import ShardedTensor
 
 __all__ = ["let_torch_know"]
@@ -73,8 +74,6 @@ def _cutting_ours(fill: Callable[..., None]) -> Callable[..., None]:
         for key, sharded in ours.items():
             value = local.get(key)
             if isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
-                run = sharded.sharding.run
-                own = value.reshape(-1)[run.start : run.stop].clone()
-                local[key] = ShardedTensor(own, sharded.sharding)
+                local[key] = cut(value, sharded)
 
     return fill_all

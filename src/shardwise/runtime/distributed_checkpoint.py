@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.plan.layout import Run
+
 __all__ = ["Box", "boxes", "chunks_of", "items_of"]
 
 
@@ -48,7 +50,7 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
         yield Box((row, *box.offsets), (1, *box.sizes))
 
 
-def chunks_of(shape: Sequence[int], run: slice, local: Tensor) -> list[tuple[Any, Tensor]]:
+def chunks_of(shape: Sequence[int], run: Run, local: Tensor) -> list[tuple[Any, Tensor]]:
     """The parts of a tensor that ``local`` [run] holds: torch's description, and a view of each."""
     # Not at the top: it loads much that only they need who call this.
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415
@@ -65,7 +67,7 @@ def chunks_of(shape: Sequence[int], run: slice, local: Tensor) -> list[tuple[Any
     ]
 
 
-def items_of(name: str, shape: Sequence[int], run: slice, local: Tensor) -> list[object]:
+def items_of(name: str, shape: Sequence[int], run: Run, local: Tensor) -> list[object]:
     """What `torch.distributed.checkpoint` is to write of ``local`` [run]."""
     from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415
         MetadataIndex,

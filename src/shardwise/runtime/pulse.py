@@ -50,9 +50,8 @@ class Pulse:
         """
         patience = STOPPED_SECONDS if patience_seconds is None else patience_seconds
         now = time.monotonic()
-        if (
-            now - self._looked > 2 * BEAT_SECONDS
-        ):  # an earlier wait, or this rank was stopped itself
+        # What was seen in an earlier wait, or before this rank was stopped itself, is too old.
+        if now - self._looked > 2 * BEAT_SECONDS:
             self._seen.clear()
         self._looked = now
         for other, key in self._keys.items():

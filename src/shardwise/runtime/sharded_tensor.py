@@ -153,8 +153,7 @@ class ShardedTensor(torch.Tensor):
     # What `torch.distributed.checkpoint` asks of tensors that are on several ranks.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[object]:  # noqa: A002
-        run = self._sharding.run
-        return items_of(fqn, self.shape, slice(run.start, run.stop), self._local)
+        return items_of(fqn, self.shape, self._sharding.run, self._local)
 
     def __create_chunk_list__(self) -> list[object]:
         return [chunk for chunk, _ in self._chunks()]
@@ -163,8 +162,7 @@ class ShardedTensor(torch.Tensor):
         return next(part for chunk, part in self._chunks() if chunk.offsets == index.offset)
 
     def _chunks(self) -> list[tuple[Any, Tensor]]:
-        run = self._sharding.run
-        return chunks_of(self.shape, slice(run.start, run.stop), self._local.detach())
+        return chunks_of(self.shape, self._sharding.run, self._local.detach())
 
     def __tensor_flatten__(self) -> tuple[list[str], Sharding]:
         return ["_local"], self._sharding
