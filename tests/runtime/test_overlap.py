@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 import shardwise as sw
-from shardwise.runtime.collectives import Link
+from shardwise.runtime.wire import Wire
 from tests.ranks import run_on
 
 WIRE_SECONDS = 0.03
@@ -60,13 +60,13 @@ class Slow(nn.Module):
 
 @contextmanager
 def slow_wire() -> Iterator[None]:
-    exchange = Link._exchange
+    exchange = Wire.exchange
 
-    def slow(link: Link, tensors: dict[int, tuple[Tensor, Tensor]], tag: int) -> None:
+    def slow(wire: Wire, tensors: dict[int, tuple[Tensor, Tensor]], tag: int) -> None:
         time.sleep(WIRE_SECONDS)
-        exchange(link, tensors, tag)
+        exchange(wire, tensors, tag)
 
-    with mock.patch.object(Link, "_exchange", slow):
+    with mock.patch.object(Wire, "exchange", slow):
         yield
 
 

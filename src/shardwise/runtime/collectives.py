@@ -9,7 +9,6 @@ is an all-reduce there) and take a full-size scratch. Every exchange is tagged w
 ranks that disagree on what comes next wait for each other instead of mixing their numbers.
 """
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.errors import PeerLost, StepError
+from shardwise.errors import StepError
 from shardwise.plan.memory import is_cut, scratch_elements
 from shardwise.runtime.device import Mark, make_lane
 from shardwise.runtime.guard import LinkState, Report, Scope, Ticket
 from shardwise.runtime.mesh import Axis
+from shardwise.runtime.wire import Wire
 
 __all__ = ["POLL_SECONDS", "Link", "Pending", "Reduction", "copy_from_first", "tell_from_first"]
 
@@ -98,7 +98,10 @@ class Link:
         # Not the axis: it holds the group, under which this object is kept weakly.
         ranks = () if axis.group is None else dist.get_process_group_ranks(axis.group)
         self._new_group = partial(_new_group, tuple(ranks), backend)
-        self._group = self._new_group(self._members[Scope.ALL])
+        group = self._new_group(self._members[Scope.ALL])
+        self._wire: Wire | None = None
+        if self._direct and group is not None:
+            self._wire = Wire(group, own, axis.num_ranks)
         if not self._direct:
             for members in self._members.values():
                 members.group = members.group or self._new_group(members)
@@ -251,8 +254,9 @@ class Link:
         own = slots[members.own]
         if not self._direct:
             return lambda _tag: _gather_by_backend(flat, own, members)
+        assert self._wire is not None
         pairs = {rank: (own, slots[i]) for i, rank in members.others()}
-        return partial(self._exchange, pairs)
+        return partial(self._wire.exchange, pairs)
 
     def _summing(
         self, members: "_Members", parts: Sequence[Tensor], out: Tensor, scratch: Tensor
@@ -263,43 +267,21 @@ class Link:
         """
         if not out.numel():
             return lambda _tag: None
+        assert self._wire is not None
+        exchange = self._wire.exchange
         free = scratch[: (members.size - 1) * out.numel()].view(-1, out.numel()).unbind()
         received = {i: free[n] for n, (i, _) in enumerate(members.others())}
         pairs = {rank: (parts[i], received[i]) for i, rank in members.others()}
         received[members.own] = parts[members.own]  # which may be `out`
 
         def sum_up(tag: int) -> None:
-            self._exchange(pairs, tag)
+            exchange(pairs, tag)
             total = received[0]
             for i in range(1, members.size):
                 is_last = i == members.size - 1
                 total = torch.add(total, received[i], out=out if is_last else free[0])
 
         return sum_up
-
-    def _exchange(self, tensors: dict[int, tuple[Tensor, Tensor]], tag: int) -> None:
-        """Send the first of each pair to its peer and receive the second from it.
-
-        Raises:
-            PeerLost: at the end, so that the peers that are left do not wait for this rank.
-        """
-        group = self._group
-        if group is None or not tensors:
-            return
-        works: list[tuple[int, dist.Work | None]] = []
-        lost: dict[int, RuntimeError] = {}
-        for peer, (_, received) in tensors.items():
-            with _noting(lost, peer):
-                works.append((peer, group.recv([_real(received)], peer, tag)))
-        for peer, (sent, _) in tensors.items():
-            with _noting(lost, peer):
-                works.append((peer, group.send([_real(sent)], peer, tag)))
-        for peer, pending in works:
-            with _noting(lost, peer):
-                if pending is not None:
-                    pending.wait()
-        for peer, error in lost.items():
-            raise PeerLost(f"rank {self._own} lost rank {peer}: {error}") from error
 
     # -- coming back into step -------------------------------------------------------------------
 
@@ -322,8 +304,8 @@ class Link:
                 for other in self._topology.partners(ticket.scope, rank)
                 if (theirs := states[other].running) is not None and theirs.tag == tag
             ]
-            if not states[rank].took(ticket):
-                self._exchange({peer: _dummies(ticket) for peer in waiting}, tag)
+            if self._wire is not None and not states[rank].took(ticket):
+                self._wire.exchange({peer: _dummies(ticket) for peer in waiting}, tag)
         idle = self.lane.submit(lambda: None)
         while not idle.wait(POLL_SECONDS):
             pass
@@ -335,11 +317,7 @@ class Link:
         """Every rank's report, straight over the wire; returns when all have come to this point."""
         tag = Ticket(report.epoch, "swap reports", _REPORT_BYTES).tag
         own = _encode(report)
-        received = [torch.zeros_like(own) for _ in range(self._members[Scope.ALL].size)]
-        self._exchange(
-            {rank: (own, received[i]) for i, rank in self._members[Scope.ALL].others()}, tag
-        )
-        received[self._own] = own
+        received = [own] if self._wire is None else self._wire.swap(own, tag)
         return [_decode(encoded) for encoded in received]
 
 
@@ -358,20 +336,6 @@ class _Members:
     def others(self) -> list[tuple[int, int]]:
         """Place and rank of the others."""
         return [(i, rank) for i, rank in enumerate(self.ranks) if i != self.own]
-
-
-@contextlib.contextmanager
-def _noting(errors: dict[int, RuntimeError], peer: int) -> Iterator[None]:
-    """Keep the first error of the connection to ``peer``."""
-    try:
-        yield
-    except RuntimeError as error:
-        errors.setdefault(peer, error)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """What the wire takes of complex numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _new_group(
