@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import PeerLost
-from shardwise.runtime.neighbours import LEAST_BYTES, Neighbours
+from shardwise.runtime.neighbours import Neighbours
 
 __all__ = ["Wire"]
 
 _HELLO = 0  # the tag of what is exchanged first
 _Pairs = Mapping[int, tuple[Tensor, Tensor]]
-_Errors = dict[int, RuntimeError]
+_Errors = dict[int, Exception]
 
 
 class Wire:
@@ -49,28 +49,30 @@ class Wire:
         far = {rank: pair for rank, pair in tensors.items() if rank not in near}
         works = self._start(far, tag, lost)
         if near:
-            self._read(near, tag, lost)
-        self._end(works, lost)
+            self._meet(near, tag, lost)
+        for rank, of_rank in works.items():
+            for work in of_rank:
+                with _noting(lost, rank):
+                    if work is not None:
+                        work.wait()
         for rank, error in lost.items():
             raise PeerLost(f"rank {self._own} lost rank {rank}: {error}") from error
 
     def _is_near(self, rank: int, sent: Tensor) -> bool:
-        is_large = sent.nbytes >= LEAST_BYTES
-        return is_large and self._neighbours is not None and rank in self._neighbours
+        return self._neighbours is not None and self._neighbours.have(rank, sent)
 
-    def _read(self, tensors: _Pairs, tag: int, lost: _Errors) -> None:
-        """Neighbours tell where their tensors are, read each other's, and say when they have."""
+    def _meet(self, tensors: _Pairs, tag: int, lost: _Errors) -> None:
+        """Exchange with neighbours."""
         assert self._neighbours is not None
-        offers = {}
         for rank, (sent, _) in tensors.items():
-            offer = self._neighbours.offer(sent)
-            offers[rank] = offer, torch.zeros_like(offer)
-        works = self._start(offers, tag, lost)
-        for rank, (_, received) in tensors.items():
-            self._end({rank: works[rank]}, lost)
             with _noting(lost, rank):
-                self._neighbours.read(rank, offers[rank][1], received)
-        self._end(self._start(offers, tag, lost), lost)
+                self._neighbours.send(rank, sent, tag)
+        for rank, (_, received) in tensors.items():
+            with _noting(lost, rank):
+                self._neighbours.receive(rank, received, tag)
+        for rank, (sent, _) in tensors.items():
+            with _noting(lost, rank):
+                self._neighbours.end(rank, sent, tag)
 
     def _start(self, tensors: _Pairs, tag: int, lost: _Errors) -> dict[int, list[dist.Work | None]]:
         """Begin to send and receive."""
@@ -83,20 +85,13 @@ class Wire:
                 works[rank].append(self._group.send([_real(sent)], rank, tag))
         return works
 
-    def _end(self, works: Mapping[int, list[dist.Work | None]], lost: _Errors) -> None:
-        for rank, of_rank in works.items():
-            for work in of_rank:
-                with _noting(lost, rank):
-                    if work is not None:
-                        work.wait()
-
 
 @contextlib.contextmanager
 def _noting(errors: _Errors, rank: int) -> Iterator[None]:
     """Keep the first error of the connection to ``rank``."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         errors.setdefault(rank, error)
 
 
