@@ -20,7 +20,6 @@ from shardwise.plan.units import UnitPlan
 
 __all__ = ["StepMemory", "is_cut", "scratch_elements", "step_memory"]
 
-_PAIR = 2
 _WHOLE_ELEMENTS = 1 << 14  # an all-reduce of fewer is one exchange of all
 
 
@@ -220,5 +219,5 @@ def scratch_elements(flat_elements: int, row: int, column: int) -> int:
 
 
 def is_cut(num_elements: int, num_ranks: int) -> bool:
-    """Whether an all-reduce is worth two exchanges, of parts; with two ranks nothing is saved."""
-    return num_ranks > _PAIR and num_elements >= max(_WHOLE_ELEMENTS, num_ranks**2)
+    """Whether an all-reduce is worth two exchanges, of parts, so that each rank adds but a part."""
+    return num_elements >= max(_WHOLE_ELEMENTS, num_ranks**2)

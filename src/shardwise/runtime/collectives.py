@@ -25,7 +25,7 @@ from shardwise.plan.memory import is_cut, scratch_elements
 from shardwise.runtime.device import Mark, make_lane
 from shardwise.runtime.guard import LinkState, Report, Scope, Ticket
 from shardwise.runtime.mesh import Axis
-from shardwise.runtime.wire import Wire
+from shardwise.runtime.wire import Use, Wire
 
 __all__ = ["POLL_SECONDS", "Link", "Pending", "Reduction", "copy_from_first", "tell_from_first"]
 
@@ -73,9 +73,10 @@ class Reduction:
 
     flat: Tensor  # [slots * M], what every rank has to add
     inner: Tensor  # [M], for the sum over the row; may be `out`
-    carried: Tensor | None  # [M], a sum over the row of earlier, to be added; may be `inner`
+    carried: Tensor | None  # [M], a sum over the row of earlier, to be added
     out: Tensor | None  # [M], or [S] if shards are cut in the column too; None: leave that out
     scratch: Tensor  # [scratch_elements]
+    scale: float = 1.0  # what `out` is multiplied with
 
 
 class Link:
@@ -202,20 +203,20 @@ class Link:
 
     def _sum_row(self, reduction: Reduction, label: str) -> Pending:
         members = self._members[Scope.ROW]
-        flat, inner, carried = reduction.flat, reduction.inner, reduction.carried
-        sum_up: Callable[[int], object]
-        if members.size == 1:
-            sum_up = lambda _tag: inner.copy_(flat)  # noqa: E731
-        elif not self._direct:
-            sum_up = lambda _tag: _reduce_scatter(inner, flat, group=members.group)  # noqa: E731
-        else:
+        flat, inner = reduction.flat, reduction.inner
+        is_last = reduction.out is not None and self._members[Scope.COLUMN].size == 1
+        finish = partial(_finish, inner, reduction.carried, reduction.scale if is_last else 1.0)
+        if members.size > 1 and self._direct:
             parts = flat.view(members.size, -1).unbind()
-            sum_up = self._summing(members, parts, inner, reduction.scratch)
+            sum_up = self._summing(members, parts, inner, reduction.scratch, finish)
+            return self._submit(label, inner.nbytes, Scope.ROW, lambda ticket: sum_up(ticket.tag))
 
-        def run(ticket: Ticket) -> None:
-            sum_up(ticket.tag)
-            if carried is not None:
-                inner.add_(carried)
+        def run(_ticket: Ticket) -> None:
+            if members.size == 1:
+                inner.copy_(flat)
+            else:
+                _reduce_scatter(inner, flat, group=members.group)
+            finish(slice(None))
 
         return self._submit(label, inner.nbytes, Scope.ROW, run)
 
@@ -225,12 +226,17 @@ class Link:
         assert out is not None
 
         def exchange(parts: Sequence[Tensor], result: Tensor) -> Pending:
-            sum_up = self._summing(members, parts, result, scratch)
+            finish = partial(_finish, result, None, reduction.scale)
+            sum_up = self._summing(members, parts, result, scratch, finish)
             return self._submit(label, result.nbytes, Scope.COLUMN, lambda t: sum_up(t.tag))
 
         if not self._direct:
-            run = partial(_sum_by_backend, inner, out, members.group)
-            yield self._submit(label, out.nbytes, Scope.COLUMN, lambda _ticket: run())
+
+            def run(_ticket: Ticket) -> None:
+                _sum_by_backend(inner, out, members.group)
+                _finish(out, None, reduction.scale, slice(None))
+
+            yield self._submit(label, out.nbytes, Scope.COLUMN, run)
         elif self._topology.is_two_level:
             yield exchange(list(inner.view(members.size, -1)), out)
         elif not is_cut(inner.numel(), members.size):
@@ -259,27 +265,40 @@ class Link:
         return partial(self._wire.exchange, pairs)
 
     def _summing(
-        self, members: "_Members", parts: Sequence[Tensor], out: Tensor, scratch: Tensor
+        self,
+        members: "_Members",
+        parts: Sequence[Tensor],
+        out: Tensor,
+        scratch: Tensor,
+        finish: Use,
     ) -> Callable[[int], None]:
         """What sends ``parts[i]`` to member i, and sums what comes and the own part in ``out``.
 
-        In the order of the members, so that replicas get the same bits.
+        In the order of the members, so that replicas get the same bits; then ``finish``.
         """
         if not out.numel():
             return lambda _tag: None
         assert self._wire is not None
-        exchange = self._wire.exchange
         free = scratch[: (members.size - 1) * out.numel()].view(-1, out.numel()).unbind()
         received = {i: free[n] for n, (i, _) in enumerate(members.others())}
         pairs = {rank: (parts[i], received[i]) for i, rank in members.others()}
         received[members.own] = parts[members.own]  # which may be `out`
 
-        def sum_up(tag: int) -> None:
-            exchange(pairs, tag)
-            total = received[0]
+        def add(piece: slice) -> None:
+            total = received[0][piece]
             for i in range(1, members.size):
                 is_last = i == members.size - 1
-                total = torch.add(total, received[i], out=out if is_last else free[0])
+                to = out if is_last else free[0]
+                total = torch.add(total, received[i][piece], out=to[piece])
+            finish(piece)
+
+        exchange = self._wire.exchange
+        if all(parts[i].data_ptr() != out.data_ptr() for i, _ in members.others()):
+            return partial(exchange, pairs, use=add)
+
+        def sum_up(tag: int) -> None:
+            exchange(pairs, tag)  # others read what `add` writes to
+            add(slice(None))
 
         return sum_up
 
@@ -363,6 +382,13 @@ def _gather_by_backend(flat: Tensor, own: Tensor, members: _Members) -> None:
     _all_gather(gathered, own, group=members.group)
     slots = gathered.view(members.size, -1)
     torch.stack([slots[by_rank.index(rank)] for rank in members.ranks], out=flat.view_as(slots))
+
+
+def _finish(total: Tensor, carried: Tensor | None, scale: float, piece: slice) -> None:
+    if carried is not None:
+        total[piece].add_(carried[piece])
+    if scale != 1.0:
+        total[piece].mul_(scale)
 
 
 def _sum_by_backend(inner: Tensor, out: Tensor, group: dist.ProcessGroup | None) -> None:

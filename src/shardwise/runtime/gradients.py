@@ -23,6 +23,8 @@ from shardwise.runtime.sharded_tensor import (
 
 __all__ = ["Gradients"]
 
+_CACHED_ELEMENTS = 1 << 17  # a copy of so many is still in the processor's cache
+
 
 class Gradients:
     """The gradients of one layout, from the moment autograd yields them to ``p.grad``::
@@ -67,8 +69,8 @@ class Gradients:
 
     def divide_by(self, divisor: float) -> None:
         """By what the sum over all ranks is divided; their number makes it the average."""
-        self._divide_by = divisor
-        self._divisor = _divisor_before_the_sum(self._buffer.flat.dtype, divisor)
+        before = _divisor_before_the_sum(self._buffer.flat.dtype, divisor)
+        self._scale_before, self._scale_after = 1.0 / before, before / divisor
 
     def claim(self, position: int) -> Tensor | None:
         """The slot of a gradient that is about to be computed, for `write` to find it there."""
@@ -87,18 +89,17 @@ class Gradients:
         assert self._reduced is None, "its last reduction is under way"
         self._open()
         slot = self._buffer.views[position]
-        scale = 1.0 / self._divisor
+        scale = self._scale_before
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         is_there = self._claimed[position] and gradient.data_ptr() == slot.data_ptr()
         if self._written[position]:
             slot.add_(gradient, alpha=scale)
-        elif is_there:
-            slot.mul_(scale)
-        elif gradient.dtype == slot.dtype:
-            torch.mul(gradient, scale, out=slot)
-        else:  # scaled after the cast, where that rounds less
-            slot.copy_(gradient).mul_(scale)
+        else:
+            if not is_there:
+                slot.copy_(gradient)
+            if scale != 1.0:
+                slot.mul_(scale)
         self._claimed[position] = False
         self._written[position] = True
 
@@ -123,8 +124,9 @@ class Gradients:
         else:
             inner = self._reduced
         scratch = self._borrow(link.scratch_elements(self._layout.num_elements))
+        scale = 1.0 if self._is_cast else self._scale_after
         return link.reduce(
-            Reduction(self._buffer.flat, inner, carried, self._reduced, scratch), label
+            Reduction(self._buffer.flat, inner, carried, self._reduced, scratch, scale), label
         )
 
     def collect(self) -> None:
@@ -159,10 +161,8 @@ class Gradients:
             self._ferry.staging.give(landing.arrived.untyped_storage())
 
     def _hand_over(self, reduced: Tensor) -> None:
-        if reduced.dtype != self._dtype and all(p.sharded.grad is None for p in self.parameters):
-            reduced = self._own_shard().copy_(reduced)
-        if self._divisor != self._divide_by:
-            reduced = reduced.to(self._dtype).mul_(self._divisor / self._divide_by)
+        if self._is_cast:  # the scale rounds less after the cast
+            reduced = _copy_scaled(self._cast_target(reduced), reduced, self._scale_after)
         if self.reduced_hook is not None:
             self.reduced_hook(reduced)
         is_kept = reduced is self._kept_shard
@@ -247,6 +247,10 @@ class Gradients:
     def _inner_elements(self) -> int:
         return self._layout.num_elements // len(self._axis.row)
 
+    @property
+    def _is_cast(self) -> bool:
+        return self._buffer.flat.dtype != self._dtype
+
     def _open(self) -> None:
         if not self.owns_buffer and not self._buffer.is_acquired:
             self._buffer.acquire()
@@ -255,10 +259,16 @@ class Gradients:
         """Where to reduce to [S]: what will be the gradients, or memory to add to them from."""
         if self._ferry is not None:
             return self._take(self._layout.shard_elements)  # until it has landed
-        is_cast = self._buffer.flat.dtype != self._dtype
-        if is_cast or any(p.sharded.grad is not None for p in self.parameters):
+        if self._is_cast or any(p.sharded.grad is not None for p in self.parameters):
             return self._borrow(self._layout.shard_elements)
         return self._own_shard()
+
+    def _cast_target(self, reduced: Tensor) -> Tensor:
+        if reduced.dtype == self._dtype:  # was cast on its way to the host
+            return reduced
+        if all(parameter.sharded.grad is None for parameter in self.parameters):
+            return self._own_shard()
+        return torch.empty_like(reduced, dtype=self._dtype)
 
     def _own_shard(self) -> Tensor:
         size = self._layout.shard_elements
@@ -302,13 +312,24 @@ class _Landing:
 def _divisor_before_the_sum(dtype: torch.dtype, divisor: float) -> float:
     """By what gradients are divided before they are summed; after it, by the rest.
 
-    All of it, but for float16: before the sum a division takes small numbers below the least there
-    is, and after it large sums have become infinite. The square root shares the 40 powers of two
-    of float16 out between both, as a power of two, which does not round.
+    After the sum there is less to divide. But large sums of float16 would have become infinite, and
+    before it a division takes small numbers below the least there is. The square root shares the 40
+    powers of two of float16 out between both, as a power of two, which does not round.
     """
     if dtype != torch.float16:
-        return divisor
+        return 1.0
     return 2.0 ** (math.isqrt(max(1, int(divisor))).bit_length() - 1)
+
+
+def _copy_scaled(to: Tensor, of: Tensor, scale: float) -> Tensor:
+    """``to`` [n], filled with ``scale`` times ``of`` [n], which may be the same."""
+    size = max(1, len(to)) if to.is_cuda else _CACHED_ELEMENTS
+    for into, piece in zip(torch.split(to, size), torch.split(of, size), strict=True):
+        if to is not of:
+            into.copy_(piece)
+        if scale != 1.0:
+            into.mul_(scale)
+    return to
 
 
 def _accumulate(parameter: ManagedParameter, gradient: Tensor) -> bool:

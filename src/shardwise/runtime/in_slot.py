@@ -1,20 +1,22 @@
 """Weight gradients computed where they are reduced from: nothing is allocated, nothing copied.
 
 The weight of an `nn.Linear` gets its gradient from one product of matrices, and that can write to
-any memory. So `fully_shard` gives linear layers (of that very class, so no user's forward is lost)
-a forward whose backward writes into the weight's slot of the reduce buffer. Autograd takes what
+any memory. So `fully_shard` gives linear layers (unless their class has a forward of its own) a
+forward whose backward writes into the weight's slot of the reduce buffer. Autograd takes what
 backward returns for ``.grad`` without copying it. Wherever that could be wrong, the gradient comes
 as always and is copied into the slot: a second use of the weight, a hook on it, gradients that go
 to `torch.autograd.grad`, autocast, other dtypes, functorch.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 __all__ = ["SlotLinear", "let_compute_in_slot", "offer_slot"]
 
@@ -26,8 +28,11 @@ SlotOffer = Callable[[], Tensor | None]
 
 def let_compute_in_slot(module: nn.Module) -> None:
     """Have a linear layer compute its weight's gradient in its slot, if the weight offers one."""
-    if type(module) is nn.Linear:
-        module.__class__ = SlotLinear
+    kind = type(module)
+    if not isinstance(module, nn.Linear) or parametrize.is_parametrized(module):
+        return
+    if kind.forward is nn.Linear.forward and kind.__call__ is nn.Linear.__call__:
+        module.__class__ = _slot_class(kind)  # type: ignore[arg-type]
 
 
 def offer_slot(weight: nn.Parameter, offer: SlotOffer) -> None:
@@ -46,6 +51,13 @@ class SlotLinear(nn.Linear):
             return super().forward(input)
         output: Tensor = _Linear.apply(input, weight, self.bias, offer)  # type: ignore[no-untyped-call]
         return output
+
+
+@cache
+def _slot_class(kind: type[nn.Linear]) -> type[SlotLinear]:
+    if kind is nn.Linear:
+        return SlotLinear
+    return type(kind.__name__, (SlotLinear, kind), {"__module__": kind.__module__})
 
 
 class _Linear(torch.autograd.Function):

@@ -20,11 +20,12 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Neighbours"]
+__all__ = ["Neighbours", "Offer"]
 
 _INLINE_BYTES = 1 << 15  # what is larger is read from memory; two of these fit into a socket
 _MEETING_SECONDS = 60.0
@@ -72,21 +73,21 @@ class Neighbours:
             content = _OFFER.pack(tensor.data_ptr(), tensor.nbytes)
         self._channels[rank].send(tag, content)
 
-    def receive(self, rank: int, into: Tensor, tag: int) -> None:
-        """Fill ``into`` with what ``rank`` sends, as large, as ``tag``.
+    def receive(self, rank: int, into: Tensor, tag: int) -> "Offer | None":
+        """Fill ``into`` with the small tensor that ``rank`` sends, or return its offer to do so.
 
         Raises:
             OSError: it is gone.
         """
-        content = self._channels[rank].receive(tag)
+        channel = self._channels[rank]
+        content = channel.receive(tag)
         if into.nbytes <= _INLINE_BYTES:
             _check(len(content), into)
             ctypes.memmove(into.data_ptr(), content, into.nbytes)
-            return
+            return None
         address, num_bytes = _OFFER.unpack(content)
         _check(num_bytes, into)
-        _read(self._processes[rank], address, into.data_ptr(), into.nbytes)
-        self._channels[rank].send(tag, b"")
+        return Offer(self._processes[rank], address, into, lambda: channel.send(tag, b""))
 
     def end(self, rank: int, sent: Tensor, tag: int) -> None:
         """Return when ``rank`` has ``sent``.
@@ -96,6 +97,24 @@ class Neighbours:
         """
         if sent.nbytes > _INLINE_BYTES:
             self._channels[rank].receive(tag)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A tensor in another process, which waits there until it was read."""
+
+    process: int
+    address: int
+    into: Tensor
+    accept: Callable[[], None]  # lets the other one go on
+
+    def read(self, start: int, stop: int) -> None:
+        """Fill these bytes of ``into``.
+
+        Raises:
+            OSError: the process is gone.
+        """
+        _read(self.process, self.address + start, self.into.data_ptr() + start, stop - start)
 
 
 class _Channel:

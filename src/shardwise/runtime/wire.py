@@ -1,20 +1,25 @@
-"""Sends and receives between pairs of ranks on Gloo, which collectives are made of."""
+"""Sends and receives between pairs of ranks, which collectives on the CPU are made of.
+
+Ranks of one host have a way of their own (`neighbours`), the others send through Gloo.
+"""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import PeerLost
-from shardwise.runtime.neighbours import Neighbours
+from shardwise.runtime.neighbours import Neighbours, Offer
 
-__all__ = ["Wire"]
+__all__ = ["Use", "Wire"]
 
 _HELLO = 0  # the tag of what is exchanged first
+_PIECE_BYTES = 1 << 19  # three of them fit into the cache of a processor
 _Pairs = Mapping[int, tuple[Tensor, Tensor]]
 _Errors = dict[int, Exception]
+Use = Callable[[slice], None]
 
 
 class Wire:
@@ -38,44 +43,60 @@ class Wire:
         self.exchange(others, tag)
         return received
 
-    def exchange(self, tensors: _Pairs, tag: int) -> None:
+    def exchange(self, tensors: _Pairs, tag: int, use: Use | None = None) -> None:
         """Send the first of each pair to its rank and receive the second, as large, from it.
+
+        Args:
+            tensors: contiguous, [n] if there is a ``use``.
+            tag: the name of the exchange, the same on both sides.
+            use: called with a slice of [n] when all have it, until all of [n] was used. What is
+                read from memory is used piece by piece, from the processor's cache.
 
         Raises:
             PeerLost: at the end, so that the peers that are left do not wait for this rank.
         """
         lost: _Errors = {}
-        near = {rank: pair for rank, pair in tensors.items() if self._is_near(rank, pair[0])}
-        far = {rank: pair for rank, pair in tensors.items() if rank not in near}
+        near, far = self._sort(tensors)
         works = self._start(far, tag, lost)
-        if near:
-            self._meet(near, tag, lost)
+        offers = self._meet(near, tag, lost)
         for rank, of_rank in works.items():
             for work in of_rank:
                 with _noting(lost, rank):
                     if work is not None:
                         work.wait()
+        self._read(offers, lost, None if lost else use)
+        if self._neighbours is not None:
+            for rank, (sent, _) in near.items():
+                with _noting(lost, rank):
+                    self._neighbours.end(rank, sent, tag)
         for rank, error in lost.items():
             raise PeerLost(f"rank {self._own} lost rank {rank}: {error}") from error
 
-    def _is_near(self, rank: int, sent: Tensor) -> bool:
-        return self._neighbours is not None and self._neighbours.have(rank, sent)
+    def _sort(self, tensors: _Pairs) -> tuple[_Pairs, _Pairs]:
+        """What neighbours exchange, and what goes through Gloo."""
+        here = self._neighbours
+        if here is None:
+            return {}, tensors
+        near = {rank: pair for rank, pair in tensors.items() if here.have(rank, pair[0])}
+        return near, {rank: pair for rank, pair in tensors.items() if rank not in near}
 
-    def _meet(self, tensors: _Pairs, tag: int, lost: _Errors) -> None:
-        """Exchange with neighbours."""
-        assert self._neighbours is not None
+    def _meet(self, tensors: _Pairs, tag: int, lost: _Errors) -> list[tuple[int, Offer]]:
+        """Exchange small tensors with neighbours, and offers of large ones."""
+        offers: list[tuple[int, Offer]] = []
+        if self._neighbours is None:
+            return offers
         for rank, (sent, _) in tensors.items():
             with _noting(lost, rank):
                 self._neighbours.send(rank, sent, tag)
         for rank, (_, received) in tensors.items():
             with _noting(lost, rank):
-                self._neighbours.receive(rank, received, tag)
-        for rank, (sent, _) in tensors.items():
-            with _noting(lost, rank):
-                self._neighbours.end(rank, sent, tag)
+                offer = self._neighbours.receive(rank, received, tag)
+                if offer is not None:
+                    offers.append((rank, offer))
+        return offers
 
     def _start(self, tensors: _Pairs, tag: int, lost: _Errors) -> dict[int, list[dist.Work | None]]:
-        """Begin to send and receive."""
+        """Begin to send and receive through Gloo."""
         works: dict[int, list[dist.Work | None]] = {rank: [] for rank in tensors}
         for rank, (_, received) in tensors.items():
             with _noting(lost, rank):
@@ -84,6 +105,25 @@ class Wire:
             with _noting(lost, rank):
                 works[rank].append(self._group.send([_real(sent)], rank, tag))
         return works
+
+    def _read(self, offers: list[tuple[int, Offer]], lost: _Errors, use: Use | None) -> None:
+        """Accept all offers, and use what has come."""
+        if not offers:
+            if use is not None:
+                use(slice(None))
+            return
+        into = offers[0][1].into
+        step = into.numel() if use is None else _PIECE_BYTES // into.itemsize
+        for start in range(0, into.numel(), step):
+            stop = min(start + step, into.numel())
+            for rank, offer in offers:
+                with _noting(lost, rank):
+                    offer.read(start * into.itemsize, stop * into.itemsize)
+            if use is not None:
+                use(slice(start, stop))
+        for rank, offer in offers:
+            with _noting(lost, rank):
+                offer.accept()
 
 
 @contextlib.contextmanager
@@ -96,5 +136,5 @@ def _noting(errors: _Errors, rank: int) -> Iterator[None]:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """What the wire takes of complex numbers."""
+    """What Gloo takes of complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
