@@ -42,18 +42,16 @@ class Neighbours:
     def __init__(self, own: int, num_ranks: int, swap: _Swap) -> None:
         """Find them; all ranks of the group do this together."""
         secret = ctypes.create_string_buffer(secrets.token_bytes(32), 32)
-        with socket.socket(*_KIND) as door:
-            name = b""
-            if sys.platform == "linux":  # elsewhere such sockets are files
-                name = b"\0" + secrets.token_hex(15).encode()
-                door.bind(name)
-                door.listen(num_ranks)
-            card = _CARD.pack(os.getpid(), ctypes.addressof(secret), secret.raw, name)
-            cards = [_CARD.unpack(bytes(one.tolist())) for one in swap(_bytes(card))]
-            self._channels = _call(own, cards)
-            called = swap(torch.tensor([rank in self._channels for rank in range(num_ranks)]))
+        door = _open_door(num_ranks)
+        name = b"" if door is None else door.getsockname()
+        card = _CARD.pack(os.getpid(), ctypes.addressof(secret), secret.raw, name)
+        cards = [_CARD.unpack(bytes(one.tolist())) for one in swap(torch.tensor(list(card)))]
+        self._channels = {} if door is None else _call(own, cards)
+        called = swap(torch.tensor([rank in self._channels for rank in range(num_ranks)]))
+        if door is not None:
             callers = {rank for rank in range(num_ranks) if called[rank][own]}
             self._channels |= _answer(door, callers, secret.raw)
+            door.close()
         # A process of that number may be another one, seen from within a container.
         process, address, secrets_, _ = zip(*cards, strict=True)
         reads = {r for r in self._channels if _reads(process[r], address[r], secrets_[r])}
@@ -86,8 +84,11 @@ class Neighbours:
             ctypes.memmove(into.data_ptr(), content, into.nbytes)
             return None
         address, num_bytes = _OFFER.unpack(content)
-        _check(num_bytes, into)
-        return Offer(self._processes[rank], address, into, lambda: channel.send(tag, b""))
+        offer = Offer(self._processes[rank], address, into, lambda: channel.send(tag, b""))
+        if num_bytes != into.nbytes:
+            offer.accept()
+            _check(num_bytes, into)
+        return offer
 
     def end(self, rank: int, sent: Tensor, tag: int) -> None:
         """Return when ``rank`` has ``sent``.
@@ -164,9 +165,21 @@ class _Channel:
 
 # -- how they meet -------------------------------------------------------------------------------
 
-# A message is sent as one record, and comes as one.
-_KIND = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 _Card = tuple[int, int, bytes, bytes]
+
+
+def _socket() -> socket.socket:
+    """What is sent at once through it comes at once."""
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _open_door(num_ranks: int) -> socket.socket | None:
+    if sys.platform != "linux":  # such sockets are files elsewhere, if there are any
+        return None
+    door = _socket()
+    door.bind(b"\0" + secrets.token_hex(15).encode())
+    door.listen(num_ranks)
+    return door
 
 
 def _call(own: int, cards: list[_Card]) -> dict[int, _Channel]:
@@ -174,7 +187,7 @@ def _call(own: int, cards: list[_Card]) -> dict[int, _Channel]:
     channels = {}
     for rank, (_, _, secret, padded) in enumerate(cards[:own]):
         name = padded.rstrip(b"\0")
-        connection = socket.socket(*_KIND)
+        connection = _socket()
         try:
             if not name:
                 raise ConnectionRefusedError
@@ -211,10 +224,6 @@ def _reads(process: int, address: int, secret: bytes) -> bool:
     except OSError:
         return False
     return found.raw == secret
-
-
-def _bytes(content: bytes) -> Tensor:
-    return torch.tensor(list(content), dtype=torch.uint8)
 
 
 # -- from memory to memory -----------------------------------------------------------------------
