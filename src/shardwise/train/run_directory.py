@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from shardwise.checkpoint.directory import complete, discard, latest
+from shardwise.checkpoint.remote import folder_at
 from shardwise.errors import CheckpointError
 from shardwise.train.config import Config
 from shardwise.train.errors import ConfigError
@@ -155,8 +156,8 @@ def _go_on(path: Path, config: Config) -> RunDirectory:
 def _clear(run: RunDirectory) -> None:
     """Remove what the run is about to write, up to the step that it goes on from."""
     if run.checkpoint is None:
-        for stale in complete(run.checkpoints):
-            discard(stale)
+        for checkpoint in complete(folder_at(run.checkpoints)):
+            discard(checkpoint)
     _write(run.metrics, "".join(map(_line, run.history())))
     for stale in (run.picture, run.summary, run.timeline):
         stale.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import tree
+from shardwise.checkpoint.remote import folder_at
 from shardwise.checkpoint.sources import read_manifest
 from shardwise.errors import CheckpointError
 from shardwise.plan.layout import Run
@@ -139,7 +140,7 @@ def _shared(config: Config, text: int) -> dict[str, Any]:
 
 def _run(checkpoint: Path) -> Mapping[str, Any]:
     """Read it from the manifest: `sw.load` would want all ranks."""
-    component = read_manifest(checkpoint).components.get("run")
+    component = read_manifest(folder_at(checkpoint)).components.get("run")
     if component is None:
         raise CheckpointError(f"{checkpoint}: was not saved by `shardwise train`")
     run: Mapping[str, Any] = tree.decode(component.tree, _no_tensor)
