@@ -94,7 +94,8 @@ class Remote:
 
     def read(self, name: str, num_bytes: int | None = None) -> bytes:
         with _named(f"{self.url}/{name}"):
-            content: bytes = self.store.cat_file(f"{self.path}/{name}", start=0, end=num_bytes)
+            span = {} if num_bytes is None else {"start": 0, "end": num_bytes}
+            content: bytes = self.store.cat_file(f"{self.path}/{name}", **span)
             return content
 
     def open(self, name: str) -> Reading:
