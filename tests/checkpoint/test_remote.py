@@ -1,5 +1,6 @@
 """Checkpoints in a store of whole objects: the bytes of local ones, from all ranks at once."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def test_other_stores(tmp_path: Path) -> None:
 def test_a_rank_holds_some_megabytes(tmp_path: Path) -> None:
     """Of a file of 80 MB, that one rank sends and another has a half of."""
     grown = run_on(2, _grow, f"file://{tmp_path}/x", deadline=60.0)
-    assert max(grown) < 40 << 20, grown
+    assert max(grown) < 24 << 20, grown
     assert (tmp_path / "x" / "model.safetensors").stat().st_size > 4 * WIDE
 
 
@@ -116,8 +117,8 @@ def test_a_save_that_is_killed_at_any_moment_leaves_the_last_one(s3: FakeS3) -> 
 
 
 def test_an_upload_that_fails_is_an_error_on_all_ranks(s3: FakeS3) -> None:
-    """The second file's; it is the other rank that sends it."""
-    s3.refuses = lambda request: request.key.startswith("run/step-1/model-00002")
+    """Also on one that is in the middle of a large file."""
+    s3.refuses = lambda request: "/model-00003" in request.key
     run_on(2, _fail_and_go_on, s3.endpoint)
     assert s3.names("run/") == [], "what was begun is still there"
     s3.refuses = lambda _request: False
@@ -186,9 +187,11 @@ def test_retention(s3: FakeS3) -> None:
     model = nn.Linear(2, 3)
     s3.objects["run/notes/mine.txt"] = b"of the user"
     for step in range(9, 15):
+        s3.objects[f"run/step-{step}/plots/loss.png"] = b"of the user, too"
         sw.save(f"s3://bucket/run/step-{step}", model=model, retention=sw.Retention(2, every=5))
     kept = sorted({name.split("/")[0] for name in s3.names("run/")})
     assert kept == ["notes", "step-10", "step-13", "step-14"]
+    assert "step-14/plots/loss.png" in s3.names("run/")
     assert sw.latest("s3://bucket/run") == "s3://bucket/run/step-14"
     assert sw.latest("s3://bucket/run/notes") is None
 
@@ -281,13 +284,18 @@ def _fail_and_go_on(endpoint: str) -> None:
     training.step()
     before = training.bits()
     values: dict[str, Any] = {"model": training.model, "max_file_bytes": SMALL}
+    large = nn.Sequential(nn.Linear(701, 3613), nn.Linear(300, 500), nn.Linear(300, 500))
+    sw.fully_shard(large, units=nn.Linear)
     with reach(endpoint):
-        url = r"s3://bucket/run/step-1/model-00002\S*: \w+: .*full"
+        url = r"s3://bucket/run/step-\d/model-00003\S*: \w+: .*full"
         with pytest.raises(sw.CheckpointError, match=url):
             sw.save("s3://bucket/run/step-1", **values)
         later = sw.save("s3://bucket/run/step-1", **values, wait=False)
         with pytest.raises(sw.CheckpointError, match=url):
             later.wait()
+        with pytest.raises(sw.CheckpointError, match=url):
+            sw.save("s3://bucket/run/step-2", model=large, max_file_bytes=700_000)
+        gc.collect()  # uploads that nobody has ended
     assert training.bits() == before
     training.step(1)
 

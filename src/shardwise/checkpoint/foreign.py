@@ -62,8 +62,10 @@ def open_foreign(place: str, source: str, cleanup: contextlib.ExitStack) -> Open
     """
     match source:
         case "hf":
-            places = cleanup.enter_context(contextlib.closing(open_hf(folder_at(place))))
-            return Opened({"model": Part("module", Reader(places))})
+            folder = folder_at(place)
+            places = cleanup.enter_context(contextlib.closing(open_hf(folder)))
+            parts = {"model": Part("module", Reader(places))}
+            return Opened(parts, num_readers=folder.num_readers)
         case "dcp" | "torch" if "://" in place:
             raise CheckpointError(f"{place}: source={source!r} reads files of this machine alone")
         case "dcp":

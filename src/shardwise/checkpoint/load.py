@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -118,6 +119,7 @@ class _Plan:
 
     def __init__(self, opened: Opened, model: nn.Module | None, choice: Choice) -> None:
         self._parts = opened.parts
+        self._num_readers = opened.num_readers
         self.report = Report()
         self.state: dict[str, Any] = {}
         self._model = model
@@ -162,10 +164,17 @@ class _Plan:
         """What is read, the same on every rank."""
         return [target.name for _, target in self._targets]
 
-    @torch.no_grad()
     def read(self) -> None:
-        for reader, target in self._targets:
-            _fill(reader, target)
+        if self._num_readers == 1:
+            for reader, target in self._targets:
+                _fill(reader, target)
+        else:
+            threads = ThreadPoolExecutor(self._num_readers)
+            try:
+                for done in [threads.submit(_fill, *each) for each in self._targets]:
+                    done.result()
+            finally:  # after an error the rest is not read
+                threads.shutdown(cancel_futures=True)
         for part, take in self._whole:
             self._decoded.append((take, tree.decode(part.tree, part.reader.read_whole)))
 
@@ -179,6 +188,7 @@ class _Plan:
         self._targets += [(part.reader, target) for target in targets]
 
 
+@torch.no_grad()  # which is of a thread
 def _fill(reader: Reader, target: Target) -> None:
     tensor: Tensor = target.tensor
     share = own_run(tensor)

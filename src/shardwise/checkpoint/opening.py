@@ -31,10 +31,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Opened:
-    """The components by name; ``blocks`` are what `check_parts` wants to know."""
+    """The components by name; ``blocks`` are what `check_parts` wants to know.
+
+    Tensors may be read by ``num_readers`` threads, each another one.
+    """
 
     parts: Mapping[str, Part]
     blocks: Mapping[int, tuple[str, int, Sequence[int]]] = field(default_factory=dict)
+    num_readers: int = 1
 
     @property
     def bytes_read(self) -> int:
@@ -74,4 +78,4 @@ def open_checkpoint(folder: Folder, cleanup: contextlib.ExitStack) -> Opened:
         parts[name] = Part(component.kind, reader, component.tree, component.aliases)
         for key, spec in component.specs.items():
             blocks[own[key]] = key, spec.num_bytes, sums[key]
-    return Opened(parts, blocks)
+    return Opened(parts, blocks, folder.num_readers)

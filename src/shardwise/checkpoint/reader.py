@@ -1,5 +1,6 @@
 """Reading tensors, with every byte checked on the way into its place."""
 
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 
@@ -33,6 +34,7 @@ class Reader:
         self._numbers = numbers or {}
         self.parts: list[Part] = []
         self.bytes_read = 0
+        self._lock = threading.Lock()
 
     def read(self, name: str, into: Share) -> None:
         """Fill ``into`` with elements of a tensor, converted to its dtype.
@@ -52,7 +54,8 @@ class Reader:
                 self._check(name, first, last, content[first - begin : last - begin])
             if not fits:
                 piece.copy_(landing)
-        self.bytes_read += stop - start
+        with self._lock:
+            self.bytes_read += stop - start
 
     def read_whole(self, name: str) -> Tensor:
         """A tensor of its own, on the CPU."""

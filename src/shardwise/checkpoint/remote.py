@@ -21,7 +21,6 @@ __all__ = ["Remote", "Upload", "folder_at"]
 
 PART_BYTES = 8 << 20  # of an upload; S3 wants 5 MiB at least
 _MAX_PARTS = 9000  # S3 takes 10,000
-_RANGE_BYTES = 4 << 20  # of a request; several of them are under way at once
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
@@ -55,7 +54,8 @@ class Remote:
     store: Any
     path: str  # as the store has it
     url: str
-    read_bytes = 4 * _RANGE_BYTES
+    read_bytes = 4 << 20
+    num_readers = 8  # requests wait for the store more than they take
 
     @property
     def name(self) -> str:
@@ -171,12 +171,10 @@ class Upload:
             self._file.close()
 
     def discard(self) -> None:
-        """Let go of it; where the store does not forget what it has, there is half a file."""
-        with contextlib.suppress(Exception):
-            self._file.discard()
-            self._file.closed = True  # or the collector would close it, and have half a file
-        with contextlib.suppress(Exception):
-            self._file.close()
+        """Let go of it. Not every store can forget it; there, half a file is left to be removed."""
+        for end in (self._file.discard, self._file.close):  # or the collector would close it, later
+            with contextlib.suppress(Exception):
+                end()
 
 
 class _Ranges:
@@ -185,15 +183,11 @@ class _Ranges:
 
     def fill(self, into: memoryview, offset: int) -> bool:
         stop = offset + into.nbytes
-        starts = list(range(offset, stop, _RANGE_BYTES))
-        stops = [*starts[1:], stop]
         with _named(self._file.url):
-            paths = [self._file.path] * len(starts)
-            found = self._file.store.cat_ranges(paths, starts, stops, on_error="raise")
-        for start, end, content in zip(starts, stops, found, strict=True):
-            if len(content) != end - start:
-                return False
-            into[start - offset : end - offset] = content
+            content = self._file.store.cat_file(self._file.path, start=offset, end=stop)
+        if len(content) != into.nbytes:
+            return False
+        into[:] = content
         return True
 
     def close(self) -> None:

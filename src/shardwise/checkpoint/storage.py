@@ -34,6 +34,7 @@ class Folder(Protocol):
     """
 
     read_bytes: int  # what is read at once: small where that is quick
+    num_readers: int  # threads
 
     @property
     def name(self) -> str: ...
@@ -97,6 +98,7 @@ class Local:
 
     path: Path
     read_bytes = BLOCK_BYTES  # in the processor's cache when it is checked
+    num_readers = 1
 
     @property
     def name(self) -> str:

@@ -24,8 +24,8 @@ from shardwise.errors import CheckpointError
 
 __all__ = ["deal", "upload"]
 
-# Of a round, over all files: a rank may hold all of it. More is no faster.
-ROUND_BYTES = 8 << 20
+# Of a round, over all files; a rank may have to hold all of it, twice.
+ROUND_BYTES = 4 << 20
 _MIN_BYTES = 1 << 16  # of a round and a file
 
 _Numbered = tuple[File, Sequence[int]]  # with the numbers of its tensors
@@ -83,6 +83,9 @@ def upload(
     except CheckpointError:
         uploads.discard()
         peers.exchange(b"")  # none comes to be after what is there is removed
+        raise
+    except BaseException:  # a rank is gone
+        uploads.discard()
         raise
 
 
