@@ -208,6 +208,8 @@ def test_a_run_goes_on_from_a_store_in_another_directory(whole: Whole, tmp_path:
     Case(tmp_path / "one", store=store).run(signal_after=4)
     Case(tmp_path / "two", store=store).run()
     assert names(tmp_path / "one") == names(tmp_path / "two") == []
+    first, *_ = (tmp_path / "two" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(first)["step"] > 4, "it began anew"
     assert content(tmp_path / "store") == content(whole[0].directory)
 
 
