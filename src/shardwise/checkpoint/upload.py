@@ -160,8 +160,7 @@ def _send(
         with peers.together("upload"):
             uploads.write(ready)
             here = [_contents(batch, own, peers.rank, parts) for batch in batches]
-            sent = {rank: _joined(row) for rank, row in enumerate(here) if row}
-            sent.pop(peers.rank, None)
+            sent = {r: _joined(row) for r, row in enumerate(here) if row and r != peers.rank}
         batch = batches[peers.rank]
         received = peers.swap(sent, _sizes(batch, peers.rank))
         ready = _in_order(batch, peers.rank, here[peers.rank], received)
