@@ -24,6 +24,7 @@ from pathlib import Path
 # All that a rank needs, before it is forked.
 import shardwise.train.launch
 from shardwise.checkpoint.directory import MARKER, complete, latest
+from shardwise.checkpoint.remote import folder_at
 from shardwise.cli import main as command_line
 
 STEPS = 40
@@ -153,7 +154,7 @@ class Soak:
         folder = directory / "checkpoints"
         found = list(folder.iterdir()) if folder.exists() else []
         self.tally.in_save += any((path / MARKER).exists() for path in found)
-        for path in complete(folder):
+        for path in (folder / found.name for found in complete(folder_at(folder))):
             _compare(path, self._whole / "checkpoints" / path.name)
         newest = latest(folder)
         step = 0 if newest is None else int(newest.name.removeprefix("step-"))

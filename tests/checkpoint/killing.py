@@ -17,6 +17,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint.directory import MARKER, is_complete
 from shardwise.checkpoint.doctor import examine
+from shardwise.checkpoint.remote import folder_at
 
 ROUNDS = 16
 RETENTION = sw.Retention(last=2)
@@ -79,7 +80,7 @@ def check(folder: Path, reached: int) -> int:
     if path is None:
         assert reached < 0, "a complete checkpoint is gone"
         return reached
-    assert is_complete(path)
+    assert is_complete(folder_at(path))
     assert examine(path) == []
     number = int(path.name[-6:])
     assert number >= reached

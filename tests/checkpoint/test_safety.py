@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint.doctor import examine
+from shardwise.checkpoint.remote import folder_at
 from shardwise.checkpoint.sources import read_manifest
 from shardwise.cli import main
 from tests.checkpoint.corruption import find_unseen
@@ -124,7 +125,7 @@ def _load_damaged(path: Path) -> None:
     # One that no rank holds as a whole, so that none could notice by itself.
     name = next(n for n, x in training.model.named_parameters() if _is_cut(x))
     if rank() == 0:
-        (file,) = read_manifest(path).components["model"].files
+        (file,) = read_manifest(folder_at(path)).components["model"].files
         content = bytearray((path / file.name).read_bytes())
         content[file.offsets[name] + 3] ^= 4
         (path / file.name).write_bytes(content)

@@ -38,6 +38,7 @@ class Case:
     seed: int = 0
     layers: int = 2
     glob: str = "*.py"
+    store: str = ""
 
     @property
     def config(self) -> Config:
@@ -54,7 +55,12 @@ class Case:
                     "validation_batches": 1,
                     "seed": self.seed,
                 },
-                "checkpoint": {"every": self.every, "keep": 10, "wait": self.wait},
+                "checkpoint": {
+                    "every": self.every,
+                    "keep": 10,
+                    "wait": self.wait,
+                    "directory": self.store,
+                },
                 "sample": {"bytes": 0},
                 "shard": {"nproc": self.num_ranks},
             }
@@ -195,6 +201,16 @@ def test_another_run_is_refused(whole: Whole, change: dict[str, object], complai
         open_run(replace(whole[0], overwrite=False, **change).config)  # type: ignore[arg-type]
     assert "run.overwrite=true" in str(refused.value)
     assert before == sorted(path.stat().st_mtime_ns for path in whole[0].directory.rglob("*"))
+
+
+def test_a_run_goes_on_from_a_store_in_another_directory(whole: Whole, tmp_path: Path) -> None:
+    store = f"file://{tmp_path}/store/checkpoints"
+    Case(tmp_path / "one", store=store).run(signal_after=4)
+    Case(tmp_path / "two", store=store).run()
+    assert names(tmp_path / "one") == names(tmp_path / "two") == []
+    first, *_ = (tmp_path / "two" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(first)["step"] > 4, "it began anew"
+    assert content(tmp_path / "store") == content(whole[0].directory)
 
 
 def test_what_may_change_may_change(whole: Whole, tmp_path: Path) -> None:

@@ -33,10 +33,10 @@ class Part:
         return self.start // BLOCK_BYTES
 
 
-def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """``[start, stop)`` of a tensor, cut where its blocks end."""
+def blocks(start: int, stop: int, size: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+    """``[start, stop)`` of a tensor, cut where its blocks end, or others of ``size`` bytes."""
     while start < stop:
-        end = min(stop, (start // BLOCK_BYTES + 1) * BLOCK_BYTES)
+        end = min(stop, (start // size + 1) * size)
         yield start, end
         start = end
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.files import index_of, pack
 from shardwise.checkpoint.opening import Part, open_checkpoint
+from shardwise.checkpoint.remote import folder_at
 from shardwise.checkpoint.save import MAX_FILE_BYTES
 from shardwise.checkpoint.shares import bytes_of
 from shardwise.errors import CheckpointError
@@ -27,7 +28,7 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], format_: s
     Every byte is checked as it is read.
 
     Args:
-        path: a complete checkpoint.
+        path: a complete checkpoint, or the URL of one.
         out: a directory for ``"hf"`` (the weights in safetensors, tied ones once; one tensor is in
             memory at a time) and ``"dcp"`` (``torch.distributed.checkpoint``: all components, by
             the names ``model``, ``optimizer``, ...); a file for ``"torch"`` (the same, for
@@ -43,7 +44,7 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], format_: s
     if target.exists():
         raise CheckpointError(f"{target}: exists already; choose another path")
     with contextlib.ExitStack() as cleanup:
-        opened = open_checkpoint(Path(path), cleanup)
+        opened = open_checkpoint(folder_at(path), cleanup)
         with _written(target) as partial:
             FORMATS[format_](dict(opened.parts), partial)
 

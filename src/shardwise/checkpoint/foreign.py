@@ -27,9 +27,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from shardwise.checkpoint import tree
+from shardwise.checkpoint.crc import BLOCK_BYTES
 from shardwise.checkpoint.files import Spec, spec_of
 from shardwise.checkpoint.opening import Opened, Part
 from shardwise.checkpoint.reader import Reader
+from shardwise.checkpoint.remote import folder_at
 from shardwise.checkpoint.shares import Share, bytes_of
 from shardwise.checkpoint.sources import open_hf
 from shardwise.errors import CheckpointDamaged, CheckpointError
@@ -46,24 +48,30 @@ class _Specs:
     def __init__(self, specs: Mapping[str, Spec]) -> None:
         self.specs = specs
 
+    read_bytes = BLOCK_BYTES
+
     def read(self, name: str, start: int, into: memoryview) -> None:
         raise NotImplementedError(name)
 
 
-def open_foreign(path: Path, source: str, cleanup: contextlib.ExitStack) -> Opened:
-    """Open what is in ``path``; files stay open until ``cleanup`` ends.
+def open_foreign(place: str, source: str, cleanup: contextlib.ExitStack) -> Opened:
+    """Open what is at ``place``; files stay open until ``cleanup`` ends.
 
     Raises:
         CheckpointError: it is no such thing.
     """
     match source:
         case "hf":
-            places = cleanup.enter_context(contextlib.closing(open_hf(path)))
-            return Opened({"model": Part("module", Reader(places))})
+            folder = folder_at(place)
+            places = cleanup.enter_context(contextlib.closing(open_hf(folder)))
+            parts = {"model": Part("module", Reader(places))}
+            return Opened(parts, num_readers=folder.num_readers)
+        case "dcp" | "torch" if "://" in place:
+            raise CheckpointError(f"{place}: source={source!r} reads files of this machine alone")
         case "dcp":
-            return Opened(_open_dcp(path))
+            return Opened(_open_dcp(Path(place)))
         case "torch":
-            return Opened(_open_torch(path))
+            return Opened(_open_torch(Path(place)))
     raise CheckpointError(f"source={source!r}: expected 'shardwise', 'hf', 'dcp' or 'torch'")
 
 
@@ -226,6 +234,8 @@ def _part_of(name: str, value: Any) -> Part:
 
 class _Tensors:
     """A source of tensors that are there, in memory or in a file that is mapped into it."""
+
+    read_bytes = BLOCK_BYTES
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.specs: Mapping[str, Spec] = {name: spec_of(name, t) for name, t in tensors.items()}

@@ -3,9 +3,9 @@
 import contextlib
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from shardwise.checkpoint.foreign import open_foreign
 from shardwise.checkpoint.opening import Opened, Part, open_checkpoint
 from shardwise.checkpoint.peers import peers_of
 from shardwise.checkpoint.reader import Reader
+from shardwise.checkpoint.remote import folder_at
 from shardwise.checkpoint.report import Report
 from shardwise.checkpoint.shares import own_run
 from shardwise.checkpoint.states import States
@@ -63,7 +64,7 @@ def load(
     as it was.
 
     Args:
-        path: the directory of a complete checkpoint; `latest` finds the newest.
+        path: the directory of a complete checkpoint, or its URL; `latest` finds the newest.
         model: sharded by `fully_shard`, by any strategy, or plain.
         optimizer: of the model's parameters. It takes the saved options (the learning rate), too.
         strict: False leaves out what is only here or only there; the report lists it.
@@ -82,7 +83,7 @@ def load(
             missing, unexpected, reshaped and re-typed tensors.
         CheckpointDamaged: a byte is not the one that was saved; names the tensor.
     """
-    where = Path(path)
+    where = os.fspath(path)
     given = {"model": model, "optimizer": optimizer, **state}
     values = {name: value for name, value in given.items() if value is not None}
     modules = [value for value in values.values() if isinstance(value, nn.Module)]
@@ -95,14 +96,14 @@ def load(
     with contextlib.ExitStack() as cleanup:
         with peers.together("open the checkpoint"):
             opened = (
-                open_checkpoint(where, cleanup)
+                open_checkpoint(folder_at(where), cleanup)
                 if source == "shardwise"
                 else open_foreign(where, source, cleanup)
             )
             plan = _Plan(opened, model, choice)
             for name, value in values.items():
                 plan.add(name, value)
-            plan.report.check(str(where), strict=strict, cast=cast)
+            plan.report.check(where, strict=strict, cast=cast)
         peers.meet(axis, device, f"load {plan.names} of {where}")
         with peers.together("read"):
             plan.read()
@@ -118,6 +119,7 @@ class _Plan:
 
     def __init__(self, opened: Opened, model: nn.Module | None, choice: Choice) -> None:
         self._parts = opened.parts
+        self._num_readers = opened.num_readers
         self.report = Report()
         self.state: dict[str, Any] = {}
         self._model = model
@@ -162,10 +164,17 @@ class _Plan:
         """What is read, the same on every rank."""
         return [target.name for _, target in self._targets]
 
-    @torch.no_grad()
     def read(self) -> None:
-        for reader, target in self._targets:
-            _fill(reader, target)
+        if self._num_readers == 1:
+            for reader, target in self._targets:
+                _fill(reader, target)
+        else:
+            threads = ThreadPoolExecutor(self._num_readers)
+            try:
+                for done in [threads.submit(_fill, *each) for each in self._targets]:
+                    done.result()
+            finally:  # after an error the rest is not read
+                threads.shutdown(cancel_futures=True)
         for part, take in self._whole:
             self._decoded.append((take, tree.decode(part.tree, part.reader.read_whole)))
 
@@ -179,6 +188,7 @@ class _Plan:
         self._targets += [(part.reader, target) for target in targets]
 
 
+@torch.no_grad()  # which is of a thread
 def _fill(reader: Reader, target: Target) -> None:
     tensor: Tensor = target.tensor
     share = own_run(tensor)

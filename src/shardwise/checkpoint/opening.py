@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import crc
@@ -11,6 +10,7 @@ from shardwise.checkpoint.files import Spec
 from shardwise.checkpoint.manifest import numbers
 from shardwise.checkpoint.reader import Reader, check_parts
 from shardwise.checkpoint.sources import check_files, open_component, read_manifest
+from shardwise.checkpoint.storage import Folder
 
 __all__ = ["Opened", "Part", "open_checkpoint"]
 
@@ -31,10 +31,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Opened:
-    """The components by name; ``blocks`` are what `check_parts` wants to know."""
+    """The components by name; ``blocks`` are what `check_parts` wants to know.
+
+    Tensors may be read by ``num_readers`` threads, each another one.
+    """
 
     parts: Mapping[str, Part]
     blocks: Mapping[int, tuple[str, int, Sequence[int]]] = field(default_factory=dict)
+    num_readers: int = 1
 
     @property
     def bytes_read(self) -> int:
@@ -54,24 +58,24 @@ class Opened:
         check_parts(parts, self.blocks)
 
 
-def open_checkpoint(path: Path, cleanup: contextlib.ExitStack) -> Opened:
-    """Open the checkpoint in ``path``; files stay open until ``cleanup`` ends.
+def open_checkpoint(folder: Folder, cleanup: contextlib.ExitStack) -> Opened:
+    """Open the checkpoint in ``folder``; files stay open until ``cleanup`` ends.
 
     Raises:
         CheckpointError: there is none.
         CheckpointDamaged: a file is not as the manifest says.
     """
-    manifest = read_manifest(path)
-    check_files(path, manifest)
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
     numbered = numbers(manifest.components)
     parts = {}
     blocks: dict[int, tuple[str, int, Sequence[int]]] = {}
     for name, component in manifest.components.items():
-        places = cleanup.enter_context(contextlib.closing(open_component(path, component)))
+        places = cleanup.enter_context(contextlib.closing(open_component(folder, component)))
         own = {key: numbered[name, key] for key in component.specs}
         sums = manifest.sums[name]
         reader = Reader(places, sums, own)
         parts[name] = Part(component.kind, reader, component.tree, component.aliases)
         for key, spec in component.specs.items():
             blocks[own[key]] = key, spec.num_bytes, sums[key]
-    return Opened(parts, blocks)
+    return Opened(parts, blocks, folder.num_readers)

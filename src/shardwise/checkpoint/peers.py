@@ -4,7 +4,7 @@ import contextlib
 import errno
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointDamaged, CheckpointError
 from shardwise.runtime.collectives import POLL_SECONDS, Link
+from shardwise.runtime.collectives import Pending as Exchange
 from shardwise.runtime.communicator import Communicator, communicator
 from shardwise.runtime.guard import Scope
 from shardwise.runtime.mesh import Axis
@@ -88,6 +89,24 @@ class Peers:
         rows = self._gather(torch.frombuffer(padded, dtype=torch.uint8)).numpy()
         return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
+    def swap(self, sent: Mapping[int, Tensor], num_bytes: Mapping[int, int]) -> dict[int, Tensor]:
+        """Send bytes to some ranks and receive ``num_bytes`` from some; all ranks call this.
+
+        Args:
+            sent: [n] of uint8, by rank; not this one.
+            num_bytes: of what each of the others sends here; 0 may be left out.
+        """
+        with torch.inference_mode(mode=False):  # as in `_gather`
+            received = {rank: _empty(size) for rank, size in num_bytes.items() if size}
+            # Both of a pair know whether there is anything; one byte stands for nothing.
+            pairs = {
+                rank: (sent.get(rank, _empty(1)), received.get(rank, _empty(1)))
+                for rank in sorted(sent.keys() | received.keys())
+            }
+        if self._link is not None:
+            self._wait(self._link.swap(pairs, "checkpoint"))
+        return received
+
     @contextlib.contextmanager
     def together(self, doing: str) -> Iterator[None]:
         """What the block raises on one rank is raised on all of them, at its end.
@@ -120,13 +139,19 @@ class Peers:
         def fill() -> None:
             rows[self.rank].copy_(row)
 
-        pending = self._link.all_gather(rows.view(-1), fill, "checkpoint", scope=Scope.ALL)
+        self._wait(self._link.all_gather(rows.view(-1), fill, "checkpoint", scope=Scope.ALL))
+        return rows
+
+    def _wait(self, pending: Exchange) -> None:
         while not pending.wait(POLL_SECONDS):
             if self._guard is not None:
                 self._guard.check_pulses()
         if pending.error is not None:
             raise pending.error
-        return rows
+
+
+def _empty(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _on_cpu(axis: Axis) -> Axis:

@@ -1,5 +1,6 @@
 """Reading tensors, with every byte checked on the way into its place."""
 
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 
@@ -33,6 +34,7 @@ class Reader:
         self._numbers = numbers or {}
         self.parts: list[Part] = []
         self.bytes_read = 0
+        self._lock = threading.Lock()
 
     def read(self, name: str, into: Share) -> None:
         """Fill ``into`` with elements of a tensor, converted to its dtype.
@@ -42,16 +44,18 @@ class Reader:
         """
         spec = self.source.specs[name]
         start, stop = (n * spec.itemsize for n in (into.start, into.start + len(into.elements)))
-        for begin, end in blocks(start, stop):
+        for begin, end in blocks(start, stop, self.source.read_bytes):
             piece = into.elements[(begin - start) // spec.itemsize : (end - start) // spec.itemsize]
             fits = piece.dtype is spec.torch_dtype and piece.device.type == "cpu"
             landing = piece if fits else torch.empty(len(piece), dtype=spec.torch_dtype)
             content = bytes_of(landing)
             self.source.read(name, begin, content)
-            self._check(name, begin, end, content)
+            for first, last in blocks(begin, end):
+                self._check(name, first, last, content[first - begin : last - begin])
             if not fits:
                 piece.copy_(landing)
-        self.bytes_read += stop - start
+        with self._lock:
+            self.bytes_read += stop - start
 
     def read_whole(self, name: str) -> Tensor:
         """A tensor of its own, on the CPU."""

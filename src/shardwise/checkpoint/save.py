@@ -18,7 +18,9 @@ from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.files import File, pack, spec_of
 from shardwise.checkpoint.manifest import Component
 from shardwise.checkpoint.peers import Peers, peers_of
+from shardwise.checkpoint.remote import folder_at
 from shardwise.checkpoint.shares import Share, share_to_write
+from shardwise.checkpoint.storage import Folder
 from shardwise.checkpoint.write import Task, write
 
 __all__ = ["MAX_FILE_BYTES", "Save", "save"]
@@ -37,17 +39,19 @@ def save(
     max_file_bytes: int = MAX_FILE_BYTES,
     **state: Any,
 ) -> "Save":
-    """Write a checkpoint to the directory ``path``; all ranks have to call this.
+    """Write a checkpoint to ``path``; all ranks have to call this.
 
     Each rank writes its own byte ranges of the shared files, without gathering anything: what it
     takes beside the model is a buffer of a few megabytes. The bytes on disk are the same whatever
     the strategy, the number of ranks, units and granularity. The checkpoint exists from the moment
     when all of it is on disk; until then, and if the process is killed, the directory has no
-    manifest, and the next save there removes what is left.
+    manifest, and the next save there removes what is left. At a URL each file is sent by one rank,
+    to which the others pass their bytes.
 
     Args:
-        path: a directory that does not exist, or has no checkpoint in it. A number at the end of
-            its name, as in ``step-100``, is what `latest` and `Retention` go by.
+        path: a directory that does not exist, or has no checkpoint in it; or such a place in a
+            store, by a URL that fsspec knows, as in ``"s3://bucket/run/step-100"``. A number at
+            the end of its name, as in ``step-100``, is what `latest` and `Retention` go by.
         model: sharded by `fully_shard`, between steps; or plain, and the same on every rank.
         optimizer: of the model's parameters; its states are saved by parameter name.
         wait: False returns as soon as this rank's shards are copied to host memory, and writes
@@ -64,10 +68,10 @@ def save(
             cannot be saved or written, or an earlier ``wait=False`` failed. The model is as it
             was, and training may go on.
     """
-    directory = Path(path)
+    where = os.fspath(path)
     axis = axis_of([model])
     peers = peers_of(axis, model)
-    peers.meet(axis, _device_of(model), f"save to {directory}")
+    peers.meet(axis, _device_of(model), f"save to {where}")
     peers.settle()
     values = {"model": model, "optimizer": optimizer, **state}
     if optimizer is None:
@@ -78,7 +82,7 @@ def save(
             name: pack(name, (spec_of(*item) for item in part.tensors.items()), max_file_bytes)
             for name, part in found.items()
         }
-        task = _task(directory, found, files, peers.rank, retention, copies=not wait)
+        task = _task(folder_at(where), found, files, peers.rank, retention, copies=not wait)
     peers.meet(axis, _device_of(model), f"save {files}")
     return _start(task, peers, wait=wait)
 
@@ -86,7 +90,7 @@ def save(
 class Save:
     """A checkpoint that is written, perhaps still."""
 
-    def __init__(self, path: Path, job: Callable[[], None]) -> None:
+    def __init__(self, path: Path | str, job: Callable[[], None]) -> None:
         self.path = path
         self._job: Callable[[], None] | None = job
         self._errors: list[Exception] = []  # not yet raised
@@ -133,13 +137,13 @@ def _run(box: list[Callable[[], None]], errors: list[Exception], done: threading
         done.set()
 
 
-def _tell(path: Path, errors: list[Exception]) -> None:
+def _tell(path: Path | str, errors: list[Exception]) -> None:
     if errors:
         warnings.warn(f"the save to {path} failed: {errors[0]}", stacklevel=2)
 
 
 def _task(
-    directory: Path,
+    directory: Folder,
     found: Mapping[str, Collected],
     files: Mapping[str, list[File]],
     rank: int,
@@ -163,7 +167,7 @@ def _task(
 
 
 def _start(task: Task, peers: Peers, *, wait: bool) -> Save:
-    pending = Save(task.directory, lambda: write(task, peers))
+    pending = Save(task.directory.target, lambda: write(task, peers))
     if wait:
         pending.run()
         pending.wait()

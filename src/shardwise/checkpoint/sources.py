@@ -1,17 +1,15 @@
 """Where tensors are read from: files of a checkpoint, and directories of Hugging Face."""
 
-import contextlib
 import json
-import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-from shardwise.checkpoint.directory import MARKER
+from shardwise.checkpoint.directory import MARKER, complete, is_complete, ours
 from shardwise.checkpoint.files import Spec, parse_header
 from shardwise.checkpoint.manifest import MANIFEST, Component, Manifest
+from shardwise.checkpoint.storage import Folder, Reading
 from shardwise.errors import CheckpointDamaged, CheckpointError
 
 __all__ = [
@@ -32,6 +30,7 @@ class Source(Protocol):
     """Tensors by name, of which any bytes can be read."""
 
     specs: Mapping[str, Spec]
+    read_bytes: int  # how much to read at once: whole blocks
 
     def read(self, name: str, start: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes of a tensor from ``start`` on."""
@@ -42,157 +41,152 @@ class Source(Protocol):
 class Place:
     """Where a tensor lies."""
 
-    path: Path
+    folder: Folder
+    file: str
     offset: int
+
+    def __str__(self) -> str:
+        return str(self.folder / self.file)
 
 
 class Places:
     """Tensors in safetensors files."""
 
-    def __init__(self, specs: Mapping[str, Spec], places: Mapping[str, Place]) -> None:
+    def __init__(
+        self, specs: Mapping[str, Spec], places: Mapping[str, Place], read_bytes: int
+    ) -> None:
         self.specs = specs
+        self.read_bytes = read_bytes
         self._places = places
-        self._descriptors: dict[Path, int] = {}
-        self._files = contextlib.ExitStack()
+        self._files: dict[str, Reading] = {}
 
     def read(self, name: str, start: int, into: memoryview) -> None:
         place = self._places[name]
-        offset = place.offset + start
-        while into.nbytes:
-            count = os.preadv(self._open(place.path), [into], offset)
-            if count == 0:
-                raise CheckpointDamaged(f"{name}: {place.path} ends before it")
-            into, offset = into[count:], offset + count
+        if place.file not in self._files:
+            self._files[place.file] = place.folder.open(place.file)
+        if not self._files[place.file].fill(into, place.offset + start):
+            raise CheckpointDamaged(f"{name}: {place} ends before it")
 
     def close(self) -> None:
-        self._files.close()
-        self._descriptors.clear()
-
-    def _open(self, path: Path) -> int:
-        if path not in self._descriptors:
-            self._descriptors[path] = os.open(path, os.O_RDONLY)
-            self._files.callback(os.close, self._descriptors[path])
-        return self._descriptors[path]
+        while self._files:
+            self._files.popitem()[1].close()
 
 
-def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint in ``path``.
+def read_manifest(folder: Folder) -> Manifest:
+    """The manifest of the checkpoint in ``folder``.
 
     Raises:
         CheckpointError: there is none; says what is there instead.
     """
-    if not (path / MANIFEST).is_file():
-        raise CheckpointError(f"{path}: no checkpoint: {_what_instead(path)}")
-    return Manifest.parse((path / MANIFEST).read_bytes(), str(path / MANIFEST))
+    if not is_complete(folder):
+        raise CheckpointError(f"{folder}: no checkpoint: {_what_instead(folder)}")
+    return Manifest.parse(folder.read(MANIFEST), str(folder / MANIFEST))
 
 
-def check_files(path: Path, manifest: Manifest) -> None:
+def check_files(folder: Folder, manifest: Manifest) -> None:
     """Whether the files of a checkpoint are there, as long as they should be, and no others.
 
     Raises:
         CheckpointDamaged: names the file and a tensor of it.
     """
-    problems = list(file_problems(path, manifest))
+    problems = list(file_problems(folder, manifest))
     if problems:
         raise CheckpointDamaged("\n".join(problems))
 
 
-def file_problems(path: Path, manifest: Manifest) -> Iterator[str]:
+def file_problems(folder: Folder, manifest: Manifest) -> Iterator[str]:
+    sizes = folder.sizes()
     for file in manifest.files:
         names = [spec.name for spec in file.specs]
         which = f"{names[0]} and {len(names) - 1} more tensors" if len(names) > 1 else names[0]
-        head = _head(path / file.name, len(file.head), file.num_bytes)
+        head = _head(folder, file.name, len(file.head), sizes.get(file.name), file.num_bytes)
         if isinstance(head, str):
-            yield f"{path / file.name}: {head}; it has {which}"
+            yield f"{folder / file.name}: {head}; it has {which}"
         elif head != file.head:
-            yield f"{path / file.name}: its header is damaged or foreign; it has {which}"
+            yield f"{folder / file.name}: its header is damaged or foreign; it has {which}"
     for name, (size, crc) in manifest.others.items():
-        head = _head(path / name, size, size)
+        head = _head(folder, name, size, sizes.get(name), size)
         if isinstance(head, str):
-            yield f"{path / name}: {head}"
+            yield f"{folder / name}: {head}"
         elif zlib.crc32(head) != crc:
-            yield f"{path / name}: damaged or foreign"
+            yield f"{folder / name}: damaged or foreign"
     known = {MANIFEST, *manifest.file_names}
-    for pattern in ("*.safetensors", "*.safetensors.index.json"):
-        for found in sorted(path.glob(pattern)):
-            if found.name not in known:
-                yield f"{found}: foreign: the manifest does not know it"
+    for name in ours(folder):
+        if name not in known:
+            yield f"{folder / name}: foreign: the manifest does not know it"
 
 
-def open_component(path: Path, component: Component) -> Places:
-    """The tensors of a part of a checkpoint in ``path``."""
+def open_component(folder: Folder, component: Component) -> Places:
+    """The tensors of a part of a checkpoint in ``folder``."""
     places = {
-        name: Place(path / file.name, offset)
+        name: Place(folder, file.name, offset)
         for file in component.files
         for name, offset in file.offsets.items()
     }
-    return Places(component.specs, places)
+    return Places(component.specs, places, folder.read_bytes)
 
 
-def open_hf(path: Path) -> Places:
+def open_hf(place: Folder) -> Places:
     """The tensors of a Hugging Face checkpoint: a directory with safetensors, or one such file.
 
     Raises:
-        CheckpointError: ``path`` is none.
+        CheckpointError: ``place`` is none.
     """
+    folder = place.parent if place.parent.has(place.name) else place
     specs: dict[str, Spec] = {}
     places: dict[str, Place] = {}
-    for file in _hf_files(path):
-        for name, (spec, offset) in _foreign_tensors(file).items():
+    for file in [place.name] if folder is not place else _hf_files(place):
+        for name, (spec, offset) in _foreign_tensors(folder, file).items():
             specs[name] = spec
-            places[name] = Place(file, offset)
-    return Places(specs, places)
+            places[name] = Place(folder, file, offset)
+    return Places(specs, places, folder.read_bytes)
 
 
-def _hf_files(path: Path) -> Sequence[Path]:
-    if path.is_file():
-        return [path]
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return [path / name for name in sorted(set(weight_map.values()))]
-    if (path / "model.safetensors").is_file():
-        return [path / "model.safetensors"]
+def _hf_files(folder: Folder) -> Sequence[str]:
+    if folder.has("model.safetensors.index.json"):
+        weight_map = json.loads(folder.read("model.safetensors.index.json"))["weight_map"]
+        return sorted(set(weight_map.values()))
+    if folder.has("model.safetensors"):
+        return ["model.safetensors"]
     raise CheckpointError(
-        f"{path}: no Hugging Face checkpoint: expected model.safetensors, or several such files "
+        f"{folder}: no Hugging Face checkpoint: expected model.safetensors, or several such files "
         "with a model.safetensors.index.json"
     )
 
 
-def _foreign_tensors(path: Path) -> dict[str, tuple[Spec, int]]:
+def _foreign_tensors(folder: Folder, file: str) -> dict[str, tuple[Spec, int]]:
     """Of one file: each tensor and where it begins."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > _MAX_HEADER_BYTES:
-            raise CheckpointDamaged(f"{path}: not a safetensors file")
-        found = parse_header(str(path), file.read(length))
-    size = path.stat().st_size
+    path = str(folder / file)
+    length = int.from_bytes(folder.read(file, 8), "little")
+    if length > _MAX_HEADER_BYTES:
+        raise CheckpointDamaged(f"{path}: not a safetensors file")
+    found = parse_header(path, folder.read(file, 8 + length)[8:])
+    size = folder.sizes()[file]
     for name, (spec, start) in found.items():
         if 8 + length + start + spec.num_bytes > size:
             raise CheckpointDamaged(f"{name}: {path} ends before it")
     return {name: (spec, 8 + length + start) for name, (spec, start) in found.items()}
 
 
-def _head(path: Path, num_bytes: int, size: int) -> bytes | str:
-    """The first bytes of a file of ``size``, or what is wrong with it."""
-    try:
-        with path.open("rb") as file:
-            actual = os.fstat(file.fileno()).st_size
-            if actual != size:
-                return f"{actual} bytes long, expected {size}"
-            return file.read(num_bytes)
-    except FileNotFoundError:
+def _head(
+    folder: Folder, name: str, num_bytes: int, size: int | None, expected: int
+) -> bytes | str:
+    """The first bytes of a file, or what is wrong with its size."""
+    if size is None:
         return "missing"
+    if size != expected:
+        return f"{size} bytes long, expected {expected}"
+    return folder.read(name, num_bytes)
 
 
-def _what_instead(path: Path) -> str:
-    if not path.is_dir():
+def _what_instead(folder: Folder) -> str:
+    if not folder.exists():
         return "no such directory"
-    if (path / MARKER).exists():
+    if folder.has(MARKER):
         return "the remains of a save that did not end; take an earlier one (sw.latest)"
-    inside = [str(p) for p in sorted(path.iterdir()) if (p / MANIFEST).is_file()]
+    inside = [str(found) for found in complete(folder)]
     if inside:
         return f"there are some inside it, such as {inside[-1]} (sw.latest)"
-    if any(path.glob("*.safetensors")):
+    if ours(folder):
         return f"{MANIFEST} is missing; for weights alone, unchecked, pass source='hf'"
     return f"{MANIFEST} is missing"

@@ -14,7 +14,10 @@ from shardwise.checkpoint.directory import Retention, commit, prepare, remove_re
 from shardwise.checkpoint.files import index_of
 from shardwise.checkpoint.manifest import Component, Manifest, numbers
 from shardwise.checkpoint.peers import Peers
+from shardwise.checkpoint.remote import Remote
 from shardwise.checkpoint.shares import Share, bytes_of
+from shardwise.checkpoint.storage import Folder
+from shardwise.checkpoint.upload import upload
 from shardwise.errors import CheckpointError
 
 __all__ = ["Task", "write"]
@@ -24,7 +27,7 @@ __all__ = ["Task", "write"]
 class Task:
     """All that is needed to write."""
 
-    directory: Path
+    directory: Folder
     components: Mapping[str, Component]
     shares: Mapping[str, Mapping[str, Share]]  # by component and tensor: what this rank writes
     retention: Retention | None
@@ -50,17 +53,17 @@ def write(task: Task, peers: Peers) -> None:
         with peers.together("prepare the directory"):
             if is_first:
                 prepare(task.directory)
-        with peers.together("write"):
-            own = _write_shares(task)
-            if is_first:
-                _write_others(task)
+        if isinstance(task.directory, Remote):
+            own = upload(task.directory, task.components, task.shares, task.others, peers)
+        else:
+            own = _write_in_place(task, peers)
         parts = [part for told in peers.exchange(crc.encode(own)) for part in crc.decode(told)]
         with peers.together("complete the checkpoint"):
             if is_first:
                 commit(task.directory, _manifest(task, parts).render())
     except CheckpointError:
         if is_first:
-            with contextlib.suppress(OSError):  # for the same reason, perhaps
+            with contextlib.suppress(OSError, CheckpointError):  # for the same reason, perhaps
                 remove_remains(task.directory)
         raise
     with peers.together("remove older checkpoints; the new one is complete"):
@@ -68,7 +71,17 @@ def write(task: Task, peers: Peers) -> None:
             task.retention.apply(task.directory.parent)
 
 
-def _write_shares(task: Task) -> list[Part]:
+def _write_in_place(task: Task, peers: Peers) -> list[Part]:
+    """All ranks write into the same files; the checksums of what this one wrote."""
+    with peers.together("write"):
+        path = Path(str(task.directory))
+        own = _write_shares(path, task)
+        if peers.rank == 0:
+            _write_others(path, task)
+        return own
+
+
+def _write_shares(path: Path, task: Task) -> list[Part]:
     """Write this rank's bytes, bring them to disk, and return their checksums."""
     numbered = numbers(task.components)
     parts: list[Part] = []
@@ -80,7 +93,7 @@ def _write_shares(task: Task) -> list[Part]:
                 shares = {key: share for key, share in found.items() if share is not None}
                 if not shares:
                     continue
-                descriptor = files.enter_context(_opened(task.directory / file.name))
+                descriptor = files.enter_context(_opened(path / file.name))
                 for key, share in shares.items():
                     number, offset = numbered[name, key], file.offsets[key]
                     parts += _write_share(descriptor, offset, share, number)
@@ -102,14 +115,14 @@ def _write_share(descriptor: int, offset: int, share: Share, number: int) -> Ite
         _write_at(descriptor, content, offset + begin)
 
 
-def _write_others(task: Task) -> None:
+def _write_others(path: Path, task: Task) -> None:
     """The beginnings of files, and those that are not made of tensors."""
     for component in task.components.values():
         for file in component.files:
-            with _opened(task.directory / file.name) as descriptor:
+            with _opened(path / file.name) as descriptor:
                 _write_at(descriptor, memoryview(file.head), 0)
     for name, content in task.others.items():
-        with _opened(task.directory / name) as descriptor:
+        with _opened(path / name) as descriptor:
             _write_at(descriptor, memoryview(content), 0)
 
 

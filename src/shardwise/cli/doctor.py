@@ -1,6 +1,5 @@
 """``shardwise doctor``."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +9,7 @@ from shardwise.errors import CheckpointDamaged
 
 def doctor(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CKPT", help="The directory of a checkpoint.")
+        str, typer.Argument(metavar="CKPT", help="The directory of a checkpoint, or its URL.")
     ],
 ) -> None:
     """Check every byte of a checkpoint against its checksums.

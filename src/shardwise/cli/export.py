@@ -8,7 +8,7 @@ import typer
 
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CKPT", help="The directory of a checkpoint.")
+        str, typer.Argument(metavar="CKPT", help="The directory of a checkpoint, or its URL.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="What to write; must not exist.")],
     format_: Annotated[

@@ -163,6 +163,10 @@ class Link:
             self._members[scope] = members
         return self.all_gather(flat, fill, label, scope=scope)
 
+    def swap(self, pairs: dict[int, tuple[Tensor, Tensor]], label: str) -> Pending:
+        """Send the first of each pair to its rank, and receive the second from it."""
+        return self._submit(label, 0, Scope.ALL, lambda ticket: self._exchange(pairs, ticket.tag))
+
     def reduce(self, reduction: Reduction, label: str) -> Pending:
         """Sum over all ranks, by row and then by column, in as many exchanges as that takes.
 

@@ -102,6 +102,7 @@ class CheckpointConfig(Section):
 
     every: CountOrNone = 200  # steps; the last one is kept, too; 0 is no checkpoints at all
     keep: Count = 2  # the newest so many
+    directory: str = ""  # or a URL that fsspec knows; "" is `checkpoints` in run.directory
     wait: bool = True  # False writes beside the next steps, from a copy in host memory
 
 

@@ -54,7 +54,7 @@ def train(config: Config, ranks: Ranks, observer: Observer, run: RunDirectory) -
     plan = build_plan(model, config)
     baselines = measure_baselines(corpus.train)
     records = run.history()
-    saver = Saver(config, ranks, run.checkpoints)
+    saver = Saver(config, ranks, run.saves_to)
     try:
         device = ranks.device.type
         switches = weigh(config, model, device)

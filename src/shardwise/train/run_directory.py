@@ -4,11 +4,12 @@ import contextlib
 import itertools
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
 from shardwise.checkpoint.directory import complete, discard, latest
+from shardwise.checkpoint.remote import folder_at
 from shardwise.errors import CheckpointError
 from shardwise.train.config import Config
 from shardwise.train.errors import ConfigError
@@ -24,13 +25,18 @@ class RunDirectory:
     """The files of one run; the directory exists and the configuration is in it."""
 
     path: Path
-    checkpoint: Path | None = None  # what the run goes on from
+    checkpoint: Path | str | None = None  # what the run goes on from
     step: int = 0  # the last one in it
+    store: str = ""  # where checkpoints are, if not here
 
     @property
     def checkpoints(self) -> Path:
         """Where there is such a directory, a run goes on when it is started again."""
         return self.path / "checkpoints"
+
+    @property
+    def saves_to(self) -> Path | str:
+        return self.store or self.checkpoints
 
     def is_finished(self, steps: int) -> bool:
         """Whether all ``steps`` were trained, and the summary, which comes last, is there."""
@@ -108,7 +114,9 @@ def open_run(config: Config, *, again: bool = False) -> RunDirectory:
     """
     try:
         path = _claim(config, again=again)
-        run = _go_on(path, config) if again or not config.run.overwrite else RunDirectory(path)
+        run = RunDirectory(path, store=config.checkpoint.directory)
+        if again or not config.run.overwrite:
+            run = _go_on(run, config)
         if run.is_finished(config.train.steps):
             return run
         if config.checkpoint.every:  # first of all, for whoever is killed here goes on, too
@@ -137,13 +145,13 @@ def _claim(config: Config, *, again: bool) -> Path:
     return path
 
 
-def _go_on(path: Path, config: Config) -> RunDirectory:
-    """The run at ``path``, which begins at its last checkpoint if it has one."""
-    checkpoint = latest(RunDirectory(path).checkpoints)
+def _go_on(run: RunDirectory, config: Config) -> RunDirectory:
+    """``run``, which begins at its last checkpoint if it has one."""
+    checkpoint = latest(run.saves_to)
     if checkpoint is None:
-        return RunDirectory(path)
+        return run
     check_same(checkpoint, config)
-    run = RunDirectory(path, checkpoint, step_of(checkpoint))
+    run = replace(run, checkpoint=checkpoint, step=step_of(checkpoint))
     if run.step > config.train.steps:
         raise ConfigError(
             f"train.steps={config.train.steps}: {checkpoint} is beyond it; choose another "
@@ -155,8 +163,8 @@ def _go_on(path: Path, config: Config) -> RunDirectory:
 def _clear(run: RunDirectory) -> None:
     """Remove what the run is about to write, up to the step that it goes on from."""
     if run.checkpoint is None:
-        for stale in complete(run.checkpoints):
-            discard(stale)
+        for checkpoint in complete(folder_at(run.saves_to)):
+            discard(checkpoint)
     _write(run.metrics, "".join(map(_line, run.history())))
     for stale in (run.picture, run.summary, run.timeline):
         stale.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import tree
+from shardwise.checkpoint.remote import folder_at
 from shardwise.checkpoint.sources import read_manifest
 from shardwise.errors import CheckpointError
 from shardwise.plan.layout import Run
@@ -32,10 +33,10 @@ class Saver:
     The order of the text needs no saving: it follows from the seed and the step.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, folder: Path) -> None:
+    def __init__(self, config: Config, ranks: Ranks, folder: Path | str) -> None:
         self._config = config
         self._ranks = ranks
-        self._folder = folder
+        self._folder = folder_at(folder)
         self._pending: sw.Save | None = None
         self.saved_step = 0  # the last one that is on disk, or on its way there
 
@@ -61,7 +62,7 @@ class Saver:
         """
         options = self._config.checkpoint
         self._pending = sw.save(
-            self._folder / f"step-{step:08}",
+            (self._folder / f"step-{step:08}").target,
             model=model,
             optimizer=update.optimizer,
             wait=options.wait,
@@ -78,7 +79,7 @@ class Saver:
         if self._pending is not None:
             self._pending.wait()
 
-    def load(self, checkpoint: Path, model: nn.Module, update: Update) -> None:
+    def load(self, checkpoint: Path | str, model: nn.Module, update: Update) -> None:
         """Load what `save` wrote, on any number of ranks."""
         state = sw.load(checkpoint, model=model, optimizer=update.optimizer).state
         update.load_scaler_state(state["scaler"])
@@ -98,7 +99,7 @@ class Saver:
         return [list(row.split(lengths)) for row in by_rank]
 
 
-def step_of(checkpoint: Path) -> int:
+def step_of(checkpoint: Path | str) -> int:
     """The last step that is in ``checkpoint``.
 
     Raises:
@@ -108,7 +109,7 @@ def step_of(checkpoint: Path) -> int:
     return step
 
 
-def check_same(checkpoint: Path, config: Config) -> None:
+def check_same(checkpoint: Path | str, config: Config) -> None:
     """Refuse to go on with another model, or with other text.
 
     What may differ: ranks and how the model lies on them, the number of steps, the learning rate.
@@ -137,9 +138,9 @@ def _shared(config: Config, text: int) -> dict[str, Any]:
     return {**model, **order, "data": text}
 
 
-def _run(checkpoint: Path) -> Mapping[str, Any]:
+def _run(checkpoint: Path | str) -> Mapping[str, Any]:
     """Read it from the manifest: `sw.load` would want all ranks."""
-    component = read_manifest(checkpoint).components.get("run")
+    component = read_manifest(folder_at(checkpoint)).components.get("run")
     if component is None:
         raise CheckpointError(f"{checkpoint}: was not saved by `shardwise train`")
     run: Mapping[str, Any] = tree.decode(component.tree, _no_tensor)

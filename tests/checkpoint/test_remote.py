@@ -1,0 +1,312 @@
+"""Checkpoints in a store of whole objects: the bytes of local ones, from all ranks at once."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsspec.registry import known_implementations
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint.doctor import examine
+from shardwise.checkpoint.files import File, Spec
+from shardwise.checkpoint.remote import folder_at
+from shardwise.checkpoint.sources import read_manifest
+from shardwise.checkpoint.upload import deal
+from shardwise.cli import main
+from tests.checkpoint.s3 import FakeS3, reach, serving
+from tests.checkpoint.training import Training, differing, digests, options_for
+from tests.ranks import run_on
+
+SMALL = 100  # bytes: several files
+HOPS = [(3, "zero2", SMALL), (4, "hsdp", 10**9), (1, "ddp", SMALL), (2, "fsdp", 10**9)]
+WIDE = 20 << 20  # elements
+
+
+@pytest.fixture
+def s3() -> Iterator[FakeS3]:
+    with serving() as fake:
+        yield fake
+
+
+# -- the same bytes ------------------------------------------------------------------------------
+
+
+def test_every_hop_keeps_every_bit_and_every_file(s3: FakeS3, tmp_path: Path) -> None:
+    run_on(2, _begin, s3.endpoint, tmp_path / "several", "s3://bucket/0")
+    run_on(2, _begin_whole, s3.endpoint, tmp_path / "whole")
+    expected = {SMALL: digests(tmp_path / "several"), 10**9: digests(tmp_path / "whole")}
+    assert len(expected[SMALL]) > len(expected[10**9]) > 2
+    assert s3.digests("0/") == expected[SMALL]
+    for number, (ranks, strategy, size) in enumerate(HOPS, start=1):
+        urls = f"s3://bucket/{number - 1}", f"s3://bucket/{number}"
+        assert run_on(ranks, _hop, s3.endpoint, strategy, size, *urls) == [[]] * ranks
+        assert s3.digests(f"{number}/") == expected[size], f"{strategy} on {ranks} ranks"
+    assert not s3.uploads
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_large_tensors_whose_cuts_are_inside_blocks(
+    strategy: str, s3: FakeS3, tmp_path: Path
+) -> None:
+    run_on(4, _write_wide, s3.endpoint, strategy, "s3://bucket/x")
+    sw.save(tmp_path / "x", model=_wide())
+    assert s3.digests("x/") == digests(tmp_path / "x")
+    sizes = run_on(3, _read_wide, s3.endpoint, "s3://bucket/x")
+    (file,) = read_manifest(folder_at("s3://bucket/x")).files
+    ranges = s3.read(".safetensors")
+    assert [found for found in ranges if not found[0]] == [(0, len(file.head))] * 3
+    total = sum(stop - start for start, stop in ranges if start)
+    assert total == sum(sizes), "more was read than what is kept"
+
+
+def test_files_are_dealt_by_bytes() -> None:
+    files = [File(str(size), (Spec("x", "U8", (size,)),)) for size in (10, 4000, 3000, 900, 2000)]
+    names = [[file.name for file in row] for row in deal(files, 2)]
+    assert names == [["4000", "900", "10"], ["3000", "2000"]]
+    assert deal(files[:1], 2) == [files[:1], []]
+
+
+def test_other_stores(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    for root in (f"file://{tmp_path}/a/b", "memory://runs"):
+        for step in (9, 10):
+            kept = sw.save(f"{root}/step-{step}", model=model, retention=sw.Retention(1))
+        assert sw.latest(root) == kept.path == f"{root}/step-10"
+        assert sw.load(f"{root}/step-10", model=nn.Linear(2, 3)).bytes_read == 36
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["step-10"]
+
+
+def test_a_rank_holds_some_megabytes(tmp_path: Path) -> None:
+    """Of a file of 80 MB, that one rank sends and another has a half of."""
+    grown = run_on(2, _grow, f"file://{tmp_path}/x", deadline=60.0)
+    assert max(grown) < 24 << 20, grown
+    assert (tmp_path / "x" / "model.safetensors").stat().st_size > 4 * WIDE
+
+
+# -- what goes wrong -----------------------------------------------------------------------------
+
+
+def test_a_save_that_is_killed_at_any_moment_leaves_the_last_one(s3: FakeS3) -> None:
+    model = nn.Linear(400, 3)
+    url = "s3://bucket/run/step-"
+    sw.save(url + "1", model=model, max_file_bytes=SMALL)
+    moments: list[dict[str, bytes]] = []
+    s3.refuses = lambda _request: moments.append(dict(s3.objects)) or False  # type: ignore[func-returns-value]
+    sw.save(url + "2", model=model, max_file_bytes=SMALL, retention=sw.Retention(1))
+    s3.refuses = lambda _request: False
+    whole = dict(s3.objects)
+    assert len(moments) > 10
+    found = set()
+    for objects in moments:
+        s3.objects = dict(objects)
+        last = sw.latest("s3://bucket/run")
+        assert last is not None
+        assert examine(last) == []
+        found.add(last)
+        if last == url + "1":
+            sw.save(url + "2", model=model, max_file_bytes=SMALL, retention=sw.Retention(1))
+        else:  # it was about to remove the other
+            sw.save(url + "3", model=model, max_file_bytes=SMALL, retention=sw.Retention(1))
+            s3.objects = {k.replace("step-3", "step-2"): x for k, x in s3.objects.items()}
+        assert s3.objects == whole, "something is left"
+    assert found == {url + "1", url + "2"}
+
+
+def test_an_upload_that_fails_is_an_error_on_all_ranks(s3: FakeS3) -> None:
+    """Also on one that is in the middle of a large file."""
+    s3.refuses = lambda request: "/model-00003" in request.key
+    run_on(2, _fail_and_go_on, s3.endpoint)
+    assert s3.names("run/") == [], "what was begun is still there"
+    s3.refuses = lambda _request: False
+    run_on(2, _save_beside, s3.endpoint)
+    assert s3.digests("run/step-1/") == s3.digests("run/step-2/")
+
+
+def test_damage_is_named(s3: FakeS3, capsys: pytest.CaptureFixture[str]) -> None:
+    model, url = nn.Linear(2, 3), "s3://bucket/run/x"
+    sw.save(url, model=model, rng=torch.ones(3))
+    assert main(["doctor", url]) == 0
+    assert f"{url}: whole" in capsys.readouterr().out
+    name = "run/x/model.safetensors"
+    s3.objects[name] = s3.objects[name][:-1] + bytes([s3.objects[name][-1] ^ 1])
+    with pytest.raises(sw.CheckpointDamaged, match="weight: among its bytes"):
+        sw.load(url, model=model)
+    del s3.objects["run/x/rng.safetensors"]
+    s3.objects["run/x/more.safetensors"] = b""
+    with pytest.raises(sw.CheckpointDamaged, match=f"{url}/rng.safetensors: missing; it has value"):
+        sw.load(url, model=model)
+    assert main(["doctor", url]) == 1
+    told = capsys.readouterr().err
+    assert "weight of model: bytes 0 to 24 are damaged" in told
+    assert f"{url}/more.safetensors: foreign" in told
+    s3.objects[name] = s3.objects[name][:-4]
+    assert f"{url}/model.safetensors: {len(s3.objects[name])} bytes long" in examine(url)[0]
+
+
+def test_what_is_no_checkpoint_is_told(s3: FakeS3) -> None:
+    model = nn.Linear(2, 3)
+    with pytest.raises(sw.CheckpointError, match="s3://bucket/run: no checkpoint: no such"):
+        sw.load("s3://bucket/run", model=model)
+    sw.save("s3://bucket/run/step-1/", model=model)
+    with pytest.raises(sw.CheckpointError, match="some inside it, such as s3://bucket/run/step-1 "):
+        sw.load("s3://bucket/run", model=model)
+    with pytest.raises(sw.CheckpointError, match="complete checkpoint is there already"):
+        sw.save("s3://bucket/run/step-1", model=model)
+    s3.objects["other/model.safetensors"] = s3.objects["run/step-1/model.safetensors"]
+    with pytest.raises(sw.CheckpointError, match=r"has model\.safetensors"):
+        sw.save("s3://bucket/other", model=model)
+    for url in ("s3://bucket/other", "s3://bucket/other/model.safetensors"):
+        loaded = sw.load(url, model=model, source="hf")
+        assert loaded.bytes_read == 36
+    s3.objects["run/step-1/checkpoint.json.partial"] = b""
+    del s3.objects["run/step-1/checkpoint.json"]
+    with pytest.raises(sw.CheckpointError, match="remains of a save that did not end"):
+        sw.load("s3://bucket/run/step-1", model=model)
+    with pytest.raises(sw.CheckpointError, match="source='dcp' reads files of this machine alone"):
+        sw.load("s3://bucket/run", model=model, source="dcp")
+
+
+def test_a_protocol_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 3)
+    with pytest.raises(sw.CheckpointError, match=r"nosuch://a/b: .* expected a directory or a URL"):
+        sw.save("nosuch://a/b", model=model)
+    missing = {"class": "nosuch.FileSystem", "err": "Install nosuch"}
+    monkeypatch.setitem(known_implementations, "lacking", missing)
+    with pytest.raises(sw.CheckpointError, match=r"Install nosuch \(pip install nosuch\)"):
+        sw.latest("lacking://a/b")
+
+
+# -- what else there is --------------------------------------------------------------------------
+
+
+def test_retention(s3: FakeS3) -> None:
+    model = nn.Linear(2, 3)
+    s3.objects["run/notes/mine.txt"] = b"of the user"
+    for step in range(9, 15):
+        s3.objects[f"run/step-{step}/plots/loss.png"] = b"of the user, too"
+        sw.save(f"s3://bucket/run/step-{step}", model=model, retention=sw.Retention(2, every=5))
+    kept = sorted({name.split("/")[0] for name in s3.names("run/")})
+    assert kept == ["notes", "step-10", "step-13", "step-14"]
+    assert "step-14/plots/loss.png" in s3.names("run/")
+    assert sw.latest("s3://bucket/run") == "s3://bucket/run/step-14"
+    assert sw.latest("s3://bucket/run/notes") is None
+
+
+def test_export(s3: FakeS3, tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    sw.save("s3://bucket/x", model=model)
+    assert main(["export", "s3://bucket/x", str(tmp_path / "out")]) == 0
+    exported = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert exported == s3.objects["x/model.safetensors"]
+
+
+# -- on the ranks --------------------------------------------------------------------------------
+
+
+def _begin(endpoint: str, *places: str | Path) -> None:
+    training = _trained()
+    with reach(endpoint):
+        for place in places:
+            sw.save(place, model=training.model, optimizer=training.optimizer, max_file_bytes=SMALL)
+
+
+def _begin_whole(_endpoint: str, path: Path) -> None:
+    training = _trained()
+    sw.save(path, model=training.model, optimizer=training.optimizer)
+
+
+def _trained() -> Training:
+    training = Training("tiny")
+    for number in range(2):
+        training.step(number)
+    return training
+
+
+def _hop(endpoint: str, strategy: str, size: int, source: str, url: str) -> list[str]:
+    """Load and save; what changed on the way."""
+    training = Training("tiny", seed=5, **options_for(strategy))
+    again = Training("tiny", seed=6, **options_for(strategy))
+    with reach(endpoint):
+        loaded = sw.load(source, model=training.model, optimizer=training.optimizer)
+        assert loaded.bytes_read == training.own_bytes()
+        sw.save(url, model=training.model, optimizer=training.optimizer, max_file_bytes=size)
+        sw.load(url, model=again.model, optimizer=again.optimizer)
+    return differing(training.bits(), again.bits())
+
+
+def _wide() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(701, 3613), nn.Linear(613, 5), nn.Linear(5, 500_003))
+
+
+def _write_wide(endpoint: str, strategy: str, url: str) -> None:
+    model = sw.fully_shard(_wide(), units=nn.Linear, **options_for(strategy))
+    with reach(endpoint):
+        sw.save(url, model=model)
+
+
+def _read_wide(endpoint: str, url: str) -> int:
+    model = _wide()
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    sw.fully_shard(model, units=nn.Linear)
+    with reach(endpoint):
+        loaded = sw.load(url, model=model)
+    for parameter, values in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.full_tensor(), values)  # type: ignore[attr-defined]
+    return loaded.bytes_read
+
+
+def _grow(url: str) -> int:
+    model = nn.Linear(1024, WIDE // 1024, bias=False)
+    sw.fully_shard(model)
+    sw.save(f"{url}-first", model=nn.Linear(2, 3))  # which has what is loaded once
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    before = _peak()
+    sw.save(url, model=model)
+    return _peak() - before
+
+
+def _peak() -> int:
+    """Bytes of this process's memory."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
+
+
+def _fail_and_go_on(endpoint: str) -> None:
+    training = Training("gpt")
+    training.step()
+    before = training.bits()
+    values: dict[str, Any] = {"model": training.model, "max_file_bytes": SMALL}
+    large = nn.Sequential(nn.Linear(701, 3613), nn.Linear(300, 500), nn.Linear(300, 500))
+    sw.fully_shard(large, units=nn.Linear)
+    with reach(endpoint):
+        url = r"s3://bucket/run/step-\d/model-00003\S*: \w+: .*full"
+        with pytest.raises(sw.CheckpointError, match=url):
+            sw.save("s3://bucket/run/step-1", **values)
+        later = sw.save("s3://bucket/run/step-1", **values, wait=False)
+        with pytest.raises(sw.CheckpointError, match=url):
+            later.wait()
+        with pytest.raises(sw.CheckpointError, match=url):
+            sw.save("s3://bucket/run/step-2", model=large, max_file_bytes=700_000)
+        gc.collect()  # uploads that nobody has ended
+    assert training.bits() == before
+    training.step(1)
+
+
+def _save_beside(endpoint: str) -> None:
+    training = Training("tiny")
+    training.step()
+    with reach(endpoint):
+        sw.save("s3://bucket/run/step-1", model=training.model, max_file_bytes=SMALL)
+        later = sw.save(
+            "s3://bucket/run/step-2", model=training.model, max_file_bytes=SMALL, wait=False
+        )
+        training.step(1)
+        later.wait()
