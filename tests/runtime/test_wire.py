@@ -36,6 +36,17 @@ def test_every_rank_gets_what_the_others_send(way: str, world_size: int) -> None
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sizes", [(0, 1 << 20), (1 << 20, 8), (1 << 20, 1 << 21)])
+def test_what_is_sent_may_be_larger_than_what_comes(way: str, sizes: tuple[int, int]) -> None:
+    run_on(2, _exchange_unlike, way, sizes)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_pair_of_ranks_has_sizes_of_its_own(way: str) -> None:
+    run_on(3, _exchange_unlike_among_three, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_sums_are_made_piece_by_piece_of_what_has_come(way: str) -> None:
     run_on(3, _use_pieces, way)
 
@@ -169,6 +180,34 @@ def _exchange_all(way: str) -> None:
             assert torch.equal(received, _message(other, own, num_bytes)), num_bytes
         by_gloo = way == "gloo" or (num_bytes > SMALL and not reads)
         assert wire.through_gloo == [num_bytes] * len(others) * by_gloo
+
+
+def _exchange_unlike_among_three(way: str) -> None:
+    """To each rank another size, and none of them that of another pair."""
+    wire, own = _wire(way), rank()
+    pairs = {
+        other: (
+            _message(own, other, _unlike(own, other)),
+            torch.zeros(_unlike(other, own), dtype=torch.uint8),
+        )
+        for other in range(3)
+        if other != own
+    }
+    wire.exchange(pairs, 0)
+    for other, (_, received) in pairs.items():
+        assert torch.equal(received, _message(other, own, _unlike(other, own)))
+
+
+def _unlike(sender: int, to: int) -> int:
+    return (1 << 18) * (3 * sender + to)
+
+
+def _exchange_unlike(way: str, sizes: tuple[int, int]) -> None:
+    wire, own = _wire(way), rank()
+    sent = _message(own, 1 - own, sizes[own])
+    received = torch.zeros(sizes[1 - own], dtype=torch.uint8)
+    wire.exchange({1 - own: (sent, received)}, 0)
+    assert torch.equal(received, _message(1 - own, own, sizes[1 - own]))
 
 
 def _use_pieces(way: str) -> None:

@@ -165,7 +165,9 @@ class Link:
 
     def swap(self, pairs: dict[int, tuple[Tensor, Tensor]], label: str) -> Pending:
         """Send the first of each pair to its rank, and receive the second from it."""
-        return self._submit(label, 0, Scope.ALL, lambda ticket: self._exchange(pairs, ticket.tag))
+        assert self._wire is not None
+        exchange = self._wire.exchange
+        return self._submit(label, 0, Scope.ALL, lambda ticket: exchange(pairs, ticket.tag))
 
     def reduce(self, reduction: Reduction, label: str) -> Pending:
         """Sum over all ranks, by row and then by column, in as many exchanges as that takes.

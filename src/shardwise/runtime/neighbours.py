@@ -58,9 +58,9 @@ class Neighbours:
         readers = swap(torch.tensor([rank in reads for rank in range(num_ranks)]))
         self._processes = {rank: process[rank] for rank in reads if readers[rank][own]}
 
-    def have(self, rank: int, sent: Tensor) -> bool:
-        """Whether what is as large as ``sent`` is exchanged with ``rank`` here."""
-        is_small = sent.nbytes <= _INLINE_BYTES
+    def take(self, rank: int, sent: Tensor, received: Tensor) -> bool:
+        """Whether these are exchanged with ``rank`` here; it comes to the same conclusion."""
+        is_small = max(sent.nbytes, received.nbytes) <= _INLINE_BYTES
         return rank in (self._channels if is_small else self._processes)
 
     def send(self, rank: int, tensor: Tensor, tag: int) -> None:
@@ -72,7 +72,7 @@ class Neighbours:
         self._channels[rank].send(tag, content)
 
     def receive(self, rank: int, into: Tensor, tag: int) -> "Offer | None":
-        """Fill ``into`` with the small tensor that ``rank`` sends, or return its offer to do so.
+        """Fill ``into`` if it is small with what ``rank`` sends, or return the offer to read that.
 
         Raises:
             OSError: it is gone.
@@ -115,6 +115,7 @@ class Offer:
         Raises:
             OSError: the process is gone.
         """
+        assert stop <= self.into.nbytes, "or it would overwrite other memory"
         _read(self.process, self.address + start, self.into.data_ptr() + start, stop - start)
 
 

@@ -44,10 +44,10 @@ class Wire:
         return received
 
     def exchange(self, tensors: _Pairs, tag: int, use: Use | None = None) -> None:
-        """Send the first of each pair to its rank and receive the second, as large, from it.
+        """Send the first of each pair to its rank and receive the second from it.
 
         Args:
-            tensors: contiguous, [n] if there is a ``use``.
+            tensors: contiguous; all of them [n] if there is a ``use``.
             tag: the name of the exchange, the same on both sides.
             use: called with a slice of [n] when all have it, until all of [n] was used. What is
                 read from memory is used piece by piece, from the processor's cache.
@@ -77,7 +77,7 @@ class Wire:
         here = self._neighbours
         if here is None:
             return {}, tensors
-        near = {rank: pair for rank, pair in tensors.items() if here.have(rank, pair[0])}
+        near = {rank: pair for rank, pair in tensors.items() if here.take(rank, *pair)}
         return near, {rank: pair for rank, pair in tensors.items() if rank not in near}
 
     def _meet(self, tensors: _Pairs, tag: int, lost: _Errors) -> list[tuple[int, Offer]]:
@@ -108,22 +108,27 @@ class Wire:
 
     def _read(self, offers: list[tuple[int, Offer]], lost: _Errors, use: Use | None) -> None:
         """Accept all offers, and use what has come."""
-        if not offers:
-            if use is not None:
-                use(slice(None))
-            return
+        if use is None:
+            for rank, offer in offers:
+                with _noting(lost, rank):
+                    offer.read(0, offer.into.nbytes)
+        elif not offers:
+            use(slice(None))
+        else:
+            self._read_pieces(offers, lost, use)
+        for rank, offer in offers:
+            with _noting(lost, rank):
+                offer.accept()
+
+    def _read_pieces(self, offers: list[tuple[int, Offer]], lost: _Errors, use: Use) -> None:
         into = offers[0][1].into
-        step = into.numel() if use is None else _PIECE_BYTES // into.itemsize
+        step = _PIECE_BYTES // into.itemsize
         for start in range(0, into.numel(), step):
             stop = min(start + step, into.numel())
             for rank, offer in offers:
                 with _noting(lost, rank):
                     offer.read(start * into.itemsize, stop * into.itemsize)
-            if use is not None:
-                use(slice(start, stop))
-        for rank, offer in offers:
-            with _noting(lost, rank):
-                offer.accept()
+            use(slice(start, stop))
 
 
 @contextlib.contextmanager
