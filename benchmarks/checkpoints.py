@@ -62,6 +62,10 @@ class Engine:
 
     def save(self, path: Path) -> None: ...
 
+    def start(self, path: Path) -> Callable[[], object] | None:  # noqa: ARG002
+        """Begin to save; returns what waits for the end. None: this library has no such way."""
+        return None
+
     def load(self, path: Path) -> None: ...
 
 
@@ -73,6 +77,9 @@ class Shardwise(Engine):
 
     def save(self, path: Path) -> None:
         sw.save(path, model=self.model, optimizer=self.optimizer)
+
+    def start(self, path: Path) -> Callable[[], object]:
+        return sw.save(path, model=self.model, optimizer=self.optimizer, wait=False).wait
 
     def load(self, path: Path) -> None:
         sw.load(path, model=self.model, optimizer=self.optimizer)
@@ -91,6 +98,12 @@ class Distributed(Engine):
     def save(self, path: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+
+    def start(self, path: Path) -> Callable[[], object] | None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        saving = dcp.async_save(state, checkpoint_id=path)
+        return saving.result  # type: ignore[union-attr]
 
     def load(self, path: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -112,6 +125,9 @@ class Full(Distributed):
         if dist.get_rank() == 0:
             path.mkdir()
             torch.save({"model": model, "optimizer": optimizer}, path / "state.pt")
+
+    def start(self, path: Path) -> None:  # noqa: ARG002
+        return None
 
     def load(self, path: Path) -> None:
         state = torch.load(path / "state.pt", weights_only=True, mmap=True)
@@ -162,6 +178,20 @@ def measure(action: Callable[[], None]) -> tuple[float, int]:
     return time.perf_counter() - began, int(extra)
 
 
+def measure_start(engine: Engine, path: Path) -> float | None:
+    """Seconds until an asynchronous save has returned on all ranks; it has ended after this."""
+    os.sync()
+    dist.barrier()
+    began = time.perf_counter()
+    wait = engine.start(path)
+    blocked = torch.tensor(time.perf_counter() - began)
+    if wait is None:
+        return None
+    wait()
+    dist.all_reduce(blocked, dist.ReduceOp.MAX)
+    return float(blocked)
+
+
 def run_rank(rank: int, options: argparse.Namespace, folder: str) -> None:
     """One rank's part of the run; rank 0 reports."""
     torch.set_num_threads(max(1, torch.get_num_threads() // options.ranks))
@@ -180,17 +210,21 @@ def run_rank(rank: int, options: argparse.Namespace, folder: str) -> None:
             os.sync()  # or it would wait for what the one before it left to the disk
             save_seconds, save_bytes = measure(lambda engine=engine, path=path: engine.save(path))
             load_seconds, load_bytes = measure(lambda engine=engine, path=path: engine.load(path))
-            taken[engine.name].append(
-                {
-                    "save_seconds": save_seconds,
-                    "save_extra_bytes": save_bytes,
-                    "load_seconds": load_seconds,
-                    "load_extra_bytes": load_bytes,
-                }
-            )
+            figures = {
+                "save_seconds": save_seconds,
+                "save_extra_bytes": save_bytes,
+                "load_seconds": load_seconds,
+                "load_extra_bytes": load_bytes,
+            }
             if rank == 0:
                 size = sum(file.stat().st_size for file in path.iterdir())
                 shutil.rmtree(path)
+            blocked = measure_start(engine, path)
+            if blocked is not None:
+                figures["blocked_seconds"] = blocked
+            taken[engine.name].append(figures)
+            if rank == 0:
+                shutil.rmtree(path, ignore_errors=True)
             dist.barrier()
     if rank == 0:
         report({name: rounds[1:] for name, rounds in taken.items()}, size, options)
@@ -205,22 +239,46 @@ def report(
         name: {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
         for name, rounds in taken.items()
     }
+    for name, rounds in taken.items():
+        figures[name] |= _ratios(rounds, taken.get("dcp", []))
     title = f"{size / 1e6:.0f} MB, {options.ranks} CPU ranks, medians of {options.rounds}"
     table = Table("", title=title)
-    for heading in ("save s", "MB/s", "extra MB", "load s", "MB/s", "extra MB"):
+    columns = ("MB/s", "of dcp's time", "extra MB")
+    for heading in ("save s", *columns, "blocked s", "of dcp's", "load s", *columns):
         table.add_column(heading, justify="right")
     for name, one in figures.items():
-        cells = [name]
-        for what in ("save", "load"):
-            seconds = one[f"{what}_seconds"]
-            cells += [f"{seconds:.2f}", f"{size / 1e6 / seconds:.0f}"]
-            cells.append(f"{one[f'{what}_extra_bytes'] / 1e6:.0f}")
-        table.add_row(*cells)
+        table.add_row(name, *_what(one, "save", size), *_blocked(one), *_what(one, "load", size))
     Console().print(table)
     if options.out is not None:
         whole = {"bytes": size, "ranks": options.ranks, "rounds": options.rounds, **figures}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+
+
+def _ratios(rounds: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, float]:
+    """Times relative to the base's in the same round: medians."""
+    return {
+        f"{key}_of_dcp": statistics.median(
+            one[key] / other[key] for one, other in zip(rounds, base, strict=True)
+        )
+        for key in rounds[0]
+        if base and key.endswith("_seconds")
+    }
+
+
+def _what(one: dict[str, float], what: str, size: int) -> list[str]:
+    seconds, ratio = one[f"{what}_seconds"], one.get(f"{what}_seconds_of_dcp")
+    return [
+        f"{seconds:.2f}",
+        f"{size / 1e6 / seconds:.0f}",
+        "-" if ratio is None else f"{ratio:.2f}",
+        f"{one[f'{what}_extra_bytes'] / 1e6:.0f}",
+    ]
+
+
+def _blocked(one: dict[str, float]) -> list[str]:
+    keys = ("blocked_seconds", "blocked_seconds_of_dcp")
+    return [f"{one[key]:.2f}" if key in one else "-" for key in keys]
 
 
 def main() -> None:

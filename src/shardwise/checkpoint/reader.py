@@ -1,13 +1,12 @@
 """Reading tensors, with every byte checked on the way into its place."""
 
 import threading
-import zlib
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.crc import BLOCK_BYTES, Part, blocks, join
+from shardwise.checkpoint.crc import BLOCK_BYTES, Part, blocks, crc32, join
 from shardwise.checkpoint.shares import Share, bytes_of
 from shardwise.checkpoint.sources import Source
 from shardwise.errors import CheckpointDamaged
@@ -67,7 +66,7 @@ class Reader:
     def _check(self, name: str, start: int, stop: int, content: memoryview) -> None:
         if self._sums is None:
             return
-        crc = zlib.crc32(content)
+        crc = crc32(content)
         number = start // BLOCK_BYTES
         size = self.source.specs[name].num_bytes
         if start % BLOCK_BYTES or stop < min(size, (number + 1) * BLOCK_BYTES):

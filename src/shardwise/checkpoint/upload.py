@@ -5,7 +5,6 @@ that lie on other ranks come from there just before. So what a rank takes is a f
 the round and what fsspec keeps of an upload, however large the file.
 """
 
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.crc import BLOCK_BYTES, Part, blocks
+from shardwise.checkpoint.crc import BLOCK_BYTES, Part, blocks, crc32
 from shardwise.checkpoint.files import File
 from shardwise.checkpoint.manifest import Component, numbers
 from shardwise.checkpoint.peers import Peers
@@ -185,7 +184,7 @@ def _contents(
         content = bytes_of(
             share.elements[(piece.start - first) // size : (piece.stop - first) // size]
         )
-        parts.append(Part(piece.tensor, piece.start, piece.stop, zlib.crc32(content)))
+        parts.append(Part(piece.tensor, piece.start, piece.stop, crc32(content)))
         found.append(content)
     return found
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -111,7 +110,7 @@ def _write_share(descriptor: int, offset: int, share: Share, number: int) -> Ite
     for begin, end in crc.blocks(start, share.stop_byte):
         piece = elements[(begin - start) // itemsize : (end - start) // itemsize]
         content = bytes_of(piece)
-        yield Part(number, begin, end, zlib.crc32(content))
+        yield Part(number, begin, end, crc.crc32(content))
         _write_at(descriptor, content, offset + begin)
 
 
@@ -139,7 +138,7 @@ def _manifest(task: Task, parts: list[Part]) -> Manifest:
             whole = [one for one in found if one is not None]
             assert len(whole) == len(found), f"{key}: the ranks did not write all of it"
             sums[name][key] = whole
-    others = {name: (len(content), zlib.crc32(content)) for name, content in task.others.items()}
+    others = {name: (len(content), crc.crc32(content)) for name, content in task.others.items()}
     return Manifest(task.components, sums, others)
 
 
