@@ -140,7 +140,31 @@ class Full(Distributed):
         )
 
 
-ENGINES: tuple[type[Engine], ...] = (Shardwise, Distributed, Full)
+class Bare(Engine):
+    """No library: as many bytes as a rank's shards, to a file of its own and back."""
+
+    name = "bare"
+
+    def __init__(self, shape: Shape) -> None:
+        with torch.device("meta"):
+            elements = sum(parameter.numel() for parameter in GPT(shape).parameters())
+        self.content = torch.ones(3 * elements // dist.get_world_size())
+
+    def save(self, path: Path) -> None:
+        path.mkdir(exist_ok=True)
+        with (path / str(dist.get_rank())).open("wb", buffering=0) as file:
+            for piece in torch.split(self.content, _PIECE):
+                file.write(memoryview(piece.numpy()))
+            os.fsync(file.fileno())
+
+    def load(self, path: Path) -> None:
+        with (path / str(dist.get_rank())).open("rb", buffering=0) as file:
+            for piece in torch.split(self.content, _PIECE):
+                file.readinto(memoryview(piece.numpy()))
+
+
+ENGINES: tuple[type[Engine], ...] = (Shardwise, Distributed, Full, Bare)
+_PIECE = 1 << 18  # elements
 
 
 class Peak:
@@ -205,7 +229,7 @@ def run_rank(rank: int, options: argparse.Namespace, folder: str) -> None:
     engines = [kind(SHAPES[options.size]) for kind in ENGINES if kind.name in names]
     taken: dict[str, list[dict[str, float]]] = {engine.name: [] for engine in engines}
     for number in range(options.rounds + 1):  # the first is to warm up
-        for engine in engines:
+        for engine in (*engines[number % len(engines) :], *engines[: number % len(engines)]):
             path = Path(folder) / f"{engine.name}-{number}"
             os.sync()  # or it would wait for what the one before it left to the disk
             save_seconds, save_bytes = measure(lambda engine=engine, path=path: engine.save(path))
