@@ -3,7 +3,7 @@
 A `Link` carries collectives of one kind, in order, on a process group and a lane of its own, so
 that gathers and reductions never queue behind each other.
 
-On Gloo a collective is written as sends and receives between all pairs, for its own are slow
+On Gloo a collective is written as exchanges between all pairs (`wire`), for its own are slow
 (64 MB, 2 ranks: all-gather 28-36 ms against 117-194, reduce-scatter 33-41 against 160-185, for it
 is an all-reduce there) and take a full-size scratch. Every exchange is tagged with its ticket:
 ranks that disagree on what comes next wait for each other instead of mixing their numbers.
