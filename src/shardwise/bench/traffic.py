@@ -9,16 +9,16 @@ Not counted: arithmetic in place, sums, zeros, and what Gloo copies inside its o
 
 *Bytes sent* are what a rank has to send at least: with n ranks, (n - 1) times its shard for an
 all-gather, (n - 1) / n of the input for a reduce-scatter, twice that for an all-reduce, (n - 1) / n
-for a broadcast (the mean over ranks), and what is sent for a send. Gloo itself may send more: its
-reduce-scatter is an all-reduce. *Collectives* are calls; sends of one tag are one collective, as
-shardwise's are made of sends. Barriers do not count.
+for a broadcast (the mean over ranks). Gloo itself may send more: its reduce-scatter is an
+all-reduce. *Collectives* are calls. Barriers do not count. What is read from the memory of a rank
+of the same host counts as sent by that one, and as a copy as little as what comes by a socket.
 
-shardwise copies and sends on threads of its own: these are watched as well.
+shardwise copies on threads of its own: these are watched as well. It says itself what it sends.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # the public ones ca
 from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
+from shardwise.runtime.collectives import Link
 from shardwise.runtime.communicator import communicator
 from shardwise.runtime.device import Lane
 from shardwise.runtime.engine import runtime_of_root
@@ -66,7 +67,9 @@ class Traffic:
 def watch_traffic(model: nn.Module) -> Iterator[Traffic]:
     """Fill in what is yielded with what happens within, at its end."""
     traffic = Traffic()
-    lanes = _lanes(model)
+    links = _links(model)
+    lanes = [link.lane for link in links]
+    before = [link.sent for link in links]
     watches = [_Watch() for _ in range(1 + len(lanes))]
     for lane, watch in zip(lanes, watches[1:], strict=True):
         _run_on(lane, watch.__enter__)
@@ -74,10 +77,12 @@ def watch_traffic(model: nn.Module) -> Iterator[Traffic]:
         yield traffic
     for lane, watch in zip(lanes, watches[1:], strict=True):
         _run_on(lane, partial(watch.__exit__, None, None, None))
-    tags = set().union(*(watch.tags for watch in watches))
     traffic.copied_bytes = sum(watch.copied_bytes for watch in watches)
     traffic.sent_bytes = round(sum(watch.sent_bytes for watch in watches))
-    traffic.num_collectives = sum(watch.num_calls for watch in watches) + len(tags)
+    traffic.num_collectives = sum(watch.num_calls for watch in watches)
+    for link, (calls, num_bytes) in zip(links, before, strict=True):
+        traffic.num_collectives += link.sent[0] - calls
+        traffic.sent_bytes += link.sent[1] - num_bytes
 
 
 @dataclass
@@ -85,7 +90,6 @@ class _Counts:
     copied_bytes: int = 0
     sent_bytes: float = 0.0
     num_calls: int = 0
-    tags: set[int] = field(default_factory=set)
 
 
 class _Watch(TorchDispatchMode, _Counts):  # type: ignore[no-untyped-call]
@@ -109,15 +113,12 @@ class _Watch(TorchDispatchMode, _Counts):  # type: ignore[no-untyped-call]
         elif name in _SCALES_INTO and kwargs and "out" in kwargs:
             self.copied_bytes += kwargs["out"].nbytes
         elif name.startswith("c10d::"):
-            self._note_collective(name.removeprefix("c10d::"), args, kwargs or {})
+            self._note_collective(name.removeprefix("c10d::"), args)
         return result
 
-    def _note_collective(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name == "send":
-            self.tags.add(kwargs.get("tag", args[-1]))
-        elif name in _SENT:
-            self.num_calls += 1
+    def _note_collective(self, name: str, args: tuple[Any, ...]) -> None:
         if name in _SENT:
+            self.num_calls += 1
             self.sent_bytes += _SENT[name](args)
 
 
@@ -174,19 +175,18 @@ _SENT: dict[str, Callable[[tuple[Any, ...]], float]] = {
     "reduce_": _of_result,
     "alltoall_base_": _of_input,
     "alltoall_": _of_input,
-    "send": lambda args: float(_bytes(args[0])),
 }
 
 
 # -- the threads of shardwise --------------------------------------------------------------------
 
 
-def _lanes(model: nn.Module) -> list[Lane]:
+def _links(model: nn.Module) -> list[Link]:
     if not isinstance(model, sw.FSDPModule):
         return []
     runtime = runtime_of_root(model)
     links = communicator(runtime.axis, runtime.pool.device)
-    return [links.gather.lane, links.reduce.lane]
+    return [links.gather, links.reduce]
 
 
 def _run_on(lane: Lane, job: Callable[[], object]) -> None:

@@ -118,6 +118,11 @@ class Link:
         """Whether exchanges are point to point, so that ranks can be out of step for a while."""
         return self._direct
 
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Exchanges so far, and the bytes that this rank sent in them; not those of a backend."""
+        return (0, 0) if self._wire is None else (self._wire.num_exchanges, self._wire.sent_bytes)
+
     def scratch_elements(self, flat_elements: int) -> int:
         """How much scratch the reduction of a flat buffer needs."""
         if not self._direct:

@@ -29,6 +29,8 @@ class Wire:
         self._group = group
         self._own = own
         self._num_ranks = num_ranks
+        self.num_exchanges = 0
+        self.sent_bytes = 0
         self._neighbours: Neighbours | None = None
         self._neighbours = Neighbours(own, num_ranks, lambda tensor: self.swap(tensor, _HELLO))
 
@@ -55,6 +57,8 @@ class Wire:
         Raises:
             PeerLost: at the end, so that the peers that are left do not wait for this rank.
         """
+        self.num_exchanges += 1
+        self.sent_bytes += sum(sent.nbytes for sent, _ in tensors.values())
         lost: _Errors = {}
         near, far = self._sort(tensors)
         works = self._start(far, tag, lost)
