@@ -4,13 +4,16 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsspec.registry import known_implementations
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint import upload
 from shardwise.checkpoint.doctor import examine
 from shardwise.checkpoint.files import File, Spec
 from shardwise.checkpoint.remote import folder_at
@@ -124,6 +127,11 @@ def test_an_upload_that_fails_is_an_error_on_all_ranks(s3: FakeS3) -> None:
     s3.refuses = lambda _request: False
     run_on(2, _save_beside, s3.endpoint)
     assert s3.digests("run/step-1/") == s3.digests("run/step-2/")
+
+
+def test_an_error_of_one_rank_alone_ends_the_save_on_all(s3: FakeS3) -> None:
+    run_on(2, _run_out_of_memory, s3.endpoint)
+    assert s3.names("run/step-1/") == []
 
 
 def test_damage_is_named(s3: FakeS3, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,6 +285,25 @@ def _peak() -> int:
     status = Path("/proc/self/status").read_text(encoding="ascii")
     (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) << 10
+
+
+def _raise_memory_error(_: object) -> None:
+    raise MemoryError
+
+
+def _run_out_of_memory(endpoint: str) -> None:
+    model = sw.fully_shard(nn.Linear(500, 300))
+    with reach(endpoint):
+        for _ in range(2):
+            fails = dist.get_rank() == 1
+            error: type[Exception] = MemoryError if fails else sw.CheckpointError
+            with (
+                mock.patch.object(
+                    upload, "_joined", _raise_memory_error if fails else upload._joined
+                ),
+                pytest.raises(error),
+            ):
+                sw.save("s3://bucket/run/step-1", model=model, max_file_bytes=SMALL)
 
 
 def _fail_and_go_on(endpoint: str) -> None:

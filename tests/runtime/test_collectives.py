@@ -72,6 +72,10 @@ def test_an_error_in_a_collective_is_raised_where_it_is_waited_for() -> None:
     run_on(2, _fail_to_fill)
 
 
+def test_a_rank_that_could_not_fill_its_slot_is_not_waited_for() -> None:
+    run_on(2, _fail_to_fill_on_one)
+
+
 def test_a_slow_rank_is_waited_for() -> None:
     run_on(2, _be_slow)
 
@@ -326,6 +330,16 @@ def _fail_to_fill() -> None:
             links.recover()
         else:
             links.wait(pending)
+    _check_gather(links)
+
+
+def _fail_to_fill_on_one() -> None:
+    links = _links()
+    fill, error = (_raise, ZeroDivisionError) if links.rank else (lambda: None, sw.PeerAborted)
+    pending = links.gather.all_gather(torch.zeros(6), fill, "gather")
+    with _hurried(), pytest.raises(error):
+        links.wait(pending)
+    links.recover()
     _check_gather(links)
 
 

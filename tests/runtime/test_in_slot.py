@@ -1,6 +1,6 @@
 """Weight gradients in their slot: used where they can be, right where they cannot."""
 
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.runtime.gradients import Gradients
+from shardwise.runtime.in_slot import SlotLinear
 from tests.ranks import run_on
 from tests.runtime.one_process import rank
 
@@ -89,3 +90,34 @@ def test_gradients_are_those_of_one_process(way: str, strategy: str) -> None:
     for num_claims, error in run_on(2, _train, way, strategy):
         assert error < 1e-10
         assert num_claims == (0 if way == "hook" else 4), "two layers, two backwards"
+
+
+class Registered(nn.Linear):
+    """Has a word in what derives from it."""
+
+    known: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls) -> None:
+        Registered.known.append(cls.__name__)
+
+
+class Plain(nn.Linear):
+    """Adds nothing."""
+
+
+def _classes() -> tuple[str, str, bool, list[str]]:
+    model = nn.Sequential(Plain(WIDTH, WIDTH), Registered(WIDTH, WIDTH))
+    model = sw.fully_shard(model)
+    plain, registered = model
+    loss = model(torch.randn(3, WIDTH)).sum()
+    loss.backward()
+    return (
+        type(plain).__qualname__,
+        type(registered).__qualname__,
+        isinstance(plain, Plain) and isinstance(plain, SlotLinear),
+        Registered.known,
+    )
+
+
+def test_subclasses_without_a_forward_compute_in_their_slot_unless_they_would_notice() -> None:
+    assert run_on(2, _classes) == [("Plain", "Registered", True, [])] * 2

@@ -62,9 +62,9 @@ class Slow(nn.Module):
 def slow_wire() -> Iterator[None]:
     exchange = Wire.exchange
 
-    def slow(wire: Wire, tensors: dict[int, tuple[Tensor, Tensor]], tag: int) -> None:
+    def slow(wire: Wire, *arguments: Any, **options: Any) -> None:
         time.sleep(WIRE_SECONDS)
-        exchange(wire, tensors, tag)
+        exchange(wire, *arguments, **options)
 
     with mock.patch.object(Wire, "exchange", slow):
         yield

@@ -84,7 +84,7 @@ class Peers:
         """The bytes of every rank, by rank."""
         if self._link is None:
             return [payload]
-        sizes = self._gather(torch.tensor([len(payload)]))[:, 0].tolist()
+        sizes = self._gather(torch.tensor([len(payload)], device=_CPU))[:, 0].tolist()
         padded = bytearray(payload.ljust(max(*sizes, 1), b"\0"))
         rows = self._gather(torch.frombuffer(padded, dtype=torch.uint8)).numpy()
         return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]

@@ -19,7 +19,7 @@ from shardwise.checkpoint.manifest import Component, numbers
 from shardwise.checkpoint.peers import Peers
 from shardwise.checkpoint.remote import Remote, Upload
 from shardwise.checkpoint.shares import Share, bytes_of
-from shardwise.errors import CheckpointError
+from shardwise.errors import StepError
 
 __all__ = ["deal", "upload"]
 
@@ -79,12 +79,10 @@ def upload(
     uploads = _Uploads(folder, dealt[peers.rank])
     try:
         return _send(zip_longest(*streams, fillvalue=()), own, uploads, others, peers)
-    except CheckpointError:
+    except BaseException as error:
         uploads.discard()
-        peers.exchange(b"")  # none comes to be after what is there is removed
-        raise
-    except BaseException:  # a rank is gone
-        uploads.discard()
+        if isinstance(error, Exception) and not isinstance(error, StepError):  # no rank is gone
+            peers.exchange(b"")  # none comes to be after what is there is removed
         raise
 
 

@@ -149,11 +149,8 @@ class Link:
         members = self._members[scope]
         gather = self._gathering(flat, members)
 
-        def run(ticket: Ticket) -> None:
-            fill()
-            gather(ticket.tag)
-
-        return self._submit(label, flat.nbytes // members.size, scope, run)
+        slot_bytes = flat.nbytes // members.size
+        return self._submit(label, slot_bytes, scope, lambda ticket: gather(ticket.tag), fill)
 
     def all_gather_in_subgroup(
         self, flat: Tensor, fill: Callable[[], None], label: str, size: int
@@ -189,12 +186,19 @@ class Link:
         )
 
     def _submit(
-        self, label: str, slot_bytes: int, scope: str, run: Callable[[Ticket], None]
+        self,
+        label: str,
+        slot_bytes: int,
+        scope: str,
+        run: Callable[[Ticket], None],
+        prepare: Callable[[], None] | None = None,
     ) -> Pending:
         self._issued += 1
         ticket = Ticket(self._issued, label, slot_bytes, scope)
 
         def job() -> None:
+            if prepare is not None and not self._stopped:
+                prepare()  # if it raises, the ticket was not taken
             with self._lock:
                 if self._stopped:
                     raise StepError(f"{ticket.label} was cancelled")
@@ -410,7 +414,7 @@ def _sum_by_backend(inner: Tensor, out: Tensor, group: dist.ProcessGroup | None)
 
 
 def _dummies(ticket: Ticket) -> tuple[Tensor, Tensor]:
-    sent = torch.zeros(ticket.slot_bytes, dtype=torch.uint8)
+    sent = torch.zeros(ticket.slot_bytes, dtype=torch.uint8, device="cpu")
     return sent, torch.empty_like(sent)
 
 

@@ -31,7 +31,9 @@ def let_compute_in_slot(module: nn.Module) -> None:
     kind = type(module)
     if not isinstance(module, nn.Linear) or parametrize.is_parametrized(module):
         return
-    if kind.forward is nn.Linear.forward and kind.__call__ is nn.Linear.__call__:
+    # A class that has a word in what derives from it, such as a registry, is left alone.
+    is_plain = type(kind) is type and not hasattr(kind.__init_subclass__, "__func__")
+    if is_plain and kind.forward is nn.Linear.forward and kind.__call__ is nn.Linear.__call__:
         module.__class__ = _slot_class(kind)  # type: ignore[arg-type]
 
 
@@ -57,7 +59,8 @@ class SlotLinear(nn.Linear):
 def _slot_class(kind: type[nn.Linear]) -> type[SlotLinear]:
     if kind is nn.Linear:
         return SlotLinear
-    return type(kind.__name__, (SlotLinear, kind), {"__module__": kind.__module__})
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (SlotLinear, kind), names)
 
 
 class _Linear(torch.autograd.Function):

@@ -10,6 +10,7 @@ Whether that is possible is tried when the ranks meet. A host that does not perm
 (`kernel.yama.ptrace_scope`, some containers) leaves large exchanges to Gloo; another system, all.
 """
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -19,7 +20,7 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ __all__ = ["Neighbours", "Offer"]
 
 _INLINE_BYTES = 1 << 15  # what is larger is read from memory; two of these fit into a socket
 _MEETING_SECONDS = 60.0
+_PATIENCE_SECONDS = 1800  # as long as Gloo waits
 _TAG = struct.Struct("<q")
 _OFFER = struct.Struct("<qq")  # address and bytes
 _CARD = struct.Struct("<qq32s32s")  # process, address of the secret, secret, name of the socket
@@ -45,9 +47,9 @@ class Neighbours:
         door = _open_door(num_ranks)
         name = b"" if door is None else door.getsockname()
         card = _CARD.pack(os.getpid(), ctypes.addressof(secret), secret.raw, name)
-        cards = [_CARD.unpack(bytes(one.tolist())) for one in swap(torch.tensor(list(card)))]
+        cards = [_CARD.unpack(bytes(one.tolist())) for one in swap(_tensor(card))]
         self._channels = {} if door is None else _call(own, cards)
-        called = swap(torch.tensor([rank in self._channels for rank in range(num_ranks)]))
+        called = swap(_tensor(rank in self._channels for rank in range(num_ranks)))
         if door is not None:
             callers = {rank for rank in range(num_ranks) if called[rank][own]}
             self._channels |= _answer(door, callers, secret.raw)
@@ -55,13 +57,13 @@ class Neighbours:
         # A process of that number may be another one, seen from within a container.
         process, address, secrets_, _ = zip(*cards, strict=True)
         reads = {r for r in self._channels if _reads(process[r], address[r], secrets_[r])}
-        readers = swap(torch.tensor([rank in reads for rank in range(num_ranks)]))
+        readers = swap(_tensor(rank in reads for rank in range(num_ranks)))
         self._processes = {rank: process[rank] for rank in reads if readers[rank][own]}
 
     def take(self, rank: int, sent: Tensor, received: Tensor) -> bool:
         """Whether these are exchanged with ``rank`` here; it comes to the same conclusion."""
         is_small = max(sent.nbytes, received.nbytes) <= _INLINE_BYTES
-        return rank in (self._channels if is_small else self._processes)
+        return sent.is_cpu and rank in (self._channels if is_small else self._processes)
 
     def send(self, rank: int, tensor: Tensor, tag: int) -> None:
         """Send a small tensor, or say where a large one is, which has to stay until `end`."""
@@ -80,14 +82,15 @@ class Neighbours:
         channel = self._channels[rank]
         content = channel.receive(tag)
         if into.nbytes <= _INLINE_BYTES:
-            _check(len(content), into)
+            _check(len(content), into.nbytes)
             ctypes.memmove(into.data_ptr(), content, into.nbytes)
             return None
+        _check(len(content), _OFFER.size)
         address, num_bytes = _OFFER.unpack(content)
         offer = Offer(self._processes[rank], address, into, lambda: channel.send(tag, b""))
         if num_bytes != into.nbytes:
             offer.accept()
-            _check(num_bytes, into)
+            _check(num_bytes, into.nbytes)
         return offer
 
     def end(self, rank: int, sent: Tensor, tag: int) -> None:
@@ -123,6 +126,9 @@ class _Channel:
     """Messages from and to one rank, matched by their tags; used by several threads at once."""
 
     def __init__(self, connection: socket.socket) -> None:
+        # By the system: a timeout of Python's takes one more call each time.
+        limit = struct.pack("ll", _PATIENCE_SECONDS, 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._connection = connection
         self._kept: dict[int, deque[bytes]] = {}  # came while another one was waited for
         self._changed = threading.Condition()
@@ -146,6 +152,8 @@ class _Channel:
             message = b""
             try:
                 message = self._connection.recv(_TAG.size + _INLINE_BYTES)
+            except BlockingIOError as error:
+                raise TimeoutError(f"it sent nothing for {_PATIENCE_SECONDS} s") from error
             finally:
                 with self._changed:
                     self._is_read = False
@@ -174,6 +182,11 @@ def _socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
+def _tensor(numbers: Iterable[int]) -> Tensor:
+    """Of bytes, whatever the default device is."""
+    return torch.tensor(list(numbers), dtype=torch.uint8, device="cpu")
+
+
 def _open_door(num_ranks: int) -> socket.socket | None:
     if sys.platform != "linux":  # such sockets are files elsewhere, if there are any
         return None
@@ -188,16 +201,14 @@ def _call(own: int, cards: list[_Card]) -> dict[int, _Channel]:
     channels = {}
     for rank, (_, _, secret, padded) in enumerate(cards[:own]):
         name = padded.rstrip(b"\0")
-        connection = _socket()
-        try:
-            if not name:
-                raise ConnectionRefusedError
+        with contextlib.ExitStack() as cleanup:
+            # Not if there is no socket of that name on this host, or no more may be opened.
+            cleanup.enter_context(contextlib.suppress(OSError))
+            connection = cleanup.enter_context(_socket())
             connection.connect(name)
             connection.sendall(_HELLO.pack(own, secret))
-        except OSError:  # there is no socket of that name on this host
-            connection.close()
-            continue
-        channels[rank] = _Channel(connection)
+            cleanup.pop_all()
+            channels[rank] = _Channel(connection)
     return channels
 
 
@@ -266,6 +277,6 @@ def _read(process: int, address: int, into: int, num_bytes: int) -> None:
         done += count
 
 
-def _check(num_bytes: int, into: Tensor) -> None:
-    if num_bytes != into.nbytes:
-        raise ConnectionError(f"it sends {num_bytes} bytes where {into.nbytes} are expected")
+def _check(num_bytes: int, expected: int) -> None:
+    if num_bytes != expected:
+        raise ConnectionError(f"it sends {num_bytes} bytes where {expected} are expected")

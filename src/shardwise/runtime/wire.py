@@ -68,11 +68,13 @@ class Wire:
                 with _noting(lost, rank):
                     if work is not None:
                         work.wait()
-        self._read(offers, lost, None if lost else use)
-        if self._neighbours is not None:
-            for rank, (sent, _) in near.items():
-                with _noting(lost, rank):
-                    self._neighbours.end(rank, sent, tag)
+        try:
+            self._read(offers, lost, None if lost else use)
+        finally:  # whatever happens, nobody reads this rank's tensors any more
+            if self._neighbours is not None:
+                for rank, (sent, _) in near.items():
+                    with _noting(lost, rank):
+                        self._neighbours.end(rank, sent, tag)
         for rank, error in lost.items():
             raise PeerLost(f"rank {self._own} lost rank {rank}: {error}") from error
 
@@ -112,17 +114,19 @@ class Wire:
 
     def _read(self, offers: list[tuple[int, Offer]], lost: _Errors, use: Use | None) -> None:
         """Accept all offers, and use what has come."""
-        if use is None:
+        try:
+            if use is None:
+                for rank, offer in offers:
+                    with _noting(lost, rank):
+                        offer.read(0, offer.into.nbytes)
+            elif not offers:
+                use(slice(None))
+            else:
+                self._read_pieces(offers, lost, use)
+        finally:
             for rank, offer in offers:
                 with _noting(lost, rank):
-                    offer.read(0, offer.into.nbytes)
-        elif not offers:
-            use(slice(None))
-        else:
-            self._read_pieces(offers, lost, use)
-        for rank, offer in offers:
-            with _noting(lost, rank):
-                offer.accept()
+                    offer.accept()
 
     def _read_pieces(self, offers: list[tuple[int, Offer]], lost: _Errors, use: Use) -> None:
         into = offers[0][1].into
