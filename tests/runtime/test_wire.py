@@ -140,7 +140,6 @@ class _Counting(Wire):
 
     @property
     def neighbours(self) -> neighbours.Neighbours:
-        assert self._neighbours is not None
         return self._neighbours
 
 

@@ -1,13 +1,12 @@
 """The manifest: what a checkpoint consists of, and the checksums of it. Pure data."""
 
 import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from shardwise.checkpoint.crc import BLOCK_BYTES
+from shardwise.checkpoint.crc import BLOCK_BYTES, crc32
 from shardwise.checkpoint.files import File, Spec
 from shardwise.errors import CheckpointDamaged, CheckpointError
 
@@ -101,7 +100,7 @@ class Manifest:
             "files": {
                 file.name: {
                     "bytes": file.num_bytes,
-                    "head_crc32": _hex(zlib.crc32(file.head)),
+                    "head_crc32": _hex(crc32(file.head)),
                     # Lists, for the order of a file's tensors is that of their bytes.
                     "tensors": [
                         [spec.name, spec.dtype, spec.shape, " ".join(map(_hex, sums[spec.name]))]
@@ -121,7 +120,7 @@ def numbers(components: Mapping[str, Component]) -> dict[tuple[str, str], int]:
 
 def _seal(body: Any) -> bytes:
     text = json.dumps(body, sort_keys=True, indent=1)
-    sealed = {"crc32": _hex(zlib.crc32(text.encode())), "manifest": body}
+    sealed = {"crc32": _hex(crc32(text.encode())), "manifest": body}
     return (json.dumps(sealed, sort_keys=True, indent=1) + "\n").encode()
 
 

@@ -151,7 +151,7 @@ class Peers:
 
 
 def _empty(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=_CPU)
 
 
 def _on_cpu(axis: Axis) -> Axis:

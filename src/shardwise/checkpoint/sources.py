@@ -1,11 +1,11 @@
 """Where tensors are read from: files of a checkpoint, and directories of Hugging Face."""
 
 import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from shardwise.checkpoint.crc import crc32
 from shardwise.checkpoint.directory import MARKER, complete, is_complete, ours
 from shardwise.checkpoint.files import Spec, parse_header
 from shardwise.checkpoint.manifest import MANIFEST, Component, Manifest
@@ -108,7 +108,7 @@ def file_problems(folder: Folder, manifest: Manifest) -> Iterator[str]:
         head = _head(folder, name, size, sizes.get(name), size)
         if isinstance(head, str):
             yield f"{folder / name}: {head}"
-        elif zlib.crc32(head) != crc:
+        elif crc32(head) != crc:
             yield f"{folder / name}: damaged or foreign"
     known = {MANIFEST, *manifest.file_names}
     for name in ours(folder):

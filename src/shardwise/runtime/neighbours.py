@@ -39,25 +39,31 @@ _Swap = Callable[[Tensor], list[Tensor]]  # sends a tensor to all ranks, and ret
 
 
 class Neighbours:
-    """The ranks of a group that live on this host."""
+    """The ranks of a group that live on this host; none before they `meet`."""
 
-    def __init__(self, own: int, num_ranks: int, swap: _Swap) -> None:
+    def __init__(self) -> None:
+        self._channels: dict[int, _Channel] = {}
+        self._processes: dict[int, int] = {}  # whose memory can be read
+
+    def meet(self, own: int, num_ranks: int, swap: _Swap) -> None:
         """Find them; all ranks of the group do this together."""
         secret = ctypes.create_string_buffer(secrets.token_bytes(32), 32)
         door = _open_door(num_ranks)
         name = b"" if door is None else door.getsockname()
         card = _CARD.pack(os.getpid(), ctypes.addressof(secret), secret.raw, name)
         cards = [_CARD.unpack(bytes(one.tolist())) for one in swap(_tensor(card))]
-        self._channels = {} if door is None else _call(own, cards)
-        called = swap(_tensor(rank in self._channels for rank in range(num_ranks)))
+        channels = {} if door is None else _call(own, cards)
+        called = swap(_tensor(rank in channels for rank in range(num_ranks)))
         if door is not None:
             callers = {rank for rank in range(num_ranks) if called[rank][own]}
-            self._channels |= _answer(door, callers, secret.raw)
+            channels |= _answer(door, callers, secret.raw)
             door.close()
         # A process of that number may be another one, seen from within a container.
         process, address, secrets_, _ = zip(*cards, strict=True)
-        reads = {r for r in self._channels if _reads(process[r], address[r], secrets_[r])}
+        reads = {rank for rank in channels if _reads(process[rank], address[rank], secrets_[rank])}
         readers = swap(_tensor(rank in reads for rank in range(num_ranks)))
+        # Only now: `swap` takes one way for all ranks, that through Gloo.
+        self._channels = channels
         self._processes = {rank: process[rank] for rank in reads if readers[rank][own]}
 
     def take(self, rank: int, sent: Tensor, received: Tensor) -> bool:

@@ -31,8 +31,8 @@ class Wire:
         self._num_ranks = num_ranks
         self.num_exchanges = 0
         self.sent_bytes = 0
-        self._neighbours: Neighbours | None = None
-        self._neighbours = Neighbours(own, num_ranks, lambda tensor: self.swap(tensor, _HELLO))
+        self._neighbours = Neighbours()
+        self._neighbours.meet(own, num_ranks, lambda tensor: self.swap(tensor, _HELLO))
 
     def swap(self, own: Tensor, tag: int) -> list[Tensor]:
         """Every rank's tensor, by rank.
@@ -71,26 +71,21 @@ class Wire:
         try:
             self._read(offers, lost, None if lost else use)
         finally:  # whatever happens, nobody reads this rank's tensors any more
-            if self._neighbours is not None:
-                for rank, (sent, _) in near.items():
-                    with _noting(lost, rank):
-                        self._neighbours.end(rank, sent, tag)
+            for rank, (sent, _) in near.items():
+                with _noting(lost, rank):
+                    self._neighbours.end(rank, sent, tag)
         for rank, error in lost.items():
             raise PeerLost(f"rank {self._own} lost rank {rank}: {error}") from error
 
     def _sort(self, tensors: _Pairs) -> tuple[_Pairs, _Pairs]:
         """What neighbours exchange, and what goes through Gloo."""
-        here = self._neighbours
-        if here is None:
-            return {}, tensors
-        near = {rank: pair for rank, pair in tensors.items() if here.take(rank, *pair)}
+        take = self._neighbours.take
+        near = {rank: pair for rank, pair in tensors.items() if take(rank, *pair)}
         return near, {rank: pair for rank, pair in tensors.items() if rank not in near}
 
     def _meet(self, tensors: _Pairs, tag: int, lost: _Errors) -> list[tuple[int, Offer]]:
         """Exchange small tensors with neighbours, and offers of large ones."""
         offers: list[tuple[int, Offer]] = []
-        if self._neighbours is None:
-            return offers
         for rank, (sent, _) in tensors.items():
             with _noting(lost, rank):
                 self._neighbours.send(rank, sent, tag)
