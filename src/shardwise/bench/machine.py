@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 __all__ = [
     "Clock",
     "Machine",
+    "allocated_bytes",
     "available_bytes",
     "describe_machine",
     "high_water_bytes",
@@ -98,6 +100,39 @@ def set_mmap_threshold(num_bytes: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # another C library may have none
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, num_bytes)
+
+
+class _MallocInfo(ctypes.Structure):
+    """``struct mallinfo2``; those of its fields that count here have names of their own."""
+
+    _fields_ = (
+        ("_before", ctypes.c_size_t * 4),
+        ("mapped", ctypes.c_size_t),
+        ("_between", ctypes.c_size_t * 2),
+        ("in_heaps", ctypes.c_size_t),
+        ("_after", ctypes.c_size_t * 2),
+    )
+
+
+def _find_malloc_info() -> Callable[[], _MallocInfo] | None:
+    try:
+        found = ctypes.CDLL(None).mallinfo2  # glibc 2.33 and later
+    except (AttributeError, OSError, TypeError):
+        return None
+    found.restype = _MallocInfo
+    info: Callable[[], _MallocInfo] = found
+    return info
+
+
+_malloc_info = _find_malloc_info()
+
+
+def allocated_bytes() -> int:
+    """What malloc has given out, to any thread, and not got back; 0 where nothing says."""
+    if _malloc_info is None:
+        return 0
+    info = _malloc_info()
+    return int(info.mapped + info.in_heaps)
 
 
 def reset_high_water() -> None:
