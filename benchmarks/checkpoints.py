@@ -3,8 +3,9 @@
 The same model and AdamW states, in float32, on local CPU ranks: shardwise, distributed checkpoint
 (``dcp``, of an FSDP2 model, as its users do) and ``torch.save`` of a full state dict, which one
 process writes. Every round runs each of them once, so that what disturbs the machine disturbs all.
-Page caches are warm when a load begins. Memory is the peak of the resident set above what it was
-before the call, on the rank that took most.
+Page caches are warm when a load begins. Of two asynchronous saves in a row the second one is timed,
+as shardwise keeps memory from one to the next. Memory is the peak of the resident set above what
+it was before the call, on the rank that took most.
 """
 
 import argparse
@@ -68,6 +69,9 @@ class Engine:
 
     def load(self, path: Path) -> None: ...
 
+    def release(self, path: Path) -> None:
+        """Give back what asynchronous saves have kept, of which the last went to ``path``."""
+
 
 class Shardwise(Engine):
     name = "shardwise"
@@ -83,6 +87,9 @@ class Shardwise(Engine):
 
     def load(self, path: Path) -> None:
         sw.load(path, model=self.model, optimizer=self.optimizer)
+
+    def release(self, path: Path) -> None:
+        self.load(path)
 
 
 class Distributed(Engine):
@@ -244,12 +251,16 @@ def run_rank(rank: int, options: argparse.Namespace, folder: str) -> None:
             if rank == 0:
                 size = sum(file.stat().st_size for file in path.iterdir())
                 shutil.rmtree(path)
-            blocked = measure_start(engine, path)
+            again = path.with_name(f"{path.name}-again")
+            blocked = [measure_start(engine, each) for each in (path, again)][-1]
             if blocked is not None:
                 figures["blocked_seconds"] = blocked
+                engine.release(again)
             taken[engine.name].append(figures)
+            dist.barrier()
             if rank == 0:
                 shutil.rmtree(path, ignore_errors=True)
+                shutil.rmtree(again, ignore_errors=True)
             dist.barrier()
     if rank == 0:
         report({name: rounds[1:] for name, rounds in taken.items()}, size, options)

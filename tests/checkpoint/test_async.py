@@ -3,6 +3,7 @@
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,13 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint import save as save_module
+from shardwise.checkpoint.collect import axis_of
+from shardwise.checkpoint.peers import Peers, peers_of
 from shardwise.checkpoint.save import Save
+from shardwise.checkpoint.shares import Share
+from shardwise.checkpoint.staging import Staging
+from shardwise.checkpoint.write import Task, write
 from tests.checkpoint.training import Training, differing, digests
 from tests.ranks import run_on
 from tests.runtime.one_process import rank
@@ -20,6 +27,84 @@ from tests.runtime.one_process import rank
 def test_it_holds_what_was_there_when_it_was_called(tmp_path: Path) -> None:
     run_on(2, _save_and_step, tmp_path)
     assert digests(tmp_path / "beside") == digests(tmp_path / "at once")
+
+
+def test_each_of_several_holds_its_own(tmp_path: Path) -> None:
+    """Though they are copied to the same memory, one after the other."""
+    for name, wait in (("at once", True), ("beside", False)):
+        run_on(2, _save_each_step, tmp_path / name, wait)
+    steps = [digests(tmp_path / "beside" / str(number)) for number in range(4)]
+    assert steps == [digests(tmp_path / "at once" / str(number)) for number in range(4)]
+    assert len({str(step) for step in steps}) == 4
+
+
+def test_memory_is_kept_and_lent_once() -> None:
+    values = torch.arange(4.0)
+    shares = {"model": {"weight": Share(3, values), "bias": Share(0, torch.ones(2))}}
+    staging = Staging()
+    first = staging.lend(shares)
+    place = first["model"]["weight"].elements.data_ptr()
+    staging.take_back(first)
+    values += 1
+    again = staging.lend(shares)["model"]["weight"]
+    assert (again.start, again.elements.data_ptr()) == (3, place)
+    assert torch.equal(again.elements, values)
+    under_way = staging.lend(shares)["model"]["weight"]
+    assert under_way.elements.data_ptr() != place
+    staging.take_back({"model": {"weight": again}})
+    wider = {"model": {"weight": Share(0, torch.ones(4, dtype=torch.float64))}}
+    assert torch.equal(
+        staging.lend(wider)["model"]["weight"].elements, wider["model"]["weight"].elements
+    )
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_memory_goes_with_what_waits(call: str, tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    sw.save(tmp_path / "1", model=model, wait=False).wait()
+    staging = peers_of(axis_of([model]), model).staging
+    lent = staging.lend({"model": {"weight": Share(0, torch.ones(6))}})["model"]["weight"].elements
+    staging.take_back({"model": {"weight": Share(0, lent)}})
+    kept = weakref.ref(lent)
+    del lent
+    assert kept() is not None
+    if call == "save":
+        sw.save(tmp_path / "2", model=model)
+    else:
+        sw.load(tmp_path / "1", model=model)
+    assert kept() is None
+
+
+def test_one_that_nobody_waited_for_keeps_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the next save waits for it; then there is another."""
+    model = nn.Linear(2, 3)
+    expected = model.weight.detach().clone()
+    gate = threading.Event()
+
+    def write_later(task: Task, peers: Peers) -> None:
+        _pass(gate)
+        write(task, peers)
+
+    def interrupt(_: Save) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(save_module, "write", write_later)
+    first = sw.save(tmp_path / "1", model=model, wait=False)
+    with monkeypatch.context() as context:
+        context.setattr(Save, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sw.save(tmp_path / "2", model=model, wait=False)
+    nn.init.zeros_(model.weight)
+    second = sw.save(tmp_path / "2", model=model, wait=False)
+    gate.set()
+    first.wait()
+    second.wait()
+    sw.load(tmp_path / "1", model=model)
+    assert torch.equal(model.weight, expected)
+    sw.load(tmp_path / "2", model=model)
+    assert not model.weight.any()
 
 
 def test_the_next_call_waits_for_it(tmp_path: Path) -> None:
@@ -96,6 +181,15 @@ def _save_and_step(folder: Path) -> None:
         training.step(number)
     pending.wait()
     assert pending.is_done
+
+
+def _save_each_step(folder: Path, wait: bool) -> None:
+    training = Training("conv")
+    for number in range(4):
+        training.step(number)
+        sw.save(folder / str(number), model=training.model, optimizer=training.optimizer, wait=wait)
+    training.step()
+    sw.save(folder / "last", model=training.model)
 
 
 def _save_in_a_row(folder: Path) -> None:

@@ -92,6 +92,7 @@ def load(
     peers = peers_of(axis, modules[0] if modules else None)
     peers.meet(axis, device, f"load {where}")
     peers.settle()
+    peers.staging.release()
     choice = Choice(None if only is None else tuple(only), strict, cast)
     with contextlib.ExitStack() as cleanup:
         with peers.together("open the checkpoint"):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.checkpoint.staging import Staging
 from shardwise.errors import CheckpointDamaged, CheckpointError
 from shardwise.runtime.collectives import POLL_SECONDS, Link
 from shardwise.runtime.collectives import Pending as Exchange
@@ -52,6 +53,7 @@ class Peers:
         self.size = axis.num_ranks
         self.rank = axis.group_rank
         self.pending: Pending | None = None  # a save that is still being written
+        self.staging = Staging()
         self._link = None if axis.group is None else Link(_on_cpu(axis), _CPU, "checkpoint")
         self._guard: Communicator | None = None  # of the ranks' life, while they wait here
 

@@ -15,7 +15,7 @@ __all__ = ["Reader", "check_parts"]
 
 
 class Reader:
-    """Reads from ``source``, block by block, and compares with the blocks' checksums.
+    """Reads from ``source``, piece by piece, and compares with the blocks' checksums.
 
     A block of which this rank reads only a part can be checked with the other ranks alone:
     its checksums gather in ``parts``, for `check_parts`.
@@ -43,16 +43,24 @@ class Reader:
         """
         spec = self.source.specs[name]
         start, stop = (n * spec.itemsize for n in (into.start, into.start + len(into.elements)))
+        fits = into.elements.dtype is spec.torch_dtype and into.elements.device.type == "cpu"
+        here = bytes_of(into.elements) if fits else memoryview(b"")
+        crc, since = 0, start  # of what is read of a block so far
         for begin, end in blocks(start, stop, self.source.read_bytes):
-            piece = into.elements[(begin - start) // spec.itemsize : (end - start) // spec.itemsize]
-            fits = piece.dtype is spec.torch_dtype and piece.device.type == "cpu"
-            landing = piece if fits else torch.empty(len(piece), dtype=spec.torch_dtype)
-            content = bytes_of(landing)
+            content = here[begin - start : end - start]
+            if not fits:
+                landing = torch.empty((end - begin) // spec.itemsize, dtype=spec.torch_dtype)
+                content = bytes_of(landing)
             self.source.read(name, begin, content)
             for first, last in blocks(begin, end):
-                self._check(name, first, last, content[first - begin : last - begin])
+                if self._sums is not None:
+                    crc = crc32(content[first - begin : last - begin], crc)
+                    if last == stop or last % BLOCK_BYTES == 0:
+                        self._check(name, since, last, crc)
+                        crc, since = 0, last
             if not fits:
-                piece.copy_(landing)
+                place = (begin - start) // spec.itemsize
+                into.elements[place : place + len(landing)].copy_(landing)
         with self._lock:
             self.bytes_read += stop - start
 
@@ -63,10 +71,8 @@ class Reader:
         self.read(name, Share(0, whole.view(-1)))
         return whole
 
-    def _check(self, name: str, start: int, stop: int, content: memoryview) -> None:
-        if self._sums is None:
-            return
-        crc = crc32(content)
+    def _check(self, name: str, start: int, stop: int, crc: int) -> None:
+        assert self._sums is not None
         number = start // BLOCK_BYTES
         size = self.source.specs[name].num_bytes
         if start % BLOCK_BYTES or stop < min(size, (number + 1) * BLOCK_BYTES):

@@ -6,6 +6,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def save(
         optimizer: of the model's parameters; its states are saved by parameter name.
         wait: False returns as soon as this rank's shards are copied to host memory, and writes
             beside the next steps. Call ``wait()`` of what is returned before the process group is
-            destroyed. The next `save` or `load` of the same model waits for it first.
+            destroyed. The next `save` or `load` of the same model waits for it first. The memory
+            of the copies stays for the next such save, until one with ``wait=True``, or a `load`.
         retention: which other checkpoints in the same directory stay; None keeps all of them.
         max_file_bytes: longer parts are split into several files.
         state: modules (a moving average), optimizers, objects with ``state_dict()``, and plain
@@ -82,7 +84,11 @@ def save(
             name: pack(name, (spec_of(*item) for item in part.tensors.items()), max_file_bytes)
             for name, part in found.items()
         }
-        task = _task(folder_at(where), found, files, peers.rank, retention, copies=not wait)
+        task = _task(folder_at(where), found, files, peers.rank, retention)
+        if wait:
+            peers.staging.release()
+        else:
+            task = replace(task, shares=peers.staging.lend(task.shares))
     peers.meet(axis, _device_of(model), f"save {files}")
     return _start(task, peers, wait=wait)
 
@@ -148,10 +154,8 @@ def _task(
     files: Mapping[str, list[File]],
     rank: int,
     retention: Retention | None,
-    *,
-    copies: bool,
 ) -> Task:
-    """What this rank writes; with ``copies``, of tensors that may change meanwhile."""
+    """What this rank writes."""
     components: dict[str, Component] = {}
     shares: dict[str, dict[str, Share]] = {}
     number = 0
@@ -161,20 +165,27 @@ def _task(
         for key, tensor in sorted(part.tensors.items()):
             share = share_to_write(tensor, number, rank)
             if share is not None:
-                shares[name][key] = share.kept() if copies else share
+                shares[name][key] = share
             number += 1
     return Task(directory, components, shares, retention)
 
 
 def _start(task: Task, peers: Peers, *, wait: bool) -> Save:
-    pending = Save(task.directory.target, lambda: write(task, peers))
     if wait:
+        pending = Save(task.directory.target, lambda: write(task, peers))
         pending.run()
         pending.wait()
     else:
-        peers.pending = pending
+        peers.pending = pending = Save(task.directory.target, lambda: _write_lent(task, peers))
         pending.start()
     return pending
+
+
+def _write_lent(task: Task, peers: Peers) -> None:
+    try:
+        write(task, peers)
+    finally:
+        peers.staging.take_back(task.shares)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -29,13 +29,6 @@ class Share:
     def stop_byte(self) -> int:
         return self.start_byte + self.elements.nbytes
 
-    def kept(self) -> "Share":
-        """A copy of it in host memory, page-locked if it comes from a GPU."""
-        source = self.elements
-        pinned = source.device.type != "cpu"
-        copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
-        return Share(self.start, copy.copy_(source))
-
 
 def own_run(tensor: Tensor) -> Share:
     """What is here of ``tensor``, sharing its memory if that is contiguous."""

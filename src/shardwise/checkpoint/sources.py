@@ -30,7 +30,7 @@ class Source(Protocol):
     """Tensors by name, of which any bytes can be read."""
 
     specs: Mapping[str, Spec]
-    read_bytes: int  # how much to read at once: whole blocks
+    read_bytes: int  # how much to read at once: whole blocks, or equal parts of one
 
     def read(self, name: str, start: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes of a tensor from ``start`` on."""

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shardwise.checkpoint.crc import BLOCK_BYTES
-
 __all__ = ["Folder", "Local", "Reading", "sync"]
 
 
@@ -33,7 +31,7 @@ class Folder(Protocol):
     or a CheckpointError that names the place.
     """
 
-    read_bytes: int  # what is read at once: small where that is quick
+    read_bytes: int  # what is read at once, a power of two: small where that is quick
     num_readers: int  # threads
 
     @property
@@ -97,7 +95,7 @@ class Local:
     """A directory of this machine, or of a file system that it has mounted."""
 
     path: Path
-    read_bytes = BLOCK_BYTES  # in the processor's cache when it is checked
+    read_bytes = 256 << 10  # in the processor's cache when it is checked, beside what it came from
     num_readers = 1
 
     @property
