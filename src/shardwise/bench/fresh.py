@@ -40,7 +40,7 @@ class Inspection:
     """Of one rank."""
 
     traffic: Traffic  # of a step
-    live_peak: int  # bytes of tensors at once
+    live_peak: int  # bytes that malloc had given out at once
     resident_peak: int  # bytes, as `measure_resident_peak` measures them
 
 

@@ -68,7 +68,7 @@ def _draw_memory(axis: "Axes", results: Results, rows: Sequence[Row]) -> None:  
             axis.barh(place, row.resident_peak / MEGA, color=_color(row), height=0.6, alpha=0.45)
         if row.inspected is not None:
             axis.barh(place, row.inspected.live_peak / MEGA, color=_color(row), height=0.3)
-    axis.set_xlabel("MB of a rank at the peak (wide: resident; narrow: tensors)")
+    axis.set_xlabel("MB of a rank at the peak (wide: resident; narrow: live)")
 
 
 def _color(row: Row) -> str:

@@ -45,7 +45,7 @@ def memory_table(results: Results) -> Table:
     """Peaks, and what a unit costs on the host."""
     table = _table(
         "above the memory before the model was made",
-        "tensors, peak",
+        "live, peak",
         "resident, peak",
         "with malloc's threshold at 64 KB",
         "µs a tiny unit",
