@@ -45,6 +45,7 @@ from shardwise.plan.events import EventKind
 from shardwise.plan.memory import step_memory
 from shardwise.runtime.device import Mark
 from shardwise.runtime.engine import Runtime, runtime_of_root
+from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.sharded_tensor import ShardedTensor
 from shardwise.runtime.unit import Unit
@@ -193,9 +194,9 @@ def reference_losses(setting: Setting) -> list[float]:
 
 @contextmanager
 def sampled(held_bytes: Callable[[], int]) -> Iterator[list[int]]:
-    """What ``held_bytes`` says before and after every event."""
+    """What ``held_bytes`` says before and after every event, and when gradients are there."""
     samples: list[int] = []
-    do = Scheduler._do
+    do, hand_over = Scheduler._do, Gradients._hand_over
 
     def sample(scheduler: Scheduler, kind: EventKind, unit: Unit) -> tuple[Mark, ...]:
         samples.append(held_bytes())
@@ -203,7 +204,14 @@ def sampled(held_bytes: Callable[[], int]) -> Iterator[list[int]]:
         samples.append(held_bytes())
         return marks
 
-    with mock.patch.object(Scheduler, "_do", sample):
+    def sample_handing(gradients: Gradients, reduced: Tensor) -> None:
+        hand_over(gradients, reduced)
+        samples.append(held_bytes())
+
+    with (
+        mock.patch.object(Scheduler, "_do", sample),
+        mock.patch.object(Gradients, "_hand_over", sample_handing),
+    ):
         yield samples
 
 
@@ -243,7 +251,7 @@ def engine_bytes(runtime: Runtime, waiting: Waiting) -> int:
             tensors += [parameter.dense.grad for parameter in flat.parameters]
             tensors += [_local(parameter.sharded.grad) for parameter in flat.parameters]
         for gradients in unit.gradients:
-            tensors += [gradients._kept_shard]
+            tensors += [gradients._shard]
             tensors += [gradients._buffer.flat] if gradients.owns_buffer else []
     storages = [t.untyped_storage() for t in tensors if t is not None]
     own = waiting.alive() | {storage.data_ptr(): storage.nbytes() for storage in storages}

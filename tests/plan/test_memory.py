@@ -1,10 +1,12 @@
 """What a rank holds, as the plan foresees it."""
 
 import pytest
+import torch
 from torch import nn
 
 from shardwise.plan.memory import scratch_elements, step_memory
 from shardwise.plan.plan import Plan, make_plan
+from shardwise.plan.precision import MixedPrecisionPolicy
 
 UNIT = 4 * 16 * 16  # bytes of one layer
 
@@ -23,17 +25,36 @@ class Layer(nn.Linear):
         super().__init__(16, 16, bias=False)
 
 
-def test_between_steps_there_are_shards_of_parameters_and_gradients() -> None:
+def test_between_steps_there_are_shards_of_parameters_alone() -> None:
     for world_size in (1, 2, 4):
         memory = step_memory(plan_of(4, world_size=world_size))
-        assert memory.between_steps_bytes == 2 * 4 * UNIT // world_size
+        assert memory.between_steps_bytes == 4 * UNIT // world_size
+        assert memory.gradient_bytes == 4 * UNIT // world_size
+
+
+def test_gradients_of_earlier_backwards_are_there_between_steps() -> None:
+    memory = step_memory(plan_of(4), accumulates=True)
+    assert memory.between_steps_bytes == 2 * 4 * UNIT // 2
 
 
 def test_the_peak_is_two_units_and_two_reductions() -> None:
     memory = step_memory(plan_of(5), on_wire=True)
     reduction = UNIT + UNIT // 2
     assert memory.transient_bytes == 2 * UNIT + 2 * reduction
-    assert memory.peak_bytes == memory.between_steps_bytes + memory.transient_bytes
+    # When the last unit is gathered again, and those before the one that computes were reduced.
+    assert str(memory.peak_event) == "gather layers.0"
+    shards = 3 * UNIT // 2
+    assert memory.peak_bytes == memory.between_steps_bytes + memory.transient_bytes + shards
+
+
+def test_a_cast_to_the_shards_is_made_when_a_reduction_ends() -> None:
+    """Beside what was reduced, which goes then; in the shards' dtype nothing is made twice."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    plan = plan_of(1, precision=policy, world_size=1, strategy="ddp", replicas=2)
+    memory = step_memory(plan, on_wire=True)
+    assert str(memory.peak_event) == "collect layers.0"
+    # Parameters; the buffer, scratch and target of the reduction in bfloat16; gradients.
+    assert memory.peak_bytes == UNIT + 3 * UNIT // 2 + UNIT
 
 
 def test_without_prefetch_one_unit_less_is_gathered() -> None:
@@ -67,8 +88,9 @@ def test_frozen_units_take_no_gradients() -> None:
 
 def test_whole_parameters_are_never_gathered() -> None:
     memory = step_memory(plan_of(5, world_size=1, strategy="ddp", replicas=4), on_wire=True)
-    assert memory.between_steps_bytes == 2 * 5 * UNIT
+    assert memory.between_steps_bytes == 5 * UNIT
     assert memory.transient_bytes == 2 * (UNIT + 3 * UNIT)
+    assert memory.peak_bytes == 2 * 5 * UNIT + memory.transient_bytes, "gradients at the last one"
 
 
 @pytest.mark.parametrize("on_wire", [False, True])
@@ -76,7 +98,9 @@ def test_accumulation_takes_a_target_for_each_reduction(on_wire: bool) -> None:
     plan = plan_of(5)
     first = step_memory(plan, on_wire=on_wire)
     later = step_memory(plan, on_wire=on_wire, accumulates=True)
-    assert later.peak_bytes - first.peak_bytes == 2 * UNIT // 2
+    assert later.transient_bytes - first.transient_bytes == 2 * UNIT // 2
+    # Shards of gradients of the units still to come are there, too.
+    assert later.peak_bytes - first.peak_bytes == 2 * UNIT // 2 + 2 * UNIT // 2
 
 
 def test_an_all_reduce_in_parts_takes_no_more_than_its_buffer() -> None:

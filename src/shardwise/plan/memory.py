@@ -2,12 +2,15 @@
 
 The figures are a replay of `schedule`, so they are what the engine does. Two blocks in a root::
 
-    between steps   shards, gradient shards
+    between steps   shards
     forward         + root, block 0, block 1
     backward        + root, two blocks, and for each of two reductions: its buffer and scratch
+                    + gradient shards of what was reduced
                     + gradients of the root, which wait until its own backward ends
+    update          + gradient shards
 
-With offload the first line is the host's, and reduced gradients leave the device one unit later.
+With offload the first line is the host's, where gradient shards stay from step to step, and reduced
+gradients leave the device one unit later.
 Not in them: activations, what autograd keeps on the way, optimizer states and the model's buffers.
 """
 
@@ -27,17 +30,14 @@ _WHOLE_ELEMENTS = 1 << 14  # an all-reduce of fewer is one exchange of all
 class StepMemory:
     """Bytes of parameters and gradients on one rank; of its device, unless they say host."""
 
-    between_steps_bytes: int  # shards of both; gradient shards are kept for the next step
+    between_steps_bytes: int  # when there are no gradients, unless the step is to add to them
+    gradient_bytes: int  # after backward; of the device and of the host
+    transient_bytes: int  # what a step takes and gives back, gradient shards aside, at its peak
     peak_bytes: int
     peak_event: Event  # the first after which that much is held
     host_bytes: int = 0  # shards and gradients that are offloaded
     host_peak_bytes: int = 0
     total_peak_bytes: int = 0  # of device and host together, as where the CPU computes
-
-    @property
-    def transient_bytes(self) -> int:
-        """What a step takes at its peak and gives back."""
-        return self.peak_bytes - self.between_steps_bytes
 
 
 def step_memory(
@@ -71,7 +71,14 @@ def step_memory(
             peak_event = event
     replay.check_end()
     return StepMemory(
-        replay.base, replay.peak, peak_event, replay.host, replay.host_peak, replay.total_peak
+        between_steps_bytes=replay.base,
+        gradient_bytes=replay.gradients,
+        transient_bytes=replay.transient,
+        peak_bytes=replay.peak,
+        peak_event=peak_event,
+        host_bytes=replay.host,
+        host_peak_bytes=replay.host_peak,
+        total_peak_bytes=replay.total_peak,
     )
 
 
@@ -93,6 +100,7 @@ class _Replay:
         self._way = way
         self._units = {unit.label: unit for unit in plan.units}
         self._landing = _Landing(0, 0)
+        self._made = 0  # gradient shards that were not there before, and are now
         kept = [_kept_bytes(unit, way) for unit in plan.units]
         self.host = sum(k for k, unit in zip(kept, plan.units, strict=True) if unit.offload)
         near = sum(unit.near_bytes for unit in plan.units)
@@ -102,6 +110,9 @@ class _Replay:
         self._carried = sum(u.kept_bytes for u in plan.units if u.subgroup_first) * way.holds
         whole = sum(_gradient_bytes(unit).buffer for unit in plan.units) * way.holds
         self._held = self.peak = self.base + self._carried + whole
+        self.transient = self._held - self.base
+        shards = 0 if way.steps_in_backward else sum(u.gradient_shard_bytes for u in plan.units)
+        self.gradients = shards + owned
         self.host_peak = self.host
         self.total_peak = self.peak + self.host
 
@@ -109,6 +120,7 @@ class _Replay:
         """Whether more is held than ever before."""
         unit, way = self._units[event.unit], self._way
         gradients = _gradient_bytes(unit)
+        before = self.peak
         match event.kind:
             case EventKind.KEEP | EventKind.DROP if way.holds and unit.subgroup_first:
                 pass
@@ -121,41 +133,60 @@ class _Replay:
             case EventKind.REDUCE:
                 self._held += (gradients.buffer - gradients.in_buffer) * (not way.holds)
                 self._held += self._beside(unit)
-                self._held += self._own_shard(unit)
+                self._make(unit.gradient_shard_bytes - _cast_bytes(unit), unit)
             case EventKind.COLLECT:
+                self._make(_cast_bytes(unit), unit)
+                self._note_peak()
                 self._held -= gradients.buffer + self._beside(unit)
                 self._land(_landing(unit, way))
             case EventKind.STEP:
-                self._held -= self._own_shard(unit)
+                self._make(-unit.gradient_shard_bytes, unit)
                 self._land(_Landing(0, 0))
-        is_most = self._held > self.peak
-        self.peak = max(self.peak, self._held)
-        self.host_peak = max(self.host_peak, self.host + self._landing.host)
-        self.total_peak = max(self.total_peak, self._held + self.host + self._landing.host)
+        self._note_peak()
         if event.kind is EventKind.REDUCE:
             self._held -= gradients.on_the_way - gradients.in_buffer  # until the buffer had them
-        return is_most
+        return self.peak > before
+
+    def _note_peak(self) -> None:
+        self.peak = max(self.peak, self._held)
+        # Those that a step in backward frees come from where the rest comes from.
+        kept = self.base + self._made * (not self._way.steps_in_backward)
+        self.transient = max(self.transient, self._held - kept)
+        self.host_peak = max(self.host_peak, self.host + self._landing.host)
+        self.total_peak = max(self.total_peak, self._held + self.host + self._landing.host)
 
     def check_end(self) -> None:
-        left = self.base + self._carried + self._landing.device
+        left = self.base + self._carried + self._landing.device + self._made
         assert self._held == left, "a step leaves shards alone"
 
     def _land(self, following: "_Landing") -> None:
         self._held += following.device - self._landing.device
         self._landing = following
 
-    def _own_shard(self, unit: UnitPlan) -> int:
-        """Gradients that a step in backward frees, where they are on the device."""
-        is_here = self._way.steps_in_backward and unit.offload is None
-        return unit.gradient_shard_bytes if is_here else 0
+    def _make(self, num_bytes: int, unit: UnitPlan) -> None:
+        """Add gradient shards that were not there before and are on the device, or free them."""
+        is_new = self._way.steps_in_backward or not self._way.accumulates
+        if is_new and unit.offload is None:
+            self._made += num_bytes
+            self._held += num_bytes
 
     def _beside(self, unit: UnitPlan) -> int:
         return _reduction_bytes(self._plan, unit, self._way.on_wire, self._way.accumulates)
 
 
+def _cast_bytes(unit: UnitPlan) -> int:
+    """Of the gradient shards, those that are not what was reduced, but a cast of it."""
+    return sum(
+        layout.shard_bytes
+        for layout in unit.trainable_layouts
+        if layout.cast.reduce_dtype != layout.dtype
+    )
+
+
 def _kept_bytes(unit: UnitPlan, way: _Way) -> int:
     """Between steps."""
-    return unit.shard_bytes + (0 if way.steps_in_backward else unit.gradient_shard_bytes)
+    stays = (way.accumulates or unit.offload is not None) and not way.steps_in_backward
+    return unit.shard_bytes + unit.gradient_shard_bytes * stays
 
 
 @dataclass(frozen=True, slots=True)

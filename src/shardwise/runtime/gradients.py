@@ -58,11 +58,12 @@ class Gradients:
         self._written = [False] * len(layout.slots)
         self._claimed = [False] * len(layout.slots)  # a gradient is on its way in the slot itself
         self.used = [False] * len(layout.slots)
-        self._keeps_shard = True  # or the gradients are dropped in backward, by `drop`
+        self._is_stepped = False  # in backward: then they are dropped there, by `drop`
         self._is_handed_over = False
         self._fresh: list[int] = []  # positions whose .grad was None before this backward
         self.reduced_hook: Callable[[Tensor], None] | None = None  # called with [S], may change it
-        self._kept_shard: Tensor | None = None  # [S], reused when nobody holds the last .grad
+        # [S], until it is handed over; that on the host until nobody holds the last .grad
+        self._shard: Tensor | None = None
         self._reduced: Tensor | None = None
         self._partial: Tensor | None = None
         self._borrowed: list[torch.UntypedStorage] = []
@@ -157,7 +158,7 @@ class Gradients:
         if landing is None or self._ferry is None:
             return
         self._pool.give(landing.reduced.untyped_storage())
-        if landing.arrived is not self._kept_shard:
+        if landing.arrived is not self._shard:
             self._ferry.staging.give(landing.arrived.untyped_storage())
 
     def _hand_over(self, reduced: Tensor) -> None:
@@ -165,16 +166,18 @@ class Gradients:
             reduced = _copy_scaled(self._cast_target(reduced), reduced, self._scale_after)
         if self.reduced_hook is not None:
             self.reduced_hook(reduced)
-        is_kept = reduced is self._kept_shard
+        is_own = reduced is self._shard
         runs = split_shard(reduced, self._layout, self._axis.rank)
         with torch.no_grad():
             for position, (parameter, run) in enumerate(zip(self.parameters, runs, strict=True)):
                 if not parameter.sharded.requires_grad:
                     continue
-                own = run if is_kept or parameter.sharded.grad is not None else run.clone()
+                own = run if is_own or parameter.sharded.grad is not None else run.clone()
                 gradient = ShardedTensor(own.to(self._dtype), parameter.sharding)
                 if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
                     self._fresh.append(position)
+        if self._ferry is None and not self._is_stepped:
+            self._shard = None  # it is freed with the gradients
         self._is_handed_over = True
 
     def settle(self, used_anywhere: Sequence[bool]) -> None:
@@ -195,16 +198,16 @@ class Gradients:
             if parameter.sharded.requires_grad and parameter.sharded.grad is None:
                 parameter.sharded.grad = torch.zeros_like(parameter.sharded)
 
-    def keep_shard(self, keeps_shard: bool) -> None:
-        """Whether the memory of gradients, of which there are none now, is kept for the next."""
-        self._keeps_shard = keeps_shard
-        self._kept_shard = None
+    def step_in_backward(self, is_stepped: bool) -> None:
+        """Whether gradients, of which there are none now, live until `drop`, in a pool's memory."""
+        self._is_stepped = is_stepped
+        self._shard = None
 
     def drop(self) -> None:
         """The optimizer has had the gradients: free them."""
         for parameter in self.parameters:
             parameter.sharded.grad = None
-        shard, self._kept_shard = self._kept_shard, None
+        shard, self._shard = self._shard, None
         if shard is not None:
             # A hook, or the optimizer, may have kept a gradient.
             part_with = self._home_pool.write_off if is_shared(shard, 1) else self._home_pool.give
@@ -231,8 +234,10 @@ class Gradients:
         self._give_back()
         self._is_handed_over = True
         self.forget()
-        if not self._keeps_shard:
+        if self._is_stepped:
             self.drop()
+        elif self._ferry is None:
+            self._shard = None
 
     @property
     def _layout(self) -> Layout:
@@ -272,16 +277,14 @@ class Gradients:
 
     def _own_shard(self) -> Tensor:
         size = self._layout.shard_elements
-        if not self._keeps_shard:
-            if self._kept_shard is None:
-                self._kept_shard = self._home_pool.take_tensor(size, self._dtype)
-            return self._kept_shard
-        if self._kept_shard is None or is_shared(self._kept_shard, own_references=1):
-            if self._ferry is not None:
-                self._kept_shard = self._ferry.host_shard(self._layout)
-            else:
-                self._kept_shard = self._buffer.flat.new_empty(size, dtype=self._dtype)
-        return self._kept_shard
+        if self._is_stepped:
+            if self._shard is None:
+                self._shard = self._home_pool.take_tensor(size, self._dtype)
+        elif self._ferry is None:
+            self._shard = self._buffer.flat.new_empty(size, dtype=self._dtype)
+        elif self._shard is None or is_shared(self._shard, own_references=1):
+            self._shard = self._ferry.host_shard(self._layout)  # page-locked, which takes long
+        return self._shard
 
     def _take(self, num_elements: int) -> Tensor:
         return self._pool.take_tensor(num_elements, self._buffer.flat.dtype)

@@ -193,7 +193,7 @@ class Scheduler:
         self._stepper = stepper
         self._sequencer.steps_in_backward = stepper is not None
         for gradients in self._gradients():
-            gradients.keep_shard(stepper is None)
+            gradients.step_in_backward(stepper is not None)
 
     def _finish_steps(self, stepper: Stepper) -> None:
         sequencer = self._sequencer

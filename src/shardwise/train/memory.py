@@ -45,7 +45,7 @@ def one_rank(plan: Plan, memory: StepMemory, *, transient: int | None = None) ->
     )
     return Footprint(
         parameters=parameters,
-        gradients=memory.between_steps_bytes + memory.host_bytes - parameters,
+        gradients=memory.gradient_bytes,
         optimizer=states,
         transient=memory.transient_bytes if transient is None else transient,
         host=memory.host_bytes + states_on_host,
