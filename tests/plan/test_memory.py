@@ -67,14 +67,15 @@ def test_the_gradients_of_the_root_wait() -> None:
     assert with_.transient_bytes - without.transient_bytes == 2 * UNIT  # gathered, and waiting
 
 
-def test_a_root_that_is_largest_peaks_when_it_is_reduced() -> None:
+def test_a_root_that_is_largest_peaks_while_its_gradients_wait() -> None:
     model = nn.Module()
     model.block = Layer()
     model.head = nn.Linear(16, 16 * 100, bias=False)
     memory = step_memory(make_plan(model, units=Layer, world_size=2), on_wire=True)
-    assert str(memory.peak_event) == "reduce Module"
-    # Its gradients, the buffer they go to and its scratch; and the reduction before it.
-    assert memory.transient_bytes == (2 * 100 + 50) * UNIT + UNIT + UNIT // 2
+    # It is whole, and so are its gradients, and the block. When it is reduced it has been freed, and
+    # its gradients are gone from where they waited before the reduction takes its scratch.
+    assert str(memory.peak_event) == "backward block"
+    assert memory.transient_bytes == (2 * 100 + 2) * UNIT
 
 
 def test_frozen_units_take_no_gradients() -> None:

@@ -132,6 +132,8 @@ class _Replay:
                 self._held += gradients.on_the_way - gradients.in_buffer * way.holds
             case EventKind.REDUCE:
                 self._held += (gradients.buffer - gradients.in_buffer) * (not way.holds)
+                self._note_peak()  # the buffer has them, and those that waited are not yet free
+                self._held -= gradients.on_the_way - gradients.in_buffer
                 self._held += self._beside(unit)
                 self._make(unit.gradient_shard_bytes - _cast_bytes(unit), unit)
             case EventKind.COLLECT:
@@ -143,8 +145,6 @@ class _Replay:
                 self._make(-unit.gradient_shard_bytes, unit)
                 self._land(_Landing(0, 0))
         self._note_peak()
-        if event.kind is EventKind.REDUCE:
-            self._held -= gradients.on_the_way - gradients.in_buffer  # until the buffer had them
         return self.peak > before
 
     def _note_peak(self) -> None:
