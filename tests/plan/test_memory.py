@@ -72,8 +72,8 @@ def test_a_root_that_is_largest_peaks_while_its_gradients_wait() -> None:
     model.block = Layer()
     model.head = nn.Linear(16, 16 * 100, bias=False)
     memory = step_memory(make_plan(model, units=Layer, world_size=2), on_wire=True)
-    # It is whole, and so are its gradients, and the block. When it is reduced it has been freed, and
-    # its gradients are gone from where they waited before the reduction takes its scratch.
+    # It is whole, and so are its gradients, and the block. When it is reduced it has been freed,
+    # and its gradients are gone from where they waited before the reduction takes its scratch.
     assert str(memory.peak_event) == "backward block"
     assert memory.transient_bytes == (2 * 100 + 2) * UNIT
 

@@ -1,7 +1,7 @@
 """Memory that comes and goes: the pool's bound, and views that outlive the memory below them."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import pytest
@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out
+from shardwise.plan.placement import Placement, Span, place
+from shardwise.runtime import arena as arena_module
 from shardwise.runtime import buffer as buffer_module
 from shardwise.runtime.buffer import FlatBuffer, Pool, is_shared
 
@@ -150,6 +152,29 @@ def test_what_takes_turns_is_not_allocated_again() -> None:
     with mock.patch.object(buffer_module, "_allocate", side_effect=allocate_nothing):
         perform(pool, train)
         perform(pool, evaluate)
+
+
+def test_an_arena_a_little_larger_than_the_peak_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where spans cannot be placed without a hole."""
+
+    def place_with_a_hole(spans: Sequence[Span]) -> Placement:
+        placed = place(spans)
+        return Placement(tuple(o + LINE for o in placed.offsets), placed.extent + LINE)
+
+    monkeypatch.setattr(arena_module, "place", place_with_a_hole)
+    pool = Pool(CPU)
+    steps = [
+        (True, LINE * 100),
+        (True, LINE * 10),
+        (False, 0),
+        (True, LINE * 40),
+        (True, LINE * 50),
+    ]
+    for _ in range(2):
+        perform(pool, steps)
+    assert pool.peak_bytes < pool.held_bytes <= pool.peak_bytes * (1 + 1 / 64)
+    with mock.patch.object(buffer_module, "_allocate", side_effect=allocate_nothing):
+        perform(pool, steps)
 
 
 def test_who_keeps_lent_memory_does_not_keep_the_arena() -> None:

@@ -152,6 +152,8 @@ class Pool:
         limit = max(self._peak_bytes, self._lent_bytes + room_for)
         while self._idle and self.held_bytes + room_for > limit:
             del self._idle[0]
+        # No arena is as tight as the peak if no placement is.
+        limit = max(limit, int(self._peak_bytes * _SLACK))
         if self._arena is not None and self._arena.is_idle and self.held_bytes + room_for > limit:
             self._arena = None
 
