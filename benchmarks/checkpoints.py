@@ -14,12 +14,10 @@ import os
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -36,6 +34,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.multiprocessing.spawn import spawn
 
 import shardwise as sw
+from shardwise.bench.machine import Peak, resident_bytes
 from shardwise.train.models import GPT, Block, Shape
 
 SHAPES = {  # about so many million parameters
@@ -173,36 +172,14 @@ class Bare(Engine):
 
 ENGINES: tuple[type[Engine], ...] = (Shardwise, Distributed, Full, Bare)
 _PIECE_BYTES = 1 << 20
-
-
-class Peak:
-    """The most that this process has resident while it is open, above what it had before."""
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._stop = threading.Event()
-        self._watch = threading.Thread(target=self._run)
-        self.bytes = 0
-
-    def __enter__(self) -> "Peak":
-        self._before = self._process.memory_info().rss
-        self._watch.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._watch.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.005):
-            self.bytes = max(self.bytes, self._process.memory_info().rss - self._before)
+_SAMPLE_SECONDS = 0.005
 
 
 def measure(action: Callable[[], None]) -> tuple[float, int]:
     """Seconds until all ranks are done, and the extra bytes of the rank that took most."""
     dist.barrier()
     began = time.perf_counter()
-    with Peak() as peak:
+    with Peak(resident_bytes, _SAMPLE_SECONDS) as peak:
         action()
         dist.barrier()
     extra = torch.tensor(peak.bytes)

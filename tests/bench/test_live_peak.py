@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from shardwise.bench.fresh import LivePeak
+from shardwise.bench.machine import Peak, allocated_bytes
 
 MEGA = 1 << 20
 
@@ -23,7 +23,7 @@ def on_a_thread(num_bytes: int) -> None:
 
 
 def test_every_thread_counts_and_what_was_freed_does_not() -> None:
-    with LivePeak() as live:
+    with Peak(allocated_bytes, 0.0005) as live:
         hold(48 * MEGA)
         on_a_thread(64 * MEGA)
         hold(32 * MEGA)
@@ -32,7 +32,7 @@ def test_every_thread_counts_and_what_was_freed_does_not() -> None:
 
 def test_what_was_there_before_does_not_count() -> None:
     before = torch.ones(64 * MEGA, dtype=torch.uint8)
-    with LivePeak() as live:
+    with Peak(allocated_bytes, 0.0005) as live:
         hold(8 * MEGA)
     assert 8 * MEGA <= live.bytes < 16 * MEGA
     del before

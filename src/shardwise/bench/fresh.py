@@ -1,7 +1,6 @@
 """What needs processes of its own: memory, which engines of one process share, and traffic."""
 
 import gc
-import threading
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 
 from shardwise.bench.engines import ENGINES
 from shardwise.bench.machine import (
+    Peak,
     allocated_bytes,
     high_water_bytes,
     reset_high_water,
@@ -25,7 +25,6 @@ __all__ = [
     "MMAP_THRESHOLD",
     "NUM_STEPS",
     "Inspection",
-    "LivePeak",
     "inspect_engine",
     "measure_resident_peak",
 ]
@@ -56,7 +55,7 @@ def inspect_engine(ranks: Ranks, setting: Setting, name: str) -> Inspection:
     resident_peak = measure_resident_peak(ranks, setting, name, None)
     gc.collect()
     work = gpt_work(setting)
-    with LivePeak() as live:
+    with Peak(allocated_bytes, _SAMPLE_SECONDS) as live:
         trainee = _train(work, name, ranks)
     with watch_traffic(trainee.model) as traffic:
         trainee.step(work.batch(0, ranks.rank))
@@ -104,25 +103,3 @@ def _warm_up() -> None:
     model(torch.ones(4, 8)).sum().backward()
     optimizer.step()
     dist.barrier()
-
-
-class LivePeak:
-    """The most bytes that malloc had given out at once while it was open, above those before."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._stop = threading.Event()
-        self._watch = threading.Thread(target=self._run)
-
-    def __enter__(self) -> "LivePeak":
-        self._before = allocated_bytes()
-        self._watch.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._watch.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(_SAMPLE_SECONDS):
-            self.bytes = max(self.bytes, allocated_bytes() - self._before)

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch.distributed as dist
 __all__ = [
     "Clock",
     "Machine",
+    "Peak",
     "allocated_bytes",
     "available_bytes",
     "describe_machine",
@@ -133,6 +135,35 @@ def allocated_bytes() -> int:
         return 0
     info = _malloc_info()
     return int(info.mapped + info.in_heaps)
+
+
+class Peak:
+    """The most that ``read()`` says while it is open, above what it said before.
+
+    Args:
+        read: bytes; called on a thread.
+        seconds: between two calls.
+    """
+
+    def __init__(self, read: Callable[[], int], seconds: float) -> None:
+        self.bytes = 0
+        self._read = read
+        self._seconds = seconds
+        self._stop = threading.Event()
+        self._watch = threading.Thread(target=self._run)
+
+    def __enter__(self) -> "Peak":
+        self._before = self._read()
+        self._watch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._watch.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._seconds):
+            self.bytes = max(self.bytes, self._read() - self._before)
 
 
 def reset_high_water() -> None:
