@@ -21,13 +21,7 @@ from shardwise.bench.traffic import Traffic, watch_traffic
 from shardwise.bench.work import Trainee, Work, gpt_work
 from shardwise.train.ranks import Ranks
 
-__all__ = [
-    "MMAP_THRESHOLD",
-    "NUM_STEPS",
-    "Inspection",
-    "inspect_engine",
-    "measure_resident_peak",
-]
+__all__ = ["MMAP_THRESHOLD", "NUM_STEPS", "Inspection", "inspect_engine", "measure_resident_peak"]
 
 NUM_STEPS = 4
 MMAP_THRESHOLD = 64 * 1024  # bytes
@@ -50,7 +44,7 @@ def inspect_engine(ranks: Ranks, setting: Setting, name: str) -> Inspection:
     every half a millisecond: parameters, gradients, states, activations, buffers and pools of every
     engine, whether or not they are in use, and what libraries take on any thread. (torch's profiler
     sees only the threads that it was started on. Gradients of FSDP2 are freed on others: its peak
-    came out as 482 MB, as 620, and as 880, where this says 598 or 599 each time.)
+    came out as 482 MB, as 620, and as 880 for one model; several runs of this are within 1 MB.)
     """
     resident_peak = measure_resident_peak(ranks, setting, name, None)
     gc.collect()

@@ -23,6 +23,7 @@ class Footprint:
 
     @property
     def total(self) -> int:
+        """No less than the peak: the last gradients come when less is on the way."""
         return self.parameters + self.gradients + self.optimizer + self.transient
 
 
