@@ -37,10 +37,9 @@ def test_gradients_of_earlier_backwards_are_there_between_steps() -> None:
     assert memory.between_steps_bytes == 2 * 4 * UNIT // 2
 
 
-def test_the_peak_is_two_units_and_two_reductions() -> None:
+def test_the_peak_is_two_units_and_the_buffers_of_two_reductions() -> None:
     memory = step_memory(plan_of(5), on_wire=True)
-    reduction = UNIT + UNIT // 2
-    assert memory.transient_bytes == 2 * UNIT + 2 * reduction
+    assert memory.transient_bytes == 2 * UNIT + 2 * UNIT
     # When the last unit is gathered again, and those before the one that computes were reduced.
     assert str(memory.peak_event) == "gather layers.0"
     shards = 3 * UNIT // 2
@@ -73,7 +72,7 @@ def test_a_root_that_is_largest_peaks_while_its_gradients_wait() -> None:
     model.head = nn.Linear(16, 16 * 100, bias=False)
     memory = step_memory(make_plan(model, units=Layer, world_size=2), on_wire=True)
     # It is whole, and so are its gradients, and the block. When it is reduced it has been freed,
-    # and its gradients are gone from where they waited before the reduction takes its scratch.
+    # and its gradients are gone from where they waited before it gets its own.
     assert str(memory.peak_event) == "backward block"
     assert memory.transient_bytes == (2 * 100 + 2) * UNIT
 
@@ -107,5 +106,9 @@ def test_accumulation_takes_a_target_for_each_reduction(on_wire: bool) -> None:
 def test_an_all_reduce_in_parts_takes_no_more_than_its_buffer() -> None:
     few, many = 1 << 10, 1 << 16
     assert [scratch_elements(few, 1, column) for column in (1, 2, 4)] == [0, few, 3 * few]
-    assert [scratch_elements(many, 1, column) for column in (1, 2, 4)] == [0, many, many]
-    assert scratch_elements(many, 4, 4) == 3 * many // 4
+    in_parts = [scratch_elements(many, 1, column) for column in (1, 2, 4)]
+    assert in_parts == [0, many // 2, 3 * many // 4]
+
+
+def test_a_row_of_two_takes_no_scratch() -> None:
+    assert [scratch_elements(1 << 16, row, 1) for row in (1, 2, 4)] == [0, 0, 2 * (1 << 16) // 4]

@@ -243,10 +243,14 @@ def _reduction_bytes(plan: Plan, unit: UnitPlan, on_wire: bool, accumulates: boo
 
 
 def scratch_elements(flat_elements: int, row: int, column: int) -> int:
-    """What the reduction of a flat buffer takes on a wire, by row and then by column."""
+    """What the reduction of a flat buffer takes on a wire, by row and then by column.
+
+    A row receives from one of its ranks where the sum goes, a column from none: there the sum goes
+    where this rank's own part lies.
+    """
     slot = flat_elements // row
-    by_column = min(column - 1, 1) if is_cut(slot, column) else column - 1
-    return max(row - 1, by_column) * slot
+    by_column = slot // column if is_cut(slot, column) else slot
+    return max((row - 2) * slot, (column - 1) * by_column)
 
 
 def is_cut(num_elements: int, num_ranks: int) -> bool:

@@ -294,16 +294,20 @@ class Link:
         if not out.numel():
             return lambda _tag: None
         assert self._wire is not None
-        free = scratch[: (members.size - 1) * out.numel()].view(-1, out.numel()).unbind()
+        own_is_out = parts[members.own].data_ptr() == out.data_ptr()
+        num_slots = members.size - 1 if own_is_out else members.size - 2
+        free = [*torch.split(scratch[: num_slots * out.numel()], out.numel())]
+        if not own_is_out:
+            free = [out, *free]
         received = {i: free[n] for n, (i, _) in enumerate(members.others())}
         pairs = {rank: (parts[i], received[i]) for i, rank in members.others()}
-        received[members.own] = parts[members.own]  # which may be `out`
+        received[members.own] = parts[members.own]
 
         def add(piece: slice) -> None:
             total = received[0][piece]
             for i in range(1, members.size):
-                is_last = i == members.size - 1
-                to = out if is_last else free[0]
+                # The first that came is in the first sum, so its memory may have that.
+                to = out if i == members.size - 1 else free[0]
                 total = torch.add(total, received[i][piece], out=to[piece])
             finish(piece)
 
