@@ -252,7 +252,9 @@ def engine_bytes(runtime: Runtime, waiting: Waiting) -> int:
             tensors += [_local(parameter.sharded.grad) for parameter in flat.parameters]
         for gradients in unit.gradients:
             tensors += [gradients._shard]
-            tensors += [gradients._buffer.flat] if gradients.owns_buffer else []
+            buffer = gradients._buffer
+            is_new = buffer.is_acquired and not buffer._is_of_pool
+            tensors += [buffer.flat] if gradients.owns_buffer or is_new else []
     storages = [t.untyped_storage() for t in tensors if t is not None]
     own = waiting.alive() | {storage.data_ptr(): storage.nbytes() for storage in storages}
     lent = [pool._lent_bytes for pool in (runtime.pool, *_staging(runtime))]

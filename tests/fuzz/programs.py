@@ -299,6 +299,7 @@ class Case(Described):
     rows: int = 2  # of a batch, on each rank
     seed: int = 0
     in_backward: bool = False  # the optimizer steps there, so a step is one backward
+    in_slot: bool = False  # small weights have their gradients computed there, as large ones
 
 
 # -- drawing ----------------------------------------------------------------------------------
@@ -450,4 +451,5 @@ def cases(draw: st.DrawFn) -> Case:
         rows=draw(st.integers(1, 3)),
         seed=draw(st.integers(0, 99)),
         in_backward=in_backward,
+        in_slot=draw(st.booleans()),
     )

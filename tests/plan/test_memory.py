@@ -52,8 +52,8 @@ def test_a_cast_to_the_shards_is_made_when_a_reduction_ends() -> None:
     plan = plan_of(1, precision=policy, world_size=1, strategy="ddp", replicas=2)
     memory = step_memory(plan, on_wire=True)
     assert str(memory.peak_event) == "collect layers.0"
-    # Parameters; the buffer, scratch and target of the reduction in bfloat16; gradients.
-    assert memory.peak_bytes == UNIT + 3 * UNIT // 2 + UNIT
+    # Parameters; scratch and target of the reduction in bfloat16; gradients. Its buffer is gone.
+    assert memory.peak_bytes == UNIT + 2 * UNIT // 2 + UNIT
 
 
 def test_without_prefetch_one_unit_less_is_gathered() -> None:

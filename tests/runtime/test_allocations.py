@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.plan.strategy import STRATEGIES, Strategy
-from shardwise.runtime import buffer
+from shardwise.runtime.buffer import Pool
 from tests.ranks import run_on
 from tests.runtime.one_process import world_size
 from tests.runtime.test_memory import runtime_of
@@ -58,12 +58,11 @@ def _train(name: str, preset: Strategy, *, settled: int, turns: int = 1, **optio
 @contextmanager
 def _counted() -> Iterator[list[int]]:
     allocated: list[int] = []
-    allocate = buffer._allocate
+    allocate = Pool._allocate
 
-    def count(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
-        if num_bytes:
-            allocated.append(num_bytes)
-        return allocate(num_bytes, device)
+    def count(pool: Pool, num_bytes: int) -> torch.UntypedStorage:
+        allocated.append(num_bytes)
+        return allocate(pool, num_bytes)
 
-    with mock.patch.object(buffer, "_allocate", count):
+    with mock.patch.object(Pool, "_allocate", count):
         yield allocated

@@ -1,5 +1,6 @@
 """Weight gradients in their slot: used where they can be, right where they cannot."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -15,6 +16,7 @@ from tests.ranks import run_on
 from tests.runtime.one_process import rank
 
 WIDTH = 256  # a weight is large enough for a slot
+VOCABULARY = 300
 
 
 class Block(nn.Sequential):
@@ -52,25 +54,74 @@ def _build(way: str) -> nn.Sequential:
     return model
 
 
+class Tied(nn.Module):
+    """An embedding around a unit, whose weight the head shares unless ``way`` is another."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        padding = 7 if way == "padding" else None
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, padding_idx=padding)
+        self.block = Block(nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, VOCABULARY if way != "small head" else 3, bias=False)
+        if way not in ("two tables", "small head"):
+            self.head.weight = self.embedding.weight
+        self.kept: list[Tensor] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        if self.way == "embedded twice":
+            x = x + self.embedding(tokens + 1).tanh()
+        x = self.block(x)
+        if self.way == "use between":
+            x = x + self.embedding.weight.square().mean(0)
+        if self.way == "use twice between":
+            x = x + self.embedding.weight.square().mean(0)
+            x = self.embedding(tokens) + x
+        y: Tensor = self.head(x.tanh())
+        if self.way == "use after":
+            y = y + self.embedding.weight.square().mean(1)
+        if self.way == "kept" and y.grad_fn is not None:
+            y.grad_fn.register_hook(lambda gradients, _: self.kept.extend(gradients[:2]))
+            x = x + self.embedding.weight.square().mean(0)
+            y = y + x.sum(-1, keepdim=True)
+        return y
+
+
+def _build_tied(way: str) -> Tied:
+    torch.manual_seed(0)
+    return Tied(way).double()
+
+
+def _batch(model: nn.Module, ranks: int) -> Tensor:
+    if isinstance(model, Tied):
+        return torch.randint(0, VOCABULARY - 1, (ranks, 40)) // 9  # many come several times
+    return torch.randn(ranks, 3, WIDTH, dtype=torch.float64)
+
+
 def _gradients(model: nn.Module, ranks: int, turns: int) -> None:
     for turn in range(turns):
         torch.manual_seed(turn)
-        batch = torch.randn(ranks, 3, WIDTH, dtype=torch.float64)
+        batch = _batch(model, ranks)
         own = batch[rank()] if isinstance(model, sw.FSDPModule) else batch.flatten(0, 1)
-        model(own).square().mean().backward()
+        loss = model(own).square().mean()
+        if getattr(model, "way", None) == "called twice":
+            loss = loss + model(own.flip(-1)).square().mean()
+        loss.backward()
 
 
-def _train(way: str, strategy: str) -> tuple[int, float]:
+def _train(build: Callable[[str], nn.Module], way: str, strategy: str) -> tuple[int, float]:
     """Slots that were claimed, and the largest error."""
-    whole, model = _build(way), _build(way)
+    whole, model = build(way), build(way)
     sw.fully_shard(model, units=Block, strategy=strategy)
     claims: list[bool] = []
     claim = Gradients.claim
 
-    def count(gradients: Gradients, position: int) -> Any:
-        slot = claim(gradients, position)
-        claims.append(slot is not None)
-        return slot
+    def count(gradients: Gradients, position: int, *, waits: bool) -> Any:
+        claimed = claim(gradients, position, waits=waits)
+        slot = gradients._buffer.views[position]
+        claims.append(claimed is not None and claimed[0].data_ptr() == slot.data_ptr())
+        return claimed
 
     with mock.patch.object(Gradients, "claim", count):
         _gradients(model, 2, 2)
@@ -87,9 +138,35 @@ def _train(way: str, strategy: str) -> tuple[int, float]:
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 @pytest.mark.parametrize("way", ["once", "twice", "beside", "penalty", "hook", "grad"])
 def test_gradients_are_those_of_one_process(way: str, strategy: str) -> None:
-    for num_claims, error in run_on(2, _train, way, strategy):
+    num_expected = {"hook": 0, "twice": 8}.get(way, 4)  # two layers, two backwards
+    for num_claims, error in run_on(2, _train, _build, way, strategy):
         assert error < 1e-10
-        assert num_claims == (0 if way == "hook" else 4), "two layers, two backwards"
+        assert num_claims == num_expected
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+@pytest.mark.parametrize(
+    ("way", "num_claims"),
+    [
+        ("tied", 3),  # of head, block and embedding
+        ("padding", 3),
+        ("embedded twice", 4),
+        ("use between", 2),  # autograd adds it to what the head left, which is a copy then
+        ("use twice between", 3),
+        ("use after", 2),  # the same, but what the head leaves is added to
+        ("kept", 2),
+        ("called twice", 5),  # what the later call leaves is reduced before it is handed over
+        ("two tables", 1),  # both wait until the unit inside is done
+        ("small head", 2),
+    ],
+)
+def test_gradients_of_a_root_are_those_of_one_process(
+    way: str, num_claims: int, strategy: str
+) -> None:
+    for claimed, error in run_on(2, _train, _build_tied, way, strategy):
+        assert error < 1e-10
+        if strategy == "fsdp":  # it has room for all of them in `ddp`
+            assert claimed == 2 * num_claims, "two backwards"
 
 
 class Registered(nn.Linear):

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise.plan.memory import step_memory
 from shardwise.plan.offload import NO_OFFLOAD
-from shardwise.plan.strategy import STRATEGIES, Strategy
+from shardwise.plan.strategy import STRATEGIES, Level, Strategy
 from shardwise.plan.units import Units
 from shardwise.runtime.engine import Runtime
 from tests.ranks import run_on
@@ -71,6 +71,21 @@ class Tower(nn.Module):
         return y
 
 
+class Tied(nn.Module):
+    """A tower between an embedding and a head that have one weight, large enough for its slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5000, 16)
+        self.tower = Tower((150, 150, 150))
+        self.head = nn.Linear(16, 5000, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.tower(self.embedding(x[:, 0].long())))
+        return y
+
+
 @dataclass(frozen=True)
 class Shape:
     build: Callable[[], nn.Module]
@@ -81,6 +96,7 @@ SHAPES = {
     "even": Shape(lambda: Tower((160,) * 5)),
     "uneven": Shape(lambda: Tower((150, 101, 203, 128, 165, 75, 250, 256))),
     "large root": Shape(lambda: Tower((150, 150, 150), head=1500)),
+    "tied": Shape(Tied, units=nn.Sequential),
     "one unit": Shape(lambda: Tower((150, 150)), units=None),
 }
 
@@ -94,7 +110,10 @@ def _measure_all(strategy: Strategy, offload_policy: sw.OffloadPolicy = NO_OFFLO
         for name, shape in SHAPES.items():
             _measure(name, shape, options)
         _measure("even", SHAPES["even"], options, accumulates=True)
-        for name in ("uneven", "large root"):
+        # With room of its own for whole gradients, what autograd keeps on the way to it is not in
+        # the plan, and it keeps the head's until it has the embedding's.
+        tied = () if strategy.inner is Level.OPTIMIZER else ("tied",)
+        for name in ("uneven", "large root", *tied):
             _measure(name, SHAPES[name], options, holds=True)
 
 

@@ -137,9 +137,10 @@ class _Replay:
                 self._held += self._beside(unit)
                 self._make(unit.gradient_shard_bytes - _cast_bytes(unit), unit)
             case EventKind.COLLECT:
+                self._held -= gradients.buffer
                 self._make(_cast_bytes(unit), unit)
                 self._note_peak()
-                self._held -= gradients.buffer + self._beside(unit)
+                self._held -= self._beside(unit)
                 self._land(_landing(unit, way))
             case EventKind.STEP:
                 self._make(-unit.gradient_shard_bytes, unit)

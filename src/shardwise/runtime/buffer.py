@@ -6,6 +6,8 @@ sees the memory that is there now. A fresh 64 MB allocation costs about 33 ms in
 a swap costs nothing.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -178,6 +180,7 @@ class FlatBuffer:
         self._num_bytes = layout.num_elements * of.itemsize
         self._pool = pool
         self._lent: torch.UntypedStorage | None = None
+        self._is_of_pool = True
         storage = _allocate(self._num_bytes, pool.device)
         self.flat = torch.empty(0, dtype=of, device=storage.device).set_(
             storage, 0, (layout.num_elements,), (1,)
@@ -200,17 +203,20 @@ class FlatBuffer:
         size = self.layout.shard_elements
         return self.flat[rank * size : (rank + 1) * size]
 
-    def acquire(self) -> None:
-        """Give the buffer memory; what is in it is undefined."""
+    def acquire(self, *, of_pool: bool = True) -> None:
+        """Give the buffer memory, of the pool or else new; what is in it is undefined."""
         assert self._lent is None, "acquired twice"
-        self._lent = self._pool.take(self._num_bytes)
+        self._is_of_pool = of_pool
+        take = self._pool.take if of_pool else partial(_allocate, device=self._pool.device)
+        self._lent = take(self._num_bytes)
         _swap(self._storage, self._lent)
 
     def release(self) -> None:
         """Take its memory away."""
         assert self._lent is not None, "released without being acquired"
         _swap(self._storage, self._lent)
-        self._pool.give(self._lent)
+        if self._is_of_pool:
+            self._pool.give(self._lent)
         self._lent = None
 
     def _view(self, slot: Slot) -> Tensor:

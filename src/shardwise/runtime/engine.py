@@ -397,7 +397,7 @@ def _claim_slot(
     index: int,
     flat_ref: "weakref.ref[FlatParameters]",
     position: int,
-) -> Tensor | None:
+) -> tuple[Tensor, bool] | None:
     scheduler, flat = scheduler_ref(), flat_ref()
     if scheduler is None or flat is None:
         return None

@@ -1,6 +1,7 @@
 """Gradients on their way from autograd to the shards."""
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -56,7 +57,8 @@ class Gradients:
         self._dtype: torch.dtype = getattr(torch, layout.dtype)  # of the shards
         self.divide_by(axis.num_ranks)
         self._written = [False] * len(layout.slots)
-        self._claimed = [False] * len(layout.slots)  # a gradient is on its way in the slot itself
+        # A gradient that is on its way in the slot itself, as long as autograd holds it.
+        self._claimed: list[weakref.ref[Tensor] | None] = [None] * len(layout.slots)
         self.used = [False] * len(layout.slots)
         self._is_stepped = False  # in backward: then they are dropped there, by `drop`
         self._is_handed_over = False
@@ -73,17 +75,39 @@ class Gradients:
         before = _divisor_before_the_sum(self._buffer.flat.dtype, divisor)
         self._scale_before, self._scale_after = 1.0 / before, before / divisor
 
-    def claim(self, position: int) -> Tensor | None:
-        """The slot of a gradient that is about to be computed, for `write` to find it there."""
-        if self._written[position] or self._claimed[position] or self._reduced is not None:
-            return None
+    def claim(self, position: int, *, waits: bool) -> tuple[Tensor, bool] | None:
+        """Where to compute a gradient, and whether to add it to what is there; None: elsewhere.
+
+        That is its slot, for `write` to find it there, if nothing is in it. If a gradient ``waits``
+        while other units compute, it is so only if it takes most of the buffer, and in new memory,
+        as it would elsewhere.
+        """
         parameter = self.parameters[position].dense
-        slot = self._buffer.views[position]
-        if parameter.grad is not None or parameter.dtype != slot.dtype:
+        if self._reduced is not None or parameter.grad is not None:
             return None
-        self._open()
-        self._claimed[position] = True
-        return slot.detach()  # a tensor of its own, or autograd would copy it
+        claimed = self._claimed[position]
+        if claimed is not None:
+            before = claimed()
+            # Were it added to a gradient from elsewhere, it would be held no more; and if a user
+            # held it, not twice.
+            is_held = before is not None and before._use_count() == 2  # type: ignore[attr-defined]  # noqa: PLR2004
+            return (before, True) if before is not None and is_held else None
+        slot = self._buffer.views[position]
+        is_most = 2 * slot.numel() > self._layout.num_elements
+        if self._written[position] or parameter.dtype != slot.dtype or (waits and not is_most):
+            place = torch.empty_like(parameter)
+        else:
+            self._open(of_pool=not waits)
+            place = slot.detach()  # a tensor of its own, or autograd would copy it
+        self._claimed[position] = weakref.ref(place)
+        return place, False
+
+    def _evict(self, position: int) -> None:
+        """Autograd still holds what is in a slot, to add one from a call that comes later to it."""
+        claimed = self._claimed[position]
+        gradient = claimed() if claimed is not None else None
+        if gradient is not None and gradient.data_ptr() == self._buffer.views[position].data_ptr():
+            gradient.data = gradient.clone()
 
     def write(self, position: int, gradient: Tensor) -> None:
         """Put a gradient into its slot of the reduce buffer, divided as far as is done here."""
@@ -93,7 +117,8 @@ class Gradients:
         scale = self._scale_before
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        is_there = self._claimed[position] and gradient.data_ptr() == slot.data_ptr()
+        is_claimed = self._claimed[position] is not None
+        is_there = is_claimed and gradient.data_ptr() == slot.data_ptr()
         if self._written[position]:
             slot.add_(gradient, alpha=scale)
         else:
@@ -101,7 +126,7 @@ class Gradients:
                 slot.copy_(gradient)
             if scale != 1.0:
                 slot.mul_(scale)
-        self._claimed[position] = False
+        self._claimed[position] = None
         self._written[position] = True
 
     def launch_reduce(self, link: Link, label: str, *, crosses: bool) -> Pending:
@@ -110,9 +135,10 @@ class Gradients:
         self._open()
         for position, view in enumerate(self._buffer.views):
             if not self._written[position]:
+                self._evict(position)
                 view.zero_()
         self._written = [False] * len(self._written)
-        self._claimed = [False] * len(self._claimed)
+        self._claimed = [None] * len(self._claimed)
         carried = self._partial
         if carried is not None:
             self._borrowed.append(carried.untyped_storage())
@@ -132,6 +158,7 @@ class Gradients:
 
     def collect(self) -> None:
         """Hand the reduced gradients, if they are complete, to the parameters."""
+        self._close()
         if self._reduced is not None:
             if self._ferry is not None:
                 self._landing = self._ship(self._ferry, self._reduced)
@@ -223,7 +250,7 @@ class Gradients:
     def discard(self) -> None:
         """Drop what is under way."""
         self._written = [False] * len(self._written)
-        self._claimed = [False] * len(self._claimed)
+        self._claimed = [None] * len(self._claimed)
         self._reduced = None
         if self._partial is not None:
             self._borrowed.append(self._partial.untyped_storage())
@@ -256,9 +283,13 @@ class Gradients:
     def _is_cast(self) -> bool:
         return self._buffer.flat.dtype != self._dtype
 
-    def _open(self) -> None:
+    def _open(self, *, of_pool: bool = True) -> None:
         if not self.owns_buffer and not self._buffer.is_acquired:
-            self._buffer.acquire()
+            self._buffer.acquire(of_pool=of_pool)
+
+    def _close(self) -> None:
+        if self._buffer.is_acquired:
+            self._buffer.release()
 
     def _target(self) -> Tensor:
         """Where to reduce to [S]: what will be the gradients, or memory to add to them from."""
@@ -296,8 +327,7 @@ class Gradients:
         return tensor
 
     def _give_back(self) -> None:
-        if self._buffer.is_acquired:
-            self._buffer.release()
+        self._close()
         for storage in self._borrowed:
             self._pool.give(storage)
         self._borrowed = []

@@ -1,11 +1,14 @@
 """Weight gradients computed where they are reduced from: nothing is allocated, nothing copied.
 
 The weight of an `nn.Linear` gets its gradient from one product of matrices, and that can write to
-any memory. So `fully_shard` gives linear layers (unless their class has a forward of its own) a
-forward whose backward writes into the weight's slot of the reduce buffer. Autograd takes what
-backward returns for ``.grad`` without copying it. Wherever that could be wrong, the gradient comes
-as always and is copied into the slot: a second use of the weight, a hook on it, gradients that go
-to `torch.autograd.grad`, autocast, other dtypes, functorch.
+any memory; that of an `nn.Embedding` from a few rows. So `fully_shard` gives such layers (unless
+their class has a forward of its own) a forward whose backward writes into the weight's slot of the
+reduce buffer. Autograd takes what backward returns for ``.grad`` without copying it. The gradient
+of a second use of the weight, as of one that embedding and head share, is added to the first while
+autograd holds that. Where a slot is no place for it (it has gradients of an earlier backward, or
+another dtype), it gets memory of its own; and wherever any of this could be wrong, it comes as
+always: after use in another op, with a hook on the weight, in `torch.autograd.grad`, under
+autocast, in functorch.
 """
 
 from collections.abc import Callable
@@ -18,23 +21,24 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
-__all__ = ["SlotLinear", "let_compute_in_slot", "offer_slot"]
+__all__ = ["SlotEmbedding", "SlotLinear", "let_compute_in_slot", "offer_slot"]
 
 _OFFER = "_shardwise_slot"
 _LEAST_ELEMENTS = 1 << 16  # a Python function costs autograd more than copying fewer does
 
-SlotOffer = Callable[[], Tensor | None]
+# Where to compute a gradient, and whether it is to be added to one that is there.
+SlotOffer = Callable[[], tuple[Tensor, bool] | None]
 
 
 def let_compute_in_slot(module: nn.Module) -> None:
-    """Have a linear layer compute its weight's gradient in its slot, if the weight offers one."""
+    """Have a layer compute its weight's gradient where the weight offers to."""
     kind = type(module)
-    if not isinstance(module, nn.Linear) or parametrize.is_parametrized(module):
-        return
-    # A class that has a word in what derives from it, such as a registry, is left alone.
-    is_plain = type(kind) is type and not hasattr(kind.__init_subclass__, "__func__")
-    if is_plain and kind.forward is nn.Linear.forward and kind.__call__ is nn.Linear.__call__:
-        module.__class__ = _slot_class(kind)  # type: ignore[arg-type]
+    for plain, in_slot in ((nn.Linear, SlotLinear), (nn.Embedding, SlotEmbedding)):
+        if isinstance(module, plain) and not parametrize.is_parametrized(module):
+            # A class that has a word in what derives from it, such as a registry, is left alone.
+            is_plain = type(kind) is type and not hasattr(kind.__init_subclass__, "__func__")
+            if is_plain and kind.forward is plain.forward and kind.__call__ is plain.__call__:
+                module.__class__ = _slot_class(kind, plain, in_slot)  # type: ignore[arg-type]
 
 
 def offer_slot(weight: nn.Parameter, offer: SlotOffer) -> None:
@@ -49,18 +53,33 @@ class SlotLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (its name in nn.Linear)
         weight: Tensor = self.weight
         offer = weight.__dict__.get(_OFFER)
-        if offer is None or not _is_plain(input, weight):
+        if offer is None or input.dtype != weight.dtype or not _is_plain(input, weight):
             return super().forward(input)
         output: Tensor = _Linear.apply(input, weight, self.bias, offer)  # type: ignore[no-untyped-call]
         return output
 
 
+class SlotEmbedding(nn.Embedding):
+    """An embedding of a sharded model."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (its name in nn.Embedding)
+        weight: Tensor = self.weight
+        offer = weight.__dict__.get(_OFFER)
+        is_special = self.max_norm is not None or self.scale_grad_by_freq or self.sparse
+        # On a GPU the rows would be added in an order that changes, or the host had to wait.
+        if offer is None or is_special or not weight.is_cpu or not _is_plain(input, weight):
+            return super().forward(input)
+        padding = -1 if self.padding_idx is None else self.padding_idx
+        output: Tensor = _Embedding.apply(input, weight, padding, offer)  # type: ignore[no-untyped-call]
+        return output
+
+
 @cache
-def _slot_class(kind: type[nn.Linear]) -> type[SlotLinear]:
-    if kind is nn.Linear:
-        return SlotLinear
+def _slot_class(kind: Any, plain: Any, in_slot: Any) -> Any:
+    if kind is plain:
+        return in_slot
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (SlotLinear, kind), names)
+    return type(kind.__name__, (in_slot, kind), names)
 
 
 class _Linear(torch.autograd.Function):
@@ -80,13 +99,48 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         of_weight = None
         if needs_weight:
-            slot = ctx.offer() if _goes_to_grad(ctx.next_functions[1][0], weight) else None
+            offered = ctx.offer() if _goes_to_grad(ctx.next_functions[1][0]) else None
             inputs = x.reshape(-1, weight.shape[1])
-            of_weight = (
-                torch.mm(rows.t(), inputs, out=slot) if slot is not None else rows.t() @ inputs
-            )
+            if offered is None:
+                of_weight = rows.t() @ inputs
+            else:
+                slot, is_begun = offered
+                if is_begun:
+                    slot.addmm_(rows.t(), inputs)
+                else:
+                    of_weight = torch.mm(rows.t(), inputs, out=slot)
         of_x = gradient @ weight if needs_x else None
         return of_x, of_weight, rows.sum(0) if needs_bias else None, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, padding: int, offer: SlotOffer) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.padding, ctx.offer, ctx.num_rows = padding, offer, weight.shape[0]
+        return functional.embedding(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients  # [..., width]
+        (x,) = ctx.saved_tensors  # [...]
+        offered = ctx.offer() if _goes_to_grad(ctx.next_functions[1][0]) else None
+        if offered is None:
+            whole: Tensor = torch.ops.aten.embedding_dense_backward(
+                gradient, x, ctx.num_rows, ctx.padding, False
+            )
+            return None, whole, None, None
+        slot, is_begun = offered
+        if not is_begun:
+            slot.zero_()
+        numbers, places = x.unique(return_inverse=True)
+        # Summed on their own first: small ones would get lost in a large one, in bfloat16.
+        total = torch.promote_types(slot.dtype, torch.float32)
+        sums = gradient.new_zeros(len(numbers), slot.shape[1], dtype=total)
+        sums.index_add_(0, places.flatten(), gradient.reshape(-1, slot.shape[1]).to(total))
+        sums[numbers == ctx.padding] = 0
+        slot.index_add_(0, numbers, sums.to(slot.dtype))
+        return None, None if is_begun else slot, None, None
 
 
 def _is_plain(x: Tensor, weight: Tensor) -> bool:
@@ -94,7 +148,6 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
         torch.is_grad_enabled()
         and weight.requires_grad
         and type(x) in (Tensor, nn.Parameter)
-        and x.dtype == weight.dtype
         and not torch.is_autocast_enabled(x.device.type)
         and not torch._C._are_functorch_transforms_active()  # no public name
         and forward_ad._current_level < 0
@@ -102,9 +155,10 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _goes_to_grad(node: Any, weight: Tensor) -> bool:
-    """Whether autograd will hand the gradient of ``weight`` to AccumulateGrad, and nobody else."""
-    if torch.is_grad_enabled() or weight._backward_hooks or getattr(node, "variable", None) is None:
+def _goes_to_grad(node: Any) -> bool:
+    """Whether autograd will hand a gradient to ``node``, an AccumulateGrad, and nobody else."""
+    weight = getattr(node, "variable", None)
+    if torch.is_grad_enabled() or weight is None or weight._backward_hooks:
         return False
     try:
         return bool(torch._C._will_engine_execute_node(node))

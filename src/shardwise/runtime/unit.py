@@ -276,13 +276,11 @@ class Unit:
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def claim_slot(self, flat: FlatParameters, position: int) -> Tensor | None:
-        """Where autograd may compute the gradient of a parameter; None: where it likes."""
-        gradients = flat.gradients
-        waits = gradients is None or (self.plan.encloses and not gradients.owns_buffer)
-        if gradients is None or waits or not self.expects_gradients:
+    def claim_slot(self, flat: FlatParameters, position: int) -> tuple[Tensor, bool] | None:
+        """Where to compute the gradient of a parameter; see `Gradients.claim`."""
+        if flat.gradients is None or not self.expects_gradients:
             return None
-        return gradients.claim(position)
+        return flat.gradients.claim(position, waits=self._waits(flat.gradients))
 
     def accept(self, flat: FlatParameters, position: int) -> None:
         """Take the gradient that autograd has just put on a dense parameter."""
@@ -298,8 +296,8 @@ class Unit:
                 "backward; was something kept from a forward that raised, or from another model?"
             )
         flat.gradients.used[position] = True
-        if self.plan.encloses and not flat.gradients.owns_buffer:
-            return  # its buffer would be open during the whole backward of the units inside
+        if self._waits(flat.gradients):
+            return
         flat.gradients.write(position, gradient)
         parameter.dense.grad = None
 
@@ -364,6 +362,10 @@ class Unit:
             flat.drop_part()
             flat.end_hold(write_back=False)
         self.state = UnitState.SHARDED
+
+    def _waits(self, gradients: Gradients) -> bool:
+        """Whether its gradients do, for their buffer would be open while units inside compute."""
+        return self.plan.encloses and not gradients.owns_buffer
 
     def _write_kept(self, flat: FlatParameters) -> None:
         for position, parameter in enumerate(flat.parameters):
