@@ -229,10 +229,11 @@ def run_rank(rank: int, options: argparse.Namespace, folder: str) -> None:
                 size = sum(file.stat().st_size for file in path.iterdir())
                 shutil.rmtree(path)
             again = path.with_name(f"{path.name}-again")
-            blocked = [measure_start(engine, each) for each in (path, again)][-1]
-            if blocked is not None:
-                figures["blocked_seconds"] = blocked
-                engine.release(again)
+            if not options.no_async:
+                blocked = [measure_start(engine, each) for each in (path, again)][-1]
+                if blocked is not None:
+                    figures["blocked_seconds"] = blocked
+                    engine.release(again)
             taken[engine.name].append(figures)
             dist.barrier()
             if rank == 0:
@@ -302,6 +303,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--vs", default=",".join(kind.name for kind in ENGINES))
     parser.add_argument("--folder", type=Path, help="where to write; the default is temporary")
+    parser.add_argument("--no-async", action="store_true", help="which take as much memory again")
     parser.add_argument("--port", type=int, default=29557)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     options = parser.parse_args()

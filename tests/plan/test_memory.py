@@ -105,10 +105,16 @@ def test_accumulation_takes_a_target_for_each_reduction(on_wire: bool) -> None:
 
 def test_an_all_reduce_in_parts_takes_no_more_than_its_buffer() -> None:
     few, many = 1 << 10, 1 << 16
-    assert [scratch_elements(few, 1, column) for column in (1, 2, 4)] == [0, few, 3 * few]
-    in_parts = [scratch_elements(many, 1, column) for column in (1, 2, 4)]
-    assert in_parts == [0, many // 2, 3 * many // 4]
+    assert [_scratch(few, 1, column) for column in (1, 2, 4)] == [0, few, 3 * few]
+    assert [_scratch(many, 1, column) for column in (1, 2, 4)] == [0, many // 2, 3 * many // 4]
 
 
-def test_a_row_of_two_takes_no_scratch() -> None:
-    assert [scratch_elements(1 << 16, row, 1) for row in (1, 2, 4)] == [0, 0, 2 * (1 << 16) // 4]
+def test_a_reduce_scatter_among_two_takes_no_scratch() -> None:
+    many = 1 << 16
+    assert [_scratch(many, row, 1) for row in (1, 2, 4)] == [0, 0, 2 * many // 4]
+    by_column = [_scratch(many, 2, column, two_level=True) for column in (1, 2, 4)]
+    assert by_column == [0, 0, 2 * (many // 2) // 4]
+
+
+def _scratch(flat_elements: int, row: int, column: int, *, two_level: bool = False) -> int:
+    return scratch_elements(flat_elements, row, column, two_level=two_level)

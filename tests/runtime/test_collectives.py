@@ -1,5 +1,6 @@
 """All-gather and reduce-scatter between real ranks, and how these come back into step."""
 
+import itertools
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,13 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8]
-SIZES = [0, 1, 7, 1025]
+SIZES = [0, 1, 7, 1025, 300_001]  # the last is read from memory to memory, in pieces
 IMPATIENT = 0.05  # seconds between the looks at a wait that takes long
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_all_reduces_are_those_of_the_backend(world_size: int) -> None:
+    run_on(world_size, _compare_all_reduce)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -174,16 +180,28 @@ def _compare() -> None:
             assert torch.equal(flat, before), "what is reduced is only read"
 
 
+def _compare_all_reduce() -> None:
+    """Whole; and in parts, with a rest that no part has."""
+    links = communicator(resolve_mesh(None, PRESETS["ddp"]), CPU)
+    for size in (*SIZES[1:], 20_003):
+        flat = torch.randint(0, 50, (size,)).add_(links.rank).float()
+        out = torch.empty_like(flat)
+        scratch = torch.empty(links.reduce.scratch_elements(size))
+        links.wait(links.reduce.reduce(Reduction(flat, out, None, out, scratch), "reduce"))
+        expected = flat.clone()
+        dist.all_reduce(expected)
+        assert torch.equal(out, expected), size
+
+
 def _sum_in_order() -> None:
     links = _links()
-    for dtype in (torch.float32, torch.bfloat16):
-        everyone = torch.randn(links.num_ranks, links.num_ranks, 33).to(
-            dtype
-        )  # the same on every rank
+    ranks = links.num_ranks
+    for dtype, size in itertools.product((torch.float32, torch.bfloat16), (33, 20_001)):
+        everyone = torch.randn(ranks, ranks, size).to(dtype)  # the same on every rank
         pending, out = _reduce(links, everyone[links.rank].reshape(-1))
         links.wait(pending)
         expected = everyone[0, links.rank].clone()
-        for rank in range(1, links.num_ranks):
+        for rank in range(1, ranks):
             expected += everyone[rank, links.rank]
         assert torch.equal(out, expected), "to the last bit"
 

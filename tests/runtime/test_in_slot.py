@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.runtime.gradients import Gradients
@@ -37,6 +38,11 @@ class Block(nn.Sequential):
                 y = y + layer.weight.square().mean()
             case "hook" if layer.weight.requires_grad and torch.is_grad_enabled():
                 layer.weight.register_hook(lambda gradient: 2 * gradient)  # type: ignore[no-untyped-call]
+            case "nested":  # backward within backward, which hands a gradient over in between
+                y = checkpoint(
+                    lambda h: h + functional.linear(h.tanh(), layer.weight), y, use_reentrant=True
+                )
+                y = layer(y)
             case "grad":
                 with torch.enable_grad():
                     z = layer(x.detach()).sum()
@@ -54,6 +60,13 @@ def _build(way: str) -> nn.Sequential:
     return model
 
 
+class Scaled(nn.Embedding):
+    """Has a forward of its own, whose gradient autograd adds to what the head left."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return 2 * super().forward(tokens)
+
+
 class Tied(nn.Module):
     """An embedding around a unit, whose weight the head shares unless ``way`` is another."""
 
@@ -61,7 +74,8 @@ class Tied(nn.Module):
         super().__init__()
         self.way = way
         padding = 7 if way == "padding" else None
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH, padding_idx=padding)
+        kind = Scaled if way == "scaled" else nn.Embedding
+        self.embedding = kind(VOCABULARY, WIDTH, padding_idx=padding)
         self.block = Block(nn.Linear(WIDTH, WIDTH))
         self.head = nn.Linear(WIDTH, VOCABULARY if way != "small head" else 3, bias=False)
         if way not in ("two tables", "small head"):
@@ -69,6 +83,8 @@ class Tied(nn.Module):
         self.kept: list[Tensor] = []
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if self.way == "rows of tokens":
+            tokens = tokens.view(-1, 20).int()
         x = self.embedding(tokens)
         if self.way == "embedded twice":
             x = x + self.embedding(tokens + 1).tanh()
@@ -126,17 +142,23 @@ def _train(build: Callable[[str], nn.Module], way: str, strategy: str) -> tuple[
     with mock.patch.object(Gradients, "claim", count):
         _gradients(model, 2, 2)
     _gradients(whole, 2, 2)
+    assert all(kept.isfinite().all() for kept in getattr(model, "kept", [])), "it has memory"
+    return sum(claims), _error(model, whole)
+
+
+def _error(model: nn.Module, whole: nn.Module) -> float:
+    """The largest of any gradient, relative to that gradient's largest element."""
     error = 0.0
     for one, other in zip(model.parameters(), whole.parameters(), strict=True):
         assert isinstance(one.grad, sw.ShardedTensor)
         assert other.grad is not None
         apart = (one.grad.full_tensor() - other.grad).abs().max() / other.grad.abs().max()
         error = max(error, float(apart))
-    return sum(claims), error
+    return error
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-@pytest.mark.parametrize("way", ["once", "twice", "beside", "penalty", "hook", "grad"])
+@pytest.mark.parametrize("way", ["once", "twice", "beside", "penalty", "hook", "grad", "nested"])
 def test_gradients_are_those_of_one_process(way: str, strategy: str) -> None:
     num_expected = {"hook": 0, "twice": 8}.get(way, 4)  # two layers, two backwards
     for num_claims, error in run_on(2, _train, _build, way, strategy):
@@ -155,6 +177,8 @@ def test_gradients_are_those_of_one_process(way: str, strategy: str) -> None:
         ("use twice between", 3),
         ("use after", 2),  # the same, but what the head leaves is added to
         ("kept", 2),
+        ("rows of tokens", 3),
+        ("scaled", 1),  # the block's
         ("called twice", 5),  # what the later call leaves is reduced before it is handed over
         ("two tables", 1),  # both wait until the unit inside is done
         ("small head", 2),
@@ -167,6 +191,42 @@ def test_gradients_of_a_root_are_those_of_one_process(
         assert error < 1e-10
         if strategy == "fsdp":  # it has room for all of them in `ddp`
             assert claimed == 2 * num_claims, "two backwards"
+
+
+def _train_complex() -> float:
+    whole, model = (nn.Sequential(_build("once")[0]).to(torch.complex128) for _ in range(2))
+    sw.fully_shard(model)
+    for one in (model, whole):
+        torch.manual_seed(0)
+        one(torch.randn(3, WIDTH, dtype=torch.complex128)).abs().square().mean().backward()
+    return _error(model, whole)
+
+
+def test_gradients_of_complex_weights_are_conjugates() -> None:
+    assert max(run_on(2, _train_complex)) < 1e-10
+
+
+def _train_in_half(reduce_dtype: torch.dtype) -> float:
+    """How far gradients are from those in float64, relative to their norms."""
+    whole, model = _build_tied("tied"), _build_tied("tied").float()
+    policy = sw.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
+    sw.fully_shard(model, units=Block, mp_policy=policy)
+    _gradients(model, 2, 2)
+    _gradients(whole, 2, 2)
+    apart = []
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        assert isinstance(one.grad, sw.ShardedTensor)
+        assert other.grad is not None
+        apart.append(
+            float((one.grad.full_tensor().double() - other.grad).norm() / other.grad.norm())
+        )
+    return max(apart)
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32])
+def test_gradients_in_bfloat16(reduce_dtype: torch.dtype) -> None:
+    """Reduced in float32, those of head and embedding are added in memory of their own."""
+    assert max(run_on(2, _train_in_half, reduce_dtype)) < 0.02
 
 
 class Registered(nn.Linear):

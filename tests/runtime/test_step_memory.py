@@ -86,6 +86,19 @@ class Tied(nn.Module):
         return y
 
 
+class TwoHeads(nn.Module):
+    """Two weights of the root, neither of which is worth to open the memory of both for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Tower((150, 150, 150))
+        self.heads = nn.ModuleList(nn.Linear(16, size, bias=False) for size in (5000, 4500))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.tower(x)
+        return torch.cat([head(y) for head in self.heads], 1)
+
+
 @dataclass(frozen=True)
 class Shape:
     build: Callable[[], nn.Module]
@@ -97,6 +110,7 @@ SHAPES = {
     "uneven": Shape(lambda: Tower((150, 101, 203, 128, 165, 75, 250, 256))),
     "large root": Shape(lambda: Tower((150, 150, 150), head=1500)),
     "tied": Shape(Tied, units=nn.Sequential),
+    "two heads": Shape(TwoHeads, units=nn.Sequential),
     "one unit": Shape(lambda: Tower((150, 150)), units=None),
 }
 

@@ -17,6 +17,7 @@ Not in them: activations, what autograd keeps on the way, optimizer states and t
 from dataclasses import dataclass
 
 from shardwise.plan.events import Event, EventKind
+from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import schedule
 from shardwise.plan.units import UnitPlan
@@ -234,7 +235,7 @@ def _reduction_bytes(plan: Plan, unit: UnitPlan, on_wire: bool, accumulates: boo
     """Beside its buffer: scratch, and targets that are not the gradients."""
     total = 0
     for layout in unit.trainable_layouts:
-        elements = scratch_elements(layout.num_elements, plan.row, plan.replicas) if on_wire else 0
+        elements = _scratch_elements(plan, layout) if on_wire else 0
         if accumulates or layout.is_offloaded or layout.cast.reduce_dtype != layout.dtype:
             elements += layout.shard_elements
         if plan.strategy.is_two_level and plan.replicas > 1:
@@ -243,15 +244,23 @@ def _reduction_bytes(plan: Plan, unit: UnitPlan, on_wire: bool, accumulates: boo
     return total
 
 
-def scratch_elements(flat_elements: int, row: int, column: int) -> int:
+def _scratch_elements(plan: Plan, layout: Layout) -> int:
+    two_level = plan.strategy.is_two_level
+    return scratch_elements(layout.num_elements, plan.row, plan.replicas, two_level=two_level)
+
+
+def scratch_elements(flat_elements: int, row: int, column: int, *, two_level: bool) -> int:
     """What the reduction of a flat buffer takes on a wire, by row and then by column.
 
-    A row receives from one of its ranks where the sum goes, a column from none: there the sum goes
-    where this rank's own part lies.
+    A reduce-scatter receives from one of its ranks where the sum goes. In an all-reduce this rank's
+    own part lies there.
     """
     slot = flat_elements // row
+    by_row = max(row - 2, 0) * slot
+    if two_level:
+        return max(by_row, (column - 2) * (slot // column))
     by_column = slot // column if is_cut(slot, column) else slot
-    return max((row - 2) * slot, (column - 1) * by_column)
+    return max(by_row, (column - 1) * by_column)
 
 
 def is_cut(num_elements: int, num_ranks: int) -> bool:

@@ -128,7 +128,8 @@ class Link:
         if not self._direct:
             return 0
         row, column = self._members[Scope.ROW].size, self._members[Scope.COLUMN].size
-        return scratch_elements(flat_elements, row, column)
+        two_level = self._topology.is_two_level
+        return scratch_elements(flat_elements, row, column, two_level=two_level)
 
     def all_gather(
         self,

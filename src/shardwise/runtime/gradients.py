@@ -13,6 +13,7 @@ from shardwise.plan.layout import Layout
 from shardwise.runtime.buffer import FlatBuffer, Pool, is_shared
 from shardwise.runtime.collectives import Link, Pending, Reduction
 from shardwise.runtime.device import Mark
+from shardwise.runtime.in_slot import computes_in_slot
 from shardwise.runtime.managed import ManagedParameter, split_shard
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.offload import Ferry
@@ -24,6 +25,7 @@ from shardwise.runtime.sharded_tensor import (
 
 __all__ = ["Gradients"]
 
+_MOST = 7 / 8  # of a buffer
 _CACHED_ELEMENTS = 1 << 17  # a copy of so many is still in the processor's cache
 
 
@@ -57,8 +59,9 @@ class Gradients:
         self._dtype: torch.dtype = getattr(torch, layout.dtype)  # of the shards
         self.divide_by(axis.num_ranks)
         self._written = [False] * len(layout.slots)
-        # A gradient that is on its way in the slot itself, as long as autograd holds it.
-        self._claimed: list[weakref.ref[Tensor] | None] = [None] * len(layout.slots)
+        # By position: a gradient on its way in memory that `claim` gave, while autograd holds it.
+        self._claimed: dict[int, weakref.ref[Tensor]] = {}
+        self._aliases: list[weakref.ref[Tensor]] = []  # of slots
         self.used = [False] * len(layout.slots)
         self._is_stepped = False  # in backward: then they are dropped there, by `drop`
         self._is_handed_over = False
@@ -78,36 +81,30 @@ class Gradients:
     def claim(self, position: int, *, waits: bool) -> tuple[Tensor, bool] | None:
         """Where to compute a gradient, and whether to add it to what is there; None: elsewhere.
 
-        That is its slot, for `write` to find it there, if nothing is in it. If a gradient ``waits``
-        while other units compute, it is so only if it takes most of the buffer, and in new memory,
-        as it would elsewhere.
+        That is its slot, for `write` to find it there, if nothing is in it and all uses of the
+        parameter would be added there. One that ``waits`` while other units compute is there only
+        if the buffer is little larger, and in new memory, as it would be elsewhere.
         """
-        parameter = self.parameters[position].dense
-        if self._reduced is not None or parameter.grad is not None:
+        managed = self.parameters[position]
+        if self._reduced is not None or managed.dense.grad is not None:
             return None
-        claimed = self._claimed[position]
-        if claimed is not None:
-            before = claimed()
-            # Were it added to a gradient from elsewhere, it would be held no more; and if a user
-            # held it, not twice.
-            is_held = before is not None and before._use_count() == 2  # type: ignore[attr-defined]  # noqa: PLR2004
-            return (before, True) if before is not None and is_held else None
+        if position in self._claimed:
+            before = self._claimed[position]()
+            # If it was added to a gradient from elsewhere, it is held no more, or by a user alone.
+            if before is None or before._use_count() != 2:  # type: ignore[attr-defined]  # noqa: PLR2004
+                return None
+            return before, True
         slot = self._buffer.views[position]
-        is_most = 2 * slot.numel() > self._layout.num_elements
-        if self._written[position] or parameter.dtype != slot.dtype or (waits and not is_most):
-            place = torch.empty_like(parameter)
-        else:
+        is_most = slot.numel() > _MOST * self._layout.num_elements
+        is_place = managed.dense.dtype == slot.dtype and not self._written[position]
+        if is_place and (is_most or not waits) and all(map(computes_in_slot, managed.modules)):
             self._open(of_pool=not waits)
             place = slot.detach()  # a tensor of its own, or autograd would copy it
+            self._aliases.append(weakref.ref(place))
+        else:
+            place = torch.empty_like(managed.dense)
         self._claimed[position] = weakref.ref(place)
         return place, False
-
-    def _evict(self, position: int) -> None:
-        """Autograd still holds what is in a slot, to add one from a call that comes later to it."""
-        claimed = self._claimed[position]
-        gradient = claimed() if claimed is not None else None
-        if gradient is not None and gradient.data_ptr() == self._buffer.views[position].data_ptr():
-            gradient.data = gradient.clone()
 
     def write(self, position: int, gradient: Tensor) -> None:
         """Put a gradient into its slot of the reduce buffer, divided as far as is done here."""
@@ -117,16 +114,15 @@ class Gradients:
         scale = self._scale_before
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        is_claimed = self._claimed[position] is not None
-        is_there = is_claimed and gradient.data_ptr() == slot.data_ptr()
         if self._written[position]:
             slot.add_(gradient, alpha=scale)
         else:
-            if not is_there:
+            if gradient.data_ptr() != slot.data_ptr():  # it was not computed there
+                self._evict(slot)
                 slot.copy_(gradient)
             if scale != 1.0:
                 slot.mul_(scale)
-        self._claimed[position] = None
+        self._claimed.pop(position, None)
         self._written[position] = True
 
     def launch_reduce(self, link: Link, label: str, *, crosses: bool) -> Pending:
@@ -135,10 +131,10 @@ class Gradients:
         self._open()
         for position, view in enumerate(self._buffer.views):
             if not self._written[position]:
-                self._evict(position)
+                self._evict(view)
                 view.zero_()
         self._written = [False] * len(self._written)
-        self._claimed = [None] * len(self._claimed)
+        self._claimed = {}
         carried = self._partial
         if carried is not None:
             self._borrowed.append(carried.untyped_storage())
@@ -250,7 +246,7 @@ class Gradients:
     def discard(self) -> None:
         """Drop what is under way."""
         self._written = [False] * len(self._written)
-        self._claimed = [None] * len(self._claimed)
+        self._claimed = {}
         self._reduced = None
         if self._partial is not None:
             self._borrowed.append(self._partial.untyped_storage())
@@ -289,7 +285,20 @@ class Gradients:
 
     def _close(self) -> None:
         if self._buffer.is_acquired:
+            for view in self._buffer.views:
+                self._evict(view)
             self._buffer.release()
+        self._aliases = []
+
+    def _evict(self, slot: Tensor) -> None:
+        """Move a gradient to memory of its own that was computed in ``slot`` and is held still.
+
+        By autograd, which is to add that of an earlier call, or by a hook of the user's.
+        """
+        for alias in self._aliases:
+            gradient = alias()
+            if gradient is not None and gradient.data_ptr() == slot.data_ptr():
+                gradient.data = gradient.clone()
 
     def _target(self) -> Tensor:
         """Where to reduce to [S]: what will be the gradients, or memory to add to them from."""

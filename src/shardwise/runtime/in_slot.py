@@ -8,7 +8,7 @@ of a second use of the weight, as of one that embedding and head share, is added
 autograd holds that. Where a slot is no place for it (it has gradients of an earlier backward, or
 another dtype), it gets memory of its own; and wherever any of this could be wrong, it comes as
 always: after use in another op, with a hook on the weight, in `torch.autograd.grad`, under
-autocast, in functorch.
+autocast, in functorch, of complex numbers, and of embeddings on a GPU.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,13 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
-__all__ = ["SlotEmbedding", "SlotLinear", "let_compute_in_slot", "offer_slot"]
+__all__ = [
+    "SlotEmbedding",
+    "SlotLinear",
+    "computes_in_slot",
+    "let_compute_in_slot",
+    "offer_slot",
+]
 
 _OFFER = "_shardwise_slot"
 _LEAST_ELEMENTS = 1 << 16  # a Python function costs autograd more than copying fewer does
@@ -47,13 +53,21 @@ def offer_slot(weight: nn.Parameter, offer: SlotOffer) -> None:
         weight.__dict__[_OFFER] = offer
 
 
+def computes_in_slot(module: nn.Module | None) -> bool:
+    """Whether a module asks its weight for memory in backward."""
+    if isinstance(module, SlotEmbedding):
+        return module.is_plain
+    return isinstance(module, SlotLinear)
+
+
 class SlotLinear(nn.Linear):
     """A linear layer of a sharded model."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (its name in nn.Linear)
         weight: Tensor = self.weight
-        offer = weight.__dict__.get(_OFFER)
-        if offer is None or input.dtype != weight.dtype or not _is_plain(input, weight):
+        offer = _offer_of(weight)
+        is_real = input.dtype == weight.dtype and not weight.is_complex()
+        if offer is None or not is_real or not _is_plain(input, weight):
             return super().forward(input)
         output: Tensor = _Linear.apply(input, weight, self.bias, offer)  # type: ignore[no-untyped-call]
         return output
@@ -64,14 +78,21 @@ class SlotEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (its name in nn.Embedding)
         weight: Tensor = self.weight
-        offer = weight.__dict__.get(_OFFER)
-        is_special = self.max_norm is not None or self.scale_grad_by_freq or self.sparse
-        # On a GPU the rows would be added in an order that changes, or the host had to wait.
-        if offer is None or is_special or not weight.is_cpu or not _is_plain(input, weight):
+        offer = _offer_of(weight)
+        if offer is None or not self.is_plain or not _is_plain(input, weight):
             return super().forward(input)
         padding = -1 if self.padding_idx is None else self.padding_idx
         output: Tensor = _Embedding.apply(input, weight, padding, offer)  # type: ignore[no-untyped-call]
         return output
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its gradient is that of rows, and can be added in an order that stays the same.
+
+        On a GPU the host would have to wait for that.
+        """
+        is_special = self.max_norm is not None or self.scale_grad_by_freq or self.sparse
+        return self.weight.is_cpu and not is_special
 
 
 @cache
@@ -143,6 +164,13 @@ class _Embedding(torch.autograd.Function):
         return None, None if is_begun else slot, None, None
 
 
+def _offer_of(weight: Tensor) -> SlotOffer | None:
+    if torch.compiler.is_compiling():
+        return None
+    offer: SlotOffer | None = weight.__dict__.get(_OFFER)
+    return offer
+
+
 def _is_plain(x: Tensor, weight: Tensor) -> bool:
     return (
         torch.is_grad_enabled()
@@ -151,7 +179,6 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
         and not torch.is_autocast_enabled(x.device.type)
         and not torch._C._are_functorch_transforms_active()  # no public name
         and forward_ad._current_level < 0
-        and not torch.compiler.is_compiling()
     )
 
 

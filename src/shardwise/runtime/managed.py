@@ -23,6 +23,11 @@ class Home:
         # Recurrent layers keep a second list of their weights up to date in __setattr__.
         self._is_plain = type(module).__setattr__ is nn.Module.__setattr__
 
+    @property
+    def module(self) -> nn.Module | None:
+        """None if it is gone."""
+        return self._module()
+
     def get(self) -> Tensor | None:
         """What is there now; None if the module is gone."""
         module = self._module()
@@ -52,6 +57,11 @@ class ManagedParameter:
     @property
     def name(self) -> str:
         return self.sharding.name
+
+    @property
+    def modules(self) -> Iterator[nn.Module | None]:
+        """Those that hold it."""
+        return (home.module for home in self.homes)
 
     def forget_changes(self) -> bool:
         """Whether the dense parameter was changed in place since this was last asked."""
