@@ -147,27 +147,27 @@ class Full(Distributed):
 
 
 class Bare(Engine):
-    """No library: as many bytes as a rank's shards, to a file of its own and back."""
+    """No library: memory as large as a rank's shards, to a file of its own and back."""
 
     name = "bare"
 
     def __init__(self, shape: Shape) -> None:
         with torch.device("meta"):
             elements = sum(parameter.numel() for parameter in GPT(shape).parameters())
-        self.num_pieces = -(-12 * elements // dist.get_world_size() // _PIECE_BYTES)
-        self.content = bytearray(os.urandom(_PIECE_BYTES))
+        shards = torch.ones(12 * elements // dist.get_world_size(), dtype=torch.uint8)
+        self.pieces = [memoryview(piece.numpy()) for piece in shards.split(_PIECE_BYTES)]
 
     def save(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
         with (path / str(dist.get_rank())).open("wb", buffering=0) as file:
-            for _ in range(self.num_pieces):
-                file.write(self.content)
+            for piece in self.pieces:
+                file.write(piece)
             os.fsync(file.fileno())
 
     def load(self, path: Path) -> None:
         with (path / str(dist.get_rank())).open("rb", buffering=0) as file:
-            for _ in range(self.num_pieces):
-                file.readinto(self.content)
+            for piece in self.pieces:
+                file.readinto(piece)
 
 
 ENGINES: tuple[type[Engine], ...] = (Shardwise, Distributed, Full, Bare)
