@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -147,15 +148,20 @@ class Full(Distributed):
 
 
 class Bare(Engine):
-    """No library: memory as large as a rank's shards, to a file of its own and back."""
+    """No library: as many bytes as a rank's shards, to a file of its own and back.
+
+    From and to memory that no cache holds.
+    """
 
     name = "bare"
 
     def __init__(self, shape: Shape) -> None:
         with torch.device("meta"):
             elements = sum(parameter.numel() for parameter in GPT(shape).parameters())
-        shards = torch.ones(12 * elements // dist.get_world_size(), dtype=torch.uint8)
-        self.pieces = [memoryview(piece.numpy()) for piece in shards.split(_PIECE_BYTES)]
+        num_bytes = 12 * elements // dist.get_world_size()
+        memory = torch.ones(min(num_bytes, _MOST_BARE_BYTES), dtype=torch.uint8)
+        pieces = [memoryview(piece.numpy()) for piece in memory.split(_PIECE_BYTES)]
+        self.pieces = list(islice(cycle(pieces), -(-num_bytes // _PIECE_BYTES)))
 
     def save(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
@@ -172,6 +178,7 @@ class Bare(Engine):
 
 ENGINES: tuple[type[Engine], ...] = (Shardwise, Distributed, Full, Bare)
 _PIECE_BYTES = 1 << 20
+_MOST_BARE_BYTES = 1 << 29
 _SAMPLE_SECONDS = 0.005
 
 
