@@ -103,9 +103,8 @@ def test_memory_of_a_rank_is_what_the_plan_says(two_ranks: Run) -> None:
         assert rank[kept] == process[kept] / 2
     assert process["parameters"] == 4 * 32_928
     root, block = 4 * 8_224, 4 * 12_352
-    # The root and a block whole; gradients of both blocks, one of which is on its way: the half
-    # that the other rank sends lies beside it.
-    assert rank["transient"] == root + block + 2 * block + block // 2
+    # The root and a block whole; gradients of both blocks, one of which is on its way.
+    assert rank["transient"] == root + block + 2 * block
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
