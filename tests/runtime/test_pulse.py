@@ -55,6 +55,7 @@ def _wait_for_a_stopped_rank(over: Path) -> str:
     group = dist.new_group([0, 1])  # which the test leaves in ruins
     model = sw.fully_shard(nn.Linear(8, 8), mesh=DeviceMesh.from_group(group, "cpu"))
     model(torch.ones(1, 8))
+    dist.barrier()  # or the other one is stopped in that call, which raises then
     if rank == 0:
         os.kill(pids[1], signal.SIGSTOP)
         try:
