@@ -43,6 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from shardwise.plan.events import EventKind
 from shardwise.plan.memory import step_memory
+from shardwise.runtime.buffer import Pool
 from shardwise.runtime.device import Mark
 from shardwise.runtime.engine import Runtime, runtime_of_root
 from shardwise.runtime.gradients import Gradients
@@ -252,12 +253,10 @@ def engine_bytes(runtime: Runtime, waiting: Waiting) -> int:
             tensors += [_local(parameter.sharded.grad) for parameter in flat.parameters]
         for gradients in unit.gradients:
             tensors += [gradients._shard]
-            buffer = gradients._buffer
-            is_new = buffer.is_acquired and not buffer._is_of_pool
-            tensors += [buffer.flat] if gradients.owns_buffer or is_new else []
+            tensors += [gradients._buffer.flat] if gradients.owns_buffer else []
     storages = [t.untyped_storage() for t in tensors if t is not None]
     own = waiting.alive() | {storage.data_ptr(): storage.nbytes() for storage in storages}
-    lent = [pool._lent_bytes for pool in (runtime.pool, *_staging(runtime))]
+    lent = [pool._lent_bytes for pool in _pools(runtime)]
     return int(sum(own.values()) + sum(lent))
 
 
@@ -265,8 +264,9 @@ def _local(gradient: Tensor | None) -> Tensor | None:
     return gradient.to_local() if isinstance(gradient, ShardedTensor) else None
 
 
-def _staging(runtime: Runtime) -> Iterator[Any]:
-    return (ferry.staging for ferry in runtime._ferries.values())
+def _pools(runtime: Runtime) -> list[Pool]:
+    staging = [ferry.staging for ferry in runtime._ferries.values()]
+    return [runtime.pools.gathered, runtime.pools.gradients, *staging]
 
 
 # -- the run -------------------------------------------------------------------------------------

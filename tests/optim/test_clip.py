@@ -49,7 +49,7 @@ def _clip(strategy: str) -> list[float]:
         reference, model = build(name), build(name)
         sw.fully_shard(model, units=CASES[name].units, **_options(strategy))
         runtime = runtime_of(model)
-        link = communicator(runtime.axis, runtime.pool.device).reduce
+        link = communicator(runtime.axis, runtime.pools.device).reduce
         batch = CASES[name].batch(12)
         # Torch refuses an infinite norm of a gradient without elements, which "tiny" has.
         orders = [order for order in ORDERS if name == "stack" or math.isfinite(order)]

@@ -198,6 +198,21 @@ def test_who_keeps_lent_memory_does_not_keep_the_arena() -> None:
     assert pool.held_bytes == LINE * 2
 
 
+def test_a_pool_that_keeps_nothing_has_no_more_idle_than_lent() -> None:
+    pool = Pool(CPU, keep=False)
+    for _ in range(3):
+        one, other = pool.take(LINE * 40), pool.take(LINE * 50)
+        pool.give(one)
+        assert pool.take(LINE * 40).data_ptr() == one.data_ptr(), "until then it is used again"
+        pool.give(one)
+        assert pool.held_bytes == LINE * 90
+        again = pool.take(LINE * 40)
+        pool.give(other)
+        assert pool.held_bytes == LINE * 40, "it would be more than what is lent"
+        pool.give(again)
+        assert (pool.held_bytes, pool.peak_bytes, pool.idle_storages) == (0, LINE * 90, [])
+
+
 # -- FlatBuffer ----------------------------------------------------------------------------------
 
 

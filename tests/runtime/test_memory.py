@@ -67,11 +67,15 @@ def _count_gathered(name: str, prefetch: int) -> None:
     ledger = sw.ledger(model)
     assert ledger.gathered_bytes == 0
     assert 0 < ledger.peak_gathered_bytes() <= _bound(runtime.plan, prefetch)
-    # The pool held no more than that, and two reductions with what they receive into.
+    # The pools held no more than that, and two reductions with what they receive into.
     gradients = sorted((unit.gradient_bytes for unit in runtime.plan.units), reverse=True)
     reductions = 2 * sum(gradients[:2])
-    assert runtime.pool.peak_bytes <= 2 * (_bound(runtime.plan, prefetch) + reductions)
-    assert runtime.pool.held_bytes <= runtime.pool.peak_bytes
+    pools = runtime.pools
+    assert pools.gathered.held_bytes <= pools.gathered.peak_bytes
+    alignment = 64 * (2 + prefetch)
+    assert pools.gathered.peak_bytes <= _bound(runtime.plan, prefetch) + alignment
+    assert pools.gradients.peak_bytes <= 2 * reductions
+    assert pools.gradients.held_bytes == 0
     outstanding = 0
     for event in ledger.events():
         outstanding += (event.kind is EventKind.REDUCE) - (event.kind is EventKind.COLLECT)
@@ -115,7 +119,7 @@ def _delete() -> None:
         model(torch.randn(4, WIDTH).double())  # leaves a unit gathered
         runtime = runtime_of(model)
         watched: list[weakref.ref[Any]]
-        watched = [weakref.ref(runtime), weakref.ref(runtime.pool), weakref.ref(model)]
+        watched = [weakref.ref(runtime), weakref.ref(runtime.pools), weakref.ref(model)]
         watched += [weakref.ref(flat) for unit in runtime.units for flat in unit.flats]
         watched += [weakref.ref(p) for p in model.parameters()]
         watched += [weakref.ref(p.dense) for unit in runtime.units for p in unit.parameters]

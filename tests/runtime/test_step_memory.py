@@ -183,8 +183,9 @@ def _measure(
         planned.between_steps_bytes + planned.host_bytes, rel=TOLERANCE
     ), what
     assert max(samples) == pytest.approx(planned.total_peak_bytes, rel=TOLERANCE), what
-    idle = runtime.pool.held_bytes
+    idle = runtime.pools.gathered.held_bytes
     assert idle <= planned.transient_bytes * (1 + TOLERANCE), f"{what}: the pool keeps too much"
+    assert runtime.pools.gradients.held_bytes == 0, f"{what}: and whole gradients stay"
 
 
 def _step(model: nn.Module, *, holds: bool) -> None:
@@ -199,7 +200,8 @@ def _step(model: nn.Module, *, holds: bool) -> None:
 def _live_bytes(runtime: Runtime) -> int:
     """Of all tensors that this test has made, but for memory that lies idle in the pool."""
     live: dict[int, int] = {}
-    pools = (runtime.pool, *(ferry.staging for ferry in runtime._ferries.values()))
+    of_device = (runtime.pools.gathered, runtime.pools.gradients)
+    pools = (*of_device, *(ferry.staging for ferry in runtime._ferries.values()))
     idle = {storage._cdata for pool in pools for storage in pool.idle_storages}
     for thing in gc.get_objects():
         if isinstance(thing, torch.UntypedStorage):

@@ -185,7 +185,7 @@ def _links(model: nn.Module) -> list[Link]:
     if not isinstance(model, sw.FSDPModule):
         return []
     runtime = runtime_of_root(model)
-    links = communicator(runtime.axis, runtime.pool.device)
+    links = communicator(runtime.axis, runtime.pools.device)
     return [links.gather, links.reduce]
 
 

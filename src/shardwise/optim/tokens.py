@@ -61,7 +61,7 @@ def backward(
     weight = token_weight(model, sum(int(num_tokens(batch)) for batch in batches))
     assert isinstance(model, FSDPModule)
     runtime = runtime_of_root(model)
-    total = torch.zeros((), dtype=torch.float64, device=runtime.pool.device)
+    total = torch.zeros((), dtype=torch.float64, device=runtime.pools.device)
     try:
         for number, batch in enumerate(batches, start=1):
             if accumulate == "whole":
@@ -104,6 +104,6 @@ def token_weight(model: nn.Module, num_tokens: int) -> float:
         raise ValueError(f"num_tokens={num_tokens}: expected 0 or more")
     runtime = runtime_of_root(model)
     axis = runtime.axis
-    own = torch.tensor(num_tokens, dtype=torch.int64, device=runtime.pool.device)
+    own = torch.tensor(num_tokens, dtype=torch.int64, device=runtime.pools.device)
     total = num_tokens if axis.num_ranks == 1 else int(across([own], axis, Scope.ALL).sum())
     return axis.num_ranks / total if total else 0.0

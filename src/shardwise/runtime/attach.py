@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
-from shardwise.runtime.buffer import Pool
+from shardwise.runtime.buffer import Pools
 from shardwise.runtime.device import current_gpu
 from shardwise.runtime.guard import Scope
 from shardwise.runtime.managed import Home, ManagedParameter, split_shard
@@ -134,12 +134,12 @@ def make_unit(
     root: nn.Module,
     plan: UnitPlan,
     axis: Axis,
-    pool: Pool,
+    pools: Pools,
     ferry: Ferry | None = None,
     fill: Callable[[UnitPlan], None] = lambda _plan: None,
 ) -> Unit:
     """Shard the parameters of ``plan`` in ``root``, to which ``fill`` has given values."""
-    flats = [FlatParameters(layout, axis, pool, plan, ferry) for layout in plan.layouts]
+    flats = [FlatParameters(layout, axis, pools, plan, ferry) for layout in plan.layouts]
     fill(plan)  # now that the memory in which the flat buffers were laid out is free again
     for flat, layout in zip(flats, plan.layouts, strict=True):
         locals_ = split_shard(flat.shard, layout, axis.rank)

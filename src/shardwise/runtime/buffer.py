@@ -6,8 +6,6 @@ sees the memory that is there now. A fresh 64 MB allocation costs about 33 ms in
 a swap costs nothing.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from shardwise.plan.layout import Layout, Slot
 from shardwise.runtime.arena import Arena, Course, aligned
 from shardwise.runtime.device import host_tensor
 
-__all__ = ["FlatBuffer", "Pool", "is_shared"]
+__all__ = ["FlatBuffer", "Pool", "Pools", "is_shared"]
 
 
 # How much larger than what is asked for memory may be. With twice as large, the scratch of a
@@ -29,21 +27,23 @@ class Pool:
 
     At first it keeps blocks, of which those that lay idle longest make room for others. Whenever
     all is given back, as between steps, and some of it had to be allocated, places in one arena are
-    planned for what was taken. So a step that repeats allocates nothing.
+    planned for what was taken. So a step that repeats allocates nothing. One that is not to
+    ``keep`` its memory has blocks alone, of which no more lie idle than are lent.
 
     When all is given back it holds no more than was once lent at the same time (and 1/64); nor
     does it otherwise, but for the holes of the arena in a step that is unlike those before. All
     sizes are rounded up to a multiple of 64 bytes.
     """
 
-    def __init__(self, device: torch.device, *, is_pinned: bool = False) -> None:
+    def __init__(self, device: torch.device, *, is_pinned: bool = False, keep: bool = True) -> None:
         self.device = device
+        self._keep = keep
         self._is_pinned = is_pinned
         self._idle: list[torch.UntypedStorage] = []  # blocks, oldest first
         self._arena: Arena | None = None
         # Without swapping, buffers get their memory from the allocator all the same.
         can_swap = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-        self._course = Course() if can_swap else None  # None: blocks alone
+        self._course = Course() if keep and can_swap else None  # None: blocks alone
         self._is_last_course = False
         self._has_missed = False  # in this course
         self._block_bytes = 0  # lent
@@ -152,12 +152,32 @@ class Pool:
 
     def _trim(self, room_for: int = 0) -> None:
         limit = max(self._peak_bytes, self._lent_bytes + room_for)
+        if not self._keep:
+            limit = min(limit, 2 * self._lent_bytes + room_for)
         while self._idle and self.held_bytes + room_for > limit:
             del self._idle[0]
         # No arena is as tight as the peak if no placement is.
         limit = max(limit, int(self._peak_bytes * _SLACK))
         if self._arena is not None and self._arena.is_idle and self.held_bytes + room_for > limit:
             self._arena = None
+
+
+class Pools:
+    """Where a step's memory comes from.
+
+    Gradients are whole in backward alone. What they take would lie idle just when activations are
+    at their most, so it is taken when backward begins and given back when it ends.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.gathered = Pool(device)
+        self.gradients = Pool(device, keep=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that both held at once."""
+        return self.gathered.peak_bytes + self.gradients.peak_bytes
 
 
 class FlatBuffer:
@@ -180,7 +200,6 @@ class FlatBuffer:
         self._num_bytes = layout.num_elements * of.itemsize
         self._pool = pool
         self._lent: torch.UntypedStorage | None = None
-        self._is_of_pool = True
         storage = _allocate(self._num_bytes, pool.device)
         self.flat = torch.empty(0, dtype=of, device=storage.device).set_(
             storage, 0, (layout.num_elements,), (1,)
@@ -203,20 +222,17 @@ class FlatBuffer:
         size = self.layout.shard_elements
         return self.flat[rank * size : (rank + 1) * size]
 
-    def acquire(self, *, of_pool: bool = True) -> None:
-        """Give the buffer memory, of the pool or else new; what is in it is undefined."""
+    def acquire(self) -> None:
+        """Give the buffer memory; what is in it is undefined."""
         assert self._lent is None, "acquired twice"
-        self._is_of_pool = of_pool
-        take = self._pool.take if of_pool else partial(_allocate, device=self._pool.device)
-        self._lent = take(self._num_bytes)
+        self._lent = self._pool.take(self._num_bytes)
         _swap(self._storage, self._lent)
 
     def release(self) -> None:
         """Take its memory away."""
         assert self._lent is not None, "released without being acquired"
         _swap(self._storage, self._lent)
-        if self._is_of_pool:
-            self._pool.give(self._lent)
+        self._pool.give(self._lent)
         self._lent = None
 
     def _view(self, slot: Slot) -> Tensor:

@@ -39,7 +39,7 @@ from shardwise.runtime.attach import (
     make_unit,
     move_buffers,
 )
-from shardwise.runtime.buffer import Pool
+from shardwise.runtime.buffer import Pools
 from shardwise.runtime.casting import apply_precision, cast_tensors
 from shardwise.runtime.controls import HANDLE, Controls
 from shardwise.runtime.in_slot import let_compute_in_slot, offer_slot
@@ -274,7 +274,7 @@ class Runtime:
         self.axis = axis
         self._unused: Unused = unused
         device = device_for(root, axis)
-        self.pool = Pool(device)
+        self.pools = Pools(device)
         self._ferries: dict[CPUOffloadPolicy, Ferry] = {}
         if init is None:
             check_same_values(root, plan, axis)
@@ -331,7 +331,7 @@ class Runtime:
 
     def _materialize(self, root: nn.Module, init: Initialization) -> list[Unit]:
         """The units of a model on the meta device, those inside others first."""
-        materializer = Materializer(root, self.plan, init, self.pool)
+        materializer = Materializer(root, self.plan, init, self.pools.gathered)
         units = [
             self._make_unit(root, unit, materializer.fill) for unit in reversed(self.plan.units)
         ]
@@ -344,9 +344,9 @@ class Runtime:
     ) -> Unit:
         offload = plan.offload
         if offload is not None and offload not in self._ferries:
-            self._ferries[offload] = Ferry(self.pool.device, offload)
+            self._ferries[offload] = Ferry(self.pools.device, offload)
         ferry = self._ferries[offload] if offload is not None else None
-        return make_unit(root, plan, self.axis, self.pool, ferry, fill)
+        return make_unit(root, plan, self.axis, self.pools, ferry, fill)
 
     def _listen(self, index: int, unit: Unit) -> None:
         scheduler = weakref.ref(self.scheduler)

@@ -83,7 +83,7 @@ class Gradients:
 
         That is its slot, for `write` to find it there, if nothing is in it and all uses of the
         parameter would be added there. One that ``waits`` while other units compute is there only
-        if the buffer is little larger, and in new memory, as it would be elsewhere.
+        if the buffer is little larger.
         """
         managed = self.parameters[position]
         if self._reduced is not None or managed.dense.grad is not None:
@@ -98,7 +98,7 @@ class Gradients:
         is_most = slot.numel() > _MOST * self._layout.num_elements
         is_place = managed.dense.dtype == slot.dtype and not self._written[position]
         if is_place and (is_most or not waits) and all(map(computes_in_slot, managed.modules)):
-            self._open(of_pool=not waits)
+            self._open()
             place = slot.detach()  # a tensor of its own, or autograd would copy it
             self._aliases.append(weakref.ref(place))
         else:
@@ -279,9 +279,9 @@ class Gradients:
     def _is_cast(self) -> bool:
         return self._buffer.flat.dtype != self._dtype
 
-    def _open(self, *, of_pool: bool = True) -> None:
+    def _open(self) -> None:
         if not self.owns_buffer and not self._buffer.is_acquired:
-            self._buffer.acquire(of_pool=of_pool)
+            self._buffer.acquire()
 
     def _close(self) -> None:
         if self._buffer.is_acquired:

@@ -85,7 +85,7 @@ class _Step:
 
     def __init__(self, runtime: Runtime) -> None:
         self._scheduler = runtime.scheduler
-        self._device = runtime.pool.device
+        self._device = runtime.pools.device
         self._links: Communicator = communicator(runtime.axis, self._device)
         self._epoch = self._links.epoch
         self._model: ModelSnapshot | None = None

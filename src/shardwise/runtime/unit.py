@@ -21,7 +21,7 @@ from torch import Tensor
 from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.units import UnitPlan
-from shardwise.runtime.buffer import FlatBuffer, Pool
+from shardwise.runtime.buffer import FlatBuffer, Pools
 from shardwise.runtime.collectives import Link, Pending
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.device import Mark, copy
@@ -55,11 +55,11 @@ class FlatParameters:
     """The parameters of one layout."""
 
     def __init__(
-        self, layout: Layout, axis: Axis, pool: Pool, plan: UnitPlan, ferry: Ferry | None = None
+        self, layout: Layout, axis: Axis, pools: Pools, plan: UnitPlan, ferry: Ferry | None = None
     ) -> None:
         self.layout = layout
         self._plan = plan
-        self._pool = pool
+        pool = self._pool = pools.gathered
         self._ferry = ferry  # if the shard is on the host
         self._part: Tensor | None = None  # [world_size * S / subgroup]
         self.axis = axis
@@ -73,7 +73,14 @@ class FlatParameters:
         self.parameters: list[ManagedParameter] = []  # in the order of the layout's slots
         trainable = layout.slots[0].parameter.trainable
         self.gradients = (
-            Gradients(layout, self.parameters, axis, pool, ferry, owns_buffer=plan.holds_gradients)
+            Gradients(
+                layout,
+                self.parameters,
+                axis,
+                pools.gradients,
+                ferry,
+                owns_buffer=plan.holds_gradients,
+            )
             if trainable
             else None
         )

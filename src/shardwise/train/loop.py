@@ -241,7 +241,7 @@ def summarize(trainer: Trainer, records: Sequence[Record], plan: Plan) -> Summar
     sample = trainer.sample()
     ledger = sw.ledger(trainer.model)
     ranks = trainer.ranks
-    pool = runtime_of_root(trainer.model).pool
+    pools = runtime_of_root(trainer.model).pools
     foreseen = foresee(plan, trainer.config, ranks.device.type)
     last = records[-SUMMARY_STEPS:]
     tokens = records[-1].tokens
@@ -255,7 +255,7 @@ def summarize(trainer: Trainer, records: Sequence[Record], plan: Plan) -> Summar
         tokens=tokens,
         tokens_per_second=trainer.tokens_per_second,
         seconds=records[-1].seconds,
-        rank=one_rank(plan, foreseen, transient=max(ranks.gather(pool.peak_bytes))),
+        rank=one_rank(plan, foreseen, transient=max(ranks.gather(pools.peak_bytes))),
         process=one_process(plan),
         resident_peaks=tuple(ranks.gather(peak_memory_bytes(ranks.device))),
         overlapped_share=sum(ranks.gather(trainer.overlapped_share)) / ranks.size,
