@@ -18,6 +18,7 @@ from shardwise.runtime.collectives import Pending, Reduction
 from shardwise.runtime.communicator import Communicator, communicator
 from shardwise.runtime.guard import Ticket
 from shardwise.runtime.mesh import Axis, resolve_mesh
+from shardwise.runtime.wire import _PIECE_BYTES
 from tests.ranks import run_on
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8]
+WINDOWS = 2 * _PIECE_BYTES // 4 + 1  # of float32: what passes through a window in pieces
 SIZES = [0, 1, 7, 1025, 300_001]  # the last is read from memory to memory, in pieces
 IMPATIENT = 0.05  # seconds between the looks at a wait that takes long
 
@@ -183,10 +185,10 @@ def _compare() -> None:
 def _compare_all_reduce() -> None:
     """Whole; and in parts, with a rest that no part has."""
     links = communicator(resolve_mesh(None, PRESETS["ddp"]), CPU)
-    for size in (*SIZES[1:], 20_003):
+    for size in (*SIZES[1:], 20_003, 4 * WINDOWS + 3):
         flat = torch.randint(0, 50, (size,)).add_(links.rank).float()
         out = torch.empty_like(flat)
-        scratch = torch.empty(links.reduce.scratch_elements(size))
+        scratch = torch.empty(links.reduce.scratch_elements(flat.numel()))
         links.wait(links.reduce.reduce(Reduction(flat, out, None, out, scratch), "reduce"))
         expected = flat.clone()
         dist.all_reduce(expected)
@@ -196,7 +198,7 @@ def _compare_all_reduce() -> None:
 def _sum_in_order() -> None:
     links = _links()
     ranks = links.num_ranks
-    for dtype, size in itertools.product((torch.float32, torch.bfloat16), (33, 20_001)):
+    for dtype, size in itertools.product((torch.float32, torch.bfloat16), (33, 20_001, WINDOWS)):
         everyone = torch.randn(ranks, ranks, size).to(dtype)  # the same on every rank
         pending, out = _reduce(links, everyone[links.rank].reshape(-1))
         links.wait(pending)

@@ -17,6 +17,7 @@ from shardwise.plan.memory import step_memory
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.strategy import STRATEGIES, Level, Strategy
 from shardwise.plan.units import Units
+from shardwise.runtime.communicator import communicator
 from shardwise.runtime.engine import Runtime
 from tests.ranks import run_on
 from tests.runtime.one_process import world_size
@@ -110,6 +111,7 @@ SHAPES = {
     "uneven": Shape(lambda: Tower((150, 101, 203, 128, 165, 75, 250, 256))),
     "large root": Shape(lambda: Tower((150, 150, 150), head=1500)),
     "tied": Shape(Tied, units=nn.Sequential),
+    "wide": Shape(lambda: Tower((850,) * 3)),  # more than a window from each rank
     "two heads": Shape(TwoHeads, units=nn.Sequential),
     "one unit": Shape(lambda: Tower((150, 150)), units=None),
 }
@@ -173,7 +175,7 @@ def _measure(
         _step(model, holds=holds)
     planned = step_memory(
         runtime.plan,
-        on_wire=True,
+        on_wire=not communicator(runtime.axis, runtime.pools.device).reduce.reads_memory,
         accumulates=accumulates,
         holds=holds,
         steps_in_backward=steps_in_backward,
@@ -198,11 +200,14 @@ def _step(model: nn.Module, *, holds: bool) -> None:
 
 
 def _live_bytes(runtime: Runtime) -> int:
-    """Of all tensors that this test has made, but for memory that lies idle in the pool."""
+    """Of all tensors that this test has made, but for idle memory of pools and a link's window."""
     live: dict[int, int] = {}
     of_device = (runtime.pools.gathered, runtime.pools.gradients)
     pools = (*of_device, *(ferry.staging for ferry in runtime._ferries.values()))
     idle = {storage._cdata for pool in pools for storage in pool.idle_storages}
+    window = communicator(runtime.axis, runtime.pools.device).reduce._window
+    assert window.nbytes < 1 << 20, "for the pieces of all reductions together"
+    idle.add(window.untyped_storage()._cdata)
     for thing in gc.get_objects():
         if isinstance(thing, torch.UntypedStorage):
             storage = thing

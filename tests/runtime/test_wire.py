@@ -23,7 +23,7 @@ from shardwise.runtime.wire import _PIECE_BYTES, Wire, _Errors, _Pairs
 from tests.ranks import run_on
 from tests.runtime.one_process import assert_equal_training, rank
 
-SMALL = neighbours._INLINE_BYTES
+SMALL = neighbours.INLINE_BYTES
 SIZES = [0, 1, SMALL - 1, SMALL, SMALL + 1, 3 * _PIECE_BYTES + 5]  # bytes
 WAYS = ["memory", "sockets", "gloo"]
 SECRET = b"s" * 32
@@ -49,6 +49,10 @@ def test_each_pair_of_ranks_has_sizes_of_its_own(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_sums_are_made_piece_by_piece_of_what_has_come(way: str) -> None:
     run_on(3, _use_pieces, way)
+
+
+def test_a_window_is_enough_for_what_is_read_from_memory() -> None:
+    run_on(2, _use_windows)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.bool])
@@ -219,6 +223,25 @@ def _use_pieces(way: str) -> None:
             pairs, tag, partial(_add, total, [sent, *(into for _, into in pairs.values())])
         )
         assert torch.equal(total, torch.full_like(total, 111.0)), "each element once"
+
+
+def _use_windows() -> None:
+    wire, own = _wire(), rank()
+    if _is_forbidden(wire):
+        assert not wire.can_read([1 - own])
+        return
+    assert wire.can_read([1 - own])
+    sent = torch.arange(3 * _PIECE_BYTES // 8 + 5, dtype=torch.float64) + own
+    window, total = torch.zeros(_PIECE_BYTES // 8, dtype=torch.float64), sent.clone()
+
+    def add(piece: slice) -> None:
+        total[piece] += window[: piece.stop - piece.start]
+
+    wire.exchange({1 - own: (sent, window)}, 1, add)
+    assert torch.equal(total, 2 * sent + 1 - 2 * own)
+    larger = torch.cat([sent, sent]) if own else sent
+    with pytest.raises(PeerLost, match=f"bytes where {larger.nbytes} are expected"):
+        wire.exchange({1 - own: (larger, window)}, 2, add)
 
 
 def _add(total: Tensor, tensors: list[Tensor], piece: slice) -> None:

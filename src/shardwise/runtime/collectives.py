@@ -25,7 +25,7 @@ from shardwise.plan.memory import is_cut, scratch_elements
 from shardwise.runtime.device import Mark, make_lane
 from shardwise.runtime.guard import LinkState, Report, Scope, Ticket
 from shardwise.runtime.mesh import Axis
-from shardwise.runtime.wire import Use, Wire
+from shardwise.runtime.wire import Use, Wire, window_bytes
 
 __all__ = ["POLL_SECONDS", "Link", "Pending", "Reduction", "copy_from_first", "tell_from_first"]
 
@@ -103,6 +103,12 @@ class Link:
         self._wire: Wire | None = None
         if self._direct and group is not None:
             self._wire = Wire(group, own, axis.num_ranks)
+        # Whether all ranks are on one host, which lets them read each other's memory. Then what
+        # they read to be summed passes through `_window`.
+        others = [rank for _, rank in self._members[Scope.ALL].others()]
+        is_cpu = device.type == "cpu"
+        self.reads_memory = is_cpu and self._wire is not None and self._wire.can_read(others)
+        self._window = torch.empty(0, dtype=torch.uint8, device="cpu")
         if not self._direct:
             for members in self._members.values():
                 members.group = members.group or self._new_group(members)
@@ -125,7 +131,7 @@ class Link:
 
     def scratch_elements(self, flat_elements: int) -> int:
         """How much scratch the reduction of a flat buffer needs."""
-        if not self._direct:
+        if not self._direct or self.reads_memory:
             return 0
         row, column = self._members[Scope.ROW].size, self._members[Scope.COLUMN].size
         two_level = self._topology.is_two_level
@@ -296,8 +302,14 @@ class Link:
             return lambda _tag: None
         assert self._wire is not None
         own_is_out = parts[members.own].data_ptr() == out.data_ptr()
+        in_pieces = all(parts[i].data_ptr() != out.data_ptr() for i, _ in members.others())
         num_slots = members.size - 1 if own_is_out else members.size - 2
-        free = [*torch.split(scratch[: num_slots * out.numel()], out.numel())]
+        size = out.numel()
+        if self.reads_memory:
+            if in_pieces:
+                size = min(size, window_bytes(members.size) // out.itemsize)
+            scratch = self._windows(num_slots * size, out.dtype)
+        free = [*torch.split(scratch[: num_slots * size], size)]
         if not own_is_out:
             free = [out, *free]
         received = {i: free[n] for n, (i, _) in enumerate(members.others())}
@@ -305,15 +317,16 @@ class Link:
         received[members.own] = parts[members.own]
 
         def add(piece: slice) -> None:
-            total = received[0][piece]
+            total = _piece_of(received[0], piece, out)
             for i in range(1, members.size):
                 # The first that came is in the first sum, so its memory may have that.
                 to = out if i == members.size - 1 else free[0]
-                total = torch.add(total, received[i][piece], out=to[piece])
+                here = _piece_of(to, piece, out)
+                total = torch.add(total, _piece_of(received[i], piece, out), out=here)
             finish(piece)
 
         exchange = self._wire.exchange
-        if all(parts[i].data_ptr() != out.data_ptr() for i, _ in members.others()):
+        if in_pieces:
             return partial(exchange, pairs, use=add)
 
         def sum_up(tag: int) -> None:
@@ -321,6 +334,14 @@ class Link:
             add(slice(None))
 
         return sum_up
+
+    def _windows(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Scratch that all exchanges share, for the lane runs one at a time."""
+        num_bytes = num_elements * dtype.itemsize
+        with torch.inference_mode(mode=False):  # the lane writes to it
+            if self._window.numel() < num_bytes:
+                self._window = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+            return self._window[:num_bytes].view(dtype)
 
     # -- coming back into step -------------------------------------------------------------------
 
@@ -402,6 +423,13 @@ def _gather_by_backend(flat: Tensor, own: Tensor, members: _Members) -> None:
     _all_gather(gathered, own, group=members.group)
     slots = gathered.view(members.size, -1)
     torch.stack([slots[by_rank.index(rank)] for rank in members.ranks], out=flat.view_as(slots))
+
+
+def _piece_of(tensor: Tensor, piece: slice, of: Tensor) -> Tensor:
+    """A piece of what is as long as ``of``, or of what passes through a window."""
+    if tensor.numel() < of.numel():
+        piece = slice(piece.stop - piece.start)
+    return tensor[piece]
 
 
 def _finish(total: Tensor, carried: Tensor | None, scale: float, piece: slice) -> None:

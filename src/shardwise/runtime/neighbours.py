@@ -26,9 +26,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Neighbours", "Offer"]
+__all__ = ["INLINE_BYTES", "Neighbours", "Offer"]
 
-_INLINE_BYTES = 1 << 15  # what is larger is read from memory; two of these fit into a socket
+INLINE_BYTES = 1 << 15  # what is larger is read from memory; two of these fit into a socket
 _MEETING_SECONDS = 60.0
 _PATIENCE_SECONDS = 1800  # as long as Gloo waits
 _TAG = struct.Struct("<q")
@@ -68,12 +68,16 @@ class Neighbours:
 
     def take(self, rank: int, sent: Tensor, received: Tensor) -> bool:
         """Whether these are exchanged with ``rank`` here; it comes to the same conclusion."""
-        is_small = max(sent.nbytes, received.nbytes) <= _INLINE_BYTES
+        is_small = max(sent.nbytes, received.nbytes) <= INLINE_BYTES
         return sent.is_cpu and rank in (self._channels if is_small else self._processes)
+
+    def can_read(self, rank: int) -> bool:
+        """Whether large tensors of ``rank`` are read from its memory, and it reads those here."""
+        return rank in self._processes
 
     def send(self, rank: int, tensor: Tensor, tag: int) -> None:
         """Send a small tensor, or say where a large one is, which has to stay until `end`."""
-        if tensor.nbytes <= _INLINE_BYTES:
+        if tensor.nbytes <= INLINE_BYTES:
             content = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
         else:
             content = _OFFER.pack(tensor.data_ptr(), tensor.nbytes)
@@ -87,17 +91,14 @@ class Neighbours:
         """
         channel = self._channels[rank]
         content = channel.receive(tag)
-        if into.nbytes <= _INLINE_BYTES:
+        if into.nbytes <= INLINE_BYTES:
             _check(len(content), into.nbytes)
             ctypes.memmove(into.data_ptr(), content, into.nbytes)
             return None
         _check(len(content), _OFFER.size)
         address, num_bytes = _OFFER.unpack(content)
-        offer = Offer(self._processes[rank], address, into, lambda: channel.send(tag, b""))
-        if num_bytes != into.nbytes:
-            offer.accept()
-            _check(num_bytes, into.nbytes)
-        return offer
+        accept = lambda: channel.send(tag, b"")  # noqa: E731
+        return Offer(self._processes[rank], address, num_bytes, into, accept)
 
     def end(self, rank: int, sent: Tensor, tag: int) -> None:
         """Return when ``rank`` has ``sent``.
@@ -105,7 +106,7 @@ class Neighbours:
         Raises:
             OSError: it is gone.
         """
-        if sent.nbytes > _INLINE_BYTES:
+        if sent.nbytes > INLINE_BYTES:
             self._channels[rank].receive(tag)
 
 
@@ -115,17 +116,25 @@ class Offer:
 
     process: int
     address: int
-    into: Tensor
+    num_bytes: int
+    into: Tensor  # as large, or a window that pieces of it pass through
     accept: Callable[[], None]  # lets the other one go on
 
+    def check(self, expected: int) -> None:
+        """Raise a ConnectionError unless it has as many bytes."""
+        _check(self.num_bytes, expected)
+
     def read(self, start: int, stop: int) -> None:
-        """Fill these bytes of ``into``.
+        """Get these bytes, to the same place of ``into``, or to the start of a window.
 
         Raises:
             OSError: the process is gone.
         """
-        assert stop <= self.into.nbytes, "or it would overwrite other memory"
-        _read(self.process, self.address + start, self.into.data_ptr() + start, stop - start)
+        at = start if self.into.nbytes == self.num_bytes else 0
+        size = stop - start
+        assert stop <= self.num_bytes, "or it would read other memory"
+        assert at + size <= self.into.nbytes, "or it would overwrite other memory"
+        _read(self.process, self.address + start, self.into.data_ptr() + at, size)
 
 
 class _Channel:
@@ -157,7 +166,7 @@ class _Channel:
                 self._is_read = True
             message = b""
             try:
-                message = self._connection.recv(_TAG.size + _INLINE_BYTES)
+                message = self._connection.recv(_TAG.size + INLINE_BYTES)
             except BlockingIOError as error:
                 raise TimeoutError(f"it sent nothing for {_PATIENCE_SECONDS} s") from error
             finally:

@@ -4,19 +4,19 @@ Ranks of one host have a way of their own (`neighbours`), the others send throug
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import PeerLost
-from shardwise.runtime.neighbours import Neighbours, Offer
+from shardwise.runtime.neighbours import INLINE_BYTES, Neighbours, Offer
 
-__all__ = ["Use", "Wire"]
+__all__ = ["Use", "Wire", "window_bytes"]
 
-_HELLO = 0  # the tag of what is exchanged first
 _PIECE_BYTES = 1 << 19  # three of them fit into the cache of a processor
+_HELLO = 0  # the tag of what is exchanged first
 _Pairs = Mapping[int, tuple[Tensor, Tensor]]
 _Errors = dict[int, Exception]
 Use = Callable[[slice], None]
@@ -34,6 +34,10 @@ class Wire:
         self._neighbours = Neighbours()
         self._neighbours.meet(own, num_ranks, lambda tensor: self.swap(tensor, _HELLO))
 
+    def can_read(self, ranks: Iterable[int]) -> bool:
+        """Whether this rank reads large tensors from the memory of all of these."""
+        return all(map(self._neighbours.can_read, ranks))
+
     def swap(self, own: Tensor, tag: int) -> list[Tensor]:
         """Every rank's tensor, by rank.
 
@@ -49,10 +53,12 @@ class Wire:
         """Send the first of each pair to its rank and receive the second from it.
 
         Args:
-            tensors: contiguous; all of them [n] if there is a ``use``.
+            tensors: contiguous; all of them [n] if there is a ``use``, but that where all ranks'
+                memory can be read, a window of any size will do for what is received.
             tag: the name of the exchange, the same on both sides.
             use: called with a slice of [n] when all have it, until all of [n] was used. What is
-                read from memory is used piece by piece, from the processor's cache.
+                read from memory is used piece by piece, from the processor's cache; in a window a
+                piece is at the start.
 
         Raises:
             PeerLost: at the end, so that the peers that are left do not wait for this rank.
@@ -69,8 +75,16 @@ class Wire:
                     if work is not None:
                         work.wait()
         try:
-            self._read(offers, lost, None if lost else use)
-        finally:  # whatever happens, nobody reads this rank's tensors any more
+            if use is None:
+                self._read(offers, lost)
+            elif offers:
+                self._read_pieces(offers, next(iter(near.values()))[0], lost, use)
+            elif not lost:
+                use(slice(None))
+        finally:  # whatever happens, all go on, and nobody reads this rank's tensors any more
+            for rank, offer in offers:
+                with _noting(lost, rank):
+                    offer.accept()
             for rank, (sent, _) in near.items():
                 with _noting(lost, rank):
                     self._neighbours.end(rank, sent, tag)
@@ -107,31 +121,32 @@ class Wire:
                 works[rank].append(self._group.send([_real(sent)], rank, tag))
         return works
 
-    def _read(self, offers: list[tuple[int, Offer]], lost: _Errors, use: Use | None) -> None:
-        """Accept all offers, and use what has come."""
-        try:
-            if use is None:
-                for rank, offer in offers:
-                    with _noting(lost, rank):
-                        offer.read(0, offer.into.nbytes)
-            elif not offers:
-                use(slice(None))
-            else:
-                self._read_pieces(offers, lost, use)
-        finally:
-            for rank, offer in offers:
-                with _noting(lost, rank):
-                    offer.accept()
+    def _read(self, offers: list[tuple[int, Offer]], lost: _Errors) -> None:
+        for rank, offer in offers:
+            with _noting(lost, rank):
+                offer.check(offer.into.nbytes)
+                offer.read(0, offer.num_bytes)
 
-    def _read_pieces(self, offers: list[tuple[int, Offer]], lost: _Errors, use: Use) -> None:
-        into = offers[0][1].into
-        step = _PIECE_BYTES // into.itemsize
-        for start in range(0, into.numel(), step):
-            stop = min(start + step, into.numel())
+    def _read_pieces(
+        self, offers: list[tuple[int, Offer]], like: Tensor, lost: _Errors, use: Use
+    ) -> None:
+        """Read and use what has the size of ``like``."""
+        for rank, offer in offers:
+            with _noting(lost, rank):
+                offer.check(like.nbytes)
+        size = like.numel()
+        step = min(_PIECE_BYTES // like.itemsize, *(offer.into.numel() for _, offer in offers))
+        for start in range(0, 0 if lost else size, step):
+            stop = min(start + step, size)
             for rank, offer in offers:
                 with _noting(lost, rank):
-                    offer.read(start * into.itemsize, stop * into.itemsize)
+                    offer.read(start * like.itemsize, stop * like.itemsize)
             use(slice(start, stop))
+
+
+def window_bytes(num_ranks: int) -> int:
+    """How large windows have to be for what comes from so many ranks: more than a message."""
+    return max(_PIECE_BYTES // num_ranks, 2 * INLINE_BYTES)
 
 
 @contextlib.contextmanager
