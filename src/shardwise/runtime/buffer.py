@@ -176,7 +176,7 @@ class Pools:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that both held at once."""
+        """The most that each held, together."""
         return self.gathered.peak_bytes + self.gradients.peak_bytes
 
 

@@ -22,6 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -97,7 +98,7 @@ class Neighbours:
             return None
         _check(len(content), _OFFER.size)
         address, num_bytes = _OFFER.unpack(content)
-        accept = lambda: channel.send(tag, b"")  # noqa: E731
+        accept = partial(channel.send, tag, b"")
         return Offer(self._processes[rank], address, num_bytes, into, accept)
 
     def end(self, rank: int, sent: Tensor, tag: int) -> None:

@@ -54,7 +54,7 @@ class Wire:
 
         Args:
             tensors: contiguous; all of them [n] if there is a ``use``, but that where all ranks'
-                memory can be read, a window of any size will do for what is received.
+                memory can be read, windows of `window_bytes` will do for what is received.
             tag: the name of the exchange, the same on both sides.
             use: called with a slice of [n] when all have it, until all of [n] was used. What is
                 read from memory is used piece by piece, from the processor's cache; in a window a
