@@ -56,6 +56,7 @@ SIZES = {
     "50M": Shape(vocabulary=4096, context=128, width=640, layers=10, heads=10),
     "1M": Shape(vocabulary=320, context=64, width=128, layers=5, heads=4),
 }
+LEAST_STEPS = 3
 PRECISIONS = {
     "fp32": (sw.MixedPrecisionPolicy(), 2.0**-24),
     "bf16": (sw.MixedPrecisionPolicy(torch.bfloat16, torch.float32), 2.0**-8),
@@ -366,10 +367,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.switches", description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="50M")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6, help="the first two are not timed")
+    parser.add_argument("--steps", type=int, default=6, help="two are not timed")
     parser.add_argument("--port", type=int, default=29556)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/switches.json"))
     options = parser.parse_args()
+    if options.steps < LEAST_STEPS:
+        parser.error(f"--steps {options.steps}: expected {LEAST_STEPS} or more")
     setting = Setting(options.size, options.ranks, options.steps, options.port)
     rows = itertools.product(PRECISIONS, CHECKPOINTING, OFFLOADS, ACCUMULATION)
     combinations = [Combination(*row) for row in rows]
