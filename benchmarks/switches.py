@@ -44,6 +44,7 @@ import shardwise as sw
 from shardwise.plan.events import EventKind
 from shardwise.plan.memory import step_memory
 from shardwise.runtime.buffer import Pool
+from shardwise.runtime.communicator import communicator
 from shardwise.runtime.device import Mark
 from shardwise.runtime.engine import Runtime, runtime_of_root
 from shardwise.runtime.gradients import Gradients
@@ -150,10 +151,16 @@ class Trainee:
         return float(total) / dist.get_world_size()
 
     def planned_bytes(self) -> int:
-        plan = runtime_of_root(self.model).plan
+        runtime = runtime_of_root(self.model)
+        link = communicator(runtime.axis, runtime.pools.device).reduce
         several, holds = self.combination.num_parts > 1, self.combination.holds
         accumulates = several and not holds
-        memory = step_memory(plan, on_wire=True, accumulates=accumulates, holds=holds)
+        memory = step_memory(
+            runtime.plan,
+            on_wire=not link.reads_memory,
+            accumulates=accumulates,
+            holds=holds,
+        )
         return memory.total_peak_bytes
 
 
@@ -257,7 +264,7 @@ def engine_bytes(runtime: Runtime, waiting: Waiting) -> int:
             tensors += [gradients._buffer.flat] if gradients.owns_buffer else []
     storages = [t.untyped_storage() for t in tensors if t is not None]
     own = waiting.alive() | {storage.data_ptr(): storage.nbytes() for storage in storages}
-    lent = [pool._lent_bytes for pool in _pools(runtime)]
+    lent = [pool._lent_bytes for pool in pools_of(runtime)]
     return int(sum(own.values()) + sum(lent))
 
 
@@ -265,7 +272,8 @@ def _local(gradient: Tensor | None) -> Tensor | None:
     return gradient.to_local() if isinstance(gradient, ShardedTensor) else None
 
 
-def _pools(runtime: Runtime) -> list[Pool]:
+def pools_of(runtime: Runtime) -> list[Pool]:
+    """All from which a step takes memory, of the device and of the host."""
     staging = [ferry.staging for ferry in runtime._ferries.values()]
     return [runtime.pools.gathered, runtime.pools.gradients, *staging]
 
@@ -367,7 +375,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.switches", description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="50M")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6, help="two are not timed")
+    parser.add_argument("--steps", type=int, default=6, help="the first two are not timed")
     parser.add_argument("--port", type=int, default=29556)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/switches.json"))
     options = parser.parse_args()

@@ -188,7 +188,7 @@ def _compare_all_reduce() -> None:
     for size in (*SIZES[1:], 20_003, 4 * WINDOWS + 3):
         flat = torch.randint(0, 50, (size,)).add_(links.rank).float()
         out = torch.empty_like(flat)
-        scratch = torch.empty(links.reduce.scratch_elements(flat.numel()))
+        scratch = torch.empty(links.reduce.scratch_elements(size))
         links.wait(links.reduce.reduce(Reduction(flat, out, None, out, scratch), "reduce"))
         expected = flat.clone()
         dist.all_reduce(expected)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.switches import sampled
+from benchmarks.switches import pools_of, sampled
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -202,9 +202,7 @@ def _step(model: nn.Module, *, holds: bool) -> None:
 def _live_bytes(runtime: Runtime) -> int:
     """Of all tensors that this test has made, but for idle memory of pools and a link's window."""
     live: dict[int, int] = {}
-    of_device = (runtime.pools.gathered, runtime.pools.gradients)
-    pools = (*of_device, *(ferry.staging for ferry in runtime._ferries.values()))
-    idle = {storage._cdata for pool in pools for storage in pool.idle_storages}
+    idle = {storage._cdata for pool in pools_of(runtime) for storage in pool.idle_storages}
     window = communicator(runtime.axis, runtime.pools.device).reduce._window
     assert window.nbytes < 1 << 20, "for the pieces of all reductions together"
     idle.add(window.untyped_storage()._cdata)

@@ -57,7 +57,8 @@ def step_memory(
 
     Args:
         plan: of the model.
-        on_wire: ranks exchange what they reduce point to point, as on Gloo, which takes scratch.
+        on_wire: ranks send each other what they reduce, as on Gloo, which takes scratch; those of
+            one host that read each other's memory take none.
         accumulates: gradients of earlier backwards are there to be added to.
         holds: these are whole on every rank, for they were not reduced yet.
         steps_in_backward: gradient shards live from a unit's reduction to its step, as with

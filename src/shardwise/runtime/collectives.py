@@ -305,7 +305,7 @@ class Link:
         in_pieces = all(parts[i].data_ptr() != out.data_ptr() for i, _ in members.others())
         num_slots = members.size - 1 if own_is_out else members.size - 2
         size = out.numel()
-        if self.reads_memory:
+        if self.reads_memory and num_slots:
             if in_pieces:
                 size = min(size, window_bytes(members.size) // out.itemsize)
             scratch = self._windows(num_slots * size, out.dtype)
