@@ -275,7 +275,7 @@ def _local(gradient: Tensor | None) -> Tensor | None:
 def pools_of(runtime: Runtime) -> list[Pool]:
     """All from which a step takes memory, of the device and of the host."""
     staging = [ferry.staging for ferry in runtime._ferries.values()]
-    return [runtime.pools.gathered, runtime.pools.gradients, *staging]
+    return [*runtime.pools, *staging]
 
 
 # -- the run -------------------------------------------------------------------------------------

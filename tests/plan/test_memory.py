@@ -46,14 +46,20 @@ def test_the_peak_is_two_units_and_the_buffers_of_two_reductions() -> None:
     assert memory.peak_bytes == memory.between_steps_bytes + memory.transient_bytes + shards
 
 
-def test_a_cast_to_the_shards_is_made_when_a_reduction_ends() -> None:
-    """Beside what was reduced, which goes then; in the shards' dtype nothing is made twice."""
+def test_a_sum_that_is_cast_goes_to_the_gradients_at_once() -> None:
+    """It is made where this rank's own part was, so what others send takes scratch."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     plan = plan_of(1, precision=policy, world_size=1, strategy="ddp", replicas=2)
     memory = step_memory(plan, on_wire=True)
-    assert str(memory.peak_event) == "collect layers.0"
-    # Parameters; scratch and target of the reduction in bfloat16; gradients. Its buffer is gone.
+    assert str(memory.peak_event) == "reduce layers.0"
+    # Parameters; the buffer and what comes in bfloat16; gradients.
     assert memory.peak_bytes == UNIT + 2 * UNIT // 2 + UNIT
+    many = 1 << 16
+    assert [scratch_elements(many, row, 1, two_level=False, is_cast=True) for row in (1, 2, 4)] == [
+        0,
+        many // 2,
+        3 * many // 4,
+    ]
 
 
 def test_without_prefetch_one_unit_less_is_gathered() -> None:
@@ -112,8 +118,12 @@ def test_an_all_reduce_in_parts_takes_no_more_than_its_buffer() -> None:
 def test_a_reduce_scatter_among_two_takes_no_scratch() -> None:
     many = 1 << 16
     assert [_scratch(many, row, 1) for row in (1, 2, 4)] == [0, 0, 2 * many // 4]
-    by_column = [_scratch(many, 2, column, two_level=True) for column in (1, 2, 4)]
-    assert by_column == [0, 0, 2 * (many // 2) // 4]
+
+
+def test_of_two_levels_the_first_sum_has_no_place_of_its_own() -> None:
+    many = 1 << 16
+    scratch = [_scratch(many, row, 8, two_level=True) for row in (1, 2, 4)]
+    assert scratch == [6 * many // 8, many // 2, 3 * many // 4]
 
 
 def _scratch(flat_elements: int, row: int, column: int, *, two_level: bool = False) -> int:

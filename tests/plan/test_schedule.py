@@ -51,7 +51,7 @@ WRITTEN_OUT = {
         backward Root
         backward 1
         free 1, reduce 1, gather 0, wait 0, backward 0
-        free 0, reduce 0, free Root, collect 1, reduce Root, collect 0, collect Root
+        free 0, reduce 0, free Root, collect 1, collect 0, reduce Root, collect Root
     """,
     1: """
         gather Root, gather 0, wait Root, forward Root
@@ -60,7 +60,7 @@ WRITTEN_OUT = {
         backward Root
         gather 0, backward 1
         free 1, reduce 1, wait 0, backward 0
-        free 0, reduce 0, free Root, collect 1, reduce Root, collect 0, collect Root
+        free 0, reduce 0, free Root, collect 1, collect 0, reduce Root, collect Root
     """,
     2: """
         gather Root, gather 0, gather 1, wait Root, forward Root
@@ -69,7 +69,7 @@ WRITTEN_OUT = {
         gather 0, backward Root
         backward 1
         free 1, reduce 1, wait 0, backward 0
-        free 0, reduce 0, free Root, collect 1, reduce Root, collect 0, collect Root
+        free 0, reduce 0, free Root, collect 1, collect 0, reduce Root, collect Root
     """,
 }
 
@@ -190,7 +190,7 @@ def test_one_unit_called_twice_is_reduced_once() -> None:
     driver = Driver(flat_plan(1))
     driver.run((Forward(CallSpec(0, inner=(CallSpec(1), CallSpec(1)))), Backward()))
     assert told(driver) == words(
-        "gather u0, gather u1, free u1, reduce u1, free u0, reduce u0, collect u1, collect u0"
+        "gather u0, gather u1, free u1, reduce u1, free u0, collect u1, reduce u0, collect u0"
     )
 
 
@@ -202,8 +202,8 @@ def test_two_passes_in_one_graph_task() -> None:
     start = len(driver.monitor.events)
     driver.run((Backward((0, 1)),))
     assert told(driver, start) == words(
-        """reduce u1, reduce u0, collect u1, collect u0,
-        free u1, reduce u1, free u0, reduce u0, collect u1, collect u0"""
+        """reduce u1, collect u1, reduce u0, collect u0,
+        free u1, reduce u1, free u0, collect u1, reduce u0, collect u0"""
     )
 
 

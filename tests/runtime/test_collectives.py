@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.plan.strategy import PRESETS
@@ -20,6 +21,7 @@ from shardwise.runtime.guard import Ticket
 from shardwise.runtime.mesh import Axis, resolve_mesh
 from shardwise.runtime.wire import _PIECE_BYTES
 from tests.ranks import run_on
+from tests.runtime.test_wire import only
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +30,12 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8]
 WINDOWS = 2 * _PIECE_BYTES // 4 + 1  # of float32: what passes through a window in pieces
 SIZES = [0, 1, 7, 1025, 300_001]  # the last is read from memory to memory, in pieces
+CASTS = [
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float64),
+    (torch.float32, torch.bfloat16),
+]
 IMPATIENT = 0.05  # seconds between the looks at a wait that takes long
 
 
@@ -44,6 +52,12 @@ def test_results_are_those_of_torch(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_sums_are_taken_in_the_order_of_ranks(world_size: int) -> None:
     run_on(world_size, _sum_in_order)
+
+
+@pytest.mark.parametrize("way", ["memory", "gloo"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_sums_are_cast_to_where_they_go(world_size: int, way: str) -> None:
+    run_on(world_size, _sum_and_cast, way)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -206,6 +220,53 @@ def _sum_in_order() -> None:
         for rank in range(1, ranks):
             expected += everyone[rank, links.rank]
         assert torch.equal(out, expected), "to the last bit"
+
+
+def _sum_and_cast(way: str) -> None:
+    ranks = dist.get_world_size()
+    for preset in ("fsdp", "ddp", "hsdp", "hfsdp")[: 4 if ranks == 4 else 2]:
+        strategy = PRESETS[preset]
+        sizes, names = ((2, 2), ("replicate", "shard")) if strategy.num_axes > 1 else ((ranks,), ())
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names or None)
+        axis = resolve_mesh(mesh, strategy)
+        with only(way):
+            links = Communicator(axis, CPU)
+        for dtypes, size in itertools.product(CASTS, (33, 20_001, WINDOWS)):
+            _check_cast(axis, links, *dtypes, size)
+
+
+def _check_cast(
+    axis: Axis, links: Communicator, of: torch.dtype, to: torch.dtype, size: int
+) -> None:
+    own, row = axis.group_rank, axis.row
+    slots = len(axis.shard_ranks) if axis.is_two_level else len(row)
+    everyone = torch.randn(axis.num_ranks, slots * size).to(of)  # the same on every rank
+    flat = everyone[own].clone()
+    inner = flat.view(len(row), -1)[row.index(own)]
+    carried = torch.randn(len(inner)).to(of) if len(axis.column) == 1 else None
+    out = torch.empty(size, dtype=to)
+    scratch = torch.empty(links.reduce.scratch_elements(len(flat), is_cast=True), dtype=of)
+    links.wait(links.reduce.reduce(Reduction(flat, inner, carried, out, scratch, 0.3), "reduce"))
+
+    parts = everyone.view(axis.num_ranks, len(row), -1)[:, row.index(own)]
+    if axis.is_two_level:
+        parts = parts.view(axis.num_ranks, len(axis.column), -1)[:, axis.column.index(own)]
+    terms = [*parts, carried] if carried is not None else list(parts)
+    what = f"{axis.num_ranks} ranks, {of} to {to}, {size}"
+    if links.reduce.reads_memory and size == WINDOWS and carried is not None and axis.num_ranks > 1:
+        wide = torch.promote_types(of, to)
+        total = terms[0].to(wide, copy=True)
+        for term in terms[1:]:
+            total += term
+        assert torch.equal(out, (total * 0.3).to(to)), f"to the last bit, {what}"
+    exact = torch.stack(terms).double().sum(0) * 0.3
+    coarsest = max(torch.finfo(of).eps, torch.finfo(to).eps)
+    torch.testing.assert_close(out.double(), exact, rtol=4 * coarsest, atol=8 * coarsest, msg=what)
+    if not axis.is_two_level and len(axis.column) > 1:
+        replicas = [torch.empty_like(out) for _ in range(axis.num_ranks)]
+        dist.all_gather(replicas, out)
+        for rank in axis.column:
+            assert torch.equal(out, replicas[rank]), f"replicas get the same bits, {what}"
 
 
 def _order() -> list[int]:

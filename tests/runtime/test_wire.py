@@ -113,7 +113,7 @@ def test_a_process_is_read_only_if_it_has_the_secret() -> None:
 
 
 @contextmanager
-def _only(way: str) -> Iterator[None]:
+def only(way: str) -> Iterator[None]:
     """Ranks meet there as on a system that offers nothing better."""
     read = neighbours._process_vm_readv if way == "memory" else None
     open_door = (lambda _: None) if way == "gloo" else neighbours._open_door
@@ -125,7 +125,7 @@ def _only(way: str) -> Iterator[None]:
 
 
 def _wire(way: str = "memory") -> "_Counting":
-    with _only(way):
+    with only(way):
         return _Counting()
 
 
@@ -252,7 +252,7 @@ def _add(total: Tensor, tensors: list[Tensor], piece: slice) -> None:
 def _train_through_gloo(strategy: str) -> None:
     group = dist.new_group(list(range(dist.get_world_size())))  # one without links
     mesh = DeviceMesh.from_group(group, "cpu")
-    with _only("gloo"), mock.patch.object(neighbours, "_call", side_effect=AssertionError):
+    with only("gloo"), mock.patch.object(neighbours, "_call", side_effect=AssertionError):
         assert_equal_training("stack", strategy=strategy, mesh=mesh)
 
 

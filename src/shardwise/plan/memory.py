@@ -137,12 +137,9 @@ class _Replay:
                 self._note_peak()  # the buffer has them, and those that waited are not yet free
                 self._held -= gradients.on_the_way - gradients.in_buffer
                 self._held += self._beside(unit)
-                self._make(unit.gradient_shard_bytes - _cast_bytes(unit), unit)
+                self._make(unit.gradient_shard_bytes, unit)
             case EventKind.COLLECT:
-                self._held -= gradients.buffer
-                self._make(_cast_bytes(unit), unit)
-                self._note_peak()
-                self._held -= self._beside(unit)
+                self._held -= gradients.buffer + self._beside(unit)
                 self._land(_landing(unit, way))
             case EventKind.STEP:
                 self._make(-unit.gradient_shard_bytes, unit)
@@ -175,15 +172,6 @@ class _Replay:
 
     def _beside(self, unit: UnitPlan) -> int:
         return _reduction_bytes(self._plan, unit, self._way.on_wire, self._way.accumulates)
-
-
-def _cast_bytes(unit: UnitPlan) -> int:
-    """Of the gradient shards, those that are not what was reduced, but a cast of it."""
-    return sum(
-        layout.shard_bytes
-        for layout in unit.trainable_layouts
-        if layout.cast.reduce_dtype != layout.dtype
-    )
 
 
 def _kept_bytes(unit: UnitPlan, way: _Way) -> int:
@@ -236,30 +224,37 @@ def _reduction_bytes(plan: Plan, unit: UnitPlan, on_wire: bool, accumulates: boo
     """Beside its buffer: scratch, and targets that are not the gradients."""
     total = 0
     for layout in unit.trainable_layouts:
-        elements = _scratch_elements(plan, layout) if on_wire else 0
-        if accumulates or layout.is_offloaded or layout.cast.reduce_dtype != layout.dtype:
-            elements += layout.shard_elements
-        if plan.strategy.is_two_level and plan.replicas > 1:
-            elements += layout.num_elements // plan.row
-        total += elements * layout.cast.reduce_itemsize
+        cast = layout.cast
+        if on_wire:
+            is_cast = cast.reduce_dtype != layout.dtype and not layout.is_offloaded
+            total += _scratch_elements(plan, layout, is_cast=is_cast) * cast.reduce_itemsize
+        if layout.is_offloaded:  # cast on its way to the host
+            total += layout.shard_elements * cast.reduce_itemsize
+        elif accumulates:
+            total += layout.shard_bytes
     return total
 
 
-def _scratch_elements(plan: Plan, layout: Layout) -> int:
+def _scratch_elements(plan: Plan, layout: Layout, *, is_cast: bool) -> int:
     two_level = plan.strategy.is_two_level
-    return scratch_elements(layout.num_elements, plan.row, plan.replicas, two_level=two_level)
+    return scratch_elements(
+        layout.num_elements, plan.row, plan.replicas, two_level=two_level, is_cast=is_cast
+    )
 
 
-def scratch_elements(flat_elements: int, row: int, column: int, *, two_level: bool) -> int:
+def scratch_elements(
+    flat_elements: int, row: int, column: int, *, two_level: bool, is_cast: bool = False
+) -> int:
     """What the reduction of a flat buffer takes on a wire, by row and then by column.
 
-    A reduce-scatter receives from one of its ranks where the sum goes. In an all-reduce this rank's
-    own part lies there.
+    A reduce-scatter receives from one of its ranks where the sum goes. That has this rank's own
+    part already in an all-reduce; and in a reduce-scatter whose sum has no other place, as it goes
+    on to the column or ``is_cast``.
     """
     slot = flat_elements // row
-    by_row = max(row - 2, 0) * slot
+    by_row = max(row - 1 if is_cast or two_level else row - 2, 0) * slot
     if two_level:
-        return max(by_row, (column - 2) * (slot // column))
+        return max(by_row, (column - 1 if is_cast else column - 2) * (slot // column))
     by_column = slot // column if is_cut(slot, column) else slot
     return max(by_row, (column - 1) * by_column)
 

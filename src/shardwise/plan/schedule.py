@@ -8,7 +8,7 @@ Two blocks inside a root, prefetch=1, from the second step on::
 
     forward    gather root, gather 0, wait root | gather 1, wait 0 | free 0, wait 1 |
     backward   BACKWARD root | gather 0, BACKWARD 1 | free 1, reduce 1, BACKWARD 0 |
-               free 0, reduce 0, free root, collect 1, reduce root, collect 0, collect root
+               free 0, reduce 0, free root, collect 1, collect 0, reduce root, collect root
 
 What is decided here, and why:
 
@@ -19,6 +19,7 @@ What is decided here, and why:
 - *A call is finished* when backward reaches one that had ended before it began: autograd runs
   nodes by descending age, so nothing of the younger call is left. Counting gradients instead
   would wait for ever for an unused parameter.
+- *Two reductions* are under way at most, and the root's alone: nothing is left to compute then.
 - *A unit lingers* after its call until another is entered, for the next may be the same unit, or
   the first of backward.
 - *A unit is stepped in backward*, if the user wants that, when its gradients are collected and all
@@ -359,7 +360,8 @@ class Sequencer:
         return self._units[unit].subgroup_first and not steps
 
     def _reduce(self, unit: int) -> None:
-        self._collect_until(1)
+        is_root = unit == 0 and self._units[unit].encloses
+        self._collect_until(0 if is_root else 1)
         self._collect_unit(unit)
         self._emit(EventKind.REDUCE, unit)
         self._reducing.append(unit)

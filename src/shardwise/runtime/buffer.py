@@ -6,6 +6,8 @@ sees the memory that is there now. A fresh 64 MB allocation costs about 33 ms in
 a swap costs nothing.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -166,18 +168,23 @@ class Pools:
     """Where a step's memory comes from.
 
     Gradients are whole in backward alone. What they take would lie idle just when activations are
-    at their most, so it is taken when backward begins and given back when it ends.
+    at their most, so it is taken when backward begins and given back when it ends. What units that
+    enclose others take may be lent all the time, and says nothing of how much is used again soon.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.gathered = Pool(device)
         self.gradients = Pool(device, keep=False)
+        self.outer_gradients = Pool(device, keep=False)
+
+    def __iter__(self) -> Iterator[Pool]:
+        return iter((self.gathered, self.gradients, self.outer_gradients))
 
     @property
     def peak_bytes(self) -> int:
         """The most that each held, together."""
-        return self.gathered.peak_bytes + self.gradients.peak_bytes
+        return sum(pool.peak_bytes for pool in self)
 
 
 class FlatBuffer:

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
 from shardwise.runtime.buffer import FlatBuffer, Pool, is_shared
-from shardwise.runtime.collectives import Link, Pending, Reduction
+from shardwise.runtime.collectives import Link, Pending, Reduction, copy_scaled
 from shardwise.runtime.device import Mark
 from shardwise.runtime.in_slot import computes_in_slot
 from shardwise.runtime.managed import ManagedParameter, split_shard
@@ -26,7 +26,6 @@ from shardwise.runtime.sharded_tensor import (
 __all__ = ["Gradients"]
 
 _MOST = 7 / 8  # of a buffer
-_CACHED_ELEMENTS = 1 << 17  # a copy of so many is still in the processor's cache
 
 
 class Gradients:
@@ -130,8 +129,8 @@ class Gradients:
         assert self._reduced is None, "its last reduction is under way"
         self._open()
         for position, view in enumerate(self._buffer.views):
+            self._evict(view)
             if not self._written[position]:
-                self._evict(view)
                 view.zero_()
         self._written = [False] * len(self._written)
         self._claimed = {}
@@ -139,17 +138,18 @@ class Gradients:
         if carried is not None:
             self._borrowed.append(carried.untyped_storage())
             self._partial = None
-        self._reduced = self._target() if crosses else None
-        if self._reduced is None:
-            inner = self._partial = self._take(self._inner_elements)
-        elif self._axis.is_two_level:
-            inner = self._borrow(self._inner_elements)
+        flat, row = self._buffer.flat, self._axis.row
+        out = self._reduced = self._target() if crosses else None
+        is_cast = out is not None and out.dtype != flat.dtype
+        if out is None:
+            inner = self._partial = self._take(len(flat) // len(row), flat.dtype)
+        elif is_cast or self._axis.is_two_level:
+            inner = flat.view(len(row), -1)[row.index(self._axis.group_rank)]
         else:
-            inner = self._reduced
-        scratch = self._borrow(link.scratch_elements(self._layout.num_elements))
-        scale = 1.0 if self._is_cast else self._scale_after
+            inner = out
+        scratch = self._borrow(link.scratch_elements(len(flat), is_cast=is_cast), flat.dtype)
         return link.reduce(
-            Reduction(self._buffer.flat, inner, carried, self._reduced, scratch, scale), label
+            Reduction(flat, inner, carried, out, scratch, self._scale_reduced), label
         )
 
     def collect(self) -> None:
@@ -167,7 +167,9 @@ class Gradients:
         """Hand over what has arrived at the host."""
         if self._landing is not None:
             self._landing.mark.synchronize()
-            self._hand_over(self._landing.arrived)
+            arrived = self._landing.arrived
+            copy_scaled(arrived, arrived, self._scale_after / self._scale_reduced)
+            self._hand_over(arrived)
             self._end_landing()
 
     def _ship(self, ferry: Ferry, reduced: Tensor) -> "_Landing":
@@ -185,8 +187,6 @@ class Gradients:
             self._ferry.staging.give(landing.arrived.untyped_storage())
 
     def _hand_over(self, reduced: Tensor) -> None:
-        if self._is_cast:  # the scale rounds less after the cast
-            reduced = _copy_scaled(self._cast_target(reduced), reduced, self._scale_after)
         if self.reduced_hook is not None:
             self.reduced_hook(reduced)
         is_own = reduced is self._shard
@@ -272,12 +272,10 @@ class Gradients:
         return self._pool if self._ferry is None else self._ferry.staging
 
     @property
-    def _inner_elements(self) -> int:
-        return self._layout.num_elements // len(self._axis.row)
-
-    @property
-    def _is_cast(self) -> bool:
-        return self._buffer.flat.dtype != self._dtype
+    def _scale_reduced(self) -> float:
+        """What sums are scaled with where they are; after a cast it rounds less."""
+        is_cast_later = self._ferry is not None and self._buffer.flat.dtype != self._dtype
+        return 1.0 if is_cast_later else self._scale_after
 
     def _open(self) -> None:
         if not self.owns_buffer and not self._buffer.is_acquired:
@@ -302,18 +300,12 @@ class Gradients:
 
     def _target(self) -> Tensor:
         """Where to reduce to [S]: what will be the gradients, or memory to add to them from."""
+        size = self._layout.shard_elements
         if self._ferry is not None:
-            return self._take(self._layout.shard_elements)  # until it has landed
-        if self._is_cast or any(p.sharded.grad is not None for p in self.parameters):
-            return self._borrow(self._layout.shard_elements)
+            return self._take(size, self._buffer.flat.dtype)  # until it has landed
+        if any(parameter.sharded.grad is not None for parameter in self.parameters):
+            return self._borrow(size, self._dtype)
         return self._own_shard()
-
-    def _cast_target(self, reduced: Tensor) -> Tensor:
-        if reduced.dtype == self._dtype:  # was cast on its way to the host
-            return reduced
-        if all(parameter.sharded.grad is None for parameter in self.parameters):
-            return self._own_shard()
-        return torch.empty_like(reduced, dtype=self._dtype)
 
     def _own_shard(self) -> Tensor:
         size = self._layout.shard_elements
@@ -326,12 +318,12 @@ class Gradients:
             self._shard = self._ferry.host_shard(self._layout)  # page-locked, which takes long
         return self._shard
 
-    def _take(self, num_elements: int) -> Tensor:
-        return self._pool.take_tensor(num_elements, self._buffer.flat.dtype)
+    def _take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        return self._pool.take_tensor(num_elements, dtype)
 
-    def _borrow(self, num_elements: int) -> Tensor:
+    def _borrow(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Memory until `collect`."""
-        tensor = self._take(num_elements)
+        tensor = self._take(num_elements, dtype)
         self._borrowed.append(tensor.untyped_storage())
         return tensor
 
@@ -361,17 +353,6 @@ def _divisor_before_the_sum(dtype: torch.dtype, divisor: float) -> float:
     if dtype != torch.float16:
         return 1.0
     return 2.0 ** (math.isqrt(max(1, int(divisor))).bit_length() - 1)
-
-
-def _copy_scaled(to: Tensor, of: Tensor, scale: float) -> Tensor:
-    """``to`` [n], filled with ``scale`` times ``of`` [n], which may be the same."""
-    size = max(1, len(to)) if to.is_cuda else _CACHED_ELEMENTS
-    for into, piece in zip(torch.split(to, size), torch.split(of, size), strict=True):
-        if to is not of:
-            into.copy_(piece)
-        if scale != 1.0:
-            into.mul_(scale)
-    return to
 
 
 def _accumulate(parameter: ManagedParameter, gradient: Tensor) -> bool:

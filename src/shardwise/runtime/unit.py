@@ -77,7 +77,7 @@ class FlatParameters:
                 layout,
                 self.parameters,
                 axis,
-                pools.gradients,
+                pools.outer_gradients if plan.encloses else pools.gradients,
                 ferry,
                 owns_buffer=plan.holds_gradients,
             )

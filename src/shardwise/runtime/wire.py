@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwise.errors import PeerLost
 from shardwise.runtime.neighbours import INLINE_BYTES, Neighbours, Offer
 
-__all__ = ["Use", "Wire", "window_bytes"]
+__all__ = ["Use", "Wire", "window_elements"]
 
 _PIECE_BYTES = 1 << 19  # three of them fit into the cache of a processor
 _HELLO = 0  # the tag of what is exchanged first
@@ -54,7 +54,7 @@ class Wire:
 
         Args:
             tensors: contiguous; all of them [n] if there is a ``use``, but that where all ranks'
-                memory can be read, windows of `window_bytes` will do for what is received.
+                memory can be read, windows of `window_elements` will do for what is received.
             tag: the name of the exchange, the same on both sides.
             use: called with a slice of [n] when all have it, until all of [n] was used. What is
                 read from memory is used piece by piece, from the processor's cache; in a window a
@@ -144,9 +144,14 @@ class Wire:
             use(slice(start, stop))
 
 
-def window_bytes(num_ranks: int) -> int:
-    """How large windows have to be for what comes from so many ranks: more than a message."""
-    return max(_PIECE_BYTES // num_ranks, 2 * INLINE_BYTES)
+def window_elements(num_ranks: int, itemsize: int, sum_itemsize: int = 0) -> int:
+    """How many elements of what comes from so many ranks a window has: more than a message.
+
+    ``sum_itemsize``: bytes of an element of a sum of them, if they are cast for it.
+    """
+    return max(
+        _PIECE_BYTES // num_ranks // (sum_itemsize or itemsize), 2 * INLINE_BYTES // itemsize
+    )
 
 
 @contextlib.contextmanager
