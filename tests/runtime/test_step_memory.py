@@ -131,6 +131,10 @@ def _measure_all(strategy: Strategy, offload_policy: sw.OffloadPolicy = NO_OFFLO
         tied = () if strategy.inner is Level.OPTIMIZER else ("tied",)
         for name in ("uneven", "large root", *tied):
             _measure(name, SHAPES[name], options, holds=True)
+        options["mp_policy"] = sw.MixedPrecisionPolicy(torch.bfloat16)  # so sums are cast
+        for name in ("even", "tied", "wide"):
+            _measure(name, SHAPES[name], options)
+        _measure("even", SHAPES["even"], options, accumulates=True)
 
 
 def _measure_steps(strategy: str) -> None:
