@@ -264,7 +264,7 @@ def engine_bytes(runtime: Runtime, waiting: Waiting) -> int:
             tensors += [gradients._buffer.flat] if gradients.owns_buffer else []
     storages = [t.untyped_storage() for t in tensors if t is not None]
     own = waiting.alive() | {storage.data_ptr(): storage.nbytes() for storage in storages}
-    lent = [pool._lent_bytes for pool in pools_of(runtime)]
+    lent = [pool.lent_bytes for pool in pools_of(runtime)]
     return int(sum(own.values()) + sum(lent))
 
 

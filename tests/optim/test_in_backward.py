@@ -177,7 +177,7 @@ def _count_alive() -> None:
         held_bytes.append(held)
     assert max(held_bytes) == plan.gradient_shard_bytes // 8
     assert held == 0
-    assert runtime_of(model).pools.gathered._lent_bytes == 0
+    assert runtime_of(model).pools.gathered.lent_bytes == 0
     assert runtime_of(model).pools.gradients.held_bytes == 0
     assert alive == [4] * 16  # those of one block
     assert [e.unit for e in events if e.kind is EventKind.STEP] == [*"76543210"]

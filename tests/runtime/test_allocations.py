@@ -67,7 +67,7 @@ def _train(name: str, preset: Strategy, *, settled: int, turns: int = 1, **optio
             _ = model(torch.ones(1, 16)) if turns > 1 else None
         assert step <= settled or evaluation == _Allocated([], []), f"{what}: {evaluation}"
         model.zero_grad()
-    assert pools.gathered._lent_bytes == pools.gradients.held_bytes == 0
+    assert pools.gathered.lent_bytes == pools.gradients.held_bytes == 0
 
 
 @dataclass(frozen=True)

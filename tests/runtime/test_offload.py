@@ -109,7 +109,7 @@ def _raise_in_backward() -> None:
     _loss(reference, batch).backward()
     _loss(model, own_part(batch)).backward()
     for ferry in runtime_of(model)._ferries.values():
-        assert ferry.staging._lent_bytes == 0
+        assert ferry.staging.lent_bytes == 0
     for optimizer in optimizers:
         optimizer.step()
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):

@@ -24,6 +24,18 @@ __all__ = ["FlatBuffer", "Pool", "Pools", "is_shared"]
 _SLACK = 1 + 1 / 64
 
 
+class Tally:
+    """Bytes that are lent, by one pool or by several."""
+
+    def __init__(self) -> None:
+        self.lent_bytes = 0
+        self.peak_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.lent_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.lent_bytes)
+
+
 class Pool:
     """Memory of one device, to be lent, given back and lent again.
 
@@ -37,8 +49,17 @@ class Pool:
     sizes are rounded up to a multiple of 64 bytes.
     """
 
-    def __init__(self, device: torch.device, *, is_pinned: bool = False, keep: bool = True) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        is_pinned: bool = False,
+        keep: bool = True,
+        together: Tally | None = None,  # with other pools
+    ) -> None:
         self.device = device
+        self._own = Tally()
+        self._tallies = (self._own,) if together is None else (self._own, together)
         self._keep = keep
         self._is_pinned = is_pinned
         self._idle: list[torch.UntypedStorage] = []  # blocks, oldest first
@@ -49,8 +70,6 @@ class Pool:
         self._is_last_course = False
         self._has_missed = False  # in this course
         self._block_bytes = 0  # lent
-        self._lent_bytes = 0
-        self._peak_bytes = 0
 
     @property
     def held_bytes(self) -> int:
@@ -61,7 +80,11 @@ class Pool:
     @property
     def peak_bytes(self) -> int:
         """The most that was lent at once."""
-        return self._peak_bytes
+        return self._own.peak_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        return self._own.lent_bytes
 
     @property
     def idle_storages(self) -> list[torch.UntypedStorage]:
@@ -79,8 +102,7 @@ class Pool:
             self._block_bytes += storage.nbytes()
         if self._course is not None:
             self._course.note_taken(num_bytes, storage)
-        self._lent_bytes += storage.nbytes()
-        self._peak_bytes = max(self._peak_bytes, self._lent_bytes)
+        self._count(storage.nbytes())
         return storage
 
     def take_tensor(self, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -110,12 +132,16 @@ class Pool:
         self._end_loan(storage)
 
     def _end_loan(self, storage: torch.UntypedStorage) -> None:
-        self._lent_bytes -= storage.nbytes()
+        self._count(-storage.nbytes())
         if self._course is not None:
             self._course.note_given(storage)
-            if not self._lent_bytes:
+            if not self.lent_bytes:
                 self._end_course(self._course)
         self._trim()
+
+    def _count(self, num_bytes: int) -> None:
+        for tally in self._tallies:
+            tally.add(num_bytes)
 
     def _end_course(self, course: Course) -> None:
         placement = course.end(plan=self._has_missed)
@@ -127,7 +153,7 @@ class Pool:
 
     def _enlarge_arena(self, num_bytes: int) -> None:
         present = self._arena.num_bytes if self._arena is not None else 0
-        if present < num_bytes <= self._peak_bytes * _SLACK:
+        if present < num_bytes <= self.peak_bytes * _SLACK:
             self._arena = None
             self._idle.clear()
             self._arena = Arena(self._allocate(num_bytes))
@@ -153,13 +179,13 @@ class Pool:
         return _allocate(num_bytes, self.device)
 
     def _trim(self, room_for: int = 0) -> None:
-        limit = max(self._peak_bytes, self._lent_bytes + room_for)
+        limit = max(self.peak_bytes, self.lent_bytes + room_for)
         if not self._keep:
-            limit = min(limit, 2 * self._lent_bytes + room_for)
+            limit = min(limit, 2 * self.lent_bytes + room_for)
         while self._idle and self.held_bytes + room_for > limit:
             del self._idle[0]
         # No arena is as tight as the peak if no placement is.
-        limit = max(limit, int(self._peak_bytes * _SLACK))
+        limit = max(limit, int(self.peak_bytes * _SLACK))
         if self._arena is not None and self._arena.is_idle and self.held_bytes + room_for > limit:
             self._arena = None
 
@@ -175,16 +201,17 @@ class Pools:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.gathered = Pool(device)
-        self.gradients = Pool(device, keep=False)
-        self.outer_gradients = Pool(device, keep=False)
+        self._of_gradients = Tally()
+        self.gradients = Pool(device, keep=False, together=self._of_gradients)
+        self.outer_gradients = Pool(device, keep=False, together=self._of_gradients)
 
     def __iter__(self) -> Iterator[Pool]:
         return iter((self.gathered, self.gradients, self.outer_gradients))
 
     @property
     def peak_bytes(self) -> int:
-        """The most that each held, together."""
-        return sum(pool.peak_bytes for pool in self)
+        """The most that was lent of gathered units, and the most of gradients."""
+        return self.gathered.peak_bytes + self._of_gradients.peak_bytes
 
 
 class FlatBuffer:

@@ -332,7 +332,7 @@ class Link:
         if self.reads_memory and num_slots:
             if in_pieces:
                 size = min(size, window_elements(members.size, total.itemsize))
-            scratch = self._windows((num_slots * size, total.dtype))[0]
+            scratch = self._windows(num_slots * size, total.dtype)
         free = [*torch.split(scratch[: num_slots * size], size)]
         if not own_is_total:
             free = [total, *free]
@@ -362,43 +362,37 @@ class Link:
     def _summing_in_windows(
         self, members: "_Members", parts: Sequence[Tensor], finish: "_Finish"
     ) -> Callable[[int], None]:
-        """As `_summing`, with sums in the wider dtype, that are nowhere but in ``finish.out``.
+        """As `_summing`, where the sum is nowhere but in ``finish.out``.
 
-        It takes less time, too: terms are cast to memory in the processor's cache, and an addition
-        of halves that are not there took three times as long.
+        The own part passes through a window, too: an addition of halves that are not in the
+        processor's cache takes three times as long.
         """
         own, out = parts[members.own], finish.out
         assert self._wire is not None
         assert out is not None
-        wide = torch.promote_types(own.dtype, out.dtype)
-        size = min(own.numel(), window_elements(members.size, own.itemsize, wide.itemsize))
-        sums, windows = self._windows((2 * size, wide), ((members.size - 1) * size, own.dtype))
-        total, term = torch.split(sums, size)
-        pairs = {
-            rank: (parts[i], window)
-            for (i, rank), window in zip(members.others(), torch.split(windows, size), strict=True)
-        }
-        terms = [own if rank == self._own else pairs[rank][1] for rank in members.ranks]
-        if finish.carried is not None:
-            terms.append(finish.carried)
+        size = min(own.numel(), window_elements(members.size, own.itemsize))
+        windows = torch.split(self._windows(members.size * size, own.dtype), size)
+        pairs = {rank: (parts[i], windows[i]) for i, rank in members.others()}
 
         def add(piece: slice) -> None:
-            here, more = _piece_of(total, piece, own), _piece_of(term, piece, own)
-            here.copy_(_piece_of(terms[0], piece, own))
-            for other in terms[1:]:
-                here.add_(more.copy_(_piece_of(other, piece, own)))
-            torch.mul(here, finish.scale, out=out[piece])
+            terms = [_piece_of(window, piece, own) for window in windows]
+            terms[members.own].copy_(own[piece])
+            total = terms[0]
+            for term in terms[1:]:
+                total.add_(term)
+            if finish.carried is not None:
+                total.add_(finish.carried[piece])
+            copy_scaled(out[piece], total, finish.scale)
 
         return partial(self._wire.exchange, pairs, use=add)
 
-    def _windows(self, *needs: tuple[int, torch.dtype]) -> list[Tensor]:
-        """Scratch that all exchanges share, for the lane runs one at a time; widest dtype first."""
-        sizes = [num_elements * dtype.itemsize for num_elements, dtype in needs]
+    def _windows(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Scratch that all exchanges share, for the lane runs one at a time."""
+        num_bytes = num_elements * dtype.itemsize
         with torch.inference_mode(mode=False):  # the lane writes to it
-            if self._window.numel() < sum(sizes):
-                self._window = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-            pieces = torch.split(self._window[: sum(sizes)], sizes)
-            return [piece.view(dtype) for piece, (_, dtype) in zip(pieces, needs, strict=True)]
+            if self._window.numel() < num_bytes:
+                self._window = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+            return self._window[:num_bytes].view(dtype)
 
     # -- coming back into step -------------------------------------------------------------------
 

@@ -144,14 +144,9 @@ class Wire:
             use(slice(start, stop))
 
 
-def window_elements(num_ranks: int, itemsize: int, sum_itemsize: int = 0) -> int:
-    """How many elements of what comes from so many ranks a window has: more than a message.
-
-    ``sum_itemsize``: bytes of an element of a sum of them, if they are cast for it.
-    """
-    return max(
-        _PIECE_BYTES // num_ranks // (sum_itemsize or itemsize), 2 * INLINE_BYTES // itemsize
-    )
+def window_elements(num_ranks: int, itemsize: int) -> int:
+    """How many elements of what comes from so many ranks a window has: more than a message."""
+    return max(_PIECE_BYTES // num_ranks, 2 * INLINE_BYTES) // itemsize
 
 
 @contextlib.contextmanager
