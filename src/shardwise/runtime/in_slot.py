@@ -121,15 +121,15 @@ class _Linear(torch.autograd.Function):
         of_weight = None
         if needs_weight:
             offered = ctx.offer() if _goes_to_grad(ctx.next_functions[1][0]) else None
-            columns, inputs = _transposed(rows), x.reshape(-1, weight.shape[1])
+            inputs = x.reshape(-1, weight.shape[1])
             if offered is None:
-                of_weight = columns @ inputs
+                of_weight = rows.t() @ inputs
             else:
                 slot, is_begun = offered
                 if is_begun:
-                    slot.addmm_(columns, inputs)
+                    slot.addmm_(rows.t(), inputs)
                 else:
-                    of_weight = torch.mm(columns, inputs, out=slot)
+                    of_weight = torch.mm(rows.t(), inputs, out=slot)
         of_x = gradient @ weight if needs_x else None
         return of_x, of_weight, rows.sum(0) if needs_bias else None, None
 
@@ -162,14 +162,6 @@ class _Embedding(torch.autograd.Function):
         sums[numbers == ctx.padding] = 0
         slot.index_add_(0, numbers, sums.to(slot.dtype))
         return None, None if is_begun else slot, None, None
-
-
-def _transposed(rows: Tensor) -> Tensor:
-    """[n, m] of [m, n], in the layout that is multiplied faster."""
-    columns = rows.t()
-    # oneDNN takes up to 1.9 times as long for bfloat16 that it has to transpose itself.
-    is_slow = rows.is_cpu and rows.dtype == torch.bfloat16
-    return columns.contiguous() if is_slow else columns
 
 
 def _offer_of(weight: Tensor) -> SlotOffer | None:
