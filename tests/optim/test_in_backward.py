@@ -179,6 +179,7 @@ def _count_alive() -> None:
     assert held == 0
     assert runtime_of(model).pools.gathered.lent_bytes == 0
     assert runtime_of(model).pools.gradients.held_bytes == 0
+    assert runtime_of(model).pools.outer_gradients.held_bytes == 0
     assert alive == [4] * 16  # those of one block
     assert [e.unit for e in events if e.kind is EventKind.STEP] == [*"76543210"]
     handle.remove()

@@ -68,6 +68,7 @@ def _train(name: str, preset: Strategy, *, settled: int, turns: int = 1, **optio
         assert step <= settled or evaluation == _Allocated([], []), f"{what}: {evaluation}"
         model.zero_grad()
     assert pools.gathered.lent_bytes == pools.gradients.held_bytes == 0
+    assert pools.outer_gradients.held_bytes == 0
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,8 @@ def _count_gathered(name: str, prefetch: int) -> None:
     assert pools.gathered.held_bytes <= pools.gathered.peak_bytes
     alignment = 64 * (2 + prefetch)
     assert pools.gathered.peak_bytes <= _bound(runtime.plan, prefetch) + alignment
-    assert pools.gradients.peak_bytes <= 2 * reductions
-    assert pools.gradients.held_bytes == 0
+    assert pools.peak_bytes - pools.gathered.peak_bytes <= 2 * reductions
+    assert pools.gradients.held_bytes == pools.outer_gradients.held_bytes == 0
     outstanding = 0
     for event in ledger.events():
         outstanding += (event.kind is EventKind.REDUCE) - (event.kind is EventKind.COLLECT)

@@ -191,7 +191,8 @@ def _measure(
     assert max(samples) == pytest.approx(planned.total_peak_bytes, rel=TOLERANCE), what
     idle = runtime.pools.gathered.held_bytes
     assert idle <= planned.transient_bytes * (1 + TOLERANCE), f"{what}: the pool keeps too much"
-    assert runtime.pools.gradients.held_bytes == 0, f"{what}: and whole gradients stay"
+    for pool in (runtime.pools.gradients, runtime.pools.outer_gradients):
+        assert pool.held_bytes == 0, f"{what}: and whole gradients stay"
 
 
 def _step(model: nn.Module, *, holds: bool) -> None:

@@ -142,7 +142,7 @@ class Gradients:
         out = self._reduced = self._target() if crosses else None
         is_cast = out is not None and out.dtype != flat.dtype
         if out is None:
-            inner = self._partial = self._take(len(flat) // len(row), flat.dtype)
+            inner = self._partial = self._pool.take_tensor(len(flat) // len(row), flat.dtype)
         elif is_cast or self._axis.is_two_level:
             inner = flat.view(len(row), -1)[row.index(self._axis.group_rank)]
         else:
@@ -302,7 +302,7 @@ class Gradients:
         """Where to reduce to [S]: what will be the gradients, or memory to add to them from."""
         size = self._layout.shard_elements
         if self._ferry is not None:
-            return self._take(size, self._buffer.flat.dtype)  # until it has landed
+            return self._pool.take_tensor(size, self._buffer.flat.dtype)  # until it has landed
         if any(parameter.sharded.grad is not None for parameter in self.parameters):
             return self._borrow(size, self._dtype)
         return self._own_shard()
@@ -318,12 +318,9 @@ class Gradients:
             self._shard = self._ferry.host_shard(self._layout)  # page-locked, which takes long
         return self._shard
 
-    def _take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        return self._pool.take_tensor(num_elements, dtype)
-
     def _borrow(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Memory until `collect`."""
-        tensor = self._take(num_elements, dtype)
+        tensor = self._pool.take_tensor(num_elements, dtype)
         self._borrowed.append(tensor.untyped_storage())
         return tensor
 
