@@ -60,13 +60,17 @@ class Slow(nn.Module):
 
 @contextmanager
 def slow_wire() -> Iterator[None]:
-    exchange = Wire.exchange
+    exchange, tell = Wire.exchange, Wire.tell
 
     def slow(wire: Wire, *arguments: Any, **options: Any) -> None:
         time.sleep(WIRE_SECONDS)
         exchange(wire, *arguments, **options)
 
-    with mock.patch.object(Wire, "exchange", slow):
+    def tell_slowly(wire: Wire, *arguments: Any) -> dict[int, bytes]:
+        time.sleep(WIRE_SECONDS / 2)  # before and after a gather in common memory
+        return tell(wire, *arguments)
+
+    with mock.patch.object(Wire, "exchange", slow), mock.patch.object(Wire, "tell", tell_slowly):
         yield
 
 

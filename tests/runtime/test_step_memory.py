@@ -17,6 +17,7 @@ from shardwise.plan.memory import step_memory
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.strategy import STRATEGIES, Level, Strategy
 from shardwise.plan.units import Units
+from shardwise.runtime.buffer import Pool
 from shardwise.runtime.communicator import communicator
 from shardwise.runtime.engine import Runtime
 from tests.ranks import run_on
@@ -220,4 +221,17 @@ def _live_bytes(runtime: Runtime) -> int:
             continue
         if storage._cdata not in idle:
             live[storage.data_ptr()] = storage.nbytes()
-    return sum(live.values())
+    # A lane may have a buffer move just now, so what may be in common is counted by buffer.
+    for start, num_bytes in _in_common(runtime.pools.gathered):
+        for address in [one for one in live if start <= one < start + num_bytes]:
+            del live[address]
+    buffers = [flat.buffer for unit in runtime.scheduler.units for flat in unit.flats]
+    in_buffers = sum(one.flat.nbytes for one in buffers if one.is_acquired and one._pool.common)
+    return in_buffers + sum(live.values())
+
+
+def _in_common(pool: Pool) -> Iterator[tuple[int, int]]:
+    """Addresses and sizes of memory that is mapped for it."""
+    if pool.common is not None:
+        for memory in (*pool.common._own.values(), *pool.common._opened.values()):
+            yield torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), len(memory)

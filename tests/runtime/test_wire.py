@@ -89,7 +89,7 @@ def test_a_stranger_is_not_let_in() -> None:
     with door, neighbours._socket() as stranger:
         stranger.connect(door.getsockname())
         stranger.sendall(neighbours._HELLO.pack(1, b"x" * 32))
-        cards = [(0, 0, SECRET, door.getsockname()), (0, 0, b"", b"")]
+        cards = [(0, 0, -1, SECRET, door.getsockname()), (0, 0, -1, b"", b"")]
         calling = neighbours._call(1, cards)
         channels = neighbours._answer(door, {1}, SECRET)
         assert list(channels) == [1]
@@ -99,7 +99,7 @@ def test_a_stranger_is_not_let_in() -> None:
 
 
 def test_nobody_behind_a_name_is_another_host() -> None:
-    assert neighbours._call(1, [(0, 0, SECRET, b"\0nobody"), (0, 0, b"", b"")]) == {}
+    assert neighbours._call(1, [(0, 0, -1, SECRET, b"\0nobody"), (0, 0, -1, b"", b"")]) == {}
 
 
 def test_a_process_is_read_only_if_it_has_the_secret() -> None:

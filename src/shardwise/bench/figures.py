@@ -60,7 +60,7 @@ class Inspected:
     copied_bytes: int  # in a step, beyond what the model copies without any engine
     sent_bytes: int
     num_collectives: int
-    live_peak: int  # bytes that malloc had given out at once
+    live_peak: int  # bytes that a rank had taken at once
     resident_peak: int  # above what was resident before the model was made; malloc as it comes
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from shardwise.bench.engines import ENGINES
 from shardwise.bench.machine import (
     Peak,
+    Shared,
     allocated_bytes,
     high_water_bytes,
     reset_high_water,
@@ -33,7 +34,7 @@ class Inspection:
     """Of one rank."""
 
     traffic: Traffic  # of a step
-    live_peak: int  # bytes that malloc had given out at once
+    live_peak: int  # bytes, as `inspect_engine` measures them
     resident_peak: int  # bytes, as `measure_resident_peak` measures them
 
 
@@ -45,16 +46,20 @@ def inspect_engine(ranks: Ranks, setting: Setting, name: str) -> Inspection:
     engine, whether or not they are in use, and what libraries take on any thread. (torch's profiler
     sees only the threads that it was started on. Gradients of FSDP2 are freed on others: its peak
     came out as 482 MB, as 620, and as 880 for one model; several runs of this are within 1 MB.)
+    Memory that ranks have in common is not malloc's: of that, the part of this rank is added, as it
+    is after the last step.
     """
     resident_peak = measure_resident_peak(ranks, setting, name, None)
     gc.collect()
     work = gpt_work(setting)
+    before = Shared.read()
     with Peak(allocated_bytes, _SAMPLE_SECONDS) as live:
         trainee = _train(work, name, ranks)
+    live_peak = live.bytes + _when_all_are_there().share - before.share
     with watch_traffic(trainee.model) as traffic:
         trainee.step(work.batch(0, ranks.rank))
     dist.barrier()
-    return Inspection(traffic, live.bytes, resident_peak)
+    return Inspection(traffic, live_peak, resident_peak)
 
 
 def measure_resident_peak(
@@ -63,7 +68,7 @@ def measure_resident_peak(
     """The most bytes that were resident while a model was made and trained for `NUM_STEPS` steps.
 
     Above what was resident before the model was made, so libraries and the ranks' connections do
-    not count.
+    not count. Memory that ranks have in common counts in parts, as it is after the last step.
 
     Args:
         ranks: new processes.
@@ -76,11 +81,20 @@ def measure_resident_peak(
         set_mmap_threshold(mmap_threshold)
     _warm_up()
     reset_high_water()
-    before = resident_bytes()
-    _train(gpt_work(setting), name, ranks)
+    before, shared_before = resident_bytes(), Shared.read()
+    trainee = _train(gpt_work(setting), name, ranks)
     peak = high_water_bytes() - before
+    shared = _when_all_are_there()
+    of_others = shared.resident - shared.share - (shared_before.resident - shared_before.share)
+    del trainee
+    return peak - of_others
+
+
+def _when_all_are_there() -> Shared:
     dist.barrier()
-    return peak
+    shared = Shared.read()
+    dist.barrier()
+    return shared
 
 
 def _train(work: Work, name: str, ranks: Ranks) -> Trainee:

@@ -182,6 +182,22 @@ def resident_bytes() -> int:
     return _kilobytes(Path("/proc/self/status"), "VmRSS")
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Memory of this process that others may have mapped as well; in bytes, as it is now."""
+
+    resident: int
+    share: int  # where each page counts by the number of processes that have it: 1/2, 1/3
+
+    @classmethod
+    def read(cls) -> "Shared":
+        resident = _kilobytes(Path("/proc/self/status"), "RssShmem")
+        rollup = Path("/proc/self/smaps_rollup")
+        if not _field(rollup, "Pss_Shmem"):  # Linux before 5.9
+            return cls(resident, resident)
+        return cls(resident, _kilobytes(rollup, "Pss_Shmem"))
+
+
 # -- /proc ---------------------------------------------------------------------------------------
 
 

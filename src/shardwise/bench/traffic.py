@@ -11,7 +11,8 @@ Not counted: arithmetic in place, sums, zeros, and what Gloo copies inside its o
 all-gather, (n - 1) / n of the input for a reduce-scatter, twice that for an all-reduce, (n - 1) / n
 for a broadcast (the mean over ranks). Gloo itself may send more: its reduce-scatter is an
 all-reduce. *Collectives* are calls. Barriers do not count. What is read from the memory of a rank
-of the same host counts as sent by that one, and as a copy as little as what comes by a socket.
+of the same host counts as sent by that one, and as a copy as little as what comes by a socket; so
+does what it gathers into memory that both have in common.
 
 shardwise copies on threads of its own: these are watched as well. It says itself what it sends.
 """

@@ -6,6 +6,7 @@ sees the memory that is there now. A fresh 64 MB allocation costs about 33 ms in
 a swap costs nothing.
 """
 
+import zlib
 from collections.abc import Iterator
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from shardwise.plan.layout import Layout, Slot
 from shardwise.runtime.arena import Arena, Course, aligned
+from shardwise.runtime.common import Claim, CommonMemory, is_offered
 from shardwise.runtime.device import host_tensor
 
 __all__ = ["FlatBuffer", "Pool", "Pools", "is_shared"]
@@ -22,6 +24,8 @@ __all__ = ["FlatBuffer", "Pool", "Pools", "is_shared"]
 # reduction (half a unit on two ranks) took whole units just when everything was in use: 20 % more
 # at the peak, and steps of units of unlike sizes were no faster for it (docs/log.md).
 _SLACK = 1 + 1 / 64
+
+_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # private, and new in torch 2.13
 
 
 class Tally:
@@ -47,6 +51,8 @@ class Pool:
     When all is given back it holds no more than was once lent at the same time (and 1/64); nor
     does it otherwise, but for the holes of the arena in a step that is unlike those before. All
     sizes are rounded up to a multiple of 64 bytes.
+
+    What is lent of ``common`` memory may be written to by other ranks once it was given back.
     """
 
     def __init__(
@@ -56,8 +62,11 @@ class Pool:
         is_pinned: bool = False,
         keep: bool = True,
         together: Tally | None = None,  # with other pools
+        common: CommonMemory | None = None,
     ) -> None:
         self.device = device
+        self.common = common
+        self.in_use = 0  # flat buffers: the same number on ranks where the same ones are
         self._own = Tally()
         self._tallies = (self._own,) if together is None else (self._own, together)
         self._keep = keep
@@ -65,8 +74,7 @@ class Pool:
         self._idle: list[torch.UntypedStorage] = []  # blocks, oldest first
         self._arena: Arena | None = None
         # Without swapping, buffers get their memory from the allocator all the same.
-        can_swap = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-        self._course = Course() if keep and can_swap else None  # None: blocks alone
+        self._course = Course() if keep and _CAN_SWAP else None  # None: blocks alone
         self._is_last_course = False
         self._has_missed = False  # in this course
         self._block_bytes = 0  # lent
@@ -176,6 +184,8 @@ class Pool:
     def _allocate(self, num_bytes: int) -> torch.UntypedStorage:
         if self._is_pinned:
             return host_tensor(num_bytes, torch.uint8, pinned=True).untyped_storage()
+        if self.common is not None:
+            return self.common.allocate(num_bytes)
         return _allocate(num_bytes, self.device)
 
     def _trim(self, room_for: int = 0) -> None:
@@ -193,6 +203,9 @@ class Pool:
 class Pools:
     """Where a step's memory comes from.
 
+    Gathered units may be in memory that all ranks they are gathered from have in common; units that
+    are gathered again from a part of them, and those parts, in this rank's own.
+
     Gradients are whole in backward alone. What they take would lie idle just when activations are
     at their most, so it is taken when backward begins and given back when it ends. What units that
     enclose others take may be lent all the time, and says nothing of how much is used again soon.
@@ -200,18 +213,21 @@ class Pools:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.gathered = Pool(device)
+        has_common = is_offered and _CAN_SWAP and device.type == "cpu"
+        self.gathered = Pool(device, common=CommonMemory() if has_common else None)
+        self.own = Pool(device)
         self._of_gradients = Tally()
         self.gradients = Pool(device, keep=False, together=self._of_gradients)
         self.outer_gradients = Pool(device, keep=False, together=self._of_gradients)
 
     def __iter__(self) -> Iterator[Pool]:
-        return iter((self.gathered, self.gradients, self.outer_gradients))
+        return iter((self.gathered, self.own, self.gradients, self.outer_gradients))
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was lent of gathered units, and the most of gradients."""
-        return self.gathered.peak_bytes + self._of_gradients.peak_bytes
+        """The most that was lent for parameters, and the most for gradients."""
+        of_parameters = self.gathered.peak_bytes + self.own.peak_bytes
+        return of_parameters + self._of_gradients.peak_bytes
 
 
 class FlatBuffer:
@@ -234,6 +250,8 @@ class FlatBuffer:
         self._num_bytes = layout.num_elements * of.itemsize
         self._pool = pool
         self._lent: torch.UntypedStorage | None = None
+        self._elsewhere: torch.UntypedStorage | None = None  # memory that is not the pool's
+        self._key = zlib.crc32(repr([slot.parameter.names for slot in layout.slots]).encode())
         storage = _allocate(self._num_bytes, pool.device)
         self.flat = torch.empty(0, dtype=of, device=storage.device).set_(
             storage, 0, (layout.num_elements,), (1,)
@@ -260,14 +278,38 @@ class FlatBuffer:
         """Give the buffer memory; what is in it is undefined."""
         assert self._lent is None, "acquired twice"
         self._lent = self._pool.take(self._num_bytes)
+        self._pool.in_use ^= self._key
         _swap(self._storage, self._lent)
+
+    def claim(self) -> Claim | None:
+        """What lets ranks that gather it do so in common memory; None: they cannot."""
+        common, num_bytes = self._pool.common, self._num_bytes
+        if common is None or not num_bytes:
+            return None
+        return Claim(
+            common.word(self._storage.data_ptr(), self._pool.in_use),
+            lambda process, word: self._move(common.open(process, word, num_bytes)),
+            lambda: self._move(_allocate(num_bytes, self._pool.device)),
+        )
 
     def release(self) -> None:
         """Take its memory away."""
         assert self._lent is not None, "released without being acquired"
-        _swap(self._storage, self._lent)
+        if self._elsewhere is not None:
+            _swap(self._storage, self._elsewhere)
+            self._elsewhere = None
+        else:
+            _swap(self._storage, self._lent)
         self._pool.give(self._lent)
+        self._pool.in_use ^= self._key
         self._lent = None
+
+    def _move(self, elsewhere: torch.UntypedStorage) -> None:
+        """Leave the memory that it was given as it is, for other memory."""
+        assert self._lent is not None
+        self._elsewhere = elsewhere
+        _swap(self._storage, self._lent)
+        _swap(self._storage, elsewhere)
 
     def _view(self, slot: Slot) -> Tensor:
         return self.flat[slot.offset : slot.stop].view(slot.parameter.shape).data
@@ -287,10 +329,10 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
 
 def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Exchange the memory of two Storages, one of which is empty."""
-    # Private and new in torch 2.13. `resize_` does the same through the allocator.
-    if hasattr(one, "_swap_data_ptr_"):
-        one._swap_data_ptr_(other)
+    if _CAN_SWAP:
+        one._swap_data_ptr_(other)  # type: ignore[attr-defined]
         return
+    # The same through the allocator.
     num_bytes = max(one.nbytes(), other.nbytes())
     full, empty = (one, other) if one.nbytes() else (other, one)
     full.resize_(0)

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.errors import StepError
+from shardwise.errors import PeerAborted, StepError
 from shardwise.plan.memory import is_cut, scratch_elements
+from shardwise.runtime.common import DISAGREES, Claim
 from shardwise.runtime.device import Mark, make_lane
 from shardwise.runtime.guard import LinkState, Report, Scope, Ticket
 from shardwise.runtime.mesh import Axis
@@ -158,6 +159,7 @@ class Link:
         label: str,
         *,
         scope: str = Scope.SHARDS,
+        claim: Claim | None = None,
     ) -> Pending:
         """Give every rank the whole of ``flat``.
 
@@ -166,12 +168,15 @@ class Link:
             fill: runs just before the slot is sent.
             label: what this is, in the words of the ledger.
             scope: the ranks; by default those whose shards make the model.
+            claim: allows to have ``flat`` in memory that the ranks have in common; for all or none.
         """
         members = self._members[scope]
         gather = self._gathering(flat, members)
-
         slot_bytes = flat.nbytes // members.size
-        return self._submit(label, slot_bytes, scope, lambda ticket: gather(ticket.tag), fill)
+        if claim is None or not self._can_share(members):
+            return self._submit(label, slot_bytes, scope, lambda ticket: gather(ticket.tag), fill)
+        in_common = partial(self._gather_in_common, members, claim, fill, slot_bytes, gather)
+        return self._submit(label, slot_bytes, scope, in_common, is_claimed=True)
 
     def all_gather_in_subgroup(
         self, flat: Tensor, fill: Callable[[], None], label: str, size: int
@@ -213,9 +218,11 @@ class Link:
         scope: str,
         run: Callable[[Ticket], None],
         prepare: Callable[[], None] | None = None,
+        *,
+        is_claimed: bool = False,
     ) -> Pending:
         self._issued += 1
-        ticket = Ticket(self._issued, label, slot_bytes, scope)
+        ticket = Ticket(self._issued, label, slot_bytes, scope, is_claimed)
 
         def job() -> None:
             if prepare is not None and not self._stopped:
@@ -232,6 +239,48 @@ class Link:
                     self._ended.append(ticket.tag)
 
         return Pending((ticket,), (self.lane.submit(job),))
+
+    # -- in common memory ------------------------------------------------------------------------
+
+    def _can_share(self, members: "_Members") -> bool:
+        others = [rank for _, rank in members.others()]
+        return bool(others) and self._wire is not None and self._wire.can_share(others)
+
+    def _gather_in_common(
+        self,
+        members: "_Members",
+        claim: Claim,
+        fill: Callable[[], None],
+        slot_bytes: int,
+        gather: Callable[[int], None],
+        ticket: Ticket,
+    ) -> None:
+        """All write into the place of the first; or each in its own memory, and they ``gather``."""
+        assert self._wire is not None
+        others = [rank for _, rank in members.others()]
+        failure: BaseException | None = None
+        is_common = False
+        try:
+            words = self._wire.tell(others, claim.word, ticket.tag)
+            is_common = all(map(claim.agrees, words.values()))
+            first = members.ranks[0]
+            if not is_common:
+                claim.part()
+            elif first != self._own:
+                claim.move(self._wire.process_of(first), words[first])
+            fill()
+        except Exception as error:  # noqa: BLE001 - it is raised once the others know
+            failure = error
+        said = self._wire.tell(others, b"failed" if failure else b"filled", ticket.tag)
+        if failure is not None:
+            raise failure
+        failed = [rank for rank, word in said.items() if word != b"filled"]
+        if failed:
+            raise PeerAborted(f"rank {failed[0]} could not take part in {ticket.label}")
+        if is_common:
+            self._wire.count(slot_bytes * len(others))
+        else:
+            gather(ticket.tag)
 
     # -- the stages of a reduction ---------------------------------------------------------------
     #
@@ -416,6 +465,9 @@ class Link:
                 if (theirs := states[other].running) is not None and theirs.tag == tag
             ]
             if self._wire is not None and not states[rank].took(ticket):
+                if ticket.is_claimed:
+                    self._wire.tell(waiting, DISAGREES, tag)
+                    self._wire.tell(waiting, b"filled", tag)
                 self._wire.exchange({peer: _dummies(ticket) for peer in waiting}, tag)
         idle = self.lane.submit(lambda: None)
         while not idle.wait(POLL_SECONDS):

@@ -39,7 +39,7 @@ from shardwise.runtime.attach import (
     make_unit,
     move_buffers,
 )
-from shardwise.runtime.buffer import Pools
+from shardwise.runtime.buffer import Pool, Pools
 from shardwise.runtime.casting import apply_precision, cast_tensors
 from shardwise.runtime.controls import HANDLE, Controls
 from shardwise.runtime.in_slot import let_compute_in_slot, offer_slot
@@ -331,7 +331,7 @@ class Runtime:
 
     def _materialize(self, root: nn.Module, init: Initialization) -> list[Unit]:
         """The units of a model on the meta device, those inside others first."""
-        materializer = Materializer(root, self.plan, init, self.pools.gathered)
+        materializer = Materializer(root, self.plan, init, Pool(self.pools.device))
         units = [
             self._make_unit(root, unit, materializer.fill) for unit in reversed(self.plan.units)
         ]

@@ -75,6 +75,7 @@ class Ticket:
     label: str
     slot_bytes: int
     scope: str = Scope.SHARDS
+    is_claimed: bool = False  # it may be in memory that its ranks have in common
 
     @property
     def tag(self) -> int:

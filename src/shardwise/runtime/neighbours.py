@@ -27,6 +27,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shardwise.runtime.common import offer, shares
+
 __all__ = ["INLINE_BYTES", "Neighbours", "Offer"]
 
 INLINE_BYTES = 1 << 15  # what is larger is read from memory; two of these fit into a socket
@@ -34,8 +36,9 @@ _MEETING_SECONDS = 60.0
 _PATIENCE_SECONDS = 1800  # as long as Gloo waits
 _TAG = struct.Struct("<q")
 _OFFER = struct.Struct("<qq")  # address and bytes
-_CARD = struct.Struct("<qq32s32s")  # process, address of the secret, secret, name of the socket
+_CARD = struct.Struct("<qqq32s32s")  # process, address and file of the secret, it, name of socket
 _HELLO = struct.Struct("<q32s")  # rank, secret of the one that is called
+_READS, _OPENS = 1, 2  # what a rank can do to another one: its memory, its files
 _Swap = Callable[[Tensor], list[Tensor]]  # sends a tensor to all ranks, and returns theirs by rank
 
 
@@ -45,13 +48,15 @@ class Neighbours:
     def __init__(self) -> None:
         self._channels: dict[int, _Channel] = {}
         self._processes: dict[int, int] = {}  # whose memory can be read
+        self.sharers: dict[int, int] = {}  # processes with which files are opened both ways
 
     def meet(self, own: int, num_ranks: int, swap: _Swap) -> None:
         """Find them; all ranks of the group do this together."""
         secret = ctypes.create_string_buffer(secrets.token_bytes(32), 32)
         door = _open_door(num_ranks)
         name = b"" if door is None else door.getsockname()
-        card = _CARD.pack(os.getpid(), ctypes.addressof(secret), secret.raw, name)
+        file = offer(secret.raw)
+        card = _CARD.pack(os.getpid(), ctypes.addressof(secret), file, secret.raw, name)
         cards = [_CARD.unpack(bytes(one.tolist())) for one in swap(_tensor(card))]
         channels = {} if door is None else _call(own, cards)
         called = swap(_tensor(rank in channels for rank in range(num_ranks)))
@@ -60,12 +65,17 @@ class Neighbours:
             channels |= _answer(door, callers, secret.raw)
             door.close()
         # A process of that number may be another one, seen from within a container.
-        process, address, secrets_, _ = zip(*cards, strict=True)
+        process, address, files, secrets_, _ = zip(*cards, strict=True)
         reads = {rank for rank in channels if _reads(process[rank], address[rank], secrets_[rank])}
-        readers = swap(_tensor(rank in reads for rank in range(num_ranks)))
+        opens = {rank for rank in channels if shares(process[rank], files[rank], secrets_[rank])}
+        ways = (_READS * (rank in reads) + _OPENS * (rank in opens) for rank in range(num_ranks))
+        theirs = [int(of_rank[own]) for of_rank in swap(_tensor(ways))]
+        if file >= 0:
+            os.close(file)
         # Only now: `swap` takes one way for all ranks, that through Gloo.
         self._channels = channels
-        self._processes = {rank: process[rank] for rank in reads if readers[rank][own]}
+        self._processes = {rank: process[rank] for rank in reads if theirs[rank] & _READS}
+        self.sharers = {rank: process[rank] for rank in opens if theirs[rank] & _OPENS}
 
     def take(self, rank: int, sent: Tensor, received: Tensor) -> bool:
         """Whether these are exchanged with ``rank`` here; it comes to the same conclusion."""
@@ -100,6 +110,17 @@ class Neighbours:
         address, num_bytes = _OFFER.unpack(content)
         accept = partial(channel.send, tag, b"")
         return Offer(self._processes[rank], address, num_bytes, into, accept)
+
+    def tell(self, rank: int, word: bytes, tag: int) -> None:
+        self._channels[rank].send(tag, word)
+
+    def hear(self, rank: int, tag: int) -> bytes:
+        """What ``rank`` tells.
+
+        Raises:
+            OSError: it is gone.
+        """
+        return self._channels[rank].receive(tag)
 
     def end(self, rank: int, sent: Tensor, tag: int) -> None:
         """Return when ``rank`` has ``sent``.
@@ -190,7 +211,7 @@ class _Channel:
 
 # -- how they meet -------------------------------------------------------------------------------
 
-_Card = tuple[int, int, bytes, bytes]
+_Card = tuple[int, int, int, bytes, bytes]
 
 
 def _socket() -> socket.socket:
@@ -215,7 +236,7 @@ def _open_door(num_ranks: int) -> socket.socket | None:
 def _call(own: int, cards: list[_Card]) -> dict[int, _Channel]:
     """Connect to the ranks before ``own``, as far as they are here."""
     channels = {}
-    for rank, (_, _, secret, padded) in enumerate(cards[:own]):
+    for rank, (_, _, _, secret, padded) in enumerate(cards[:own]):
         name = padded.rstrip(b"\0")
         with contextlib.ExitStack() as cleanup:
             # Not if there is no socket of that name on this host, or no more may be opened.

@@ -21,7 +21,7 @@ from torch import Tensor
 from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.units import UnitPlan
-from shardwise.runtime.buffer import FlatBuffer, Pools
+from shardwise.runtime.buffer import FlatBuffer, Pool, Pools
 from shardwise.runtime.collectives import Link, Pending
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.device import Mark, copy
@@ -59,7 +59,7 @@ class FlatParameters:
     ) -> None:
         self.layout = layout
         self._plan = plan
-        pool = self._pool = pools.gathered
+        pool = self._pool = pools.own if plan.subgroup else pools.gathered
         self._ferry = ferry  # if the shard is on the host
         self._part: Tensor | None = None  # [world_size * S / subgroup]
         self.axis = axis
@@ -95,7 +95,8 @@ class FlatParameters:
                 flat, partial(copy, flat.view(subgroup, -1)[place], part), label, subgroup
             )
         self.reclaim_locals()
-        return link.all_gather(flat, self._bring(self.buffer.slot_of(self.axis.rank)), label)
+        own_slot = self.buffer.slot_of(self.axis.rank)
+        return link.all_gather(flat, self._bring(own_slot), label, claim=self.buffer.claim())
 
     def launch_keep(self, link: Link, label: str) -> Pending | None:
         """Get what the subgroup gathers from: out of what is gathered, or from the other rows."""
@@ -121,7 +122,7 @@ class FlatParameters:
 
     def launch_hold(self, link: Link, label: str) -> Pending:
         self.reclaim_locals()
-        held = self._held = FlatBuffer(self.layout, self._pool)
+        held = self._held = FlatBuffer(self.layout, Pool(self._pool.device, keep=False))
         held.acquire()
         own_slot = held.slot_of(self.axis.rank)
         return link.all_gather(held.flat, partial(copy, own_slot, self.shard), label)

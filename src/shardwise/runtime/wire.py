@@ -38,6 +38,14 @@ class Wire:
         """Whether this rank reads large tensors from the memory of all of these."""
         return all(map(self._neighbours.can_read, ranks))
 
+    def can_share(self, ranks: Iterable[int]) -> bool:
+        """Whether this rank and all of these can open files of each other's."""
+        return all(rank in self._neighbours.sharers for rank in ranks)
+
+    def process_of(self, rank: int) -> int:
+        """Of one with which this rank `can_share`."""
+        return self._neighbours.sharers[rank]
+
     def swap(self, own: Tensor, tag: int) -> list[Tensor]:
         """Every rank's tensor, by rank.
 
@@ -63,8 +71,7 @@ class Wire:
         Raises:
             PeerLost: at the end, so that the peers that are left do not wait for this rank.
         """
-        self.num_exchanges += 1
-        self.sent_bytes += sum(sent.nbytes for sent, _ in tensors.values())
+        self.count(sum(sent.nbytes for sent, _ in tensors.values()))
         lost: _Errors = {}
         near, far = self._sort(tensors)
         works = self._start(far, tag, lost)
@@ -88,6 +95,32 @@ class Wire:
             for rank, (sent, _) in near.items():
                 with _noting(lost, rank):
                     self._neighbours.end(rank, sent, tag)
+        self._raise(lost)
+
+    def tell(self, ranks: Iterable[int], word: bytes, tag: int) -> dict[int, bytes]:
+        """Send a few bytes to ranks of this host, and return what they send; not an exchange.
+
+        Raises:
+            PeerLost: as `exchange`.
+        """
+        ranks = tuple(ranks)
+        lost: _Errors = {}
+        for rank in ranks:
+            with _noting(lost, rank):
+                self._neighbours.tell(rank, word, tag)
+        words = {}
+        for rank in ranks:
+            with _noting(lost, rank):
+                words[rank] = self._neighbours.hear(rank, tag)
+        self._raise(lost)
+        return words
+
+    def count(self, num_bytes: int) -> None:
+        """Note an exchange in which this rank sent so many."""
+        self.num_exchanges += 1
+        self.sent_bytes += num_bytes
+
+    def _raise(self, lost: _Errors) -> None:
         for rank, error in lost.items():
             raise PeerLost(f"rank {self._own} lost rank {rank}: {error}") from error
 

@@ -1,17 +1,23 @@
 """Traps: when a unit's backward begins and ends."""
 
 import copy
+import math
+import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.runtime.buffer import Pool
+from shardwise.runtime.collectives import Link
+from shardwise.runtime.unit import FlatParameters
 from tests.models import CASES, WIDTH, Block, Stack, build
 from tests.ranks import run_on
 from tests.runtime.one_process import (
@@ -65,6 +71,12 @@ def test_memory_that_was_given_back_is_used_by_nobody(ranks: int) -> None:
     the last use: silently wrong in peers, now and then. Here all that is given back is spoilt.
     """
     run_on(ranks, _spoil, deadline=60.0)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_memory_in_common_is_used_by_nobody_when_it_is_filled(ranks: int) -> None:
+    """Here it is spoilt first, for long enough that another rank would compute with that."""
+    run_on(ranks, _spoil_before_filling, deadline=60.0)
 
 
 def _pair(name: str = "stack", **options: Any) -> tuple[nn.Module, nn.Module]:
@@ -237,8 +249,35 @@ def _spoil() -> None:
         spoilt.fill_(0xFF)  # every number is a NaN
         give(pool, storage)
 
-    with mock.patch.object(Pool, "give", give_spoilt):
-        for name in ("stack", "gpt", "two uses", "unused and reused", "checkpointed"):
-            assert_equal_training(name)
-        assert_equal_training("stack", accumulate=2, prefetch=0, clip=0.01)
-        assert_equal_training("stack", set_to_none=False, strategy="zero2")
+    # What is in common, others may still use; see `_spoil_before_filling`.
+    alone = mock.patch.object(Link, "_can_share", return_value=False)
+    with alone, mock.patch.object(Pool, "give", give_spoilt):
+        _train_in_many_ways()
+
+
+def _spoil_before_filling() -> None:
+    bring = FlatParameters._bring
+    spoilt = 0
+
+    def bring_late(flat: FlatParameters, to: Tensor) -> Callable[[], None]:
+        fill = bring(flat, to)
+
+        def spoil() -> None:
+            nonlocal spoilt
+            to.fill_(math.nan)
+            spoilt += flat.buffer._elsewhere is not None
+            time.sleep(0.003)
+            fill()
+
+        return spoil
+
+    with mock.patch.object(FlatParameters, "_bring", bring_late):
+        _train_in_many_ways()
+    assert (spoilt > 0) == (dist.get_rank() > 0), "all compute in the memory of the first"
+
+
+def _train_in_many_ways() -> None:
+    for name in ("stack", "gpt", "two uses", "unused and reused", "checkpointed"):
+        assert_equal_training(name)
+    assert_equal_training("stack", accumulate=2, prefetch=0, clip=0.01)
+    assert_equal_training("stack", set_to_none=False, strategy="zero2")
