@@ -261,7 +261,8 @@ def engine_bytes(runtime: Runtime, waiting: Waiting) -> int:
             tensors += [_local(parameter.sharded.grad) for parameter in flat.parameters]
         for gradients in unit.gradients:
             tensors += [gradients._shard]
-            tensors += [gradients._buffer.flat] if gradients.owns_buffer else []
+            has_own = gradients.owns_buffer or gradients._is_in_place
+            tensors += [gradients._buffer.flat] if has_own else []
     storages = [t.untyped_storage() for t in tensors if t is not None]
     own = waiting.alive() | {storage.data_ptr(): storage.nbytes() for storage in storages}
     lent = [pool.lent_bytes for pool in pools_of(runtime)]

@@ -96,7 +96,8 @@ def test_whole_parameters_are_never_gathered() -> None:
     memory = step_memory(plan_of(5, world_size=1, strategy="ddp", replicas=4), on_wire=True)
     assert memory.between_steps_bytes == 5 * UNIT
     assert memory.transient_bytes == 2 * (UNIT + 3 * UNIT)
-    assert memory.peak_bytes == 2 * 5 * UNIT + memory.transient_bytes, "gradients at the last one"
+    # At the last one all gradients are there, and the buffers of the last two are among them.
+    assert memory.peak_bytes == 2 * 5 * UNIT + 2 * 3 * UNIT
 
 
 @pytest.mark.parametrize("on_wire", [False, True])

@@ -38,6 +38,10 @@ def test_gradients_live_as_long_as_somebody_holds_them() -> None:
     run_on(2, _let_go)
 
 
+def test_data_parallel_gradients_are_reduced_where_they_are() -> None:
+    run_on(2, _reduce_in_place)
+
+
 def test_frozen_parameters_own_no_gradient_buffer() -> None:
     run_on(2, _frozen)
 
@@ -129,6 +133,24 @@ def _delete() -> None:
         assert not alive, alive
     finally:
         gc.enable()
+
+
+def _reduce_in_place() -> None:
+    model = nn.Sequential(*(Block(16) for _ in range(4)))
+    sw.fully_shard(model, units=Block, strategy="ddp")
+    pools = runtime_of(model).pools
+    for _ in range(2):
+        model(torch.randn(4, 16)).square().mean().backward()
+        assert pools.gradients.peak_bytes == 0, "buffers are the gradients"
+        model.zero_grad()
+    before = [p.grad for p in model.parameters()]
+    model(torch.randn(4, 16)).square().mean().backward()
+    first = [p.grad for p in model.parameters()]
+    model(torch.randn(4, 16)).square().mean().backward()
+    assert before == [None] * len(first)
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), first, strict=True))
+    assert pools.gradients.peak_bytes > 0, "there were some to add to"
+    assert pools.gradients.held_bytes == 0
 
 
 def _let_go() -> None:

@@ -164,6 +164,11 @@ class Layout:
         return self.world_size > 1 or self.cast.compute_dtype != self.dtype or self.is_offloaded
 
     @property
+    def casts_sums(self) -> bool:
+        """Whether gradients are summed in another dtype than that of the shards."""
+        return self.cast.reduce_dtype != self.dtype
+
+    @property
     def gathered_bytes(self) -> int:
         return self.num_elements * self.cast.compute_itemsize
 

@@ -137,9 +137,10 @@ class _Replay:
                 self._note_peak()  # the buffer has them, and those that waited are not yet free
                 self._held -= gradients.on_the_way - gradients.in_buffer
                 self._held += self._beside(unit)
-                self._make(unit.gradient_shard_bytes, unit)
+                self._make(unit.gradient_shard_bytes - _in_place_bytes(unit, way), unit)
             case EventKind.COLLECT:
                 self._held -= gradients.buffer + self._beside(unit)
+                self._make(_in_place_bytes(unit, way), unit)
                 self._land(_landing(unit, way))
             case EventKind.STEP:
                 self._make(-unit.gradient_shard_bytes, unit)
@@ -202,6 +203,15 @@ def _gradient_bytes(unit: UnitPlan) -> _Gradients:
     return _Gradients(waiting, 0, unit.gradient_bytes)
 
 
+def _in_place_bytes(unit: UnitPlan, way: _Way) -> int:
+    """Gradient shards that are where they were reduced from, for they are the whole."""
+    is_elsewhere = unit.encloses or unit.holds_gradients or unit.offload is not None
+    if is_elsewhere or way.accumulates or way.steps_in_backward:
+        return 0
+    layouts = [one for one in unit.trainable_layouts if one.shard_elements == one.num_elements]
+    return sum(layout.shard_bytes for layout in layouts if not layout.casts_sums)
+
+
 @dataclass(frozen=True, slots=True)
 class _Landing:
     """Reduced gradients on their way to the host, until those of the next unit are."""
@@ -226,7 +236,7 @@ def _reduction_bytes(plan: Plan, unit: UnitPlan, on_wire: bool, accumulates: boo
     for layout in unit.trainable_layouts:
         cast = layout.cast
         if on_wire:
-            is_cast = cast.reduce_dtype != layout.dtype and not layout.is_offloaded
+            is_cast = layout.casts_sums and not layout.is_offloaded
             total += _scratch_elements(plan, layout, is_cast=is_cast) * cast.reduce_itemsize
         if layout.is_offloaded:  # cast on its way to the host
             total += layout.shard_elements * cast.reduce_itemsize

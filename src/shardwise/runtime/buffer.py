@@ -17,7 +17,7 @@ from shardwise.runtime.arena import Arena, Course, aligned
 from shardwise.runtime.common import Claim, CommonMemory, is_offered
 from shardwise.runtime.device import host_tensor
 
-__all__ = ["FlatBuffer", "Pool", "Pools", "is_shared"]
+__all__ = ["CAN_SWAP", "FlatBuffer", "Pool", "Pools", "is_shared"]
 
 
 # How much larger than what is asked for memory may be. With twice as large, the scratch of a
@@ -25,7 +25,7 @@ __all__ = ["FlatBuffer", "Pool", "Pools", "is_shared"]
 # at the peak, and steps of units of unlike sizes were no faster for it (docs/log.md).
 _SLACK = 1 + 1 / 64
 
-_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # private, and new in torch 2.13
+CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # private, and new in torch 2.13
 
 
 class Tally:
@@ -74,7 +74,7 @@ class Pool:
         self._idle: list[torch.UntypedStorage] = []  # blocks, oldest first
         self._arena: Arena | None = None
         # Without swapping, buffers get their memory from the allocator all the same.
-        self._course = Course() if keep and _CAN_SWAP else None  # None: blocks alone
+        self._course = Course() if keep and CAN_SWAP else None  # None: blocks alone
         self._is_last_course = False
         self._has_missed = False  # in this course
         self._block_bytes = 0  # lent
@@ -213,7 +213,7 @@ class Pools:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        has_common = is_offered and _CAN_SWAP and device.type == "cpu"
+        has_common = is_offered and CAN_SWAP and device.type == "cpu"
         self.gathered = Pool(device, common=CommonMemory() if has_common else None)
         self.own = Pool(device)
         self._of_gradients = Tally()
@@ -250,6 +250,7 @@ class FlatBuffer:
         self._num_bytes = layout.num_elements * of.itemsize
         self._pool = pool
         self._lent: torch.UntypedStorage | None = None
+        self._is_borrowed = True  # from the pool
         self._elsewhere: torch.UntypedStorage | None = None  # memory that is not the pool's
         self._key = zlib.crc32(repr([slot.parameter.names for slot in layout.slots]).encode())
         storage = _allocate(self._num_bytes, pool.device)
@@ -274,10 +275,16 @@ class FlatBuffer:
         size = self.layout.shard_elements
         return self.flat[rank * size : (rank + 1) * size]
 
-    def acquire(self) -> None:
-        """Give the buffer memory; what is in it is undefined."""
+    def acquire(self, memory: torch.UntypedStorage | None = None) -> None:
+        """Give the buffer memory, which it empties until `release`; what is in it is undefined.
+
+        Args:
+            memory: of its size; by default the pool's.
+        """
         assert self._lent is None, "acquired twice"
-        self._lent = self._pool.take(self._num_bytes)
+        assert memory is None or (CAN_SWAP and memory.nbytes() == self._num_bytes)
+        self._is_borrowed = memory is None
+        self._lent = self._pool.take(self._num_bytes) if memory is None else memory
         self._pool.in_use ^= self._key
         _swap(self._storage, self._lent)
 
@@ -300,7 +307,8 @@ class FlatBuffer:
             self._elsewhere = None
         else:
             _swap(self._storage, self._lent)
-        self._pool.give(self._lent)
+        if self._is_borrowed:
+            self._pool.give(self._lent)
         self._pool.in_use ^= self._key
         self._lent = None
 
@@ -329,7 +337,7 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
 
 def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Exchange the memory of two Storages, one of which is empty."""
-    if _CAN_SWAP:
+    if CAN_SWAP:
         one._swap_data_ptr_(other)  # type: ignore[attr-defined]
         return
     # The same through the allocator.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
-from shardwise.runtime.buffer import FlatBuffer, Pool, is_shared
+from shardwise.runtime.buffer import CAN_SWAP, FlatBuffer, Pool, is_shared
 from shardwise.runtime.collectives import Link, Pending, Reduction, copy_scaled
 from shardwise.runtime.device import Mark
 from shardwise.runtime.in_slot import computes_in_slot
@@ -35,6 +35,10 @@ class Gradients:
     partial [row * S]         summed over this rank's row, waiting for the sum over columns
     reduced [S]               summed over all ranks, and what ``p.grad`` views
     landing [S]               the same on its way to the host, if shards are there
+
+    Where a shard is the whole, as in data-parallel training, the buffer of a unit that encloses no
+    others is in the memory of ``reduced`` from the first moment on, unless there are gradients to
+    add to.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Gradients:
         ferry: Ferry | None = None,
         *,
         owns_buffer: bool = False,
+        encloses: bool = False,
     ) -> None:
         self.parameters = parameters  # in the order of the layout's slots
         self._axis = axis
@@ -56,12 +61,15 @@ class Gradients:
         reduce_dtype = layout.cast.reduce_dtype
         self._buffer = FlatBuffer(layout, pool, dtype=reduce_dtype, owns_memory=owns_buffer)
         self._dtype: torch.dtype = getattr(torch, layout.dtype)  # of the shards
+        is_whole = layout.shard_elements == layout.num_elements and not layout.casts_sums
+        self._can_be_in_place = is_whole and CAN_SWAP and ferry is None and not encloses
         self.divide_by(axis.num_ranks)
         self._written = [False] * len(layout.slots)
         # By position: a gradient on its way in memory that `claim` gave, while autograd holds it.
         self._claimed: dict[int, weakref.ref[Tensor]] = {}
         self._aliases: list[weakref.ref[Tensor]] = []  # of slots
         self.used = [False] * len(layout.slots)
+        self._is_in_place = False  # the buffer is in the memory of `_shard`
         self._is_stepped = False  # in backward: then they are dropped there, by `drop`
         self._is_handed_over = False
         self._fresh: list[int] = []  # positions whose .grad was None before this backward
@@ -139,7 +147,11 @@ class Gradients:
             self._borrowed.append(carried.untyped_storage())
             self._partial = None
         flat, row = self._buffer.flat, self._axis.row
-        out = self._reduced = self._target() if crosses else None
+        out: Tensor | None = None
+        if crosses and self._is_in_place and not self._has_gradients:
+            out, self._reduced = flat, self._shard
+        elif crosses:
+            out = self._reduced = self._target()
         is_cast = out is not None and out.dtype != flat.dtype
         if out is None:
             inner = self._partial = self._pool.take_tensor(len(flat) // len(row), flat.dtype)
@@ -278,14 +290,19 @@ class Gradients:
         return 1.0 if is_cast_later else self._scale_after
 
     def _open(self) -> None:
-        if not self.owns_buffer and not self._buffer.is_acquired:
-            self._buffer.acquire()
+        if self.owns_buffer or self._buffer.is_acquired:
+            return
+        is_kept = not self._is_stepped and not self._has_gradients
+        self._is_in_place = self._can_be_in_place and is_kept
+        self._buffer.acquire(self._own_shard().untyped_storage() if self._is_in_place else None)
 
     def _close(self) -> None:
         if self._buffer.is_acquired:
             for view in self._buffer.views:
                 self._evict(view)
             self._buffer.release()
+            if self._is_in_place and self._reduced is not self._shard:
+                self._shard = None
         self._aliases = []
 
     def _evict(self, slot: Tensor) -> None:
@@ -298,12 +315,16 @@ class Gradients:
             if gradient is not None and gradient.data_ptr() == slot.data_ptr():
                 gradient.data = gradient.clone()
 
+    @property
+    def _has_gradients(self) -> bool:
+        return any(parameter.sharded.grad is not None for parameter in self.parameters)
+
     def _target(self) -> Tensor:
         """Where to reduce to [S]: what will be the gradients, or memory to add to them from."""
         size = self._layout.shard_elements
         if self._ferry is not None:
             return self._pool.take_tensor(size, self._buffer.flat.dtype)  # until it has landed
-        if any(parameter.sharded.grad is not None for parameter in self.parameters):
+        if self._has_gradients:
             return self._borrow(size, self._dtype)
         return self._own_shard()
 

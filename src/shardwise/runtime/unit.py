@@ -80,6 +80,7 @@ class FlatParameters:
                 pools.outer_gradients if plan.encloses else pools.gradients,
                 ferry,
                 owns_buffer=plan.holds_gradients,
+                encloses=plan.encloses,
             )
             if trainable
             else None
