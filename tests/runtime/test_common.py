@@ -18,7 +18,7 @@ from shardwise.plan.strategy import PRESETS
 from shardwise.runtime import neighbours
 from shardwise.runtime.buffer import FlatBuffer, Pools
 from shardwise.runtime.collectives import Pending
-from shardwise.runtime.common import CommonMemory, offer, shares
+from shardwise.runtime.common import _MOST_SEGMENTS, CommonMemory, is_place, offer, shares
 from shardwise.runtime.communicator import Communicator, communicator
 from shardwise.runtime.mesh import resolve_mesh
 from shardwise.runtime.wire import Wire
@@ -69,6 +69,10 @@ def test_units_that_a_smaller_group_gathers_again_are_not_in_common() -> None:
     run_on(4, _gather_in_subgroups)
 
 
+def test_more_units_than_files() -> None:
+    run_on(2, _gather_many)
+
+
 def test_memory_goes_with_the_model() -> None:
     run_on(3, _map_and_forget)
 
@@ -103,6 +107,22 @@ def test_memory_that_was_freed_is_not_kept() -> None:
     assert len(there._opened) == 1, "the first is older than any that is there"
     with pytest.raises(OSError, match="fd"):
         CommonMemory().open(os.getpid(), _of_closed_file(), 64)
+
+
+def test_few_files_are_open_however_much_is_allocated() -> None:
+    here, there = CommonMemory(), CommonMemory()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    kept = [here.allocate(4096) for _ in range(3 * _MOST_SEGMENTS)]
+    words = [here.word(storage.data_ptr(), 0) for storage in kept]
+    assert [is_place(word) for word in words] == [n < _MOST_SEGMENTS for n in range(len(kept))]
+    first = kept[0]  # is the oldest one all the time
+    for _ in range(3 * _MOST_SEGMENTS):
+        kept = []
+        kept.append(here.allocate(4096))
+        there.open(os.getpid(), here.word(kept[0].data_ptr(), 0), 64)
+    assert len(there._opened) <= _MOST_SEGMENTS
+    assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3 * _MOST_SEGMENTS + 4
+    assert is_place(here.word(first.data_ptr(), 0))
 
 
 def test_an_open_place_outlives_who_offered_it() -> None:
@@ -350,6 +370,20 @@ def _gather_in_subgroups() -> None:
     assert any(flat._plan.subgroup for flat in flats)
     for flat in flats:
         assert (flat.buffer._pool.common is None) == bool(flat._plan.subgroup)
+
+
+def _gather_many() -> None:
+    num_units = 3 * _MOST_SEGMENTS
+    buffers = Buffers(*range(10, 10 + num_units))
+    for turn in range(3):
+        in_common = []
+        for number in range(num_units):
+            buffers.gather(number, 100.0 * turn)
+            in_common.append(buffers.is_common(number))
+        assert sum(in_common) == (_MOST_SEGMENTS if turn == 0 else num_units), "in an arena then"
+        for number in range(num_units):
+            buffers.check(number, 100.0 * turn)
+            buffers.free(number)
 
 
 def _map_and_forget() -> None:

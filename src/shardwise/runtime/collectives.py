@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwise.errors import PeerAborted, StepError
 from shardwise.plan.memory import is_cut, scratch_elements
-from shardwise.runtime.common import DISAGREES, Claim
+from shardwise.runtime.common import DISAGREES, Claim, is_place
 from shardwise.runtime.device import Mark, make_lane
 from shardwise.runtime.guard import LinkState, Report, Scope, Ticket
 from shardwise.runtime.mesh import Axis
@@ -262,12 +262,13 @@ class Link:
         is_common = False
         try:
             words = self._wire.tell(others, claim.word, ticket.tag)
-            is_common = all(map(claim.agrees, words.values()))
             first = members.ranks[0]
+            place = words.get(first, claim.word)
+            is_common = is_place(place) and all(map(claim.agrees, words.values()))
             if not is_common:
                 claim.part()
             elif first != self._own:
-                claim.move(self._wire.process_of(first), words[first])
+                claim.move(self._wire.process_of(first), place)
             fill()
         except Exception as error:  # noqa: BLE001 - it is raised once the others know
             failure = error

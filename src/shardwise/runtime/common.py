@@ -20,10 +20,12 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["DISAGREES", "Claim", "CommonMemory", "is_offered", "offer", "shares"]
+__all__ = ["DISAGREES", "Claim", "CommonMemory", "is_offered", "is_place", "offer", "shares"]
 
+_MOST_SEGMENTS = 16  # each takes two descriptors, of which a process may have 1024
 _WORD = struct.Struct("<qqqqq")  # descriptor, number and oldest number of segments, offset, in use
-DISAGREES = _WORD.pack(0, 0, 0, 0, -1)  # with everybody
+_NOWHERE = (-1, 0, 0, 0)
+DISAGREES = _WORD.pack(*_NOWHERE, -1)  # with everybody
 
 # On which systems memory can be offered; whether another process can open it has to be tried.
 is_offered = hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
@@ -42,6 +44,11 @@ class Claim:
         return bool(_WORD.unpack(self.word)[-1] == _WORD.unpack(word)[-1])
 
 
+def is_place(word: bytes) -> bool:
+    """Whether it tells of memory that others can open."""
+    return bool(_WORD.unpack(word)[0] >= 0)
+
+
 class _Segment(mmap.mmap):
     """A file in memory, and a descriptor by which other processes open it."""
 
@@ -58,7 +65,9 @@ class CommonMemory:
         self._opened: dict[tuple[int, int], mmap.mmap] = {}  # by process and number
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
-        """Zeros; memory is taken where they are written to."""
+        """Zeros; memory is taken where they are written to. For this process alone after some."""
+        if len(self._own) >= _MOST_SEGMENTS:
+            return torch.UntypedStorage(num_bytes, device="cpu")  # type: ignore[no-untyped-call]
         descriptor = os.memfd_create("shardwise")
         try:
             os.ftruncate(descriptor, num_bytes)
@@ -76,7 +85,9 @@ class CommonMemory:
     def word(self, address: int, in_use: int) -> bytes:
         """Tell others of a place in memory of `allocate`, and what else is in use here."""
         segments = dict(self._own)
-        start = max(start for start in segments if start <= address)
+        start = max((start for start in segments if start <= address), default=0)
+        if not start or address >= start + len(segments[start]):
+            return _WORD.pack(*_NOWHERE, in_use)
         oldest = min(segment.number for segment in segments.values())
         segment = segments[start]
         return _WORD.pack(segment.descriptor, segment.number, oldest, address - start, in_use)
@@ -88,16 +99,24 @@ class CommonMemory:
             OSError: it is gone.
         """
         descriptor, number, oldest, offset, _ = _WORD.unpack(word)
-        if (process, number) not in self._opened:
-            old = [key for key in self._opened if key[0] == process and key[1] < oldest]
-            for key in old:
-                del self._opened[key]
+        key = process, number
+        memory = self._opened.pop(key, None)
+        if memory is None:
+            self._forget(process, oldest)
             opened = os.open(_path(process, descriptor), os.O_RDWR)
             try:
-                self._opened[process, number] = mmap.mmap(opened, 0)
+                memory = mmap.mmap(opened, 0)
             finally:
                 os.close(opened)
-        return _storage(self._opened[process, number], offset, num_bytes)
+        self._opened[key] = memory  # the last one
+        return _storage(memory, offset, num_bytes)
+
+    def _forget(self, process: int, oldest: int) -> None:
+        """What that process has freed, as far as it tells, and what was not used for long."""
+        for key in [one for one in self._opened if one[0] == process and one[1] < oldest]:
+            del self._opened[key]
+        if len(self._opened) >= _MOST_SEGMENTS:
+            del self._opened[next(iter(self._opened))]
 
 
 def offer(secret: bytes) -> int:
