@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from shardwise.runtime import unit
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -130,6 +132,7 @@ class Serving:
     def pytest_cmdline_main(self) -> int:
         pytest.register_assert_rewrite("tests")
         torch.set_num_threads(1)
+        unit.SMALL_BYTES = 256  # the units of tests are small, and take the way of large ones
         os.set_inheritable(self.socket, False)  # a child of the rank must not keep it open
         with (self.folder / f"stacks{self.rank}").open("w") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

@@ -10,15 +10,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out
 from shardwise.plan.strategy import PRESETS
-from shardwise.runtime import neighbours
+from shardwise.runtime import neighbours, unit
 from shardwise.runtime.buffer import FlatBuffer, Pools
 from shardwise.runtime.collectives import Pending
-from shardwise.runtime.common import _MOST_SEGMENTS, CommonMemory, is_place, offer, shares
+from shardwise.runtime.common import (
+    _MOST_SEGMENTS,
+    CommonMemory,
+    _can_offer,
+    is_place,
+    offer,
+    shares,
+)
 from shardwise.runtime.communicator import Communicator, communicator
 from shardwise.runtime.mesh import resolve_mesh
 from shardwise.runtime.wire import Wire
@@ -67,6 +74,10 @@ def test_training_without_files_of_others() -> None:
 
 def test_units_that_a_smaller_group_gathers_again_are_not_in_common() -> None:
     run_on(4, _gather_in_subgroups)
+
+
+def test_small_units_are_sent_at_once() -> None:
+    run_on(2, _send_at_once)
 
 
 def test_more_units_than_files() -> None:
@@ -132,6 +143,25 @@ def test_an_open_place_outlives_who_offered_it() -> None:
     other = _bytes(there.open(os.getpid(), here.word(storage.data_ptr(), 0), 4096))
     del storage, here, there
     assert other.tolist() == [5] * 4096
+
+
+def test_ranks_agree_on_who_shares() -> None:
+    ranks = neighbours.Neighbours()
+    assert not ranks.can_share((0, 1)), "before they met"
+    ranks._opens = [{1, 2}, {0}, {0, 1}]
+    assert ranks.can_share((0, 1))
+    assert ranks.can_share((2, 0))
+    assert not ranks.can_share((0, 1, 2))
+    assert not ranks.can_share((1, 2))
+
+
+def test_without_files_memory_is_ones_own() -> None:
+    memory = CommonMemory()
+    with mock.patch.object(os, "memfd_create", side_effect=OSError(24, "Too many open files")):
+        storage = memory.allocate(4096)
+        assert not _can_offer()
+    assert storage.nbytes() == 4096
+    assert not is_place(memory.word(storage.data_ptr(), 0))
 
 
 def test_a_file_is_shared_only_if_it_has_the_secret() -> None:
@@ -353,12 +383,12 @@ def _stay_away() -> None:
 
 
 def _train_without_files() -> None:
-    with mock.patch.object(neighbours, "shares", return_value=rank() != 1):
+    all_ranks = range(world_size())
+    with mock.patch.object(neighbours, "shares", return_value=rank() == 0):
         links = Communicator(resolve_mesh(None, PRESETS["fsdp"]), CPU)
-    others = [other for other in range(world_size()) if other != rank()]
     assert links.gather._wire is not None
-    assert not links.gather._wire.can_share(others)
-    assert links.gather._wire.can_read(others)
+    assert not links.gather._wire.can_share(all_ranks), "nor does the one that could"
+    assert links.gather._wire.can_read([other for other in all_ranks if other != rank()])
     with mock.patch.object(Wire, "can_share", return_value=False):
         assert_equal_training("gpt")
 
@@ -370,6 +400,16 @@ def _gather_in_subgroups() -> None:
     assert any(flat._plan.subgroup for flat in flats)
     for flat in flats:
         assert (flat.buffer._pool.common is None) == bool(flat._plan.subgroup)
+
+
+def _send_at_once() -> None:
+    with mock.patch.object(unit, "SMALL_BYTES", 4096):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for width in (8, 45, 46, 100)))
+        sw.fully_shard(model, units=nn.Linear)
+        assert_equal_training("gpt")
+    flats = [flat for one in runtime_of(model).units for flat in one.flats]
+    # 45 * 45 floats on 2 ranks are 4050 bytes each.
+    assert [flat.buffer._pool.common is None for flat in flats] == [True, True, False, False]
 
 
 def _gather_many() -> None:

@@ -75,10 +75,13 @@ def _count_gathered(name: str, prefetch: int) -> None:
     gradients = sorted((unit.gradient_bytes for unit in runtime.plan.units), reverse=True)
     reductions = 2 * sum(gradients[:2])
     pools = runtime.pools
-    assert pools.gathered.held_bytes <= pools.gathered.peak_bytes
+    gathered = 0  # in common memory, and small ones
+    for pool in (pools.gathered, pools.own):
+        assert pool.held_bytes <= pool.peak_bytes
+        gathered += pool.peak_bytes
     alignment = 64 * (2 + prefetch)
-    assert pools.gathered.peak_bytes <= _bound(runtime.plan, prefetch) + alignment
-    assert pools.peak_bytes - pools.gathered.peak_bytes <= 2 * reductions
+    assert gathered <= _bound(runtime.plan, prefetch) + alignment
+    assert pools.peak_bytes - gathered <= 2 * reductions
     assert pools.gradients.held_bytes == pools.outer_gradients.held_bytes == 0
     outstanding = 0
     for event in ledger.events():

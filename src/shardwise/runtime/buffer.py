@@ -203,8 +203,8 @@ class Pool:
 class Pools:
     """Where a step's memory comes from.
 
-    Gathered units may be in memory that all ranks they are gathered from have in common; units that
-    are gathered again from a part of them, and those parts, in this rank's own.
+    Gathered units may be in memory that all ranks they are gathered from have in common. Small ones
+    are in this rank's own, and those that are gathered again from a part of them, with that part.
 
     Gradients are whole in backward alone. What they take would lie idle just when activations are
     at their most, so it is taken when backward begins and given back when it ends. What units that

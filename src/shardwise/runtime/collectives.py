@@ -243,8 +243,7 @@ class Link:
     # -- in common memory ------------------------------------------------------------------------
 
     def _can_share(self, members: "_Members") -> bool:
-        others = [rank for _, rank in members.others()]
-        return bool(others) and self._wire is not None and self._wire.can_share(others)
+        return members.size > 1 and self._wire is not None and self._wire.can_share(members.ranks)
 
     def _gather_in_common(
         self,

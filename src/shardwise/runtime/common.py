@@ -10,6 +10,7 @@ what the first rank has given back, all have. If they find otherwise, as when an
 on one rank what another one still uses, each gathers in memory of its own.
 """
 
+import contextlib
 import mmap
 import os
 import struct
@@ -27,8 +28,16 @@ _WORD = struct.Struct("<qqqqq")  # descriptor, number and oldest number of segme
 _NOWHERE = (-1, 0, 0, 0)
 DISAGREES = _WORD.pack(*_NOWHERE, -1)  # with everybody
 
-# On which systems memory can be offered; whether another process can open it has to be tried.
-is_offered = hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
+
+def _can_offer() -> bool:
+    try:
+        os.close(os.memfd_create("shardwise-try"))
+    except (AttributeError, OSError):  # another system, or one that does not permit it
+        return False
+    return Path("/proc/self/fd").is_dir()
+
+
+is_offered = _can_offer()  # whether another process can open it has to be tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,19 @@ class _Segment(mmap.mmap):
     number: int
 
 
+def _make_segment(num_bytes: int) -> _Segment:
+    descriptor = os.memfd_create("shardwise")
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        segment = _Segment(descriptor, num_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    segment.descriptor = descriptor
+    weakref.finalize(segment, os.close, descriptor)
+    return segment
+
+
 class CommonMemory:
     """Memory of this process that others may compute in, and theirs that this one does."""
 
@@ -65,20 +87,16 @@ class CommonMemory:
         self._opened: dict[tuple[int, int], mmap.mmap] = {}  # by process and number
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
-        """Zeros; memory is taken where they are written to. For this process alone after some."""
-        if len(self._own) >= _MOST_SEGMENTS:
+        """Memory that is taken where it is written to; after some, for this process alone."""
+        segment: _Segment | None = None
+        if len(self._own) < _MOST_SEGMENTS:
+            with contextlib.suppress(OSError):  # too many open files
+                segment = _make_segment(num_bytes)
+        if segment is None:
             return torch.UntypedStorage(num_bytes, device="cpu")  # type: ignore[no-untyped-call]
-        descriptor = os.memfd_create("shardwise")
-        try:
-            os.ftruncate(descriptor, num_bytes)
-            segment = _Segment(descriptor, num_bytes)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        weakref.finalize(segment, os.close, descriptor)
-        storage = _storage(segment, 0, num_bytes)
         self._num_segments += 1
-        segment.descriptor, segment.number = descriptor, self._num_segments
+        segment.number = self._num_segments
+        storage = _storage(segment, 0, num_bytes)
         self._own[storage.data_ptr()] = segment
         return storage
 

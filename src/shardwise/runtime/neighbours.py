@@ -20,7 +20,7 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -48,7 +48,8 @@ class Neighbours:
     def __init__(self) -> None:
         self._channels: dict[int, _Channel] = {}
         self._processes: dict[int, int] = {}  # whose memory can be read
-        self.sharers: dict[int, int] = {}  # processes with which files are opened both ways
+        self._processes_of_all: tuple[int, ...] = ()
+        self._opens: list[set[int]] = []  # by rank, which others' files it can open
 
     def meet(self, own: int, num_ranks: int, swap: _Swap) -> None:
         """Find them; all ranks of the group do this together."""
@@ -69,13 +70,14 @@ class Neighbours:
         reads = {rank for rank in channels if _reads(process[rank], address[rank], secrets_[rank])}
         opens = {rank for rank in channels if shares(process[rank], files[rank], secrets_[rank])}
         ways = (_READS * (rank in reads) + _OPENS * (rank in opens) for rank in range(num_ranks))
-        theirs = [int(of_rank[own]) for of_rank in swap(_tensor(ways))]
+        told = [of_rank.tolist() for of_rank in swap(_tensor(ways))]
         if file >= 0:
             os.close(file)
         # Only now: `swap` takes one way for all ranks, that through Gloo.
         self._channels = channels
-        self._processes = {rank: process[rank] for rank in reads if theirs[rank] & _READS}
-        self.sharers = {rank: process[rank] for rank in opens if theirs[rank] & _OPENS}
+        self._processes = {rank: process[rank] for rank in reads if told[rank][own] & _READS}
+        self._processes_of_all = process
+        self._opens = [{rank for rank, way in enumerate(row) if way & _OPENS} for row in told]
 
     def take(self, rank: int, sent: Tensor, received: Tensor) -> bool:
         """Whether these are exchanged with ``rank`` here; it comes to the same conclusion."""
@@ -85,6 +87,15 @@ class Neighbours:
     def can_read(self, rank: int) -> bool:
         """Whether large tensors of ``rank`` are read from its memory, and it reads those here."""
         return rank in self._processes
+
+    def can_share(self, ranks: Sequence[int]) -> bool:
+        """Whether all of these can open each other's files; each of them has the same answer."""
+        opens = self._opens
+        return bool(opens) and all({*ranks} - {rank} <= opens[rank] for rank in ranks)
+
+    def process_of(self, rank: int) -> int:
+        """Of one on this host."""
+        return self._processes_of_all[rank]
 
     def send(self, rank: int, tensor: Tensor, tag: int) -> None:
         """Send a small tensor, or say where a large one is, which has to stay until `end`."""

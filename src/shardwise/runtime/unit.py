@@ -29,10 +29,13 @@ from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.guard import Scope
 from shardwise.runtime.managed import ManagedParameter
 from shardwise.runtime.mesh import Axis
+from shardwise.runtime.neighbours import INLINE_BYTES
 from shardwise.runtime.offload import Ferry
 from shardwise.runtime.sharded_tensor import ShardedTensor
 
 __all__ = ["FlatParameters", "Unit", "UnitState"]
+
+SMALL_BYTES = INLINE_BYTES  # a shard that is sent at once; to agree on memory takes a message more
 
 
 class UnitState(StrEnum):
@@ -59,7 +62,8 @@ class FlatParameters:
     ) -> None:
         self.layout = layout
         self._plan = plan
-        pool = self._pool = pools.own if plan.subgroup else pools.gathered
+        is_small = layout.gathered_bytes <= SMALL_BYTES * layout.world_size
+        pool = self._pool = pools.own if plan.subgroup or is_small else pools.gathered
         self._ferry = ferry  # if the shard is on the host
         self._part: Tensor | None = None  # [world_size * S / subgroup]
         self.axis = axis

@@ -4,7 +4,7 @@ Ranks of one host have a way of their own (`neighbours`), the others send throug
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,13 +38,13 @@ class Wire:
         """Whether this rank reads large tensors from the memory of all of these."""
         return all(map(self._neighbours.can_read, ranks))
 
-    def can_share(self, ranks: Iterable[int]) -> bool:
-        """Whether this rank and all of these can open files of each other's."""
-        return all(rank in self._neighbours.sharers for rank in ranks)
+    def can_share(self, ranks: Sequence[int]) -> bool:
+        """Whether all of these can open each other's files; each of them has the same answer."""
+        return self._neighbours.can_share(ranks)
 
     def process_of(self, rank: int) -> int:
-        """Of one with which this rank `can_share`."""
-        return self._neighbours.sharers[rank]
+        """Of one on this host."""
+        return self._neighbours.process_of(rank)
 
     def swap(self, own: Tensor, tag: int) -> list[Tensor]:
         """Every rank's tensor, by rank.
