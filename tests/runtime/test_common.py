@@ -17,18 +17,17 @@ from shardwise.plan.layout import Layout, ParameterSpec, lay_out
 from shardwise.plan.strategy import PRESETS
 from shardwise.runtime import neighbours, unit
 from shardwise.runtime.buffer import FlatBuffer, Pools
-from shardwise.runtime.collectives import Pending
+from shardwise.runtime.collectives import Link, Pending
 from shardwise.runtime.common import (
     _MOST_SEGMENTS,
     CommonMemory,
     _can_offer,
     is_place,
-    offer,
+    offer_secret,
     shares,
 )
 from shardwise.runtime.communicator import Communicator, communicator
 from shardwise.runtime.mesh import resolve_mesh
-from shardwise.runtime.wire import Wire
 from tests.models import WIDTH, Block, build
 from tests.ranks import run_on
 from tests.runtime.one_process import assert_equal_training, rank, world_size
@@ -165,7 +164,7 @@ def test_without_files_memory_is_ones_own() -> None:
 
 
 def test_a_file_is_shared_only_if_it_has_the_secret() -> None:
-    descriptor = offer(SECRET)
+    descriptor = offer_secret(SECRET)
     assert shares(os.getpid(), descriptor, SECRET)
     assert not shares(os.getpid(), descriptor, b"t" * 32)
     os.close(descriptor)
@@ -389,7 +388,7 @@ def _train_without_files() -> None:
     assert links.gather._wire is not None
     assert not links.gather._wire.can_share(all_ranks), "nor does the one that could"
     assert links.gather._wire.can_read([other for other in all_ranks if other != rank()])
-    with mock.patch.object(Wire, "can_share", return_value=False):
+    with mock.patch.object(Link, "_can_share", return_value=False):
         assert_equal_training("gpt")
 
 

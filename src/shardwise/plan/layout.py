@@ -169,6 +169,11 @@ class Layout:
         return self.cast.reduce_dtype != self.dtype
 
     @property
+    def is_whole_sum(self) -> bool:
+        """Whether the sum of a reduce buffer can be the gradients: as large, and of their dtype."""
+        return self.shard_elements == self.num_elements and not self.casts_sums
+
+    @property
     def gathered_bytes(self) -> int:
         return self.num_elements * self.cast.compute_itemsize
 

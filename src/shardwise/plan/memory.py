@@ -208,8 +208,7 @@ def _in_place_bytes(unit: UnitPlan, way: _Way) -> int:
     is_elsewhere = unit.encloses or unit.holds_gradients or unit.offload is not None
     if is_elsewhere or way.accumulates or way.steps_in_backward:
         return 0
-    layouts = [one for one in unit.trainable_layouts if one.shard_elements == one.num_elements]
-    return sum(layout.shard_bytes for layout in layouts if not layout.casts_sums)
+    return sum(one.shard_bytes for one in unit.trainable_layouts if one.is_whole_sum)
 
 
 @dataclass(frozen=True, slots=True)

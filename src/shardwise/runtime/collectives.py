@@ -243,7 +243,10 @@ class Link:
     # -- in common memory ------------------------------------------------------------------------
 
     def _can_share(self, members: "_Members") -> bool:
-        return members.size > 1 and self._wire is not None and self._wire.can_share(members.ranks)
+        if members.can_share is None:  # once, for it takes longer the more they are
+            wire = self._wire if members.size > 1 else None
+            members.can_share = wire is not None and wire.can_share(members.ranks)
+        return members.can_share
 
     def _gather_in_common(
         self,
@@ -491,6 +494,7 @@ class _Members:
         self.ranks = ranks
         self.own = ranks.index(own_rank)
         self.group: dist.ProcessGroup | None = None  # theirs alone, where the backend wants one
+        self.can_share: bool | None = None  # memory
 
     @property
     def size(self) -> int:

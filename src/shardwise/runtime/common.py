@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["DISAGREES", "Claim", "CommonMemory", "is_offered", "is_place", "offer", "shares"]
+__all__ = ["DISAGREES", "Claim", "CommonMemory", "is_offered", "is_place", "offer_secret", "shares"]
 
 _MOST_SEGMENTS = 16  # each takes two descriptors, of which a process may have 1024
 _WORD = struct.Struct("<qqqqq")  # descriptor, number and oldest number of segments, offset, in use
@@ -137,7 +137,7 @@ class CommonMemory:
             del self._opened[next(iter(self._opened))]
 
 
-def offer(secret: bytes) -> int:
+def offer_secret(secret: bytes) -> int:
     """A descriptor by which others can open the secret if they `share`; -1: nobody can."""
     if not is_offered:
         return -1

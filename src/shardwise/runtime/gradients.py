@@ -61,8 +61,8 @@ class Gradients:
         reduce_dtype = layout.cast.reduce_dtype
         self._buffer = FlatBuffer(layout, pool, dtype=reduce_dtype, owns_memory=owns_buffer)
         self._dtype: torch.dtype = getattr(torch, layout.dtype)  # of the shards
-        is_whole = layout.shard_elements == layout.num_elements and not layout.casts_sums
-        self._can_be_in_place = is_whole and CAN_SWAP and ferry is None and not encloses
+        can_move = CAN_SWAP and ferry is None and not encloses
+        self._can_be_in_place = can_move and layout.is_whole_sum
         self.divide_by(axis.num_ranks)
         self._written = [False] * len(layout.slots)
         # By position: a gradient on its way in memory that `claim` gave, while autograd holds it.
@@ -185,9 +185,9 @@ class Gradients:
             self._end_landing()
 
     def _ship(self, ferry: Ferry, reduced: Tensor) -> "_Landing":
-        is_first = all(parameter.sharded.grad is None for parameter in self.parameters)
         size = self._layout.shard_elements
-        to = self._own_shard() if is_first else ferry.staging.take_tensor(size, self._dtype)
+        is_added = self._has_gradients
+        to = ferry.staging.take_tensor(size, self._dtype) if is_added else self._own_shard()
         return _Landing(reduced, to, ferry.take(to, reduced))
 
     def _end_landing(self) -> None:

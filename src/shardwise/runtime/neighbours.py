@@ -27,7 +27,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardwise.runtime.common import offer, shares
+from shardwise.runtime.common import offer_secret, shares
 
 __all__ = ["INLINE_BYTES", "Neighbours", "Offer"]
 
@@ -56,7 +56,7 @@ class Neighbours:
         secret = ctypes.create_string_buffer(secrets.token_bytes(32), 32)
         door = _open_door(num_ranks)
         name = b"" if door is None else door.getsockname()
-        file = offer(secret.raw)
+        file = offer_secret(secret.raw)
         card = _CARD.pack(os.getpid(), ctypes.addressof(secret), file, secret.raw, name)
         cards = [_CARD.unpack(bytes(one.tolist())) for one in swap(_tensor(card))]
         channels = {} if door is None else _call(own, cards)
