@@ -160,6 +160,7 @@ class Trainee:
             on_wire=not link.reads_memory,
             accumulates=accumulates,
             holds=holds,
+            on_cpu=True,
         )
         return memory.total_peak_bytes
 

@@ -100,6 +100,14 @@ def test_whole_parameters_are_never_gathered() -> None:
     assert memory.peak_bytes == 2 * 5 * UNIT + 2 * 3 * UNIT
 
 
+def test_the_cpu_keeps_what_gradients_are_reduced_in() -> None:
+    plan = plan_of(5, world_size=1, strategy="ddp", replicas=4)
+    memory = step_memory(plan, on_wire=True, on_cpu=True)
+    assert memory.between_steps_bytes == memory.gradient_bytes + 5 * UNIT == 2 * 5 * UNIT
+    assert memory.peak_bytes == 2 * 5 * UNIT + 2 * 3 * UNIT, "as where they are not kept"
+    assert step_memory(plan_of(5), on_cpu=True) == step_memory(plan_of(5)), "shards are not"
+
+
 @pytest.mark.parametrize("on_wire", [False, True])
 def test_accumulation_takes_a_target_for_each_reduction(on_wire: bool) -> None:
     plan = plan_of(5)

@@ -142,10 +142,24 @@ def _reduce_in_place() -> None:
     model = nn.Sequential(*(Block(16) for _ in range(4)))
     sw.fully_shard(model, units=Block, strategy="ddp")
     pools = runtime_of(model).pools
-    for _ in range(2):
+    places: set[tuple[int, ...]] = set()
+    for _ in range(3):
         model(torch.randn(4, 16)).square().mean().backward()
         assert pools.gradients.peak_bytes == 0, "buffers are the gradients"
+        local = _local_gradients(model)
+        places.add(tuple(one.data_ptr() for one in local))
+        memory = [StorageWeakRef(one.untyped_storage()) for one in local]  # type: ignore[no-untyped-call]
+        del local
         model.zero_grad()
+        assert not any(reference.expired() for reference in memory)  # type: ignore[no-untyped-call]
+    assert len(places) == 1, "that keep their memory"
+    model(torch.randn(4, 16)).square().mean().backward()
+    held = _local_gradients(model)
+    values = [local.clone() for local in held]
+    model.zero_grad()
+    model(torch.randn(4, 16)).square().mean().backward()
+    assert all(map(torch.equal, held, values)), "unless somebody holds them"
+    model.zero_grad()
     before = [p.grad for p in model.parameters()]
     model(torch.randn(4, 16)).square().mean().backward()
     first = [p.grad for p in model.parameters()]
@@ -154,6 +168,11 @@ def _reduce_in_place() -> None:
     assert all(p.grad is grad for p, grad in zip(model.parameters(), first, strict=True))
     assert pools.gradients.peak_bytes > 0, "there were some to add to"
     assert pools.gradients.held_bytes == 0
+
+
+def _local_gradients(model: nn.Module) -> list[Tensor]:
+    grads = [p.grad for p in model.parameters()]
+    return [grad.to_local() for grad in grads if isinstance(grad, sw.ShardedTensor)]
 
 
 def _let_go() -> None:
@@ -165,11 +184,10 @@ def _let_go() -> None:
         assert all(reference.expired() for reference in memory), "between steps there are none"  # type: ignore[no-untyped-call]
         model(torch.randn(4, 16)).square().mean().backward()
         optimizer.step()
-        grads = [p.grad for p in model.parameters()]
-        local = [grad.to_local() for grad in grads if isinstance(grad, sw.ShardedTensor)]
+        local = _local_gradients(model)
         memory = [StorageWeakRef(one.untyped_storage()) for one in local]  # type: ignore[no-untyped-call]
         assert len({reference.cdata for reference in memory}) == 4, "one piece of memory a unit"
-        del grads, local
+        del local
         assert not any(reference.expired() for reference in memory)  # type: ignore[no-untyped-call]
         optimizer.zero_grad()
     model(torch.randn(4, 16)).square().mean().backward()

@@ -184,6 +184,7 @@ def _measure(
         accumulates=accumulates,
         holds=holds,
         steps_in_backward=steps_in_backward,
+        on_cpu=True,
     )
     what = f"{name}, {accumulates=}, {holds=}, {steps_in_backward=}"
     assert between == pytest.approx(

@@ -31,7 +31,7 @@ _WHOLE_ELEMENTS = 1 << 14  # an all-reduce of fewer is one exchange of all
 class StepMemory:
     """Bytes of parameters and gradients on one rank; of its device, unless they say host."""
 
-    between_steps_bytes: int  # when there are no gradients, unless the step is to add to them
+    between_steps_bytes: int  # with gradients if the step is to add to them, or they keep memory
     gradient_bytes: int  # after backward; of the device and of the host
     transient_bytes: int  # what a step takes and gives back, gradient shards aside, at its peak
     peak_bytes: int
@@ -48,6 +48,7 @@ def step_memory(
     accumulates: bool = False,
     holds: bool = False,
     steps_in_backward: bool = False,
+    on_cpu: bool = False,
 ) -> StepMemory:
     """The memory of one training step of ``plan``, from the second step on.
 
@@ -63,8 +64,9 @@ def step_memory(
         holds: these are whole on every rank, for they were not reduced yet.
         steps_in_backward: gradient shards live from a unit's reduction to its step, as with
             `sw.optimizer_in_backward`.
+        on_cpu: it computes, so gradients that are reduced where they are keep their memory.
     """
-    way = _Way(on_wire, accumulates, holds, steps_in_backward)
+    way = _Way(on_wire, accumulates, holds, steps_in_backward, on_cpu)
     replay = _Replay(plan, way)
     events = schedule(plan, steps_in_backward=steps_in_backward)
     peak_event = events[0]
@@ -92,6 +94,7 @@ class _Way:
     accumulates: bool
     holds: bool
     steps_in_backward: bool
+    on_cpu: bool
 
 
 class _Replay:
@@ -110,7 +113,7 @@ class _Replay:
         self.base = sum(kept) - self.host + near + owned
         # What earlier backwards of the step left: whole gradients, and what crossed the outer axis.
         self._carried = sum(u.kept_bytes for u in plan.units if u.subgroup_first) * way.holds
-        whole = sum(_gradient_bytes(unit).buffer for unit in plan.units) * way.holds
+        whole = sum(_gradient_bytes(unit, way).buffer for unit in plan.units) * way.holds
         self._held = self.peak = self.base + self._carried + whole
         self.transient = self._held - self.base
         shards = 0 if way.steps_in_backward else sum(u.gradient_shard_bytes for u in plan.units)
@@ -121,7 +124,7 @@ class _Replay:
     def take(self, event: Event) -> bool:
         """Whether more is held than ever before."""
         unit, way = self._units[event.unit], self._way
-        gradients = _gradient_bytes(unit)
+        gradients = _gradient_bytes(unit, way)
         before = self.peak
         match event.kind:
             case EventKind.KEEP | EventKind.DROP if way.holds and unit.subgroup_first:
@@ -140,7 +143,7 @@ class _Replay:
                 self._make(unit.gradient_shard_bytes - _in_place_bytes(unit, way), unit)
             case EventKind.COLLECT:
                 self._held -= gradients.buffer + self._beside(unit)
-                self._make(_in_place_bytes(unit, way), unit)
+                self._make(_in_place_bytes(unit, way) - _standing_bytes(unit, way), unit)
                 self._land(_landing(unit, way))
             case EventKind.STEP:
                 self._make(-unit.gradient_shard_bytes, unit)
@@ -178,7 +181,8 @@ class _Replay:
 def _kept_bytes(unit: UnitPlan, way: _Way) -> int:
     """Between steps."""
     stays = (way.accumulates or unit.offload is not None) and not way.steps_in_backward
-    return unit.shard_bytes + unit.gradient_shard_bytes * stays
+    gradients = unit.gradient_shard_bytes if stays else _standing_bytes(unit, way)
+    return unit.shard_bytes + gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +194,12 @@ class _Gradients:
     buffer: int  # that they are reduced from, unless it is there all the time
 
 
-def _gradient_bytes(unit: UnitPlan) -> _Gradients:
+def _gradient_bytes(unit: UnitPlan, way: _Way) -> _Gradients:
     if unit.holds_gradients:
         return _Gradients(0, 0, 0)
     if not unit.encloses:
-        return _Gradients(*(unit.gradient_bytes,) * 3)
+        new = unit.gradient_bytes - _standing_bytes(unit, way)
+        return _Gradients(new, new, new)
     waiting = sum(
         slot.parameter.num_elements * layout.cast.compute_itemsize
         for layout in unit.trainable_layouts
@@ -209,6 +214,11 @@ def _in_place_bytes(unit: UnitPlan, way: _Way) -> int:
     if is_elsewhere or way.accumulates or way.steps_in_backward:
         return 0
     return sum(one.shard_bytes for one in unit.trainable_layouts if one.is_whole_sum)
+
+
+def _standing_bytes(unit: UnitPlan, way: _Way) -> int:
+    """Of these, what is kept from step to step."""
+    return _in_place_bytes(unit, way) if way.on_cpu else 0
 
 
 @dataclass(frozen=True, slots=True)

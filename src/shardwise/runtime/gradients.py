@@ -38,7 +38,8 @@ class Gradients:
 
     Where a shard is the whole, as in data-parallel training, the buffer of a unit that encloses no
     others is in the memory of ``reduced`` from the first moment on, unless there are gradients to
-    add to.
+    add to. On the CPU that memory is kept for the next backward, as malloc would take other memory
+    for it each time, and the process would grow.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class Gradients:
         reduce_dtype = layout.cast.reduce_dtype
         self._buffer = FlatBuffer(layout, pool, dtype=reduce_dtype, owns_memory=owns_buffer)
         self._dtype: torch.dtype = getattr(torch, layout.dtype)  # of the shards
-        can_move = CAN_SWAP and ferry is None and not encloses
+        can_move = CAN_SWAP and ferry is None and not encloses and not owns_buffer
         self._can_be_in_place = can_move and layout.is_whole_sum
+        self._keeps_shard = self._can_be_in_place and pool.device.type == "cpu"
         self.divide_by(axis.num_ranks)
         self._written = [False] * len(layout.slots)
         # By position: a gradient on its way in memory that `claim` gave, while autograd holds it.
@@ -74,7 +76,7 @@ class Gradients:
         self._is_handed_over = False
         self._fresh: list[int] = []  # positions whose .grad was None before this backward
         self.reduced_hook: Callable[[Tensor], None] | None = None  # called with [S], may change it
-        # [S], until it is handed over; that on the host until nobody holds the last .grad
+        # [S], until it is handed over; if it is kept, until somebody holds the last .grad
         self._shard: Tensor | None = None
         self._reduced: Tensor | None = None
         self._partial: Tensor | None = None
@@ -211,7 +213,7 @@ class Gradients:
                 gradient = ShardedTensor(own.to(self._dtype), parameter.sharding)
                 if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
                     self._fresh.append(position)
-        if self._ferry is None and not self._is_stepped:
+        if self._ferry is None and not self._is_stepped and not self._keeps_shard:
             self._shard = None  # it is freed with the gradients
         self._is_handed_over = True
 
@@ -301,7 +303,7 @@ class Gradients:
             for view in self._buffer.views:
                 self._evict(view)
             self._buffer.release()
-            if self._is_in_place and self._reduced is not self._shard:
+            if self._is_in_place and self._reduced is not self._shard and not self._keeps_shard:
                 self._shard = None
         self._aliases = []
 
@@ -333,10 +335,11 @@ class Gradients:
         if self._is_stepped:
             if self._shard is None:
                 self._shard = self._home_pool.take_tensor(size, self._dtype)
-        elif self._ferry is None:
-            self._shard = self._buffer.flat.new_empty(size, dtype=self._dtype)
         elif self._shard is None or is_shared(self._shard, own_references=1):
-            self._shard = self._ferry.host_shard(self._layout)  # page-locked, which takes long
+            if self._ferry is None:
+                self._shard = self._buffer.flat.new_empty(size, dtype=self._dtype)
+            else:
+                self._shard = self._ferry.host_shard(self._layout)  # page-locked, which takes long
         return self._shard
 
     def _borrow(self, num_elements: int, dtype: torch.dtype) -> Tensor:

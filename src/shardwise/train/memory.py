@@ -63,4 +63,5 @@ def foresee(plan: Plan, config: Config, device: str) -> StepMemory:
         accumulates=several and not holds,
         holds=several and holds,
         steps_in_backward=config.memory.step_in_backward,
+        on_cpu=device == "cpu",
     )
