@@ -25,18 +25,22 @@ MISTAKES = {
 }
 
 
-def test_a_small_comparison(tiny: Path, tmp_path: Path) -> None:
+def test_a_small_comparison(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    malloc = "MALLOC_MMAP_THRESHOLD_=1048576"
+    monkeypatch.setenv(*malloc.split("="))
     out = tmp_path / "out"
     words: list[str | Path] = ["--size", tiny]
     words += ["--vs", "ddp", "--ours", "fsdp", "--rounds", "2", "--sequence", "16"]
     finished = run(["bench", *words, "--measure", "time,traffic", "--out", out], tmp_path)
     assert finished.code == 0, finished.stderr
     assert "shardwise-fsdp" in finished.stdout
+    assert malloc in finished.stdout
     assert "rounds were noisy" in finished.stdout
     assert "Traceback" not in finished.stderr
     assert (out / "bench.png").stat().st_size > 0
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert results["machine"]["torch"]
+    assert results["machine"]["malloc"] == malloc
     assert results["setting"]["engines"] == ["ddp", "shardwise-fsdp"]
     assert len(results["rounds"]) == 2
     ours, ddp = results["engines"]["shardwise-fsdp"], results["engines"]["ddp"]

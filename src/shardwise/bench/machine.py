@@ -5,7 +5,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,6 +43,7 @@ class Machine:
     torch: str
     shardwise: str  # "" where it runs from its source
     deepspeed: str  # "" where it is not compared
+    malloc: str  # what the environment sets of it; "" as it comes
 
 
 def describe_machine(*, with_deepspeed: bool) -> Machine:
@@ -55,7 +56,14 @@ def describe_machine(*, with_deepspeed: bool) -> Machine:
         torch=torch.__version__,
         shardwise=_version("shardwise"),
         deepspeed=_version("deepspeed") if with_deepspeed else "",
+        malloc=_malloc_settings(os.environ),
     )
+
+
+def _malloc_settings(environment: Mapping[str, str]) -> str:
+    """Those of glibc: `MALLOC_MMAP_THRESHOLD_` and its like."""
+    names = sorted(n for n in environment if n.startswith("MALLOC_") or n == "GLIBC_TUNABLES")
+    return " ".join(f"{name}={environment[name]}" for name in names)
 
 
 def _version(package: str) -> str:

@@ -40,7 +40,8 @@ class Report:
         console.print(
             f"GPT of {results.num_parameters:,} parameters, {setting.ranks} CPU ranks, "
             f"{setting.dtype}, {setting.batch} x {setting.shape.context} tokens of a rank in a "
-            f"step, fused AdamW; torch {machine.torch}, {machine.processor}, {machine.cores} cores",
+            f"step, fused AdamW; torch {machine.torch}, {machine.processor}, {machine.cores} cores"
+            + (f", {machine.malloc}" if machine.malloc else ""),
             soft_wrap=True,
             markup=False,
             highlight=False,
