@@ -1,0 +1,43 @@
+"""``python -m benchmarks.gpu`` on a CPU: both engines train, and what is told is there."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.gpu import MODELS, Task, main, step_flops
+
+
+def test_both_engines_train_as_one_of_eight(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "gpu.json"
+    words = ["--device", "cpu", "--models", "tiny", "--ranks", "8", "--steps", "2", "--rounds", "1"]
+    main([*words, "--out", str(out)])
+    assert "no network is in it" in capsys.readouterr().out
+    results = json.loads(out.read_text(encoding="utf-8"))
+    assert [task["engine"] for task in results["tasks"]] == ["fsdp2", "shardwise"]
+    for task in results["tasks"]:
+        assert task["median"]["tokens_per_second"] > 0
+        assert task["median"]["flops_per_second"] > 0
+        assert task["ranks"] == 8
+
+
+def test_products_are_counted_with_those_that_are_recomputed() -> None:
+    width, vocabulary, blocks = 64, 512, 2
+    model = MODELS["tiny"]
+    tokens = model.batch * model.context
+    of_blocks = blocks * 12 * width**2 * 2 * tokens  # forward
+    attention = blocks * 2 * 2 * model.batch * model.context**2 * width  # two products
+    head = vocabulary * width * 2 * tokens
+    # Forward, forward again, and twice that. A block's last product is not made again, for nothing
+    # that was kept comes after it; nor is the head's.
+    expected = 4 * (of_blocks + attention) - of_blocks // 3 + 3 * head
+    assert step_flops(Task("tiny", blocks, "", 8, "cpu", 1)) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_without_a_gpu_it_says_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+    assert "--device cpu --models tiny" in capsys.readouterr().err
