@@ -116,6 +116,7 @@ class Measured:
     """Of one process; bytes and counts are 0 on a CPU."""
 
     tokens_per_second: float
+    flops: int  # in a step
     flops_per_second: float
     peak_flops_per_second: float  # of the device
     allocated_peak: int  # bytes
@@ -205,13 +206,17 @@ def measure(task: Task, queue: "multiprocessing.SimpleQueue[Measured]") -> None:
         (n - m) / task.steps for n, m in zip(allocations(device), before, strict=True)
     )
     on_gpu = device.type == "cuda"
+    allocated = torch.cuda.max_memory_allocated() if on_gpu else 0
+    reserved = torch.cuda.max_memory_reserved() if on_gpu else 0
+    flops = count_flops(step)
     queue.put(
         Measured(
             tokens_per_second=model.batch * model.context / seconds,
-            flops_per_second=step_flops(task) / seconds,
+            flops=flops,
+            flops_per_second=flops / seconds,
             peak_flops_per_second=peak,
-            allocated_peak=torch.cuda.max_memory_allocated() if on_gpu else 0,
-            reserved_peak=torch.cuda.max_memory_reserved() if on_gpu else 0,
+            allocated_peak=allocated,
+            reserved_peak=reserved,
             kernel_launches=count_kernels(step) if on_gpu else 0,
             allocator_calls=calls,
             device_allocations=from_driver,
@@ -252,14 +257,10 @@ ENGINES: dict[str, Callable[[nn.Module, type[nn.Module]], nn.Module]] = {
 # -- counting ------------------------------------------------------------------------------------
 
 
-def step_flops(task: Task) -> int:
-    """Of all products of a step, without computing any of them."""
-    model = MODELS[task.model]
-    with torch.device("meta"):
-        net, _ = model.build(task.blocks)
-        tokens = torch.zeros(model.batch, model.context + 1, dtype=torch.long)
+def count_flops(step: Callable[[], None]) -> int:
+    """Of all products of a step; on a CPU without those of fused attention."""
     with FlopCounterMode(display=False) as counter:
-        loss_of(net, tokens).backward()  # type: ignore[no-untyped-call]
+        step()
     total: int = counter.get_total_flops()
     return total
 
