@@ -1,5 +1,8 @@
 """Weight gradients in their slot: used where they can be, right where they cannot."""
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 from unittest import mock
@@ -7,8 +10,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
 from shardwise.runtime.gradients import Gradients
@@ -48,6 +53,12 @@ class Block(nn.Sequential):
                     z = layer(x.detach()).sum()
                     (own,) = torch.autograd.grad(z, layer.weight)
                 y = y + (own - x.detach().sum(0)).mean()  # nothing, if it is right
+            case "second order":
+                with torch.enable_grad():
+                    leaf = x.detach().requires_grad_()
+                    z = layer(leaf).tanh().sum()
+                    (of_input,) = torch.autograd.grad(z, leaf, create_graph=True)
+                y = y + of_input
         return y
 
 
@@ -157,13 +168,90 @@ def _error(model: nn.Module, whole: nn.Module) -> float:
     return error
 
 
+WAYS = ["once", "twice", "beside", "penalty", "hook", "grad", "second order", "nested"]
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-@pytest.mark.parametrize("way", ["once", "twice", "beside", "penalty", "hook", "grad", "nested"])
+@pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_those_of_one_process(way: str, strategy: str) -> None:
     num_expected = {"hook": 0, "twice": 8}.get(way, 4)  # two layers, two backwards
     for num_claims, error in run_on(2, _train, _build, way, strategy):
         assert error < 1e-10
         assert num_claims == num_expected
+
+
+def _train_hooked(way: str) -> tuple[int, float]:
+    with saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        return _train(_build, way, "fsdp")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_where_hooks_save(way: str) -> None:
+    num_expected = {"hook": 0, "twice": 8}.get(way, 4)
+    for num_claims, error in run_on(2, _train_hooked, way):
+        assert error < 1e-10
+        assert num_claims == num_expected
+
+
+class Stack(nn.Module):
+    """Blocks of two layers, each of which is computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(*copy.deepcopy(layers)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def _recompute() -> tuple[int, int, int, float]:
+    """Of a step: FLOP of products, and those without an engine; claims, and the largest error."""
+    torch.manual_seed(0)
+    whole = Stack().double()
+    model = copy.deepcopy(whole)
+    sw.fully_shard(model, units=nn.Sequential)
+    flops = []
+    with mock.patch.object(Gradients, "claim", autospec=True, side_effect=Gradients.claim) as claim:
+        for one in (model, whole):
+            torch.manual_seed(0)
+            batch = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+            own = batch[rank()] if one is model else batch.flatten(0, 1)
+            with FlopCounterMode(display=False) as counter:
+                one(own).square().mean().backward()
+            flops.append(counter.get_total_flops() // len(own))
+    return flops[0], flops[1], claim.call_count, _error(model, whole)
+
+
+def test_a_checkpoint_makes_no_more_products_than_without_an_engine() -> None:
+    for ours, plain, num_claims, error in run_on(2, _recompute):
+        assert ours == plain
+        assert num_claims == 7
+        assert error < 1e-10
+
+
+def _free_what_was_saved() -> bool:
+    model = _build("once")
+    sw.fully_shard(model, units=Block)
+    x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
+    gc.disable()
+    try:
+        with saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+            y = model(x)
+        saved = weakref.ref(y.grad_fn)
+        y.sum().backward()
+        del y
+        return saved() is None
+    finally:
+        gc.enable()
+
+
+def test_what_hooks_saved_is_freed_without_a_collector() -> None:
+    assert run_on(2, _free_what_was_saved) == [True, True]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])

@@ -69,7 +69,11 @@ class SlotLinear(nn.Linear):
         is_real = input.dtype == weight.dtype and not weight.is_complex()
         if offer is None or not is_real or not _is_plain(input, weight):
             return super().forward(input)
-        output: Tensor = _Linear.apply(input, weight, self.bias, offer)  # type: ignore[no-untyped-call]
+        before = None
+        if input.requires_grad and _has_saving_hooks():
+            input = _Saved.apply(input, weight)  # type: ignore[no-untyped-call]  # noqa: A001
+            before = input.grad_fn
+        output: Tensor = _Linear.apply(input, weight, self.bias, offer, before)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -103,21 +107,41 @@ def _slot_class(kind: Any, plain: Any, in_slot: Any) -> Any:
     return type(kind.__name__, (in_slot, kind), names)
 
 
+class _Saved(torch.autograd.Function):
+    """What a product's backward needs, saved before the product, as torch's own does.
+
+    Or a checkpoint, which stops computing again when it has all that was saved, would compute the
+    last product of a block for nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offer: SlotOffer
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offer: SlotOffer, before: Any
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.offer = offer
+        """``before``: the node of `_Saved`, if that has saved them."""
+        if before is None:
+            ctx.save_for_backward(x, weight)
+        ctx.offer, ctx.before = offer, before
         return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients  # [..., outputs]
-        x, weight = ctx.saved_tensors  # [..., inputs], [outputs, inputs]
+        saved = ctx if ctx.before is None else ctx.before
+        x, weight = saved.saved_tensors  # [..., inputs], [outputs, inputs]
         rows = gradient.reshape(-1, weight.shape[0])
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         of_weight = None
         if needs_weight:
             offered = ctx.offer() if _goes_to_grad(ctx.next_functions[1][0]) else None
@@ -131,7 +155,7 @@ class _Linear(torch.autograd.Function):
                 else:
                     of_weight = torch.mm(rows.t(), inputs, out=slot)
         of_x = gradient @ weight if needs_x else None
-        return of_x, of_weight, rows.sum(0) if needs_bias else None, None
+        return of_x, of_weight, rows.sum(0) if needs_bias else None, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -180,6 +204,11 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
         and not torch._C._are_functorch_transforms_active()  # no public name
         and forward_ad._current_level < 0
     )
+
+
+def _has_saving_hooks() -> bool:
+    """Whether something, such as a checkpoint, has a say in what autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _goes_to_grad(node: Any) -> bool:
