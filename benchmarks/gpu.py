@@ -10,10 +10,9 @@ Models, in bfloat16 over float32 shards, with activation checkpointing and fused
 - *llama-8b*: Llama-3.1-8B of `transformers`, whole;
 - *tiny*: to see that this runs, on a CPU as well.
 
-FLOP are those of all products of a step, attention's in full and those of recomputed blocks
-included; the peak of the GPU is a product
-of two square matrices in bfloat16, in the same process. Allocator calls are what torch's allocator
-was asked for in a step, and device allocations what it asked the driver for.
+FLOP are those of all products of a step, those of recomputed blocks included; the peak of the GPU
+is a product of two square matrices in bfloat16, in the same process. Allocator calls are what
+torch's allocator was asked for in a step, and device allocations what it asked the driver for.
 """
 
 import argparse
@@ -23,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ WARM_UP = 3  # steps
 WIDTH = 132  # of the table, in characters
 PRODUCT = {"cuda": 8192, "cpu": 256}  # the width of the matrices whose product is the peak
 PRODUCTS = 20
+LLAMA_VOCABULARY = 128_256
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +57,15 @@ class Model:
     batch: int  # sequences of a rank in a step
 
 
-def gpt(shape: Shape) -> Callable[[int], tuple[nn.Module, type[nn.Module]]]:
-    """A GPT of that shape, but for its blocks, all of which are recomputed."""
+def gpt(shape: Shape, batch: int) -> Model:
+    """A GPT of that shape, all of whose blocks are recomputed."""
 
     def build(blocks: int) -> tuple[nn.Module, type[nn.Module]]:
-        model = GPT(Shape(shape.vocabulary, shape.context, shape.width, blocks, shape.heads))
+        model = GPT(replace(shape, layers=blocks))
         model.checkpoint_every = 1
         return model, Block
 
-    return build
+    return Model(build, shape.layers, shape.vocabulary, shape.context, batch)
 
 
 def llama_8b(blocks: int) -> tuple[nn.Module, type[nn.Module]]:
@@ -74,7 +74,7 @@ def llama_8b(blocks: int) -> tuple[nn.Module, type[nn.Module]]:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: PLC0415
 
     config = LlamaConfig(
-        vocab_size=128_256,
+        vocab_size=LLAMA_VOCABULARY,
         hidden_size=4096,
         intermediate_size=14_336,
         num_hidden_layers=blocks,
@@ -89,13 +89,10 @@ def llama_8b(blocks: int) -> tuple[nn.Module, type[nn.Module]]:
     return model, LlamaDecoderLayer
 
 
-GPT_175B = Shape(vocabulary=51_200, context=2048, width=12_288, layers=96, heads=96)
-TINY = Shape(vocabulary=512, context=64, width=64, layers=2, heads=2)
-
 MODELS = {
-    "gpt-175b": Model(gpt(GPT_175B), blocks=6, vocabulary=51_200, context=2048, batch=2),
-    "llama-8b": Model(llama_8b, blocks=32, vocabulary=128_256, context=2048, batch=4),
-    "tiny": Model(gpt(TINY), blocks=2, vocabulary=512, context=64, batch=2),
+    "gpt-175b": gpt(Shape(vocabulary=51_200, context=2048, width=12_288, layers=6, heads=96), 2),
+    "llama-8b": Model(llama_8b, 32, LLAMA_VOCABULARY, context=2048, batch=4),
+    "tiny": gpt(Shape(vocabulary=512, context=64, width=64, layers=2, heads=2), 2),
 }
 
 
@@ -130,14 +127,14 @@ def main(words: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--models", default="gpt-175b,llama-8b", help="by comma")
-    parser.add_argument("--ranks", default="8,64", help="that are posed as, by comma")
+    parser.add_argument("--ranks", type=numbers, default="8,64", help="posed as, by comma")
     parser.add_argument("--blocks", type=int, help="of each model, instead of its own number")
     parser.add_argument("--steps", type=int, default=5, help="that are timed in each process")
     parser.add_argument("--rounds", type=int, default=3, help="processes of each engine")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     options = parser.parse_args(words)
-    names, ranks = options.models.split(","), [int(n) for n in options.ranks.split(",")]
+    names = options.models.split(",")
     unknown = [name for name in names if name not in MODELS]
     if unknown:
         parser.error(f"unknown models {unknown}; expected some of {', '.join(MODELS)}")
@@ -146,13 +143,17 @@ def main(words: Sequence[str] | None = None) -> None:
     tasks = [
         Task(name, options.blocks or MODELS[name].blocks, engine, n, options.device, options.steps)
         for name in names
-        for n in ranks
+        for n in options.ranks
         for engine in ENGINES
     ]
     found = measure_all(tasks, options.rounds)
     Console(width=max(WIDTH, Console().width)).print(as_table(found))
     if options.out is not None:
         write(options.out, options.device, found, words)
+
+
+def numbers(words: str) -> list[int]:
+    return [int(word) for word in words.split(",")]
 
 
 def measure_all(tasks: Sequence[Task], rounds: int) -> dict[Task, list[Measured]]:
@@ -192,7 +193,8 @@ def measure(task: Task, queue: "multiprocessing.SimpleQueue[Measured]") -> None:
 
     for _ in range(WARM_UP):
         step()
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     before = allocations(device)
@@ -205,7 +207,6 @@ def measure(task: Task, queue: "multiprocessing.SimpleQueue[Measured]") -> None:
     calls, from_driver = (
         (n - m) / task.steps for n, m in zip(allocations(device), before, strict=True)
     )
-    on_gpu = device.type == "cuda"
     allocated = torch.cuda.max_memory_allocated() if on_gpu else 0
     reserved = torch.cuda.max_memory_reserved() if on_gpu else 0
     flops = count_flops(step)

@@ -64,7 +64,8 @@ class Gradients:
         self._dtype: torch.dtype = getattr(torch, layout.dtype)  # of the shards
         can_move = CAN_SWAP and ferry is None and not encloses and not owns_buffer
         self._can_be_in_place = can_move and layout.is_whole_sum
-        self._keeps_shard = self._can_be_in_place and pool.device.type == "cpu"
+        is_on_cpu = pool.device.type == "cpu"
+        self._keeps_shard = ferry is not None or (self._can_be_in_place and is_on_cpu)
         self.divide_by(axis.num_ranks)
         self._written = [False] * len(layout.slots)
         # By position: a gradient on its way in memory that `claim` gave, while autograd holds it.
@@ -213,7 +214,7 @@ class Gradients:
                 gradient = ShardedTensor(own.to(self._dtype), parameter.sharding)
                 if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
                     self._fresh.append(position)
-        if self._ferry is None and not self._is_stepped and not self._keeps_shard:
+        if not self._is_stepped and not self._keeps_shard:
             self._shard = None  # it is freed with the gradients
         self._is_handed_over = True
 
