@@ -22,12 +22,12 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.plan.events import EventKind
-from shardwise.runtime.collectives import Link
-from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.guard import Scope, Ticket
 from shardwise.runtime.mesh import Axis
+from shardwise.schedule.events import EventKind
 from shardwise.train.models import GPT, Block, Shape
+from shardwise.transport.collectives import Link
+from shardwise.transport.communicator import Communicator
+from shardwise.transport.health.status import Scope, Ticket
 
 SHAPE = Shape(vocabulary=256, context=128, width=384, layers=6, heads=4)  # 10.7 million parameters
 CPU = torch.device("cpu")

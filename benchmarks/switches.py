@@ -41,17 +41,17 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from shardwise.plan.events import EventKind
-from shardwise.plan.memory import step_memory
+from shardwise.forecast.memory import step_memory
 from shardwise.runtime.buffer import Pool
-from shardwise.runtime.communicator import communicator
-from shardwise.runtime.device import Mark
 from shardwise.runtime.engine import Runtime, runtime_of_root
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
 from shardwise.runtime.unit import Unit
+from shardwise.schedule.events import EventKind
 from shardwise.train.models import GPT, Block, Shape
+from shardwise.transport.communicator import communicator
+from shardwise.transport.device import Mark
 
 SIZES = {
     "50M": Shape(vocabulary=4096, context=128, width=640, layers=10, heads=10),

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # All that a rank needs, before it is forked.
-import shardwise.train.launch
+import shardwise.train.run
 from shardwise.checkpoint.directory import MARKER, complete, latest
 from shardwise.checkpoint.remote import folder_at
 from shardwise.cli import main as command_line
@@ -222,7 +222,7 @@ def _size(path: Path) -> int:
 
 def main() -> None:
     """Parse the command line, run, tell."""
-    assert shardwise.train.launch
+    assert shardwise.train.run
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=2)

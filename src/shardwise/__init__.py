@@ -27,7 +27,7 @@ from shardwise.plan.strategy import Strategy
 from shardwise.runtime.engine import FSDPModule, fully_shard, gathered, ledger
 from shardwise.runtime.initialize import Initialization, initialize
 from shardwise.runtime.saved import offload_activations
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
 from shardwise.runtime.transaction import transaction
 
 __all__ = [

@@ -14,8 +14,8 @@ from shardwise.bench.rounds import run_heat, run_tiny_heat
 from shardwise.bench.setting import SIZES, Request, Setting, read_shape
 from shardwise.bench.traffic import watch_traffic
 from shardwise.bench.work import gpt_work
+from shardwise.launch.ranks import Ranks
 from shardwise.train.models import GPT, Shape
-from shardwise.train.ranks import Ranks
 from tests.ranks import run_on
 
 SHAPE = Shape(vocabulary=64, context=8, width=16, layers=2, heads=2)

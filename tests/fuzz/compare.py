@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.runtime import in_slot
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
 from shardwise.runtime.unit import UnitState
 from tests.fuzz.build import Fork, Net, build, settle_forks, trainable
 from tests.fuzz.faults import Boom, arm

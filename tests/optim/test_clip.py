@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.runtime.communicator import communicator
+from shardwise.transport.communicator import communicator
 from tests.models import CASES, build
 from tests.ranks import run_on
 from tests.runtime.one_process import assert_close, assert_equal_models, own_part

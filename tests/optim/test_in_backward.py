@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.plan.events import EventKind
 from shardwise.plan.offload import NO_OFFLOAD
-from shardwise.plan.schedule import schedule
+from shardwise.schedule.events import EventKind
+from shardwise.schedule.sequencer import schedule
 from tests.models import CASES, WIDTH, Block, Stack, build
 from tests.ranks import run_on
 from tests.runtime.one_process import (

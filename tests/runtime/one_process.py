@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
 from tests.models import CASES, build
 
 TOLERANCE = 1e-10

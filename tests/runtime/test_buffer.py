@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out
-from shardwise.plan.placement import Placement, Span, place
 from shardwise.runtime import arena as arena_module
 from shardwise.runtime import buffer as buffer_module
 from shardwise.runtime.buffer import FlatBuffer, Pool, is_shared
+from shardwise.schedule.memory import Placement, Span, place
 
 CPU = torch.device("cpu")
 LINE = 64  # bytes, of which all sizes are multiples

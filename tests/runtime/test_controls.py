@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.plan.events import EventKind
 from shardwise.runtime.controls import UnshardHandle
 from shardwise.runtime.engine import register_forward_method
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
+from shardwise.schedule.events import EventKind
 from tests.models import WIDTH, Block, Stack, build
 from tests.ranks import run_on
 from tests.runtime.one_process import assert_close, full, own_part, rank, world_size

@@ -14,7 +14,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.plan import layout
 from shardwise.plan.granularity import Granularities, granule_elements
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
 from tests.models import CASES, WIDTH, Block, Stack, build
 from tests.ranks import run_on
 from tests.runtime.one_process import assert_close, assert_equal_training, own_part

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.plan.units import Units
-from shardwise.runtime.device import peak_memory_bytes
 from shardwise.train import models as gpt
+from shardwise.transport.device import peak_memory_bytes
 from tests.models import CASES, WIDTH, Block, Stack
 from tests.ranks import run_on
 from tests.runtime.one_process import assert_equal_models, full, own_part, rank, world_size

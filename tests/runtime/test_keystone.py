@@ -7,7 +7,7 @@ import torch
 
 import shardwise as sw
 from shardwise.plan.plan import make_plan
-from shardwise.plan.schedule import schedule
+from shardwise.schedule.sequencer import schedule
 from tests.models import CASES, build
 from tests.ranks import run_on
 from tests.runtime.one_process import own_part, world_size

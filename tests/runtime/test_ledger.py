@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.plan.events import Event, EventKind
-from shardwise.runtime.device import Mark
 from shardwise.runtime.ledger import Ledger, Record
+from shardwise.schedule.events import Event, EventKind
+from shardwise.transport.device import Mark
 
 
 def mark(started: float, finished: float) -> Mark:

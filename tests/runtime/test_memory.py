@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwise as sw
-from shardwise.plan.events import EventKind
 from shardwise.plan.plan import Plan
 from shardwise.runtime.engine import Runtime
+from shardwise.schedule.events import EventKind
 from tests.models import CASES, WIDTH, Block, build
 from tests.ranks import run_on
 from tests.runtime.one_process import own_part, world_size

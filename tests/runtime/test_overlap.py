@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 import shardwise as sw
-from shardwise.runtime.wire import Wire
+from shardwise.transport.host.point_to_point import Wire
 from tests.ranks import run_on
 
 WIRE_SECONDS = 0.03

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise.plan.memory import step_memory
+from shardwise.forecast.memory import step_memory
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.strategy import STRATEGIES, Level, Strategy
 from shardwise.plan.units import Units
 from shardwise.runtime.buffer import Pool
-from shardwise.runtime.communicator import communicator
 from shardwise.runtime.engine import Runtime
+from shardwise.transport.communicator import communicator
 from tests.ranks import run_on
 from tests.runtime.one_process import world_size
 from tests.runtime.test_memory import runtime_of

@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise.plan.events import EventKind
 from shardwise.plan.plan import Plan, make_plan
-from shardwise.plan.schedule import schedule
 from shardwise.plan.strategy import PRESETS, STRATEGIES, Strategy
+from shardwise.schedule.events import EventKind
+from shardwise.schedule.sequencer import schedule
 from tests.models import CASES, WIDTH, Block, build
 from tests.ranks import run_on
 from tests.runtime.one_process import adamw, assert_close, assert_equal_training, own_part

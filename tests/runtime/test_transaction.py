@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
 from tests.models import WIDTH, Block
 from tests.ranks import run_on
 from tests.runtime.one_process import rank, world_size

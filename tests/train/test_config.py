@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from shardwise.launch.errors import ConfigError
 from shardwise.train.config import Config, TrainConfig, check_batch
-from shardwise.train.errors import ConfigError
 from shardwise.train.settings import read_config
 
 DEFAULT = Path(__file__).parents[2] / "configs" / "stdlib.toml"

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.launch.errors import ConfigError
 from shardwise.train.config import DataConfig
 from shardwise.train.data import Sampler, read_corpus
-from shardwise.train.errors import ConfigError
 
 TEXT = np.random.default_rng(0).integers(0, 256, size=5000, dtype=np.uint8)
 

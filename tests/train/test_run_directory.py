@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.launch.errors import ConfigError
 from shardwise.train.config import CheckpointConfig, Config
-from shardwise.train.errors import ConfigError
 from shardwise.train.records import Record
 from shardwise.train.run_directory import MetricsFile, open_run
 from shardwise.train.settings import read_config

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.checkpoint.directory import latest
+from shardwise.launch.errors import ConfigError
+from shardwise.launch.ranks import Ranks
 from shardwise.train.config import Config
-from shardwise.train.errors import ConfigError
 from shardwise.train.loop import train
-from shardwise.train.ranks import Ranks
 from shardwise.train.records import Record, Silent, Summary
 from shardwise.train.run_directory import MetricsFile, RunDirectory, open_run
 from tests.ranks import run_on

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.launch.errors import ConfigError
 from shardwise.train.config import Config
-from shardwise.train.errors import ConfigError
 from shardwise.train.settings import read_config, to_toml
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.train.errors import ConfigError
+from shardwise.launch.errors import ConfigError
 from shardwise.train.subjects import BUILT_IN, find_subjects
 
 OWN = """

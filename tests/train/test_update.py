@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.launch.errors import ConfigError
+from shardwise.launch.ranks import Ranks
 from shardwise.train.build import check
 from shardwise.train.config import Config
-from shardwise.train.errors import ConfigError
 from shardwise.train.loop import train
-from shardwise.train.ranks import Ranks
 from shardwise.train.records import Record, Silent
 from shardwise.train.run_directory import RunDirectory
 from tests.ranks import run_on

@@ -20,7 +20,7 @@ from shardwise.bench.machine import (
 from shardwise.bench.setting import Setting
 from shardwise.bench.traffic import Traffic, watch_traffic
 from shardwise.bench.work import Trainee, Work, gpt_work
-from shardwise.train.ranks import Ranks
+from shardwise.launch.ranks import Ranks
 
 __all__ = ["MMAP_THRESHOLD", "NUM_STEPS", "Inspection", "inspect_engine", "measure_resident_peak"]
 

@@ -22,10 +22,10 @@ from shardwise.bench.report import open_report
 from shardwise.bench.rounds import run_heat, run_tiny_heat
 from shardwise.bench.setting import Request, Setting, read_shape
 from shardwise.bench.work import NUM_TINY_UNITS, gpt_work
-from shardwise.runtime.device import num_local_gpus
-from shardwise.train.errors import ConfigError
-from shardwise.train.local_ranks import on_local_ranks
-from shardwise.train.ranks import find_place
+from shardwise.launch.errors import ConfigError
+from shardwise.launch.local_ranks import on_local_ranks
+from shardwise.launch.ranks import find_place
+from shardwise.transport.device import num_local_gpus
 
 __all__ = ["run"]
 

@@ -19,9 +19,9 @@ from shardwise.bench.machine import Clock, reference_seconds
 from shardwise.bench.progress import show_progress
 from shardwise.bench.setting import Setting
 from shardwise.bench.work import Trainee, Work, gpt_work, tiny_work
-from shardwise.plan.events import EventKind
+from shardwise.launch.ranks import Ranks
 from shardwise.runtime.ledger import Ledger
-from shardwise.train.ranks import Ranks
+from shardwise.schedule.events import EventKind
 
 __all__ = ["NUM_WARM_UP", "Communication", "RankRound", "Turn", "run_heat", "run_tiny_heat"]
 

@@ -29,10 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # the public ones ca
 from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
-from shardwise.runtime.collectives import Link
-from shardwise.runtime.communicator import communicator
-from shardwise.runtime.device import Lane
 from shardwise.runtime.engine import runtime_of_root
+from shardwise.transport.collectives import Link
+from shardwise.transport.communicator import communicator
+from shardwise.transport.device import Lane
 
 __all__ = ["Traffic", "watch_traffic"]
 

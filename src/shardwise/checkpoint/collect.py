@@ -12,7 +12,7 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.runtime.engine import FSDPModule
 from shardwise.runtime.mesh import Axis, resolve_mesh
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = ["Collected", "axis_of", "check_idle", "collect", "parameter_names", "tensors_of"]
 

@@ -24,7 +24,7 @@ from shardwise.checkpoint.shares import own_run
 from shardwise.checkpoint.states import States
 from shardwise.checkpoint.targets import Choice, Target, match_module
 from shardwise.errors import CheckpointError
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = ["Loaded", "load"]
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from shardwise.checkpoint.staging import Staging
 from shardwise.errors import CheckpointDamaged, CheckpointError
-from shardwise.runtime.collectives import POLL_SECONDS, Link
-from shardwise.runtime.collectives import Pending as Exchange
-from shardwise.runtime.communicator import Communicator, communicator
-from shardwise.runtime.guard import Scope
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.reductions import across
+from shardwise.transport.collectives import POLL_SECONDS, Link
+from shardwise.transport.collectives import Pending as Exchange
+from shardwise.transport.communicator import Communicator, communicator
+from shardwise.transport.health.status import Scope
 
 __all__ = ["Peers", "peers_of"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardwise.checkpoint.crc import BLOCK_BYTES
 from shardwise.plan.layout import Run
 from shardwise.runtime.mesh import Axis
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = ["Share", "bytes_of", "own_run", "share_to_write"]
 

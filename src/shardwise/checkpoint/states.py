@@ -12,7 +12,7 @@ from shardwise.checkpoint.collect import parameter_names
 from shardwise.checkpoint.files import Spec
 from shardwise.checkpoint.report import Report
 from shardwise.checkpoint.targets import Choice, Target
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = ["States"]
 

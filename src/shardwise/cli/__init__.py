@@ -17,7 +17,7 @@ from shardwise.cli.export import export
 from shardwise.cli.train import train
 from shardwise.cli.verify import verify
 from shardwise.errors import PlanError, ShardwiseError
-from shardwise.train.errors import ConfigError
+from shardwise.launch.errors import ConfigError
 
 __all__ = ["app", "main"]
 

@@ -21,7 +21,7 @@ def train(
     Starts its local ranks itself, unless a launcher such as torchrun has started this process as
     one of several (RANK and WORLD_SIZE are set): then it joins them.
     """
-    from shardwise.train.launch import run  # noqa: PLC0415 (torch takes seconds to import)
+    from shardwise.train.run import run  # noqa: PLC0415 (torch takes seconds to import)
     from shardwise.train.settings import read_config  # noqa: PLC0415
 
     run(read_config(config, settings or []), nproc)

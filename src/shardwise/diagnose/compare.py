@@ -11,7 +11,7 @@ from shardwise.diagnose.batches import Part
 from shardwise.diagnose.peers import Peers
 from shardwise.diagnose.reference import Outcome, Training
 from shardwise.diagnose.verification import Comparison, Worst
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = ["Judge"]
 

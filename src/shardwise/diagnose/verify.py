@@ -25,10 +25,10 @@ from shardwise.errors import PlanError
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.strategy import STRATEGIES, Strategy, resolve_strategy
 from shardwise.plan.units import Units
-from shardwise.runtime.device import current_gpu, num_local_gpus
 from shardwise.runtime.engine import fully_shard
 from shardwise.runtime.mesh import resolve_mesh
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
+from shardwise.transport.device import current_gpu, num_local_gpus
 
 __all__ = ["resolve_strategies", "verify"]
 

@@ -28,9 +28,9 @@ from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.units import NEVER_CALLED
 from shardwise.runtime import engine
 from shardwise.runtime.casting import cast_tensors
-from shardwise.runtime.collectives import copy_from_first
 from shardwise.runtime.controls import is_root_unit
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
+from shardwise.transport.collectives import copy_from_first
 
 __all__ = ["FullyShardedDataParallel"]
 

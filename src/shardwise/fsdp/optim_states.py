@@ -16,8 +16,8 @@ from shardwise.errors import PlanError
 from shardwise.fsdp.api import OptimStateKeyType, StateDictType
 from shardwise.fsdp.names import clean_names
 from shardwise.fsdp.state_dicts import as_saved, get_state_dict_type
-from shardwise.runtime.collectives import copy_from_first, tell_from_first
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
+from shardwise.transport.collectives import copy_from_first, tell_from_first
 
 __all__ = [
     "cut",

@@ -10,7 +10,7 @@ from shardwise.errors import PlanError
 from shardwise.fsdp import api
 from shardwise.fsdp.api import StateDictSettings, StateDictType
 from shardwise.fsdp.names import WRAPPED, clean_name
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = [
     "as_saved",

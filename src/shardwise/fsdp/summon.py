@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from shardwise.errors import PlanError
 from shardwise.fsdp.names import clean_names
 from shardwise.runtime import engine
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = ["summon_full_params"]
 

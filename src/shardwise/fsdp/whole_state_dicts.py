@@ -16,7 +16,7 @@ from torch.distributed import _state_dict_utils as utilities
 from torch.utils._pytree import tree_map
 
 from shardwise.fsdp.optim_states import cut
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = ["let_torch_know"]
 

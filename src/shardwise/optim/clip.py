@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import StepError
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = ["clip_grad_norm_"]
 

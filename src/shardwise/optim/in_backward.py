@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from shardwise.errors import PlanError, StepError
 from shardwise.runtime.engine import runtime_of_root
-from shardwise.runtime.managed import ManagedParameter
+from shardwise.runtime.parameters import ManagedParameter
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.sharded_tensor import ShardedTensor
 from shardwise.runtime.stepping import Stepper
+from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = ["StepsInBackward", "optimizer_in_backward"]
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from shardwise.runtime.engine import FSDPModule, runtime_of_root
-from shardwise.runtime.guard import Scope
 from shardwise.runtime.reductions import across
+from shardwise.transport.health.status import Scope
 
 __all__ = ["backward", "token_weight"]
 

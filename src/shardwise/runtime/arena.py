@@ -7,7 +7,7 @@ was once in use at the same time has to free and allocate in every step. Ranges 
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from shardwise.plan.placement import Placement, Span, place
+from shardwise.schedule.memory import Placement, Span, place
 
 __all__ = ["Arena", "Course", "aligned"]
 

@@ -13,14 +13,14 @@ from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.buffer import Pools
-from shardwise.runtime.device import current_gpu
-from shardwise.runtime.guard import Scope
-from shardwise.runtime.managed import Home, ManagedParameter, split_shard
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.offload import Ferry
+from shardwise.runtime.parameters import Home, ManagedParameter, split_shard
 from shardwise.runtime.reductions import across
-from shardwise.runtime.sharded_tensor import ShardedTensor, Sharding
+from shardwise.runtime.tensor import ShardedTensor, Sharding
 from shardwise.runtime.unit import FlatParameters, Unit
+from shardwise.transport.device import current_gpu
+from shardwise.transport.health.status import Scope
 
 __all__ = [
     "check_initialized",

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shardwise.plan.layout import Layout, Slot
 from shardwise.runtime.arena import Arena, Course, aligned
-from shardwise.runtime.common import Claim, CommonMemory, is_offered
-from shardwise.runtime.device import host_tensor
+from shardwise.transport.device import host_tensor
+from shardwise.transport.host.shared_memory import Claim, CommonMemory, is_offered
 
 __all__ = ["CAN_SWAP", "FlatBuffer", "Pool", "Pools", "is_shared"]
 

@@ -1,8 +1,8 @@
 """`fully_shard`: attaches a plan to a module.
 
 The way of a parameter from here to the first all-gather: `fully_shard` makes a `Runtime`, whose
-`FSDPModule.__call__` enters the unit in `scheduler`, which asks `plan.schedule` what must happen
-and has `unit` launch the gather on a link of `collectives`.
+`FSDPModule.__call__` enters the unit in `scheduler`, which asks `schedule.sequencer` what must
+happen and has `unit` launch the gather on a link of `transport.collectives`.
 """
 
 import contextlib
@@ -25,7 +25,6 @@ from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.padding import tell_padding
 from shardwise.plan.plan import Plan, UnitChoice, make_plan
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
-from shardwise.plan.schedule import Call, Outcome
 from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.units import UnitPlan, Units, check_is_unit
 from shardwise.runtime import hooks
@@ -48,9 +47,10 @@ from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.mesh import Axis, resolve_mesh
 from shardwise.runtime.offload import Ferry
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.runtime.unused import UNUSED, Unused
+from shardwise.schedule.sequencer import Call, Outcome
 
 __all__ = [
     "FSDPModule",

@@ -11,17 +11,17 @@ from torch import Tensor
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
 from shardwise.runtime.buffer import CAN_SWAP, FlatBuffer, Pool, is_shared
-from shardwise.runtime.collectives import Link, Pending, Reduction, copy_scaled
-from shardwise.runtime.device import Mark
 from shardwise.runtime.in_slot import computes_in_slot
-from shardwise.runtime.managed import ManagedParameter, split_shard
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.offload import Ferry
-from shardwise.runtime.sharded_tensor import (
+from shardwise.runtime.parameters import ManagedParameter, split_shard
+from shardwise.runtime.tensor import (
     ShardedTensor,
     apply_gradient_hooks,
     run_accumulated_hooks,
 )
+from shardwise.transport.collectives import Link, Pending, Reduction, copy_scaled
+from shardwise.transport.device import Mark
 
 __all__ = ["Gradients"]
 

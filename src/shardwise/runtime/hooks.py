@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from shardwise.errors import StepError
-from shardwise.plan.schedule import Outcome
+from shardwise.schedule.sequencer import Outcome
 
 __all__ = [
     "at_end_of_backward",

@@ -24,8 +24,8 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.attach import check_initialized, checksum, home_of, replace_parameter
 from shardwise.runtime.buffer import Pool
-from shardwise.runtime.device import random_states, seed_generators, set_random_states
-from shardwise.runtime.sharded_tensor import ShardedTensor, draws, written_tensors
+from shardwise.runtime.tensor import ShardedTensor, draws, written_tensors
+from shardwise.transport.device import random_states, seed_generators, set_random_states
 
 __all__ = ["Initialization", "Materializer", "initialize"]
 

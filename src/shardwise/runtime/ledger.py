@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.plan.events import Event, EventKind
-from shardwise.runtime.device import Mark
+from shardwise.schedule.events import Event, EventKind
+from shardwise.transport.device import Mark
 
 __all__ = ["Ledger", "Record"]
 

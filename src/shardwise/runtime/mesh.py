@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import PlanError
 from shardwise.plan.strategy import Strategy
-from shardwise.runtime.guard import Topology
+from shardwise.transport.health.status import Topology
 
 __all__ = ["Axis", "resolve_mesh"]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.plan.layout import Layout
 from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.runtime.buffer import Pool
-from shardwise.runtime.device import Mark, copy, host_tensor, make_lane
+from shardwise.transport.device import Mark, copy, host_tensor, make_lane
 
 __all__ = ["Ferry"]
 

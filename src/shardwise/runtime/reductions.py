@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from shardwise.plan.layout import Run
-from shardwise.runtime.communicator import communicator
-from shardwise.runtime.device import current_gpu
-from shardwise.runtime.guard import Scope
 from shardwise.runtime.mesh import Axis
+from shardwise.transport.communicator import communicator
+from shardwise.transport.device import current_gpu
+from shardwise.transport.health.status import Scope
 
 __all__ = ["across", "combine", "gather_runs", "norms"]
 

@@ -8,18 +8,18 @@ from functools import cached_property
 import torch
 
 from shardwise.errors import StepError
-from shardwise.plan.events import Event, EventKind
 from shardwise.plan.plan import Plan
-from shardwise.plan.schedule import Call, Outcome, Sequencer
-from shardwise.runtime.collectives import POLL_SECONDS
-from shardwise.runtime.communicator import Communicator, communicator
-from shardwise.runtime.device import Mark
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.stepping import Stepper
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.unused import Agreement, Unused, check_all_used, launch_agreement
+from shardwise.schedule.events import Event, EventKind
+from shardwise.schedule.sequencer import Call, Outcome, Sequencer
+from shardwise.transport.collectives import POLL_SECONDS
+from shardwise.transport.communicator import Communicator, communicator
+from shardwise.transport.device import Mark
 
 __all__ = ["Scheduler"]
 

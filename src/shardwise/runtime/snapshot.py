@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.runtime.device import random_states, set_random_states
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.tensor import ShardedTensor
+from shardwise.transport.device import random_states, set_random_states
 
 __all__ = ["ModelSnapshot", "OptimizerSnapshot"]
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from shardwise.errors import StepError
-from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.managed import ManagedParameter
+from shardwise.runtime.parameters import ManagedParameter
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.unused import Agreement, Unused, check_all_used, launch_agreement
+from shardwise.transport.communicator import Communicator
 
 __all__ = ["Stepper"]
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.errors import PeerAborted, PlanError, StepError
-from shardwise.runtime.communicator import Communicator, communicator
 from shardwise.runtime.engine import Runtime, runtime_of_root
-from shardwise.runtime.guard import Scope
 from shardwise.runtime.snapshot import ModelSnapshot, OptimizerSnapshot
+from shardwise.transport.communicator import Communicator, communicator
+from shardwise.transport.health.status import Scope
 
 __all__ = ["transaction"]
 

@@ -22,16 +22,16 @@ from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.buffer import FlatBuffer, Pool, Pools
-from shardwise.runtime.collectives import Link, Pending
-from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.device import Mark, copy
 from shardwise.runtime.gradients import Gradients
-from shardwise.runtime.guard import Scope
-from shardwise.runtime.managed import ManagedParameter
 from shardwise.runtime.mesh import Axis
-from shardwise.runtime.neighbours import INLINE_BYTES
 from shardwise.runtime.offload import Ferry
-from shardwise.runtime.sharded_tensor import ShardedTensor
+from shardwise.runtime.parameters import ManagedParameter
+from shardwise.runtime.tensor import ShardedTensor
+from shardwise.transport.collectives import Link, Pending
+from shardwise.transport.communicator import Communicator
+from shardwise.transport.device import Mark, copy
+from shardwise.transport.health.status import Scope
+from shardwise.transport.host.peers import INLINE_BYTES
 
 __all__ = ["FlatParameters", "Unit", "UnitState"]
 

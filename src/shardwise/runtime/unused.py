@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import StepError
-from shardwise.runtime.collectives import Pending
-from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.guard import Scope
-from shardwise.runtime.managed import ManagedParameter
+from shardwise.runtime.parameters import ManagedParameter
+from shardwise.transport.collectives import Pending
+from shardwise.transport.communicator import Communicator
+from shardwise.transport.health.status import Scope
 
 __all__ = ["UNUSED", "Agreement", "Unused", "check_all_used", "launch_agreement"]
 

@@ -5,6 +5,7 @@ import difflib
 import torch
 from torch import nn
 
+from shardwise.launch.errors import ConfigError
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.precision import MixedPrecisionPolicy
@@ -12,7 +13,6 @@ from shardwise.plan.strategy import resolve_strategy
 from shardwise.plan.units import Units
 from shardwise.train.config import Config
 from shardwise.train.data import VOCABULARY, read_corpus
-from shardwise.train.errors import ConfigError
 from shardwise.train.models import GPT, Shape
 
 __all__ = [

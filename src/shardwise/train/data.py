@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shardwise.launch.errors import ConfigError
 from shardwise.train.config import DataConfig
-from shardwise.train.errors import ConfigError
 
 __all__ = ["VOCABULARY", "Bytes", "Corpus", "Sampler", "read_corpus"]
 

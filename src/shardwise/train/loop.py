@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
+from shardwise.launch.ranks import Ranks
 from shardwise.plan.plan import Plan
-from shardwise.runtime.device import peak_memory_bytes
 from shardwise.runtime.engine import runtime_of_root
-from shardwise.runtime.guard import Scope
 from shardwise.runtime.reductions import across
 from shardwise.train.baselines import measure_baselines
 from shardwise.train.build import build_model, build_plan, find_units, offload_of, precision_of
@@ -24,7 +23,6 @@ from shardwise.train.data import Corpus, Sampler, read_corpus
 from shardwise.train.memory import foresee, one_process, one_rank
 from shardwise.train.models import GPT
 from shardwise.train.optimizer import learning_rate
-from shardwise.train.ranks import Ranks
 from shardwise.train.records import Observer, Record, Start, Summary
 from shardwise.train.run_directory import RunDirectory
 from shardwise.train.sample import generate
@@ -32,6 +30,8 @@ from shardwise.train.saving import Saver
 from shardwise.train.stopping import StopRequest
 from shardwise.train.switches import weigh
 from shardwise.train.update import Update
+from shardwise.transport.device import peak_memory_bytes
+from shardwise.transport.health.status import Scope
 
 __all__ = ["Trainer", "train"]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shardwise.plan.memory import StepMemory, step_memory
+from shardwise.forecast.memory import StepMemory, step_memory
 from shardwise.plan.plan import Plan
 from shardwise.train.config import Config
 

@@ -11,8 +11,8 @@ from typing import TextIO
 from shardwise.checkpoint.directory import complete, discard, latest
 from shardwise.checkpoint.remote import folder_at
 from shardwise.errors import CheckpointError
+from shardwise.launch.errors import ConfigError
 from shardwise.train.config import Config
-from shardwise.train.errors import ConfigError
 from shardwise.train.records import Record, Summary
 from shardwise.train.saving import check_same, step_of
 from shardwise.train.settings import to_toml

@@ -12,17 +12,17 @@ from shardwise.checkpoint import tree
 from shardwise.checkpoint.remote import folder_at
 from shardwise.checkpoint.sources import read_manifest
 from shardwise.errors import CheckpointError
+from shardwise.launch.errors import ConfigError
+from shardwise.launch.ranks import Ranks
 from shardwise.plan.layout import Run
-from shardwise.runtime.device import random_states, set_random_states
 from shardwise.runtime.engine import runtime_of_root
-from shardwise.runtime.guard import Scope
 from shardwise.runtime.reductions import gather_runs
 from shardwise.train.config import Config
 from shardwise.train.data import read_corpus
-from shardwise.train.errors import ConfigError
-from shardwise.train.ranks import Ranks
 from shardwise.train.settings import to_toml
 from shardwise.train.update import Update
+from shardwise.transport.device import random_states, set_random_states
+from shardwise.transport.health.status import Scope
 
 __all__ = ["Saver", "check_same", "step_of"]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from shardwise.launch.errors import ConfigError
 from shardwise.train.config import Config
-from shardwise.train.errors import ConfigError
 
 __all__ = ["read_config", "to_toml"]
 

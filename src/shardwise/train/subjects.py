@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.diagnose.models import MODELS, VOCABULARY, Subject, next_token_loss, random_tokens
-from shardwise.train.errors import ConfigError
+from shardwise.launch.errors import ConfigError
 from shardwise.train.models import GPT, Block, Shape
 
 __all__ = ["BUILT_IN", "find_subjects"]

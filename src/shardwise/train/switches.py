@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 
 from torch import nn
 
-from shardwise.plan.events import EventKind
 from shardwise.plan.plan import Plan
-from shardwise.plan.schedule import schedule
+from shardwise.schedule.events import EventKind
+from shardwise.schedule.sequencer import schedule
 from shardwise.train.build import build_plan
 from shardwise.train.config import Config
 from shardwise.train.memory import foresee, one_rank

@@ -9,9 +9,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from shardwise.diagnose.verification import VerificationError
 from shardwise.diagnose.verify import resolve_strategies, verify
 from shardwise.errors import PlanError, ShardwiseError
-from shardwise.train.errors import ConfigError
-from shardwise.train.local_ranks import as_rank, check_gpus, check_nproc, on_local_ranks
-from shardwise.train.ranks import Place, Ranks, find_place
+from shardwise.launch.errors import ConfigError
+from shardwise.launch.local_ranks import as_rank, check_gpus, check_nproc, on_local_ranks
+from shardwise.launch.ranks import Place, Ranks, find_place
 from shardwise.train.subjects import find_subjects
 
 __all__ = ["Request", "run"]

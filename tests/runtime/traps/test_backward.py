@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.runtime.buffer import Pool
-from shardwise.runtime.collectives import Link
 from shardwise.runtime.unit import FlatParameters
+from shardwise.transport.collectives import Link
 from tests.models import CASES, WIDTH, Block, Stack, build
 from tests.ranks import run_on
 from tests.runtime.one_process import (

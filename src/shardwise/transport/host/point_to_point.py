@@ -1,0 +1,196 @@
+"""Sends and receives between pairs of ranks, which collectives on the CPU are made of.
+
+Ranks of one host have a way of their own (`neighbours`), the others send through Gloo.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.errors import PeerLost
+from shardwise.transport.host.peers import INLINE_BYTES, Neighbours, Offer
+
+__all__ = ["Use", "Wire", "window_elements"]
+
+_PIECE_BYTES = 1 << 19  # three of them fit into the cache of a processor
+_HELLO = 0  # the tag of what is exchanged first
+_Pairs = Mapping[int, tuple[Tensor, Tensor]]
+_Errors = dict[int, Exception]
+Use = Callable[[slice], None]
+
+
+class Wire:
+    """The ranks of ``group``; all of them make it together."""
+
+    def __init__(self, group: dist.ProcessGroup, own: int, num_ranks: int) -> None:
+        self._group = group
+        self._own = own
+        self._num_ranks = num_ranks
+        self.num_exchanges = 0
+        self.sent_bytes = 0
+        self._neighbours = Neighbours()
+        self._neighbours.meet(own, num_ranks, lambda tensor: self.swap(tensor, _HELLO))
+
+    def can_read(self, ranks: Iterable[int]) -> bool:
+        """Whether this rank reads large tensors from the memory of all of these."""
+        return all(map(self._neighbours.can_read, ranks))
+
+    def can_share(self, ranks: Sequence[int]) -> bool:
+        """Whether all of these can open each other's files; each of them has the same answer."""
+        return self._neighbours.can_share(ranks)
+
+    def process_of(self, rank: int) -> int:
+        """Of one on this host."""
+        return self._neighbours.process_of(rank)
+
+    def swap(self, own: Tensor, tag: int) -> list[Tensor]:
+        """Every rank's tensor, by rank.
+
+        Raises:
+            PeerLost: as `exchange`.
+        """
+        received = [own if rank == self._own else own.clone() for rank in range(self._num_ranks)]
+        others = {rank: (own, into) for rank, into in enumerate(received) if rank != self._own}
+        self.exchange(others, tag)
+        return received
+
+    def exchange(self, tensors: _Pairs, tag: int, use: Use | None = None) -> None:
+        """Send the first of each pair to its rank and receive the second from it.
+
+        Args:
+            tensors: contiguous; all of them [n] if there is a ``use``, but that where all ranks'
+                memory can be read, windows of `window_elements` will do for what is received.
+            tag: the name of the exchange, the same on both sides.
+            use: called with a slice of [n] when all have it, until all of [n] was used. What is
+                read from memory is used piece by piece, from the processor's cache; in a window a
+                piece is at the start.
+
+        Raises:
+            PeerLost: at the end, so that the peers that are left do not wait for this rank.
+        """
+        self.count(sum(sent.nbytes for sent, _ in tensors.values()))
+        lost: _Errors = {}
+        near, far = self._sort(tensors)
+        works = self._start(far, tag, lost)
+        offers = self._meet(near, tag, lost)
+        for rank, of_rank in works.items():
+            for work in of_rank:
+                with _noting(lost, rank):
+                    if work is not None:
+                        work.wait()
+        try:
+            if use is None:
+                self._read(offers, lost)
+            elif offers:
+                self._read_pieces(offers, next(iter(near.values()))[0], lost, use)
+            elif not lost:
+                use(slice(None))
+        finally:  # whatever happens, all go on, and nobody reads this rank's tensors any more
+            for rank, offer in offers:
+                with _noting(lost, rank):
+                    offer.accept()
+            for rank, (sent, _) in near.items():
+                with _noting(lost, rank):
+                    self._neighbours.end(rank, sent, tag)
+        self._raise(lost)
+
+    def tell(self, ranks: Iterable[int], word: bytes, tag: int) -> dict[int, bytes]:
+        """Send a few bytes to ranks of this host, and return what they send; not an exchange.
+
+        Raises:
+            PeerLost: as `exchange`.
+        """
+        ranks = tuple(ranks)
+        lost: _Errors = {}
+        for rank in ranks:
+            with _noting(lost, rank):
+                self._neighbours.tell(rank, word, tag)
+        words = {}
+        for rank in ranks:
+            with _noting(lost, rank):
+                words[rank] = self._neighbours.hear(rank, tag)
+        self._raise(lost)
+        return words
+
+    def count(self, num_bytes: int) -> None:
+        """Note an exchange in which this rank sent so many."""
+        self.num_exchanges += 1
+        self.sent_bytes += num_bytes
+
+    def _raise(self, lost: _Errors) -> None:
+        for rank, error in lost.items():
+            raise PeerLost(f"rank {self._own} lost rank {rank}: {error}") from error
+
+    def _sort(self, tensors: _Pairs) -> tuple[_Pairs, _Pairs]:
+        """What neighbours exchange, and what goes through Gloo."""
+        take = self._neighbours.take
+        near = {rank: pair for rank, pair in tensors.items() if take(rank, *pair)}
+        return near, {rank: pair for rank, pair in tensors.items() if rank not in near}
+
+    def _meet(self, tensors: _Pairs, tag: int, lost: _Errors) -> list[tuple[int, Offer]]:
+        """Exchange small tensors with neighbours, and offers of large ones."""
+        offers: list[tuple[int, Offer]] = []
+        for rank, (sent, _) in tensors.items():
+            with _noting(lost, rank):
+                self._neighbours.send(rank, sent, tag)
+        for rank, (_, received) in tensors.items():
+            with _noting(lost, rank):
+                offer = self._neighbours.receive(rank, received, tag)
+                if offer is not None:
+                    offers.append((rank, offer))
+        return offers
+
+    def _start(self, tensors: _Pairs, tag: int, lost: _Errors) -> dict[int, list[dist.Work | None]]:
+        """Begin to send and receive through Gloo."""
+        works: dict[int, list[dist.Work | None]] = {rank: [] for rank in tensors}
+        for rank, (_, received) in tensors.items():
+            with _noting(lost, rank):
+                works[rank].append(self._group.recv([_real(received)], rank, tag))
+        for rank, (sent, _) in tensors.items():
+            with _noting(lost, rank):
+                works[rank].append(self._group.send([_real(sent)], rank, tag))
+        return works
+
+    def _read(self, offers: list[tuple[int, Offer]], lost: _Errors) -> None:
+        for rank, offer in offers:
+            with _noting(lost, rank):
+                offer.check(offer.into.nbytes)
+                offer.read(0, offer.num_bytes)
+
+    def _read_pieces(
+        self, offers: list[tuple[int, Offer]], like: Tensor, lost: _Errors, use: Use
+    ) -> None:
+        """Read and use what has the size of ``like``."""
+        for rank, offer in offers:
+            with _noting(lost, rank):
+                offer.check(like.nbytes)
+        size = like.numel()
+        step = min(_PIECE_BYTES // like.itemsize, *(offer.into.numel() for _, offer in offers))
+        for start in range(0, 0 if lost else size, step):
+            stop = min(start + step, size)
+            for rank, offer in offers:
+                with _noting(lost, rank):
+                    offer.read(start * like.itemsize, stop * like.itemsize)
+            use(slice(start, stop))
+
+
+def window_elements(num_ranks: int, itemsize: int) -> int:
+    """How many elements of what comes from so many ranks a window has: more than a message."""
+    return max(_PIECE_BYTES // num_ranks, 2 * INLINE_BYTES) // itemsize
+
+
+@contextlib.contextmanager
+def _noting(errors: _Errors, rank: int) -> Iterator[None]:
+    """Keep the first error of the connection to ``rank``."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        errors.setdefault(rank, error)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """What Gloo takes of complex numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,0 +1,454 @@
+"""All-gather and reduce-scatter between real ranks, and how these come back into step."""
+
+import itertools
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.plan.strategy import PRESETS
+from shardwise.runtime.mesh import Axis, resolve_mesh
+from shardwise.transport import communicator as waits
+from shardwise.transport.collectives import Pending, Reduction
+from shardwise.transport.communicator import Communicator, communicator
+from shardwise.transport.health.status import Ticket
+from shardwise.transport.host.point_to_point import _PIECE_BYTES
+from tests.ranks import run_on
+from tests.transport.test_point_to_point import only
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8]
+WINDOWS = 2 * _PIECE_BYTES // 4 + 1  # of float32: what passes through a window in pieces
+SIZES = [0, 1, 7, 1025, 300_001]  # the last is read from memory to memory, in pieces
+CASTS = [
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float64),
+    (torch.float32, torch.bfloat16),
+]
+IMPATIENT = 0.05  # seconds between the looks at a wait that takes long
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_all_reduces_are_those_of_the_backend(world_size: int) -> None:
+    run_on(world_size, _compare_all_reduce)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_results_are_those_of_torch(world_size: int) -> None:
+    run_on(world_size, _compare)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_sums_are_taken_in_the_order_of_ranks(world_size: int) -> None:
+    run_on(world_size, _sum_in_order)
+
+
+@pytest.mark.parametrize("way", ["memory", "gloo"])
+@pytest.mark.parametrize(
+    ("preset", "world_size"),
+    [*itertools.product(("fsdp", "ddp"), (1, 2, 3, 4)), ("hsdp", 4), ("hfsdp", 4)],
+)
+def test_sums_are_cast_to_where_they_go(preset: str, world_size: int, way: str) -> None:
+    run_on(world_size, _sum_and_cast, preset, way)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_link_runs_its_collectives_in_order(world_size: int) -> None:
+    assert len({tuple(tags) for tags in run_on(world_size, _order)}) == 1
+
+
+def test_launching_returns_before_the_slowest_rank_arrives() -> None:
+    run_on(3, _launch_early)
+
+
+def test_gathers_do_not_queue_behind_reductions() -> None:
+    run_on(2, _two_links)
+
+
+def test_what_is_sent_is_filled_in_when_its_turn_comes() -> None:
+    run_on(2, _fill_late)
+
+
+@pytest.mark.parametrize("difference", ["label", "size", "number"])
+def test_different_tickets_never_mix(difference: str) -> None:
+    texts = run_on(2, _diverge, difference)
+    assert "rank 0: step 5, testing, waits for" in texts[0]
+    assert "rank 1: step 5, testing, waits for" in texts[0]
+    assert texts[0] == texts[1], "the same on every rank"
+
+
+@pytest.mark.parametrize("aborting", [0, 2])
+def test_an_error_on_one_rank_reaches_those_that_wait_for_it(aborting: int) -> None:
+    run_on(3, _abort, aborting)
+
+
+def test_an_error_in_a_collective_is_raised_where_it_is_waited_for() -> None:
+    run_on(2, _fail_to_fill)
+
+
+def test_a_rank_that_could_not_fill_its_slot_is_not_waited_for() -> None:
+    run_on(2, _fail_to_fill_on_one)
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    run_on(2, _be_slow)
+
+
+def test_links_are_made_once_for_a_group() -> None:
+    run_on(2, _share)
+
+
+def test_links_go_with_their_group() -> None:
+    run_on(2, _forget)
+
+
+def test_one_rank_needs_no_wire() -> None:
+    links = Communicator(Axis(size=1, rank=0, group=None), CPU)
+    flat, out, filled = torch.arange(5.0), torch.zeros(5), torch.zeros(5)
+    assert (links.gather.has_wire, links.reduce.scratch_elements(64)) == (False, 0)
+    links.wait(links.gather.all_gather(filled, lambda: _fill(filled, 3), "gather"))
+    links.wait(links.reduce.reduce(Reduction(flat, out, None, out, flat[:0]), "reduce"))
+    assert torch.equal(filled, torch.full((5,), 3.0))
+    assert torch.equal(out, flat)
+    failing = links.gather.all_gather(flat, _raise, "gather")
+    with pytest.raises(ZeroDivisionError):
+        links.wait(failing)
+    links.recover()
+    links.wait(links.gather.all_gather(flat, lambda: None, "gather"))
+
+
+# -- in a rank -----------------------------------------------------------------------------------
+
+
+def _links() -> Communicator:
+    links = communicator(resolve_mesh(None, PRESETS["fsdp"]), CPU)
+    links.step, links.where = 5, "testing"
+    return links
+
+
+def _fill(tensor: Tensor, value: float) -> None:
+    tensor.fill_(value)
+
+
+def _raise() -> None:
+    raise ZeroDivisionError("it hurts")
+
+
+def _gather(links: Communicator, own: Tensor, label: str = "gather") -> tuple[Pending, Tensor]:
+    """Launch a gather of ``own`` [S]: the result [ranks * S] is -1 where nothing came yet."""
+    flat = torch.zeros(links.num_ranks * own.numel(), dtype=own.dtype).sub_(1)
+    slot = flat.view(links.num_ranks, -1)[links.rank] if own.numel() else flat
+    return links.gather.all_gather(flat, lambda: _copy(slot, own), label), flat
+
+
+def _copy(to: Tensor, of: Tensor) -> None:
+    to.copy_(of)
+
+
+def _reduce(links: Communicator, flat: Tensor, label: str = "reduce") -> tuple[Pending, Tensor]:
+    """Launch a sum of ``flat`` [ranks * S]: the result is this rank's slot [S]."""
+    size = flat.numel() // links.num_ranks
+    out = torch.zeros(size, dtype=flat.dtype).sub_(1)
+    scratch = torch.zeros(links.reduce.scratch_elements(flat.numel()), dtype=flat.dtype)
+    return links.reduce.reduce(Reduction(flat, out, None, out, scratch), label), out
+
+
+def _check_gather(links: Communicator, size: int = 3) -> None:
+    """The links work: every rank's slot comes to its place."""
+    pending, flat = _gather(links, torch.full((size,), float(links.rank)))
+    links.wait(pending)
+    expected = torch.arange(float(links.num_ranks)).repeat_interleave(size)
+    assert torch.equal(flat, expected)
+
+
+def _hurried() -> "mock._patch[float]":
+    return mock.patch.object(waits, "POLL_SECONDS", IMPATIENT)
+
+
+def _compare() -> None:
+    links = _links()
+    assert links.gather.has_wire
+    for dtype in DTYPES:
+        for size in SIZES:
+            # Small integers: their sums are exact in every dtype, in whatever order.
+            own = torch.randint(0, 50, (size,)).add_(links.rank).to(dtype)
+            pending, gathered = _gather(links, own)
+            links.wait(pending)
+            expected = torch.empty_like(gathered)
+            dist.all_gather_into_tensor(expected, own)
+            assert torch.equal(gathered, expected), f"{size} of {dtype}"
+
+            flat = torch.randint(0, 50, (links.num_ranks * size,)).add_(links.rank).to(dtype)
+            before = flat.clone()
+            pending, out = _reduce(links, flat)
+            links.wait(pending)
+            expected = torch.empty_like(out)
+            dist.reduce_scatter_tensor(expected, flat)
+            assert torch.equal(out, expected), f"{size} of {dtype}"
+            assert torch.equal(flat, before), "what is reduced is only read"
+
+
+def _compare_all_reduce() -> None:
+    """Whole; and in parts, with a rest that no part has."""
+    links = communicator(resolve_mesh(None, PRESETS["ddp"]), CPU)
+    for size in (*SIZES[1:], 20_003, 4 * WINDOWS + 3):
+        flat = torch.randint(0, 50, (size,)).add_(links.rank).float()
+        out = torch.empty_like(flat)
+        scratch = torch.empty(links.reduce.scratch_elements(size))
+        links.wait(links.reduce.reduce(Reduction(flat, out, None, out, scratch), "reduce"))
+        expected = flat.clone()
+        dist.all_reduce(expected)
+        assert torch.equal(out, expected), size
+
+
+def _sum_in_order() -> None:
+    links = _links()
+    ranks = links.num_ranks
+    for dtype, size in itertools.product((torch.float32, torch.bfloat16), (33, 20_001, WINDOWS)):
+        everyone = torch.randn(ranks, ranks, size).to(dtype)  # the same on every rank
+        pending, out = _reduce(links, everyone[links.rank].reshape(-1))
+        links.wait(pending)
+        expected = everyone[0, links.rank].clone()
+        for rank in range(1, ranks):
+            expected += everyone[rank, links.rank]
+        assert torch.equal(out, expected), "to the last bit"
+
+
+def _sum_and_cast(preset: str, way: str) -> None:
+    strategy, size = PRESETS[preset], dist.get_world_size()
+    factor = size // 2 if strategy.num_axes > 1 else None
+    axis = resolve_mesh(None, strategy, sharding_factor=factor)
+    with only(way):
+        links = Communicator(axis, CPU)
+    for (of, to), num_elements in itertools.product(CASTS, (33, 20_001, WINDOWS)):
+        _check_cast(axis, links, of, to, num_elements)
+
+
+def _check_cast(
+    axis: Axis, links: Communicator, of: torch.dtype, to: torch.dtype, size: int
+) -> None:
+    own, row = axis.group_rank, axis.row
+    slots = len(axis.shard_ranks) if axis.is_two_level else len(row)
+    everyone = torch.randn(axis.num_ranks, slots * size).to(of)  # the same on every rank
+    flat = everyone[own].clone()
+    inner = flat.view(len(row), -1)[row.index(own)]
+    carried = torch.randn(len(inner)).to(of) if len(axis.column) == 1 else None
+    out = torch.empty(size, dtype=to)
+    scratch = torch.empty(links.reduce.scratch_elements(len(flat), is_cast=True), dtype=of)
+    links.wait(links.reduce.reduce(Reduction(flat, inner, carried, out, scratch, 0.3), "reduce"))
+
+    parts = everyone.view(axis.num_ranks, len(row), -1)[:, row.index(own)]
+    if axis.is_two_level:
+        parts = parts.view(axis.num_ranks, len(axis.column), -1)[:, axis.column.index(own)]
+    terms = [*parts, carried] if carried is not None else list(parts)
+    what = f"{axis.num_ranks} ranks, {of} to {to}, {size}"
+    if carried is not None:
+        total = terms[0].clone()
+        for term in terms[1:]:
+            total += term
+        assert torch.equal(out, total.to(to) * 0.3), f"to the last bit, {what}"
+    exact = torch.stack(terms).double().sum(0) * 0.3
+    coarsest = max(torch.finfo(of).eps, torch.finfo(to).eps)
+    torch.testing.assert_close(out.double(), exact, rtol=4 * coarsest, atol=8 * coarsest, msg=what)
+    if not axis.is_two_level and len(axis.column) > 1:
+        replicas = [torch.empty_like(out) for _ in range(axis.num_ranks)]
+        dist.all_gather(replicas, out)
+        for rank in axis.column:
+            assert torch.equal(out, replicas[rank]), f"replicas get the same bits, {what}"
+
+
+def _order() -> list[int]:
+    links = _links()
+    before, other = links.gather.state(), links.reduce.state()
+    launched = [
+        _gather(links, torch.full((number,), float(number)), f"gather {number}")
+        for number in range(8)
+    ]
+    pendings = [pending for pending, _ in launched]
+    links.wait(pendings[-1])
+    for number, (pending, flat) in enumerate(launched):
+        assert pending.marks[0].is_done, "those before it have ended"
+        assert torch.equal(flat, torch.full_like(flat, number))
+    times = [moment for p in pendings for moment in (p.marks[0].started, p.marks[0].finished)]
+    assert times == sorted(times)
+    numbers = range(before.issued + 1, before.issued + 9)
+    assert [p.tickets[0] for p in pendings] == [
+        Ticket(number, f"gather {size}", 4 * size) for size, number in enumerate(numbers)
+    ]
+    after = links.gather.state()
+    assert after.issued == before.issued + 8
+    tags = [pending.tickets[0].tag for pending in pendings]
+    assert list(after.ended)[-8:] == tags
+    assert all(after.took(pending.tickets[0]) for pending in pendings)
+    assert links.reduce.state() == other, "the other link has its own numbers"
+    return tags
+
+
+def _launch_early() -> None:
+    """The last rank comes only when the others have returned from launching."""
+    links = _links()
+    is_last = links.rank == links.num_ranks - 1
+    if is_last:
+        dist.barrier()
+        time.sleep(0.05)
+    arrived = time.perf_counter()
+    gathering, gathered = _gather(links, torch.ones(3))
+    reducing, reduced = _reduce(links, torch.ones(3 * links.num_ranks))
+    if not is_last:
+        assert not gathering.marks[0].is_done
+        assert not reducing.marks[0].is_done
+        arrived = time.perf_counter()
+        dist.barrier()
+    for pending, result, expected in ((gathering, gathered, 1.0), (reducing, reduced, 3.0)):
+        links.wait(pending)
+        assert torch.equal(result, torch.full_like(result, expected))
+        assert pending.marks[0].finished > arrived
+
+
+def _two_links() -> None:
+    links = _links()
+    if links.rank == 0:
+        reducing, out = _reduce(links, torch.ones(6))
+        _check_gather(links)
+        assert not reducing.marks[0].is_done
+    else:
+        _check_gather(links)
+        dist.barrier()
+        reducing, out = _reduce(links, torch.ones(6))
+    if links.rank == 0:
+        dist.barrier()
+    links.wait(reducing)
+    assert torch.equal(out, torch.full((3,), 2.0))
+
+
+def _fill_late() -> None:
+    """A gather that waits behind another does not write into its buffer yet."""
+    links = _links()
+    if links.rank == 0:
+        first, _ = _gather(links, torch.ones(3))
+        second, flat = _gather(links, torch.ones(3))
+        assert not first.marks[0].wait(0.1)
+        assert torch.equal(flat, torch.full((6,), -1.0))
+        dist.barrier()
+    else:
+        dist.barrier()
+        _gather(links, torch.ones(3))
+        second, flat = _gather(links, torch.ones(3))
+    links.wait(second)
+    assert torch.equal(flat, torch.ones(6))
+
+
+def _diverge(difference: str) -> str:
+    links = _links()
+    _check_gather(links)
+    odd = links.rank == 1
+    if odd and difference == "number":
+        links.gather._issued += 1
+    size = 5 if odd and difference == "size" else 3
+    label = "gather b" if odd and difference == "label" else "gather a"
+    with _hurried():
+        pending, flat = _gather(links, torch.full((size,), 8.0), label)
+        with pytest.raises(sw.RanksDiverged) as caught:
+            links.wait(pending)
+        own = flat.view(2, -1)[links.rank]
+        assert torch.equal(own, torch.full((size,), 8.0))
+        assert torch.equal(flat.view(2, -1)[1 - links.rank], torch.full((size,), -1.0))
+        links.recover()
+        assert pending.marks[0].is_done
+        for _ in range(3):
+            _check_gather(links)
+    states = links.gather.swap_reports(links._report(0))
+    assert len({state.links[0].issued for state in states}) == 1, "back in step"
+    return str(caught.value)
+
+
+def _abort(aborting: int) -> None:
+    links = _links()
+    with _hurried():
+        for round_ in range(2):
+            _check_gather(links)
+            if links.rank == aborting:
+                links.abort(ValueError(f"it hurts, round {round_}"))
+            else:
+                pending, _ = _reduce(links, torch.ones(3 * links.num_ranks))
+                message = (
+                    rf"rank {aborting} gave up in step 5: ValueError: it hurts, round {round_}$"
+                )
+                with pytest.raises(sw.PeerAborted, match=message):
+                    links.wait(pending)
+            links.recover()
+            _check_reduce(links)
+
+
+def _check_reduce(links: Communicator) -> None:
+    pending, out = _reduce(links, torch.arange(2.0 * links.num_ranks))
+    links.wait(pending)
+    expected = torch.arange(2.0) + 2 * links.rank
+    assert torch.equal(out, links.num_ranks * expected)
+
+
+def _fail_to_fill() -> None:
+    links = _links()
+    fills: list[Callable[[], None]] = [_raise, lambda: None]
+    for fill in fills:
+        flat = torch.zeros(6)
+        pending = links.gather.all_gather(flat, fill, "gather")
+        if fill is _raise:
+            with pytest.raises(ZeroDivisionError, match="it hurts"):
+                links.wait(pending)
+            links.recover()
+        else:
+            links.wait(pending)
+    _check_gather(links)
+
+
+def _fail_to_fill_on_one() -> None:
+    links = _links()
+    fill, error = (_raise, ZeroDivisionError) if links.rank else (lambda: None, sw.PeerAborted)
+    pending = links.gather.all_gather(torch.zeros(6), fill, "gather")
+    with _hurried(), pytest.raises(error):
+        links.wait(pending)
+    links.recover()
+    _check_gather(links)
+
+
+def _be_slow() -> None:
+    """Many beats pass, and nobody despairs: the slow rank has not spoken, for it computes."""
+    links = _links()
+    with _hurried():
+        if links.rank == 1:
+            time.sleep(8 * IMPATIENT)
+        for _ in range(20):  # more than a link remembers: what rank 0 last waited for is forgotten
+            _check_gather(links)
+        if links.rank == 0:
+            time.sleep(8 * IMPATIENT)
+        _check_gather(links)
+
+
+def _share() -> None:
+    links = _links()
+    assert _links() is links
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    other = communicator(Axis(1, 0, alone), CPU)
+    assert other is not links
+    assert other is communicator(Axis(1, 0, alone), CPU)
+
+
+def _forget() -> None:
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    links = communicator(Axis(1, 0, alone), CPU)
+    links.wait(links.gather.all_gather(torch.zeros(3), lambda: None, "gather"))
+    watched: list[weakref.ref[Any]] = [weakref.ref(links), weakref.ref(links.gather.lane)]
+    dist.destroy_process_group(alone)
+    del alone, links
+    assert [reference() for reference in watched] == [None, None]

@@ -1,0 +1,447 @@
+"""What ranks of one host gather is there once, and nobody writes to what another one uses."""
+
+import gc
+import os
+import random
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.plan.layout import Layout, ParameterSpec, lay_out
+from shardwise.plan.strategy import PRESETS
+from shardwise.runtime import unit
+from shardwise.runtime.buffer import FlatBuffer, Pools
+from shardwise.runtime.mesh import resolve_mesh
+from shardwise.transport.collectives import Link, Pending
+from shardwise.transport.communicator import Communicator, communicator
+from shardwise.transport.host import peers as neighbours
+from shardwise.transport.host.shared_memory import (
+    _MOST_SEGMENTS,
+    CommonMemory,
+    _can_offer,
+    is_place,
+    offer_secret,
+    shares,
+)
+from tests.models import WIDTH, Block, build
+from tests.ranks import run_on
+from tests.runtime.one_process import assert_equal_training, rank, world_size
+from tests.runtime.test_memory import runtime_of
+
+CPU = torch.device("cpu")
+SECRET = b"s" * 32
+
+
+# -- between processes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_gathered_is_there_once(ranks: int) -> None:
+    run_on(ranks, _gather_once)
+
+
+@pytest.mark.parametrize("keeping", [0, 1, 2])
+def test_what_one_rank_still_uses_stays_as_it_is(keeping: int) -> None:
+    run_on(3, _keep_on_one, keeping)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_free_when_they_like(seed: int) -> None:
+    run_on(3, _free_at_random, seed, deadline=60.0)
+
+
+def test_a_late_rank_is_waited_for_before_anything_is_written() -> None:
+    run_on(2, _come_late)
+
+
+def test_a_rank_that_cannot_fill_its_slot_is_named() -> None:
+    run_on(3, _fail_to_fill)
+
+
+def test_ranks_that_do_not_come_leave_the_others_in_step() -> None:
+    run_on(3, _stay_away, deadline=40.0)
+
+
+def test_training_without_files_of_others() -> None:
+    run_on(3, _train_without_files)
+
+
+def test_units_that_a_smaller_group_gathers_again_are_not_in_common() -> None:
+    run_on(4, _gather_in_subgroups)
+
+
+def test_small_units_are_sent_at_once() -> None:
+    run_on(2, _send_at_once)
+
+
+def test_more_units_than_files() -> None:
+    run_on(2, _gather_many)
+
+
+def test_memory_goes_with_the_model() -> None:
+    run_on(3, _map_and_forget)
+
+
+# -- in one process ------------------------------------------------------------------------------
+
+
+def test_a_place_is_found_by_what_is_told_of_it() -> None:
+    here, there = CommonMemory(), CommonMemory()
+    storages = [here.allocate(size) for size in (4096, 1 << 20, 64)]
+    for storage in storages:
+        own = _bytes(storage)
+        word = here.word(own[32:].data_ptr(), 0)
+        other = _bytes(there.open(os.getpid(), word, 16))
+        own[32:48] = 7
+        assert other.tolist() == [7] * 16
+        other.fill_(9)
+        assert own[32:48].tolist() == [9] * 16
+        assert not own[48:].any(), "the rest is zeros, as it was"
+
+
+def test_memory_that_was_freed_is_not_kept() -> None:
+    here, there = CommonMemory(), CommonMemory()
+    first = here.allocate(4096)
+    word = here.word(first.data_ptr(), 0)
+    there.open(os.getpid(), word, 64)
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    del first
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors - 2, "its file's, and mmap's"
+    second = here.allocate(4096)
+    there.open(os.getpid(), here.word(second.data_ptr(), 0), 64)
+    assert len(there._opened) == 1, "the first is older than any that is there"
+    with pytest.raises(OSError, match="fd"):
+        CommonMemory().open(os.getpid(), _of_closed_file(), 64)
+
+
+def test_few_files_are_open_however_much_is_allocated() -> None:
+    here, there = CommonMemory(), CommonMemory()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    kept = [here.allocate(4096) for _ in range(3 * _MOST_SEGMENTS)]
+    words = [here.word(storage.data_ptr(), 0) for storage in kept]
+    assert [is_place(word) for word in words] == [n < _MOST_SEGMENTS for n in range(len(kept))]
+    first = kept[0]  # is the oldest one all the time
+    for _ in range(3 * _MOST_SEGMENTS):
+        kept = []
+        kept.append(here.allocate(4096))
+        there.open(os.getpid(), here.word(kept[0].data_ptr(), 0), 64)
+    assert len(there._opened) <= _MOST_SEGMENTS
+    assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3 * _MOST_SEGMENTS + 4
+    assert is_place(here.word(first.data_ptr(), 0))
+
+
+def test_an_open_place_outlives_who_offered_it() -> None:
+    here, there = CommonMemory(), CommonMemory()
+    storage = here.allocate(4096)
+    _bytes(storage).fill_(5)
+    other = _bytes(there.open(os.getpid(), here.word(storage.data_ptr(), 0), 4096))
+    del storage, here, there
+    assert other.tolist() == [5] * 4096
+
+
+def test_ranks_agree_on_who_shares() -> None:
+    ranks = neighbours.Neighbours()
+    assert not ranks.can_share((0, 1)), "before they met"
+    ranks._opens = [{1, 2}, {0}, {0, 1}]
+    assert ranks.can_share((0, 1))
+    assert ranks.can_share((2, 0))
+    assert not ranks.can_share((0, 1, 2))
+    assert not ranks.can_share((1, 2))
+
+
+def test_without_files_memory_is_ones_own() -> None:
+    memory = CommonMemory()
+    with mock.patch.object(os, "memfd_create", side_effect=OSError(24, "Too many open files")):
+        storage = memory.allocate(4096)
+        assert not _can_offer()
+    assert storage.nbytes() == 4096
+    assert not is_place(memory.word(storage.data_ptr(), 0))
+
+
+def test_a_file_is_shared_only_if_it_has_the_secret() -> None:
+    descriptor = offer_secret(SECRET)
+    assert shares(os.getpid(), descriptor, SECRET)
+    assert not shares(os.getpid(), descriptor, b"t" * 32)
+    os.close(descriptor)
+    assert not shares(os.getpid(), descriptor, SECRET)
+    assert not shares(os.getpid(), -1, SECRET)
+
+
+# -- in a rank -----------------------------------------------------------------------------------
+
+
+class Buffers:
+    """Flat buffers of one model, gathered one by one."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.pools = Pools(CPU)
+        self.links: Communicator = communicator(resolve_mesh(None, PRESETS["fsdp"]), CPU)
+        self.all = [
+            FlatBuffer(_layout(number, size), self.pools.gathered)
+            for number, size in enumerate(sizes)
+        ]
+
+    def launch(self, number: int, value: float) -> Pending:
+        """Rank r fills its slot with ``value + r``."""
+        buffer = self.all[number]
+        buffer.acquire()
+        own = buffer.slot_of(rank())
+        own_value = value + rank()
+
+        def fill() -> None:
+            own.fill_(own_value)
+
+        claim = buffer.claim()
+        assert claim is not None
+        return self.links.gather.all_gather(buffer.flat, fill, f"gather {number}", claim=claim)
+
+    def gather(self, number: int, value: float) -> None:
+        self.links.wait(self.launch(number, value))
+        self.check(number, value)
+
+    def check(self, number: int, value: float) -> None:
+        buffer = self.all[number]
+        for other in range(world_size()):
+            slot = buffer.slot_of(other)
+            assert torch.equal(slot, torch.full_like(slot, value + other)), (number, other)
+
+    def is_common(self, number: int) -> bool:
+        """Whether all ranks see what the first one writes."""
+        flat = self.all[number].flat
+        before = flat[0].item()
+        dist.barrier()
+        if rank() == 0:
+            flat[0] = -1.0
+        dist.barrier()
+        seen = torch.tensor([flat[0].item() == -1.0])
+        dist.all_reduce(seen, dist.ReduceOp.MIN)
+        if rank() == 0:
+            flat[0] = before
+        dist.barrier()
+        return bool(seen)
+
+    def free(self, number: int) -> None:
+        self.all[number].release()
+
+
+def _layout(number: int, size: int) -> Layout:
+    spec = ParameterSpec((f"p{number}",), (size * world_size(),), "float32", 4, trainable=True)
+    return lay_out([spec], world_size())
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _of_closed_file() -> bytes:
+    memory = CommonMemory()
+    storage = memory.allocate(64)
+    return memory.word(storage.data_ptr(), 0)
+
+
+def _gather_once() -> None:
+    buffers = Buffers(1000, 30_000)
+    for turn in range(4):
+        for number in range(2):
+            buffers.gather(number, 10.0 * turn)
+            assert buffers.is_common(number)
+        for number in range(2):
+            buffers.free(number)
+    common = buffers.pools.gathered.common
+    assert common is not None
+    # The files of all but the first have nothing in them: no page was ever touched.
+    taken = [os.fstat(segment.descriptor).st_blocks for segment in common._own.values()]
+    assert taken
+    assert (sum(taken) > 0) == (rank() == 0)
+
+
+def _keep_on_one(keeping: int) -> None:
+    buffers = Buffers(5000, 5000)
+    for number in (0, 1, 0, 1):  # until there is an arena
+        buffers.gather(number, 10.0)
+        buffers.free(number)
+    for _ in range(2):
+        buffers.gather(0, 10.0)
+        was = buffers.all[0].flat.data_ptr()
+        if rank() != keeping:
+            buffers.free(0)
+        buffers.gather(1, 20.0)
+        if rank() == 0 != keeping:
+            assert buffers.all[1]._lent is not None
+            assert buffers.all[1]._lent.data_ptr() == was, "a place that was given back here"
+        if rank() == keeping:
+            buffers.check(0, 10.0)
+            buffers.free(0)
+        assert not buffers.is_common(1)
+        buffers.free(1)
+        buffers.gather(1, 30.0)
+        assert buffers.is_common(1), "they agree again"
+        buffers.free(1)
+
+
+def _free_at_random(seed: int) -> None:
+    """All know what each one frees, so that none gathers what another one has."""
+    chance = random.Random(seed)
+    sizes = [chance.choice([1, 700, 5000, 5000, 20_000]) for _ in range(6)]
+    buffers = Buffers(*sizes)
+    held: list[dict[int, float]] = [{} for _ in range(world_size())]
+    num_common = num_apart = 0
+    for turn in range(150):
+        together = {n for n in range(len(sizes)) if chance.random() < 0.5}
+        is_odd = chance.random() < 0.3
+        for who, one in enumerate(held):
+            some = {n for n in range(len(sizes)) if chance.random() < 0.5} if is_odd else together
+            for number in some & set(one):
+                value = one.pop(number)
+                if who == rank():
+                    buffers.check(number, value)
+                    buffers.free(number)
+        pause = chance.choice([0.0, 0.0, 0.002]) * (chance.randrange(world_size()) == rank())
+        free = [n for n in range(len(sizes)) if not any(n in one for one in held)]
+        for number in free[: chance.randint(0, 2)]:
+            time.sleep(pause)
+            buffers.gather(number, 100.0 * turn)
+            apart = len({tuple(sorted(one)) for one in held}) > 1
+            num_apart += apart
+            num_common += not apart
+            moves = apart or rank() > 0
+            assert (buffers.all[number]._elsewhere is not None) == moves
+            for one in held:
+                one[number] = 100.0 * turn
+            for other, value in held[rank()].items():
+                buffers.check(other, value)
+    assert num_common > 10
+    assert num_apart > 10
+
+
+def _come_late() -> None:
+    buffers = Buffers(5000, 5000)
+    buffers.gather(0, 10.0)
+    if rank() == 0:
+        buffers.free(0)
+        pending = buffers.launch(1, 20.0)
+        assert not pending.marks[0].wait(0.1)
+        dist.barrier()
+    else:
+        time.sleep(0.05)
+        buffers.check(0, 10.0)
+        dist.barrier()
+        buffers.check(0, 10.0)
+        buffers.free(0)
+        pending = buffers.launch(1, 20.0)
+    buffers.links.wait(pending)
+    buffers.check(1, 20.0)
+    assert buffers.is_common(1)
+
+
+def _fail_to_fill() -> None:
+    buffers = Buffers(1000, 1000)
+    buffer = buffers.all[0]
+    for odd in (0, 2):
+        buffer.acquire()
+        error = ZeroDivisionError if rank() == odd else sw.PeerAborted
+        fill = _raise if rank() == odd else (lambda: None)
+        pending = buffers.links.gather.all_gather(buffer.flat, fill, "gather", claim=buffer.claim())
+        with pytest.raises(error) as caught:
+            buffers.links.wait(pending)
+        assert rank() == odd or f"rank {odd}" in str(caught.value)
+        buffer.release()
+        buffers.links.recover()
+        buffers.gather(1, 10.0)
+        assert buffers.is_common(1)
+        buffers.free(1)
+
+
+def _raise() -> None:
+    raise ZeroDivisionError("it hurts")
+
+
+def _stay_away() -> None:
+    buffers = Buffers(1000, 1000)
+    for away in ({0}, {1}, {0, 2}):
+        buffers.gather(1, 10.0)
+        if rank() in away:
+            buffers.links.abort(ValueError("it hurts"))
+        else:
+            pending = buffers.launch(0, 20.0)
+            with pytest.raises(sw.PeerAborted):
+                buffers.links.wait(pending)
+        buffers.links.recover()
+        buffers.check(1, 10.0)
+        if rank() not in away:
+            buffers.free(0)
+        buffers.free(1)
+        buffers.gather(0, 30.0)
+        assert buffers.is_common(0)
+        buffers.free(0)
+
+
+def _train_without_files() -> None:
+    all_ranks = range(world_size())
+    with mock.patch.object(neighbours, "shares", return_value=rank() == 0):
+        links = Communicator(resolve_mesh(None, PRESETS["fsdp"]), CPU)
+    assert links.gather._wire is not None
+    assert not links.gather._wire.can_share(all_ranks), "nor does the one that could"
+    assert links.gather._wire.can_read([other for other in all_ranks if other != rank()])
+    with mock.patch.object(Link, "_can_share", return_value=False):
+        assert_equal_training("gpt")
+
+
+def _gather_in_subgroups() -> None:
+    model = build("stack")
+    sw.fully_shard(model, units=Block, reshard_after_forward=2)
+    flats = [flat for unit in runtime_of(model).units for flat in unit.flats]
+    assert any(flat._plan.subgroup for flat in flats)
+    for flat in flats:
+        assert (flat.buffer._pool.common is None) == bool(flat._plan.subgroup)
+
+
+def _send_at_once() -> None:
+    with mock.patch.object(unit, "SMALL_BYTES", 4096):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for width in (8, 45, 46, 100)))
+        sw.fully_shard(model, units=nn.Linear)
+        assert_equal_training("gpt")
+    flats = [flat for one in runtime_of(model).units for flat in one.flats]
+    # 45 * 45 floats on 2 ranks are 4050 bytes each.
+    assert [flat.buffer._pool.common is None for flat in flats] == [True, True, False, False]
+
+
+def _gather_many() -> None:
+    num_units = 3 * _MOST_SEGMENTS
+    buffers = Buffers(*range(10, 10 + num_units))
+    for turn in range(3):
+        in_common = []
+        for number in range(num_units):
+            buffers.gather(number, 100.0 * turn)
+            in_common.append(buffers.is_common(number))
+        assert sum(in_common) == (_MOST_SEGMENTS if turn == 0 else num_units), "in an arena then"
+        for number in range(num_units):
+            buffers.check(number, 100.0 * turn)
+            buffers.free(number)
+
+
+def _map_and_forget() -> None:
+    gc.collect()
+    model = build("stack")
+    before = _num_mapped()
+    sw.fully_shard(model, units=Block)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(4):
+        model(torch.randn(4, WIDTH).double()).sum().backward()
+        optimizer.step()
+    assert _num_mapped() - before == (1 if rank() == 0 else 2), "its own, and that of the first"
+    del model, optimizer
+    gc.collect()
+    assert _num_mapped() == before
+
+
+def _num_mapped() -> int:
+    """Files in memory that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return len({line.split()[4] for line in lines if "/memfd:shardwise" in line})
