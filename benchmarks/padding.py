@@ -25,7 +25,7 @@ from rich.table import Table
 from shardwise.plan.granularity import Granularity, block
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out, lay_out_in_buffers
 from shardwise.plan.packing import pack
-from shardwise.plan.padding import WORTH_A_WORD, explain_padding
+from shardwise.plan.padding import REPORT_THRESHOLD, explain_padding
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -128,7 +128,9 @@ def figure(name: str, specs: list[ParameterSpec], ranks: int) -> Figure:
         layouts = lay_out_in_buffers(specs, ranks)
         seconds.append(time.perf_counter() - began)
     elements = sum(spec.num_elements for spec in specs)
-    ways_out = explain_padding(layouts).ways_out if _padding(layouts) > WORTH_A_WORD else ()
+    suggestions = (
+        explain_padding(layouts).suggestions if _padding(layouts) > REPORT_THRESHOLD else ()
+    )
     return Figure(
         block=name,
         granularity=str(specs[0].granularity),
@@ -138,7 +140,7 @@ def figure(name: str, specs: list[ParameterSpec], ranks: int) -> Figure:
         in_one=_padding((lay_out(specs, ranks),)),
         common_multiple=with_common_multiple(specs, ranks) * ranks / elements - 1,
         seconds=statistics.median(seconds),
-        way_out=str(ways_out[0]) if ways_out else "",
+        way_out=str(suggestions[0]) if suggestions else "",
     )
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from shardwise.plan.granularity import Granularity, block
 from shardwise.plan.layout import (
     Layout,
+    ParameterExtent,
     ParameterSpec,
     Run,
-    Slot,
     lay_out,
     lay_out_in_buffers,
 )
@@ -65,23 +65,23 @@ COARSE_LAYOUTS = st.builds(
 
 @given(LAYOUTS | COARSE_LAYOUTS)
 def test_runs_partition_every_parameter(layout: Layout) -> None:
-    for slot in layout.slots:
-        runs = layout.runs(slot)
+    for extent in layout.extents:
+        runs = layout.runs(extent)
         assert len(runs) == layout.world_size
-        assert runs == tuple(layout.run(slot, rank) for rank in range(layout.world_size))
+        assert runs == tuple(layout.run(extent, rank) for rank in range(layout.world_size))
         edges = [0]
         for run in filter(len, runs):
             assert run.start == edges[-1]
             edges.append(run.stop)
-        assert edges[-1] == slot.parameter.num_elements
+        assert edges[-1] == extent.parameter.num_elements
 
 
 @given(LAYOUTS)
 def test_slots_keep_their_order_and_do_not_overlap(layout: Layout) -> None:
-    for one, next_one in pairwise(layout.slots):
+    for one, next_one in pairwise(layout.extents):
         assert one.stop <= next_one.offset
-    assert layout.slots[0].offset == 0
-    assert layout.slots[-1].stop <= layout.num_elements
+    assert layout.extents[0].offset == 0
+    assert layout.extents[-1].stop <= layout.num_elements
 
 
 @given(parameter_lists(), WORLD_SIZES, ALIGNMENTS)
@@ -90,13 +90,13 @@ def test_padding_is_alignment_alone(
 ) -> None:
     layout = lay_out(parameters, world_size, alignment_bytes=alignment_bytes)
     alignment = max(1, alignment_bytes // layout.itemsize)
-    gaps = [two.offset - one.stop for one, two in pairwise(layout.slots)]
+    gaps = [two.offset - one.stop for one, two in pairwise(layout.extents)]
     assert all(0 <= gap < alignment for gap in gaps)
-    assert all(slot.offset % alignment == 0 for slot in layout.slots)
+    assert all(extent.offset % alignment == 0 for extent in layout.extents)
     assert layout.shard_elements % alignment == 0
-    assert [slot.parameter for slot in layout.slots] == parameters
+    assert [extent.parameter for extent in layout.extents] == parameters
     # After the last parameter: its own alignment, then each of the equal shards'.
-    end = layout.slots[-1].stop
+    end = layout.extents[-1].stop
     assert 0 <= layout.num_elements - end < alignment + alignment * world_size
     assert layout.padding_elements == layout.num_elements - sum(p.num_elements for p in parameters)
     assert layout.padding_elements < alignment * (len(parameters) + world_size)
@@ -104,12 +104,12 @@ def test_padding_is_alignment_alone(
 
 @given(LAYOUTS | COARSE_LAYOUTS)
 def test_offset_in_shard_is_where_the_run_lies(layout: Layout) -> None:
-    for slot in layout.slots:
-        for rank, run in enumerate(layout.runs(slot)):
-            offset = layout.offset_in_shard(slot, rank)
+    for extent in layout.extents:
+        for rank, run in enumerate(layout.runs(extent)):
+            offset = layout.offset_in_shard(extent, rank)
             assert 0 <= offset <= layout.shard_elements
             if run:
-                assert rank * layout.shard_elements + offset == slot.offset + run.start
+                assert rank * layout.shard_elements + offset == extent.offset + run.start
                 assert offset + len(run) <= layout.shard_elements
 
 
@@ -117,19 +117,19 @@ def test_offset_in_shard_is_where_the_run_lies(layout: Layout) -> None:
 def test_scatter_and_reassemble(layout: Layout) -> None:
     """What the ranks cut out of whole parameters makes the buffer that the parameters view."""
     wholes = [
-        [(i, element) for element in range(slot.parameter.num_elements)]
-        for i, slot in enumerate(layout.slots)
+        [(i, element) for element in range(extent.parameter.num_elements)]
+        for i, extent in enumerate(layout.extents)
     ]
     buffer: list[tuple[int, int] | None] = []
     for rank in range(layout.world_size):
         shard: list[tuple[int, int] | None] = [None] * layout.shard_elements
-        for slot, whole in zip(layout.slots, wholes, strict=True):
-            run, offset = layout.run(slot, rank), layout.offset_in_shard(slot, rank)
+        for extent, whole in zip(layout.extents, wholes, strict=True):
+            run, offset = layout.run(extent, rank), layout.offset_in_shard(extent, rank)
             assert shard[offset : offset + len(run)] == [None] * len(run), "written twice"
             shard[offset : offset + len(run)] = whole[run.start : run.stop]
         buffer += shard
-    for slot, whole in zip(layout.slots, wholes, strict=True):
-        assert buffer[slot.offset : slot.stop] == whole
+    for extent, whole in zip(layout.extents, wholes, strict=True):
+        assert buffer[extent.offset : extent.stop] == whole
     assert buffer.count(None) == layout.padding_elements
 
 
@@ -149,8 +149,8 @@ def test_the_numbers_of_the_drawing() -> None:
     assert layout.shard_elements == 13
     assert layout.num_elements == 26
     assert layout.padding_elements == 0
-    assert [slot.offset for slot in layout.slots] == [0, 15, 23]
-    w1, w2, b = layout.slots
+    assert [extent.offset for extent in layout.extents] == [0, 15, 23]
+    w1, w2, b = layout.extents
     assert layout.runs(w1) == (Run(0, 13), Run(13, 15))
     assert layout.runs(w2) == (Run(0, 0), Run(0, 8))
     assert layout.runs(b) == (Run(0, 0), Run(0, 3))
@@ -162,15 +162,15 @@ def test_no_granule_is_cut(
 ) -> None:
     layout = lay_out(parameters, world_size, alignment_bytes=alignment_bytes)
     alignment = max(1, alignment_bytes // layout.itemsize)
-    assert sorted(p.name for p in parameters) == sorted(s.parameter.name for s in layout.slots)
+    assert sorted(p.name for p in parameters) == sorted(s.parameter.name for s in layout.extents)
     assert layout.shard_elements % alignment == 0
-    for slot in layout.slots:
-        assert slot.offset % alignment == 0
-        granule, size = slot.parameter.granule_elements, slot.parameter.num_elements
-        runs = [run for run in layout.runs(slot) if run]
+    for extent in layout.extents:
+        assert extent.offset % alignment == 0
+        granule, size = extent.parameter.granule_elements, extent.parameter.num_elements
+        runs = [run for run in layout.runs(extent) if run]
         assert all(run.start % granule == 0 for run in runs)
         assert all(run.stop % granule == 0 or run.stop == size for run in runs)
-        assert layout.boundaries_inside(slot) == max(0, len(runs) - 1)
+        assert layout.boundaries_inside(extent) == max(0, len(runs) - 1)
 
 
 def test_the_numbers_of_the_drawing_by_row() -> None:
@@ -182,8 +182,8 @@ def test_the_numbers_of_the_drawing_by_row() -> None:
     ]
     layout = lay_out(parameters, 2, alignment_bytes=4)
     assert (layout.shard_elements, layout.num_elements, layout.padding_elements) == (14, 28, 2)
-    assert [slot.offset for slot in layout.slots] == [2, 17, 25]
-    w1, w2, b = layout.slots
+    assert [extent.offset for extent in layout.extents] == [2, 17, 25]
+    w1, w2, b = layout.extents
     assert layout.runs(w1) == (Run(0, 12), Run(12, 15))
     assert layout.runs(w2) == (Run(0, 0), Run(0, 8))
     assert layout.runs(b) == (Run(0, 0), Run(0, 3))
@@ -198,16 +198,16 @@ def test_slots_are_by_offset_whatever_the_order_of_the_module() -> None:
     ]
     layout = lay_out(parameters, 2)
     assert layout.padding_elements == 0, "4 and 8 elements beside 12"
-    assert [slot.parameter.name for slot in layout.slots] != names
-    assert [slot.offset for slot in layout.slots] == sorted(s.offset for s in layout.slots)
+    assert [extent.parameter.name for extent in layout.extents] != names
+    assert [extent.offset for extent in layout.extents] == sorted(s.offset for s in layout.extents)
 
 
 def test_granules_and_alignment_go_together() -> None:
     """Rows of 5 float32 are cut at multiples of 16 bytes, so four of them stay together."""
     layout = lay_out([spec("a", 16, 5, granularity="row")], 2)
-    assert [len(run) for run in layout.runs(layout.slots[0])] == [40, 40]
+    assert [len(run) for run in layout.runs(layout.extents[0])] == [40, 40]
     layout = lay_out([spec("a", 12, 5, granularity="row")], 2)
-    assert sorted(len(run) for run in layout.runs(layout.slots[0])) == [20, 40]
+    assert sorted(len(run) for run in layout.runs(layout.extents[0])) == [20, 40]
 
 
 def test_two_buffers_where_one_would_cost_much() -> None:
@@ -218,10 +218,10 @@ def test_two_buffers_where_one_would_cost_much() -> None:
     one = lay_out(parameters, 512)
     several = lay_out_in_buffers(parameters, 512)
     assert one.shard_elements % (hidden * inner // 512) == 0
-    assert [len(layout.slots) for layout in several] == [4, 1]
+    assert [len(layout.extents) for layout in several] == [4, 1]
     assert several[1].padding_elements == 0, "7 rows of 18,944 on each of 512 ranks"
     assert sum(x.padding_elements for x in several) < 0.1 * one.padding_elements
-    names = [slot.parameter.name for layout in several for slot in layout.slots]
+    names = [extent.parameter.name for layout in several for extent in layout.extents]
     assert sorted(names) == sorted(parameter.name for parameter in parameters)
 
 
@@ -241,21 +241,21 @@ def test_one_buffer_where_two_would_save_little(
 
 def test_default_alignment_is_16_bytes() -> None:
     layout = lay_out([spec("a", 3), spec("b", 5)], world_size=2)
-    assert [slot.offset for slot in layout.slots] == [0, 4]
+    assert [extent.offset for extent in layout.extents] == [0, 4]
     assert layout.shard_elements == 8
 
 
 def test_fewer_elements_than_ranks() -> None:
     layout = lay_out([spec("a", 5)], world_size=1000)
-    (slot,) = layout.slots
-    assert [len(run) for run in layout.runs(slot)] == [4, 1] + 998 * [0]
+    (extent,) = layout.extents
+    assert [len(run) for run in layout.runs(extent)] == [4, 1] + 998 * [0]
     assert layout.padding_elements == 3995
 
 
 @pytest.mark.parametrize(("shape", "elements"), [((), 1), ((0,), 0), ((3, 0, 2), 0)])
 def test_scalar_and_zero_size(shape: tuple[int, ...], elements: int) -> None:
     layout = lay_out([spec("a", *shape)], world_size=3, alignment_bytes=4)
-    assert [len(run) for run in layout.runs(layout.slots[0])] == (
+    assert [len(run) for run in layout.runs(layout.extents[0])] == (
         [1, 0, 0] if elements else [0] * 3
     )
     assert layout.num_elements == 3 * elements
@@ -263,22 +263,22 @@ def test_scalar_and_zero_size(shape: tuple[int, ...], elements: int) -> None:
 
 def test_one_rank_owns_everything() -> None:
     layout = lay_out([spec("a", 3), spec("b", 2, 2)], world_size=1)
-    assert [layout.runs(slot) for slot in layout.slots] == [(Run(0, 3),), (Run(0, 4),)]
+    assert [layout.runs(extent) for extent in layout.extents] == [(Run(0, 3),), (Run(0, 4),)]
 
 
 def test_a_layout_proves_itself() -> None:
     one, two = spec("one", 4), spec("two", 4)
     with pytest.raises(AssertionError, match="two overlaps"):
-        Layout((Slot(one, 0), Slot(two, 3)), world_size=1, shard_elements=8)
+        Layout((ParameterExtent(one, 0), ParameterExtent(two, 3)), world_size=1, shard_elements=8)
     with pytest.raises(AssertionError, match="ends inside"):
-        Layout((Slot(one, 0), Slot(two, 4)), world_size=1, shard_elements=7)
+        Layout((ParameterExtent(one, 0), ParameterExtent(two, 4)), world_size=1, shard_elements=7)
     by_row = spec("by_row", 3, 4, granularity="row")
     with pytest.raises(AssertionError, match="by_row is cut inside"):
-        Layout((Slot(by_row, 2),), world_size=2, shard_elements=8)
+        Layout((ParameterExtent(by_row, 2),), world_size=2, shard_elements=8)
     with pytest.raises(AssertionError, match="by_row is cut inside"):
-        Layout((Slot(by_row, 1),), world_size=3, shard_elements=5)
+        Layout((ParameterExtent(by_row, 1),), world_size=3, shard_elements=5)
     with pytest.raises(AssertionError, match="one dtype"):
-        Layout((Slot(one, 0), Slot(spec("x", 1, dtype="float64"), 4)), 1, 8)
+        Layout((ParameterExtent(one, 0), ParameterExtent(spec("x", 1, dtype="float64"), 4)), 1, 8)
 
 
 def test_tied_names_and_sizes() -> None:

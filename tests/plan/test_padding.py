@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.plan.granularity import Granularity
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out, lay_out_in_buffers
-from shardwise.plan.padding import explain_padding, tell_padding
+from shardwise.plan.padding import explain_padding, padding_report
 from shardwise.plan.plan import make_plan
 
 HIDDEN, INNER = 3584, 18944
@@ -44,7 +44,7 @@ def test_rows_that_divide_no_common_shard() -> None:
 def test_every_way_out_brings_what_it_says() -> None:
     parameters = specs("tensor", (256, 512), (64, 512), (512, 512), (512,))
     padding = explain_padding(lay_out_in_buffers(parameters, 16))
-    ways = {way.change: way.share for way in padding.ways_out}
+    ways = {way.change: way.share for way in padding.suggestions}
     assert padding.share > 1
     assert sorted(ways.values()) == list(ways.values())
     by_row = [replace(p, granularity="row") for p in parameters]
@@ -69,17 +69,17 @@ def test_no_way_out_makes_it_worse() -> None:
                 layouts = lay_out_in_buffers(specs(granularity, *shapes), world_size)
                 padding = explain_padding(layouts)
                 assert padding.share == pytest.approx(share(layouts))
-                assert all(way.share <= padding.share / 2 for way in padding.ways_out)
+                assert all(way.share <= padding.share / 2 for way in padding.suggestions)
 
 
 def test_no_padding_needs_no_words() -> None:
     padding = explain_padding([lay_out(specs("row", (8, 8)), 4)])
-    assert (padding.elements, padding.reasons, padding.ways_out) == (0, (), ())
+    assert (padding.elements, padding.reasons, padding.suggestions) == (0, (), ())
 
 
 def test_a_parameter_without_elements() -> None:
     padding = explain_padding([lay_out(specs("row", (0, 8)), 4)])
-    assert (padding.share, padding.ways_out) == (0.0, ())
+    assert (padding.share, padding.suggestions) == (0.0, ())
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -117,7 +117,7 @@ def test_alike_units_are_told_once() -> None:
     with torch.device("meta"):
         model = Net()
     plan = make_plan(model, world_size=8, units=nn.Linear, granularity="tensor")
-    told = tell_padding(plan.units)
+    told = padding_report(plan.units)
     assert told.startswith("layers.0 and 2 like it: padding 699.2% of the parameters")
     assert told.count("padding ") == 1
     assert "layers.0.weight [1000, 1000] by tensor has granules of 1,000,000 elements" in told
@@ -129,7 +129,7 @@ def test_small_padding_is_not_told(granularity: Granularity) -> None:
     with torch.device("meta"):
         model = Net()
     plan = make_plan(model, world_size=8, units=nn.Linear, granularity=granularity)
-    assert not tell_padding(plan.units)
+    assert not padding_report(plan.units)
 
 
 def test_a_small_share_is_not_told_however_many_bytes_it_is() -> None:
@@ -138,4 +138,4 @@ def test_a_small_share_is_not_told_however_many_bytes_it_is() -> None:
     plan = make_plan(model, world_size=512, granularity="row")
     (layout,) = plan.units[0].layouts
     assert layout.padding_elements * layout.itemsize > 1 << 20
-    assert not tell_padding(plan.units)
+    assert not padding_report(plan.units)

@@ -9,13 +9,13 @@ from shardwise.errors import PlanError
 from shardwise.plan.strategy import (
     PRESETS,
     STRATEGIES,
+    AxisPlacement,
     Level,
-    Placement,
     Strategy,
     resolve_strategy,
 )
 
-WHOLE, CUT = Placement.REPLICATE, Placement.SHARD
+WHOLE, CUT = AxisPlacement.REPLICATE, AxisPlacement.SHARD
 
 
 @pytest.mark.parametrize("name", ["fsdp", "zero3", "FULL_SHARD"])
@@ -46,9 +46,9 @@ def test_rows_are_known_by_their_own_name() -> None:
 )
 def test_the_table(
     name: str,
-    parameters: tuple[Placement, ...],
-    gradients: tuple[Placement, ...],
-    optimizer: tuple[Placement, ...],
+    parameters: tuple[AxisPlacement, ...],
+    gradients: tuple[AxisPlacement, ...],
+    optimizer: tuple[AxisPlacement, ...],
 ) -> None:
     row = PRESETS[name]
     assert (row.parameters, row.gradients, row.optimizer) == (parameters, gradients, optimizer)
@@ -84,7 +84,7 @@ def test_unknown_name_lists_the_known_ones() -> None:
 
 def test_one_axis_takes_zeros_four_stages_and_nothing_else() -> None:
     valid = {}
-    for row in itertools.product(Placement, repeat=3):
+    for row in itertools.product(AxisPlacement, repeat=3):
         try:
             valid[row] = Strategy(*row).inner
         except PlanError as error:
@@ -98,7 +98,7 @@ def test_one_axis_takes_zeros_four_stages_and_nothing_else() -> None:
 
 
 def test_two_axes_take_every_pair_of_stages_with_the_higher_one_inside() -> None:
-    pairs = list(itertools.product(Placement, repeat=2))
+    pairs = list(itertools.product(AxisPlacement, repeat=2))
     valid = []
     for row in itertools.product(pairs, repeat=3):
         parameters, gradients, optimizer = row

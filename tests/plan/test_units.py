@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.plan.layout import Cast, Slot
+from shardwise.plan.layout import Cast, ParameterExtent
 from shardwise.plan.units import UnitOptions, UnitPlan, Units, choose_units, plan_units
 
 
@@ -179,7 +179,7 @@ def test_parents_and_enclosing() -> None:
     names = ("blocks.0", "blocks.0.attention.qkv", "blocks.1", "head")
     units = list(planned(Model(), *names).values())
     assert [unit.parent for unit in units] == [None, 0, 1, 0, 0]
-    assert [unit.encloses for unit in units] == [True, True, False, False, False]
+    assert [unit.has_child_units for unit in units] == [True, True, False, False, False]
 
 
 def test_names_with_a_common_prefix_are_not_inside_each_other() -> None:
@@ -229,7 +229,7 @@ def test_frozen_parameters_have_a_layout_of_their_own() -> None:
     unit = planned(model, world_size=4)[""]
     assert len(unit.layouts) == 2
     frozen = next(layout for layout in unit.layouts if layout not in unit.trainable_layouts)
-    assert [slot.parameter.name for slot in frozen.slots] == ["head.weight"]
+    assert [extent.parameter.name for extent in frozen.extents] == ["head.weight"]
     assert unit.gathered_bytes == unit.gradient_bytes + frozen.gathered_bytes
     assert unit.shard_bytes == unit.gradient_shard_bytes + frozen.shard_bytes
     assert unit.shard_bytes * 4 == unit.gathered_bytes
@@ -348,15 +348,15 @@ def test_units_of_random_trees_are_well_formed(
         assert unit.reshard == reshard[unit.name].reshard
         assert (unit.parent is None) == (i == 0)
         assert unit.parent is None or unit.parent < i
-        kinds = [_kind(layout.slots[0]) for layout in unit.layouts]
+        kinds = [_kind(layout.extents[0]) for layout in unit.layouts]
         assert len(set(kinds)) == len(kinds)
         for layout, kind in zip(unit.layouts, kinds, strict=True):
-            assert {_kind(slot) for slot in layout.slots} == {kind}
+            assert {_kind(extent) for extent in layout.extents} == {kind}
             assert layout.world_size == world_size
 
 
-def _kind(slot: Slot) -> tuple[str, Cast | None, bool]:
-    return slot.parameter.dtype, slot.parameter.cast, slot.parameter.trainable
+def _kind(extent: ParameterExtent) -> tuple[str, Cast | None, bool]:
+    return extent.parameter.dtype, extent.parameter.cast, extent.parameter.trainable
 
 
 @given(trees(), st.sampled_from(["class", "set", "size", "auto"]), st.integers(1, 12))

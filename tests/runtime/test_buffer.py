@@ -268,10 +268,10 @@ def test_views_show_the_memory_that_is_there_now() -> None:
         size = buffer.layout.shard_elements
         flat = torch.cat([torch.full((size,), value), torch.full((size,), value + 0.5)])
         assert torch.equal(buffer.flat, flat)
-        for view, slot in zip(buffer.views, buffer.layout.slots, strict=True):
-            assert torch.equal(view.flatten(), flat[slot.offset : slot.stop])
+        for view, extent in zip(buffer.views, buffer.layout.extents, strict=True):
+            assert torch.equal(view.flatten(), flat[extent.offset : extent.stop])
         second.zero_()
-        stop = buffer.layout.slots[1].stop
+        stop = buffer.layout.extents[1].stop
         assert not buffer.flat[stop - 5 : stop].any(), "a view writes where it reads"
         buffer.release()
         fill(other, -1.0)

@@ -144,7 +144,7 @@ def _train_strategy(strategy: str) -> None:
 def _assert_no_granule_is_cut(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, ShardedTensor)
-        spec = parameter.sharding.slot.parameter
+        spec = parameter.sharding.extent.parameter
         granule = granule_elements(spec.granularity, spec.shape)
         for run in parameter.sharding.runs:
             assert run.start % granule == 0 or not run, name
@@ -180,8 +180,8 @@ def _order() -> None:
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 30), nn.Linear(30, 1)).double()
     names = [name for name, _ in model.named_parameters()]
     sw.fully_shard(model, granularity="tensor")
-    slots = runtime_of(model).plan.units[0].layouts[0].slots
-    assert [slot.parameter.name for slot in slots] != names, "the planner reorders them"
+    extents = runtime_of(model).plan.units[0].layouts[0].extents
+    assert [extent.parameter.name for extent in extents] != names, "the planner reorders them"
     assert [name for name, _ in model.named_parameters()] == names
     assert [spec.name for spec in runtime_of(model).plan.units[0].parameters] == names
 
@@ -193,7 +193,7 @@ def _block_by_block() -> None:
         sw.fully_shard(layer, granularity="row")
     sw.fully_shard(model, granularity={"first.weight": "tensor"})
     chosen = {
-        name: p.sharding.slot.parameter.granularity
+        name: p.sharding.extent.parameter.granularity
         for name, p in model.named_parameters()
         if isinstance(p, ShardedTensor)
     }

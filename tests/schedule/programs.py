@@ -46,7 +46,7 @@ def make_units(
             parameters=parameters,
             layouts=(lay_out(parameters, 2),) if parameters else (),
             parent=parent,
-            encloses=i in parents,
+            has_child_units=i in parents,
             reshard=is_resharded,
         )
         units.append(unit)
@@ -265,7 +265,7 @@ class Monitor:
         current = next(event for event in following if event.kind in computes)
         unit = self.units[current.unit]
         room = 1 + self.plan.prefetch
-        if current.kind is EventKind.BACKWARD and unit.encloses:
+        if current.kind is EventKind.BACKWARD and unit.has_child_units:
             room = max(room, 2)  # the first one inside it comes along
         around = set(self._around(unit))
         assert len(self.gathered - around) <= room, f"{sorted(self.gathered)} at {current}"

@@ -107,11 +107,11 @@ class _Replay:
         self._made = 0  # gradient shards that were not there before, and are now
         kept = [_kept_bytes(unit, way) for unit in plan.units]
         self.host = sum(k for k, unit in zip(kept, plan.units, strict=True) if unit.offload)
-        near = sum(unit.near_bytes for unit in plan.units)
+        near = sum(unit.device_copy_bytes for unit in plan.units)
         owned = sum(unit.gradient_bytes for unit in plan.units if unit.holds_gradients)
         self.base = sum(kept) - self.host + near + owned
         # What earlier backwards of the step left: whole gradients, and what crossed the outer axis.
-        self._carried = sum(u.kept_bytes for u in plan.units if u.subgroup_first) * way.holds
+        self._carried = sum(u.kept_bytes for u in plan.units if u.two_level_gather) * way.holds
         whole = sum(_gradient_bytes(unit, way).buffer for unit in plan.units) * way.holds
         self._held = self.peak = self.base + self._carried + whole
         self.transient = self._held - self.base
@@ -126,7 +126,7 @@ class _Replay:
         gradients = _gradient_bytes(unit, way)
         before = self.peak
         match event.kind:
-            case EventKind.KEEP | EventKind.DROP if way.holds and unit.subgroup_first:
+            case EventKind.KEEP | EventKind.DROP if way.holds and unit.two_level_gather:
                 pass
             case EventKind.GATHER | EventKind.KEEP:
                 self._held += event.bytes
@@ -196,20 +196,20 @@ class _Gradients:
 def _gradient_bytes(unit: UnitPlan, way: _Way) -> _Gradients:
     if unit.holds_gradients:
         return _Gradients(0, 0, 0)
-    if not unit.encloses:
+    if not unit.has_child_units:
         new = unit.gradient_bytes - _standing_bytes(unit, way)
         return _Gradients(new, new, new)
     waiting = sum(
-        slot.parameter.num_elements * layout.cast.compute_itemsize
+        extent.parameter.num_elements * layout.cast.compute_itemsize
         for layout in unit.trainable_layouts
-        for slot in layout.slots
+        for extent in layout.extents
     )
     return _Gradients(waiting, 0, unit.gradient_bytes)
 
 
 def _in_place_bytes(unit: UnitPlan, way: _Way) -> int:
     """Gradient shards that are where they were reduced from, for they are the whole."""
-    is_elsewhere = unit.encloses or unit.holds_gradients or unit.offload is not None
+    is_elsewhere = unit.has_child_units or unit.holds_gradients or unit.offload is not None
     if is_elsewhere or way.accumulates or way.steps_in_backward:
         return 0
     return sum(one.shard_bytes for one in unit.trainable_layouts if one.is_whole_sum)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import PlanError, StepError
 from shardwise.runtime.engine import runtime_of_root
-from shardwise.runtime.parameters import ManagedParameter
+from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.stepping import Stepper
 from shardwise.runtime.tensor import ShardedTensor
@@ -112,7 +112,7 @@ class _UnitStep:
         self._optimizer = optimizer
         self._known = _ids_in(optimizer)
 
-    def __call__(self, parameters: Sequence[ManagedParameter]) -> None:
+    def __call__(self, parameters: Sequence[FSDPParameter]) -> None:
         self._check_known(parameters)
         before = _values(self._optimizer)
         self._optimizer.step()
@@ -130,7 +130,7 @@ class _UnitStep:
                 "optimizer.step() after backward instead of sw.optimizer_in_backward"
             )
 
-    def _check_known(self, parameters: Sequence[ManagedParameter]) -> None:
+    def _check_known(self, parameters: Sequence[FSDPParameter]) -> None:
         if all(id(p.sharded) in self._known for p in parameters):
             return
         self._known = _ids_in(self._optimizer)  # it may have got more groups

@@ -1,7 +1,7 @@
 """Where every element of every parameter lives: integers only, no torch.
 
 A unit's parameters of one dtype lie side by side in a *flat buffer*, and rank r owns the r-th of
-``world_size`` equal *slots* of it, ``shard_elements`` (S) long. So the all-gather writes straight
+``world_size`` equal *shards* of it, ``shard_elements`` (S) long. So the all-gather writes straight
 into the buffer, the reduce-scatter reads straight from it, and a parameter is a view.
 
 Two ranks, W1 [5, 3], W2 [2, 4], b [3]: 26 elements, S = 13 with an alignment of one element::
@@ -12,14 +12,14 @@ Two ranks, W1 [5, 3], W2 [2, 4], b [3]: 26 elements, S = 13 with an alignment of
     runs            W1 [0, 13)                      W1 [13, 15)  W2 [0, 8)  b [0, 3)
 
 The same with W1 cut by row and W2 not at all: S = 14, and W1 begins where its last row but one
-ends with rank 0's slot, for a parameter is a view, so nothing lies between its rows::
+ends with rank 0's shard, for a parameter is a view, so nothing lies between its rows::
 
     flat buffer   | . .  W1 r0  W1 r1  W1 r2  W1 r3 | W1 r4  W2 0 1 2 3 4 5 6 7  b 0 1 2 |
                   |<----------- rank 0 ------------>|<------------- rank 1 ------------->|
     offsets         W1 2                                     W2 17               b 25
 
 A rank's share of a parameter is always one *run* of consecutive elements of the row-major
-parameter, often all of it or nothing. Slots and parameters begin at multiples of ``alignment``
+parameter, often all of it or nothing. Shards and parameters begin at multiples of ``alignment``
 elements (vector loads and cuBLAS want 16 bytes); with element granularity that is the only padding.
 """
 
@@ -31,7 +31,15 @@ from math import lcm, prod
 from shardwise.plan.granularity import Granularity, granule_elements
 from shardwise.plan.packing import Piece, pack
 
-__all__ = ["Cast", "Layout", "ParameterSpec", "Run", "Slot", "lay_out", "lay_out_in_buffers"]
+__all__ = [
+    "Cast",
+    "Layout",
+    "ParameterExtent",
+    "ParameterSpec",
+    "Run",
+    "lay_out",
+    "lay_out_in_buffers",
+]
 
 # What a second buffer has to save, for it takes a second collective: of the parameters' size, and
 # in bytes. A collective's latency is that of some megabytes on a fast link.
@@ -100,7 +108,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ParameterExtent:
     """A parameter's place: elements ``[offset, offset + num_elements)`` of the flat buffer."""
 
     parameter: ParameterSpec
@@ -115,21 +123,21 @@ class Slot:
 class Layout:
     """A flat buffer of one unit and dtype over ``world_size`` ranks."""
 
-    slots: tuple[Slot, ...]  # by offset, which need not be the order of the module's parameters
+    extents: tuple[ParameterExtent, ...]  # by offset, not by the order of the module
     world_size: int
     shard_elements: int
     is_offloaded: bool = False  # the shard is on the host
 
     def __post_init__(self) -> None:
-        assert self.slots
+        assert self.extents
         assert self.world_size >= 1
-        kinds = {(slot.parameter.dtype, slot.parameter.cast) for slot in self.slots}
+        kinds = {(extent.parameter.dtype, extent.parameter.cast) for extent in self.extents}
         assert len(kinds) == 1, "one dtype a buffer"
         end = 0
-        for slot in self.slots:
-            assert slot.offset >= end, f"{slot.parameter.name} overlaps its predecessor"
-            end = slot.stop
-            assert self._cuts_no_granule(slot), f"{slot.parameter.name} is cut inside a granule"
+        for extent in self.extents:
+            assert extent.offset >= end, f"{extent.parameter.name} overlaps its predecessor"
+            end = extent.stop
+            assert self._cuts_no_granule(extent), f"{extent.parameter.name} is cut inside a granule"
         assert end <= self.num_elements, "the last parameter ends inside the buffer"
 
     @property
@@ -139,7 +147,7 @@ class Layout:
 
     @cached_property
     def parameter_elements(self) -> int:
-        return sum(slot.parameter.num_elements for slot in self.slots)
+        return sum(extent.parameter.num_elements for extent in self.extents)
 
     @property
     def padding_elements(self) -> int:
@@ -147,19 +155,19 @@ class Layout:
 
     @property
     def dtype(self) -> str:
-        return self.slots[0].parameter.dtype
+        return self.extents[0].parameter.dtype
 
     @property
     def itemsize(self) -> int:
-        return self.slots[0].parameter.itemsize
+        return self.extents[0].parameter.itemsize
 
     @cached_property
     def cast(self) -> Cast:
         """All dtypes, whether they differ or not."""
-        return self.slots[0].parameter.cast or Cast(*(self.dtype, self.itemsize) * 2)
+        return self.extents[0].parameter.cast or Cast(*(self.dtype, self.itemsize) * 2)
 
     @property
-    def is_gathered(self) -> bool:
+    def needs_gather(self) -> bool:
         """Whether compute needs other memory than the shard."""
         return self.world_size > 1 or self.cast.compute_dtype != self.dtype or self.is_offloaded
 
@@ -186,31 +194,31 @@ class Layout:
     def shard_bytes(self) -> int:
         return self.shard_elements * self.itemsize
 
-    def run(self, slot: Slot, rank: int) -> Run:
-        """The elements of ``slot``'s parameter that ``rank`` owns."""
-        size = slot.parameter.num_elements
-        start = rank * self.shard_elements - slot.offset
+    def run(self, extent: ParameterExtent, rank: int) -> Run:
+        """The elements of ``extent``'s parameter that ``rank`` owns."""
+        size = extent.parameter.num_elements
+        start = rank * self.shard_elements - extent.offset
         stop = start + self.shard_elements
         return Run(min(max(start, 0), size), min(max(stop, 0), size))
 
-    def runs(self, slot: Slot) -> tuple[Run, ...]:
-        """The runs of ``slot``'s parameter, by rank; together they are the whole parameter."""
-        return tuple(self.run(slot, rank) for rank in range(self.world_size))
+    def runs(self, extent: ParameterExtent) -> tuple[Run, ...]:
+        """The runs of ``extent``'s parameter, by rank; together they are the whole parameter."""
+        return tuple(self.run(extent, rank) for rank in range(self.world_size))
 
-    def offset_in_shard(self, slot: Slot, rank: int) -> int:
-        """Where ``rank``'s run of ``slot``'s parameter begins in that rank's shard."""
-        return min(max(slot.offset - rank * self.shard_elements, 0), self.shard_elements)
+    def offset_in_shard(self, extent: ParameterExtent, rank: int) -> int:
+        """Where ``rank``'s run of ``extent``'s parameter begins in that rank's shard."""
+        return min(max(extent.offset - rank * self.shard_elements, 0), self.shard_elements)
 
-    def boundaries_inside(self, slot: Slot) -> int:
-        """How many times ``slot``'s parameter is cut."""
-        if slot.offset == slot.stop:
+    def boundaries_inside(self, extent: ParameterExtent) -> int:
+        """How many times ``extent``'s parameter is cut."""
+        if extent.offset == extent.stop:
             return 0
-        return (slot.stop - 1) // self.shard_elements - slot.offset // self.shard_elements
+        return (extent.stop - 1) // self.shard_elements - extent.offset // self.shard_elements
 
-    def _cuts_no_granule(self, slot: Slot) -> bool:
+    def _cuts_no_granule(self, extent: ParameterExtent) -> bool:
         """All cuts follow from the first and from S, so no more than these are looked at."""
-        granule, cuts = slot.parameter.granule_elements, self.boundaries_inside(slot)
-        first = self.shard_elements - slot.offset % self.shard_elements if cuts else 0
+        granule, cuts = extent.parameter.granule_elements, self.boundaries_inside(extent)
+        first = self.shard_elements - extent.offset % self.shard_elements if cuts else 0
         return first % granule == 0 and (cuts <= 1 or self.shard_elements % granule == 0)
 
 
@@ -228,13 +236,13 @@ def lay_out(
     pieces = tuple(_piece(parameter, alignment) for parameter in parameters if parameter.num_bytes)
     packing = pack(pieces, world_size)
     offsets = (offset * alignment for offset in packing.offsets)
-    slots, end = [], 0
+    extents, end = [], 0
     for parameter in parameters:
         # One without elements lies where the one before it ends.
-        slots.append(Slot(parameter, next(offsets) if parameter.num_bytes else end))
-        end = -(-slots[-1].stop // alignment) * alignment
-    slots.sort(key=lambda slot: (slot.offset, slot.stop))
-    return Layout(tuple(slots), world_size, packing.shard_length * alignment)
+        extents.append(ParameterExtent(parameter, next(offsets) if parameter.num_bytes else end))
+        end = -(-extents[-1].stop // alignment) * alignment
+    extents.sort(key=lambda extent: (extent.offset, extent.stop))
+    return Layout(tuple(extents), world_size, packing.shard_length * alignment)
 
 
 def lay_out_in_buffers(parameters: Sequence[ParameterSpec], world_size: int) -> tuple[Layout, ...]:

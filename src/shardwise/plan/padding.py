@@ -7,20 +7,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.plan.granularity import Granularity
-from shardwise.plan.layout import Cast, Layout, ParameterSpec, Slot, lay_out_in_buffers
+from shardwise.plan.layout import Cast, Layout, ParameterExtent, ParameterSpec, lay_out_in_buffers
 from shardwise.plan.units import UnitPlan
 
-__all__ = ["WORTH_A_WORD", "Padding", "WayOut", "explain_padding", "tell_padding"]
+__all__ = ["REPORT_THRESHOLD", "Padding", "Suggestion", "explain_padding", "padding_report"]
 
-WORTH_A_WORD = 0.05  # of the parameters' size
-WORTH_A_WORD_BYTES = 1 << 20
+REPORT_THRESHOLD = 0.05  # of the parameters' size
+REPORT_THRESHOLD_BYTES = 1 << 20
 UNIT_FACTORS = (2, 4, 8, 16)
 _FINER: tuple[Granularity, ...] = ("row", "element")
 MANY_PARAMETERS = 500  # units that would be larger are not planned, for that takes seconds
 
 
 @dataclass(frozen=True, slots=True)
-class WayOut:
+class Suggestion:
     """A change, and the padding that would be left, relative to the parameters."""
 
     change: str
@@ -39,14 +39,14 @@ class Padding:
     share: float  # relative to the parameters
     world_size: int
     reasons: tuple[str, ...]
-    ways_out: tuple[WayOut, ...]  # those that at least halve it, the best first
+    suggestions: tuple[Suggestion, ...]  # those that at least halve it, the best first
 
     def __str__(self) -> str:
         head = (
             f"padding {self.share:.1%} of the parameters ({self.elements:,} elements, "
             f"{self.bytes:,} bytes) on {self.world_size} ranks"
         )
-        ways = [f"or {way}" for way in self.ways_out] or ["no way out was found"]
+        ways = [f"or {way}" for way in self.suggestions] or ["no way out was found"]
         return "\n  ".join([head, *self.reasons, *ways])
 
 
@@ -60,16 +60,16 @@ def explain_padding(layouts: Sequence[Layout]) -> Padding:
         share=share,
         world_size=layouts[0].world_size,
         reasons=tuple(reason for layout in layouts for reason in _reasons(layout)),
-        ways_out=tuple(_ways_out(layouts, share)),
+        suggestions=tuple(_ways_out(layouts, share)),
     )
 
 
-def tell_padding(units: Iterable[UnitPlan]) -> str:
+def padding_report(units: Iterable[UnitPlan]) -> str:
     """The paddings that are worth a word, units that are alike together; "" if there are none."""
     alike: dict[object, list[tuple[str, list[Layout]]]] = {}
     for unit in units:
         for layouts in _by_kind(unit):
-            specs = [slot.parameter for layout in layouts for slot in layout.slots]
+            specs = [extent.parameter for layout in layouts for extent in layout.extents]
             key = tuple((spec.shape, spec.dtype, spec.granularity) for spec in specs)
             alike.setdefault(key, []).append((unit.label, layouts))
     told = []
@@ -88,20 +88,20 @@ def _reasons(layout: Layout) -> Iterator[str]:
     shard, needed = layout.shard_elements, -(-layout.parameter_elements // layout.world_size)
     if not layout.padding_elements:
         return
-    forced: dict[int, list[Slot]] = {}
-    for slot in layout.slots:
-        granule = min(slot.parameter.granule_elements, slot.parameter.num_elements)
-        if granule > max(1, needed) or (granule > 1 and layout.boundaries_inside(slot) > 1):
-            forced.setdefault(granule, []).append(slot)
-    for granule, slots in sorted(forced.items(), reverse=True):
-        ranks = layout.boundaries_inside(slots[0]) + 1
+    forced: dict[int, list[ParameterExtent]] = {}
+    for extent in layout.extents:
+        granule = min(extent.parameter.granule_elements, extent.parameter.num_elements)
+        if granule > max(1, needed) or (granule > 1 and layout.boundaries_inside(extent) > 1):
+            forced.setdefault(granule, []).append(extent)
+    for granule, extents in sorted(forced.items(), reverse=True):
+        ranks = layout.boundaries_inside(extents[0]) + 1
         why = (
             f"lies on {ranks} ranks, so shards are multiples of its granule, {granule:,} elements"
             if ranks > 2  # noqa: PLR2004 (the law)
             else f"has granules of {granule:,} elements, and a shard has to hold one"
         )
-        more = f" (and {len(slots) - 1} more)" if len(slots) > 1 else ""
-        yield f"{_shown(slots[0].parameter)}{more} {why}"
+        more = f" (and {len(extents) - 1} more)" if len(extents) > 1 else ""
+        yield f"{_shown(extents[0].parameter)}{more} {why}"
     yield f"shards have {shard:,} elements, {needed:,} would hold the parameters"
 
 
@@ -112,9 +112,9 @@ def _shown(spec: ParameterSpec) -> str:
 # -- ways out ------------------------------------------------------------------------------------
 
 
-def _ways_out(layouts: Sequence[Layout], share: float) -> list[WayOut]:
+def _ways_out(layouts: Sequence[Layout], share: float) -> list[Suggestion]:
     """The changes that at least halve the padding, each planned; the best first."""
-    specs = [slot.parameter for layout in layouts for slot in layout.slots]
+    specs = [extent.parameter for layout in layouts for extent in layout.extents]
     world_size = layouts[0].world_size
     if share == 0 or not sum(spec.num_elements for spec in specs):
         return []
@@ -124,40 +124,40 @@ def _ways_out(layouts: Sequence[Layout], share: float) -> list[WayOut]:
     return sorted(ways.values(), key=lambda way: way.share)
 
 
-def _least_change(ways: Iterator[WayOut]) -> WayOut | None:
+def _least_change(ways: Iterator[Suggestion]) -> Suggestion | None:
     """The first way that leaves no padding worth a word, or else the best one."""
-    best: WayOut | None = None
+    best: Suggestion | None = None
     for way in ways:
-        if way.share < WORTH_A_WORD:
+        if way.share < REPORT_THRESHOLD:
             return way
         best = way if best is None or way.share < best.share else best
     return best
 
 
-def _finer(specs: Sequence[ParameterSpec], world_size: int) -> Iterator[WayOut]:
+def _finer(specs: Sequence[ParameterSpec], world_size: int) -> Iterator[Suggestion]:
     """A finer granularity for the parameters of one granule, the coarsest first."""
     for granule in sorted({spec.granule_elements for spec in specs} - {1}, reverse=True):
         names = [spec.name for spec in specs if spec.granule_elements == granule]
         yield from _with_finer(specs, names, world_size)
 
 
-def _all_finer(specs: Sequence[ParameterSpec], world_size: int) -> Iterator[WayOut]:
+def _all_finer(specs: Sequence[ParameterSpec], world_size: int) -> Iterator[Suggestion]:
     yield from _with_finer(specs, [s.name for s in specs if s.granule_elements > 1], world_size)
 
 
 def _with_finer(
     specs: Sequence[ParameterSpec], names: Sequence[str], world_size: int
-) -> Iterator[WayOut]:
+) -> Iterator[Suggestion]:
     for granularity in _FINER:
         finer = [replace(s, granularity=granularity) if s.name in names else s for s in specs]
         if sum(s.granule_elements for s in finer) >= sum(s.granule_elements for s in specs):
             continue
         shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         change = f"granularity {granularity!r} for {shown}"
-        yield WayOut(change, _share(lay_out_in_buffers(finer, world_size)))
+        yield Suggestion(change, _share(lay_out_in_buffers(finer, world_size)))
 
 
-def _larger_units(specs: Sequence[ParameterSpec], world_size: int) -> Iterator[WayOut]:
+def _larger_units(specs: Sequence[ParameterSpec], world_size: int) -> Iterator[Suggestion]:
     for factor in UNIT_FACTORS:
         if factor * len(specs) > MANY_PARAMETERS:
             return
@@ -165,15 +165,15 @@ def _larger_units(specs: Sequence[ParameterSpec], world_size: int) -> Iterator[W
             replace(spec, names=(f"{i}.{spec.name}",)) for i in range(factor) for spec in specs
         ]
         share = _share(lay_out_in_buffers(several, world_size))
-        yield WayOut(f"units of {factor} such modules", share)
+        yield Suggestion(f"units of {factor} such modules", share)
 
 
-def _smaller_groups(specs: Sequence[ParameterSpec], world_size: int) -> Iterator[WayOut]:
+def _smaller_groups(specs: Sequence[ParameterSpec], world_size: int) -> Iterator[Suggestion]:
     sizes = [size for size in range(world_size // 2, 1, -1) if world_size % size == 0]
     for size in sizes:
         mesh = f"({world_size // size}, {size})"
         change = f"strategy 'hsdp' on a mesh of {mesh}, groups of {size} ranks"
-        yield WayOut(change, _share(lay_out_in_buffers(specs, size)))
+        yield Suggestion(change, _share(lay_out_in_buffers(specs, size)))
 
 
 def _share(layouts: Sequence[Layout]) -> float:
@@ -186,7 +186,7 @@ def _by_kind(unit: UnitPlan) -> list[list[Layout]]:
     """Layouts of one dtype and trainability together."""
     kinds: dict[tuple[str, Cast, bool], list[Layout]] = {}
     for layout in unit.layouts:
-        kind = (layout.dtype, layout.cast, layout.slots[0].parameter.trainable)
+        kind = (layout.dtype, layout.cast, layout.extents[0].parameter.trainable)
         kinds.setdefault(kind, []).append(layout)
     return list(kinds.values())
 
@@ -194,4 +194,4 @@ def _by_kind(unit: UnitPlan) -> list[list[Layout]]:
 def _is_worth_a_word(layouts: Sequence[Layout]) -> bool:
     """Whether padding is more than rounding: in share, and in bytes."""
     num_bytes = sum(layout.padding_elements * layout.itemsize for layout in layouts)
-    return num_bytes >= WORTH_A_WORD_BYTES and _share(layouts) >= WORTH_A_WORD
+    return num_bytes >= REPORT_THRESHOLD_BYTES and _share(layouts) >= REPORT_THRESHOLD

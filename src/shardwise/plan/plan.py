@@ -151,7 +151,7 @@ def _options(
     return UnitOptions(
         reshard=reshard,
         subgroup=world_size // replicas if two_level else subgroup,
-        subgroup_first=two_level,
+        two_level_gather=two_level,
         holds_gradients=strategy.inner is Level.OPTIMIZER,
         precision=choice.precision,
         offload=choice.offload if isinstance(choice.offload, CPUOffloadPolicy) else None,

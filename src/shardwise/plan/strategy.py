@@ -23,10 +23,10 @@ from typing import Any
 
 from shardwise.errors import PlanError
 
-__all__ = ["PRESETS", "STRATEGIES", "Level", "Placement", "Strategy", "resolve_strategy"]
+__all__ = ["PRESETS", "STRATEGIES", "AxisPlacement", "Level", "Strategy", "resolve_strategy"]
 
 
-class Placement(StrEnum):
+class AxisPlacement(StrEnum):
     """How one kind of state lies on the ranks of a mesh axis."""
 
     SHARD = "shard"
@@ -42,7 +42,7 @@ class Level(IntEnum):
     PARAMETERS = 3
 
 
-Placements = Placement | str | tuple[Placement | str, ...]
+Placements = AxisPlacement | str | tuple[AxisPlacement | str, ...]
 
 
 @dataclass(frozen=True)
@@ -129,18 +129,18 @@ class Strategy:
         return self.inner > Level.NOTHING
 
 
-_WHOLE, _CUT = Placement.REPLICATE, Placement.SHARD
+_WHOLE, _CUT = AxisPlacement.REPLICATE, AxisPlacement.SHARD
 _KINDS = tuple(field.name for field in fields(Strategy) if field.name != "name")
 
 
-def _axes(kind: str, given: Placements) -> tuple[Placement, ...]:
+def _axes(kind: str, given: Placements) -> tuple[AxisPlacement, ...]:
     several = (given,) if isinstance(given, str) else tuple(given)
-    allowed = [placement.value for placement in Placement]
+    allowed = [placement.value for placement in AxisPlacement]
     if len(several) not in (1, 2) or any(one not in allowed for one in several):
         raise PlanError(
             f"{kind}={given!r}: expected 'shard' or 'replicate', or a pair (outer, inner) of them"
         )
-    return tuple(Placement(one) for one in several)
+    return tuple(AxisPlacement(one) for one in several)
 
 
 _REASONS = {

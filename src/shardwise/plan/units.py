@@ -35,7 +35,7 @@ class UnitOptions:
 
     reshard: bool
     subgroup: int = 0
-    subgroup_first: bool = False
+    two_level_gather: bool = False
     holds_gradients: bool = False
     precision: MixedPrecisionPolicy = AS_IT_CAME
     offload: CPUOffloadPolicy | None = None
@@ -54,21 +54,21 @@ class UnitPlan:
     parameters: tuple[ParameterSpec, ...]
     layouts: tuple[Layout, ...]
     parent: int | None  # index of the innermost unit around it; None is the root's
-    encloses: bool  # another unit is inside it
+    has_child_units: bool  # another unit is inside it
     reshard: bool  # freed after forward and gathered again for backward
     subgroup: int = 0  # ranks among which it is gathered again; 0: all that shard it
-    subgroup_first: bool = False  # and for forward as well, from what the outer axis brings once
+    two_level_gather: bool = False  # and for forward as well, from what the outer axis brings once
     holds_gradients: bool = False  # has room of its own for whole gradients, in every moment
     offload: CPUOffloadPolicy | None = None  # shards and their gradients are on the host
 
     def __post_init__(self) -> None:
-        laid_out = [slot.parameter for layout in self.layouts for slot in layout.slots]
+        laid_out = [extent.parameter for layout in self.layouts for extent in layout.extents]
         assert sorted(p.name for p in laid_out) == sorted(p.name for p in self.parameters)
 
     @cached_property
     def gathered_bytes(self) -> int:
         """What the unit takes while it is gathered; 0 if this rank keeps the whole of it."""
-        return sum(layout.gathered_bytes for layout in self.layouts if layout.is_gathered)
+        return sum(layout.gathered_bytes for layout in self.layouts if layout.needs_gather)
 
     @cached_property
     def kept_bytes(self) -> int:
@@ -81,7 +81,7 @@ class UnitPlan:
         return sum(layout.shard_bytes for layout in self.layouts)
 
     @cached_property
-    def near_bytes(self) -> int:
+    def device_copy_bytes(self) -> int:
         """What the device keeps of shards that are on the host."""
         if self.offload is None or self.offload.parameters:
             return 0
@@ -89,7 +89,7 @@ class UnitPlan:
 
     @cached_property
     def trainable_layouts(self) -> tuple[Layout, ...]:
-        return tuple(layout for layout in self.layouts if layout.slots[0].parameter.trainable)
+        return tuple(layout for layout in self.layouts if layout.extents[0].parameter.trainable)
 
     @cached_property
     def gradient_bytes(self) -> int:
@@ -179,10 +179,10 @@ def plan_units(
             parameters=tuple(specs),
             layouts=_lay_out_by_kind(specs, world_size, options[name]),
             parent=_parent(name, order),
-            encloses=any(_is_inside(other, name) for other in order),
+            has_child_units=any(_is_inside(other, name) for other in order),
             reshard=options[name].reshard,
             subgroup=options[name].subgroup,
-            subgroup_first=options[name].subgroup_first,
+            two_level_gather=options[name].two_level_gather,
             holds_gradients=options[name].holds_gradients,
             offload=options[name].offload,
         )

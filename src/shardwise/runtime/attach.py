@@ -15,7 +15,7 @@ from shardwise.plan.units import UnitPlan
 from shardwise.runtime.buffer import Pools
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.offload import Ferry
-from shardwise.runtime.parameters import Home, ManagedParameter, split_shard
+from shardwise.runtime.parameters import FSDPParameter, ParameterOwner, split_shard
 from shardwise.runtime.reductions import across
 from shardwise.runtime.tensor import ShardedTensor, Sharding
 from shardwise.runtime.unit import FlatParameters, Unit
@@ -29,10 +29,10 @@ __all__ = [
     "check_same_values",
     "checksum",
     "device_for",
-    "home_of",
     "is_on_meta",
     "make_unit",
     "move_buffers",
+    "owner_of",
     "replace_parameter",
 ]
 
@@ -143,37 +143,37 @@ def make_unit(
     fill(plan)  # now that the memory in which the flat buffers were laid out is free again
     for flat, layout in zip(flats, plan.layouts, strict=True):
         locals_ = split_shard(flat.shard, layout, axis.rank)
-        for slot, local, view in zip(layout.slots, locals_, flat.buffer.views, strict=True):
-            flat.parameters.append(_manage(root, Sharding(layout, slot, axis), local, view))
+        for extent, local, view in zip(layout.extents, locals_, flat.buffer.views, strict=True):
+            flat.parameters.append(_manage(root, Sharding(layout, extent, axis), local, view))
     return Unit(plan, flats)
 
 
-def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) -> ManagedParameter:
+def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) -> FSDPParameter:
     """Replace a parameter of ``root`` by its shard ``local`` [run]."""
-    spec = sharding.slot.parameter
-    homes = [home_of(root, name) for name in spec.names]
+    spec = sharding.extent.parameter
+    owners = [owner_of(root, name) for name in spec.names]
     original = root.get_parameter(spec.name)
     with torch.no_grad():
         local.copy_(_run_of(original, sharding))  # a cast, where the shard is a master
     sharded = replace_parameter(original, ShardedTensor(local, sharding))
-    for home in homes:
-        home.put(sharded)
+    for owner in owners:
+        owner.put(sharded)
     assert isinstance(sharded, ShardedTensor)
     # Two references are this function's own.
     if sharded is not original and _is_plain(original) and sys.getrefcount(original) > 2:  # noqa: PLR2004
         _warn_of_holder(spec.name)
     dense = nn.Parameter(view, requires_grad=spec.trainable)
-    return ManagedParameter(sharding, sharded, sharded.to_local(), dense, homes)
+    return FSDPParameter(sharding, sharded, sharded.to_local(), dense, owners)
 
 
 def _can_compare(axis: Axis) -> bool:
     return axis.num_ranks > 1 and axis.backend("cpu") != "fake"
 
 
-def home_of(root: nn.Module, name: str) -> Home:
+def owner_of(root: nn.Module, name: str) -> ParameterOwner:
     """Where the parameter ``name`` of ``root`` is held."""
     path, _, attribute = name.rpartition(".")
-    return Home(root.get_submodule(path), attribute)
+    return ParameterOwner(root.get_submodule(path), attribute)
 
 
 def _run_of(original: Tensor, sharding: Sharding) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardwise.plan.layout import Layout, Slot
+from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.runtime.arena import Arena, Course, aligned
 from shardwise.transport.device import host_tensor
 from shardwise.transport.host.shared_memory import Claim, CommonMemory, is_offered
@@ -252,14 +252,14 @@ class FlatBuffer:
         self._lent: torch.UntypedStorage | None = None
         self._is_borrowed = True  # from the pool
         self._elsewhere: torch.UntypedStorage | None = None  # memory that is not the pool's
-        self._key = zlib.crc32(repr([slot.parameter.names for slot in layout.slots]).encode())
+        self._key = zlib.crc32(repr([extent.parameter.names for extent in layout.extents]).encode())
         storage = _allocate(self._num_bytes, pool.device)
         self.flat = torch.empty(0, dtype=of, device=storage.device).set_(
             storage, 0, (layout.num_elements,), (1,)
         )
         # `.data`: a version counter of its own, so refilling the buffer does not look to autograd
         # like a change of what it saved; and no reference to `flat`.
-        self.views = tuple(self._view(slot) for slot in layout.slots)
+        self.views = tuple(self._view(extent) for extent in layout.extents)
         self._storage = storage
         if owns_memory:
             self.flat.zero_()
@@ -319,8 +319,8 @@ class FlatBuffer:
         _swap(self._storage, self._lent)
         _swap(self._storage, elsewhere)
 
-    def _view(self, slot: Slot) -> Tensor:
-        return self.flat[slot.offset : slot.stop].view(slot.parameter.shape).data
+    def _view(self, extent: ParameterExtent) -> Tensor:
+        return self.flat[extent.offset : extent.stop].view(extent.parameter.shape).data
 
 
 def is_shared(tensor: Tensor, own_references: int) -> bool:

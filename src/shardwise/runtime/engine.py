@@ -22,7 +22,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.granularity import Granularities
 from shardwise.plan.layout import ParameterSpec
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
-from shardwise.plan.padding import tell_padding
+from shardwise.plan.padding import padding_report
 from shardwise.plan.plan import Plan, UnitChoice, make_plan
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.strategy import Strategy, resolve_strategy
@@ -452,11 +452,11 @@ def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
 def _specs_before(root: nn.Module) -> dict[str, ParameterSpec]:
     """What was planned for parameters that are sharded already."""
     sharded = {n: p.sharding for n, p in root.named_parameters() if isinstance(p, ShardedTensor)}
-    return {name: sharding.slot.parameter for name, sharding in sharded.items()}
+    return {name: sharding.extent.parameter for name, sharding in sharded.items()}
 
 
 def _warn_of_padding(plan: Plan, axis: Axis) -> None:
-    told = tell_padding(plan.units) if axis.group_rank == 0 else ""
+    told = padding_report(plan.units) if axis.group_rank == 0 else ""
     if told:
         warnings.warn(f"granularity costs padding\n{told}", stacklevel=3)
 

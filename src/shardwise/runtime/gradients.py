@@ -14,7 +14,7 @@ from shardwise.runtime.buffer import CAN_SWAP, FlatBuffer, Pool, is_shared
 from shardwise.runtime.in_slot import computes_in_slot
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.offload import Ferry
-from shardwise.runtime.parameters import ManagedParameter, split_shard
+from shardwise.runtime.parameters import FSDPParameter, split_shard
 from shardwise.runtime.tensor import (
     ShardedTensor,
     apply_gradient_hooks,
@@ -45,15 +45,15 @@ class Gradients:
     def __init__(
         self,
         layout: Layout,
-        parameters: Sequence[ManagedParameter],
+        parameters: Sequence[FSDPParameter],
         axis: Axis,
         pool: Pool,
         ferry: Ferry | None = None,
         *,
         owns_buffer: bool = False,
-        encloses: bool = False,
+        has_child_units: bool = False,
     ) -> None:
-        self.parameters = parameters  # in the order of the layout's slots
+        self.parameters = parameters  # in the order of the layout's extents
         self._axis = axis
         self._pool = pool
         self._ferry = ferry
@@ -62,16 +62,16 @@ class Gradients:
         reduce_dtype = layout.cast.reduce_dtype
         self._buffer = FlatBuffer(layout, pool, dtype=reduce_dtype, owns_memory=owns_buffer)
         self._dtype: torch.dtype = getattr(torch, layout.dtype)  # of the shards
-        can_move = CAN_SWAP and ferry is None and not encloses and not owns_buffer
+        can_move = CAN_SWAP and ferry is None and not has_child_units and not owns_buffer
         self._can_be_in_place = can_move and layout.is_whole_sum
         is_on_cpu = pool.device.type == "cpu"
         self._keeps_shard = ferry is not None or (self._can_be_in_place and is_on_cpu)
         self.divide_by(axis.num_ranks)
-        self._written = [False] * len(layout.slots)
+        self._written = [False] * len(layout.extents)
         # By position: a gradient on its way in memory that `claim` gave, while autograd holds it.
         self._claimed: dict[int, weakref.ref[Tensor]] = {}
         self._aliases: list[weakref.ref[Tensor]] = []  # of slots
-        self.used = [False] * len(layout.slots)
+        self.used = [False] * len(layout.extents)
         self._is_in_place = False  # the buffer is in the memory of `_shard`
         self._is_stepped = False  # in backward: then they are dropped there, by `drop`
         self._is_handed_over = False
@@ -377,7 +377,7 @@ def _divisor_before_the_sum(dtype: torch.dtype, divisor: float) -> float:
     return 2.0 ** (math.isqrt(max(1, int(divisor))).bit_length() - 1)
 
 
-def _accumulate(parameter: ManagedParameter, gradient: Tensor) -> bool:
+def _accumulate(parameter: FSDPParameter, gradient: Tensor) -> bool:
     """Add ``gradient`` to the parameter's; whether it is the first."""
     sharded = parameter.sharded
     if sharded.grad is None:

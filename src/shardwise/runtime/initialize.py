@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
-from shardwise.runtime.attach import check_initialized, checksum, home_of, replace_parameter
+from shardwise.runtime.attach import check_initialized, checksum, owner_of, replace_parameter
 from shardwise.runtime.buffer import Pool
 from shardwise.runtime.tensor import ShardedTensor, draws, written_tensors
 from shardwise.transport.device import random_states, seed_generators, set_random_states
@@ -167,7 +167,7 @@ class Materializer:
         self._lent = []
 
     def _allocate_parameter(self, names: Sequence[str]) -> Tensor:
-        homes = [home_of(self._root, name) for name in names]
+        owners = [owner_of(self._root, name) for name in names]
         original = self._root.get_parameter(names[0])
         whole = torch.empty(0, dtype=original.dtype, device=self._device)
         if original.numel():
@@ -177,8 +177,8 @@ class Materializer:
         else:
             whole = whole.new_empty(original.shape)
         parameter = replace_parameter(original, _without_value(whole))
-        for home in homes:
-            home.put(parameter)
+        for owner in owners:
+            owner.put(parameter)
         return parameter
 
     def _allocate_buffers(self, unit: UnitPlan) -> dict[str, Tensor]:

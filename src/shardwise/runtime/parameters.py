@@ -11,10 +11,10 @@ from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
 from shardwise.runtime.tensor import ShardedTensor, Sharding
 
-__all__ = ["Home", "ManagedParameter", "split_shard"]
+__all__ = ["FSDPParameter", "ParameterOwner", "split_shard"]
 
 
-class Home:
+class ParameterOwner:
     """A module's attribute that holds a parameter; tied parameters have several."""
 
     def __init__(self, module: nn.Module, attribute: str) -> None:
@@ -44,14 +44,14 @@ class Home:
 
 
 @dataclass(eq=False, slots=True)
-class ManagedParameter:
+class FSDPParameter:
     """One parameter: what the user sees between steps, and what the modules compute with."""
 
     sharding: Sharding
     sharded: nn.Parameter  # holds a ShardedTensor
     local: Tensor  # [run], of the shard
     dense: nn.Parameter  # [shape], of the flat buffer
-    homes: Sequence[Home]
+    owners: Sequence[ParameterOwner]
     _version: int = 0  # of `dense`, when it was last known to be what was gathered
 
     @property
@@ -61,30 +61,30 @@ class ManagedParameter:
     @property
     def modules(self) -> Iterator[nn.Module | None]:
         """Those that hold it."""
-        return (home.module for home in self.homes)
+        return (owner.module for owner in self.owners)
 
     def forget_changes(self) -> bool:
         """Whether the dense parameter was changed in place since this was last asked."""
         before, self._version = self._version, self.dense._version
         return before != self._version
 
-    def expose(self) -> None:
+    def use_unsharded(self) -> None:
         """Let the modules see the dense parameter."""
         if self.dense.requires_grad != self.sharded.requires_grad:
             self._follow_requires_grad()
-        for home in self.homes:
-            home.put(self.dense)
+        for owner in self.owners:
+            owner.put(self.dense)
 
-    def expose_as(self, tensor: Tensor) -> None:
+    def use_tensor(self, tensor: Tensor) -> None:
         """Let the modules see ``tensor`` [shape], between steps."""
         parameter = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
-        for home in self.homes:
-            home.put(parameter)
+        for owner in self.owners:
+            owner.put(parameter)
 
-    def conceal(self) -> None:
+    def use_sharded(self) -> None:
         """Let them see the sharded one again."""
-        for home in self.homes:
-            home.put(self.sharded)
+        for owner in self.owners:
+            owner.put(self.sharded)
 
     def adopt(self, replacement: Tensor) -> None:
         """Copy what the user put in place of the shard into it.
@@ -111,7 +111,7 @@ class ManagedParameter:
         self.sharded = replacement
 
     def _follow_requires_grad(self) -> None:
-        if self.sharded.requires_grad and not self.sharding.slot.parameter.trainable:
+        if self.sharded.requires_grad and not self.sharding.extent.parameter.trainable:
             raise PlanError(
                 f"{self.name} was frozen when it was sharded and has no room for gradients; "
                 "set requires_grad before fully_shard"
@@ -121,7 +121,7 @@ class ManagedParameter:
 
 def split_shard(flat_shard: Tensor, layout: Layout, rank: int) -> Iterator[Tensor]:
     """The run of every parameter of ``layout`` in ``flat_shard`` [S] of ``rank``, as views."""
-    for slot in layout.slots:
-        start = layout.offset_in_shard(slot, rank)
-        length = len(layout.run(slot, rank))
+    for extent in layout.extents:
+        start = layout.offset_in_shard(extent, rank)
+        length = len(layout.run(extent, rank))
         yield flat_shard[start : start + length].data

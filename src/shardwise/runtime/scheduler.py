@@ -38,7 +38,9 @@ class Scheduler:
         self.ledger = Ledger()
         self._sequencer = Sequencer(plan)
         self.units = tuple(units)
-        self._with_copies = [unit for unit in units if unit.plan.near_bytes]  # of their shards
+        self._with_copies = [
+            unit for unit in units if unit.plan.device_copy_bytes
+        ]  # of their shards
         self._by_label = {unit.plan.label: unit for unit in units}
         self._axis = axis
         self._device = device

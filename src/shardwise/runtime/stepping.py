@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from shardwise.errors import StepError
-from shardwise.runtime.parameters import ManagedParameter
+from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.unused import Agreement, Unused, check_all_used, launch_agreement
 from shardwise.transport.communicator import Communicator
@@ -27,7 +27,7 @@ class Stepper:
         unused: as in `fully_shard`.
     """
 
-    def __init__(self, step: Callable[[Sequence[ManagedParameter]], None], unused: Unused) -> None:
+    def __init__(self, step: Callable[[Sequence[FSDPParameter]], None], unused: Unused) -> None:
         self._step = step
         self._unused = unused
         self._collected: dict[Unit, None] = {}  # units that have gradients

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardedTensorError
-from shardwise.plan.layout import Layout, Run, Slot
+from shardwise.plan.layout import Layout, ParameterExtent, Run
 from shardwise.runtime.distributed_checkpoint import chunks_of, items_of
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.reductions import across, combine, gather_runs, norms
@@ -46,26 +46,26 @@ class Sharding:
     """How one parameter lies on the ranks of an axis; shared by its gradient and its states."""
 
     layout: Layout
-    slot: Slot
+    extent: ParameterExtent
     axis: Axis
 
     @property
     def name(self) -> str:
-        return self.slot.parameter.name
+        return self.extent.parameter.name
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size(self.slot.parameter.shape)
+        return torch.Size(self.extent.parameter.shape)
 
     @property
     def runs(self) -> tuple[Run, ...]:
         """The elements that each rank holds."""
-        return self.layout.runs(self.slot)
+        return self.layout.runs(self.extent)
 
     @property
     def run(self) -> Run:
         """The elements that this rank holds."""
-        return self.layout.run(self.slot, self.axis.rank)
+        return self.layout.run(self.extent, self.axis.rank)
 
     def matches(self, other: "Sharding") -> bool:
         """Whether tensors of both have the same elements on the same ranks."""

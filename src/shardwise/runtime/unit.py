@@ -25,7 +25,7 @@ from shardwise.runtime.buffer import FlatBuffer, Pool, Pools
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.offload import Ferry
-from shardwise.runtime.parameters import ManagedParameter
+from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.tensor import ShardedTensor
 from shardwise.transport.collectives import Link, Pending
 from shardwise.transport.communicator import Communicator
@@ -67,24 +67,24 @@ class FlatParameters:
         self._ferry = ferry  # if the shard is on the host
         self._part: Tensor | None = None  # [world_size * S / subgroup]
         self.axis = axis
-        self.is_whole = not layout.is_gathered  # the shard is the buffer: nothing to gather
+        self.is_whole = not layout.needs_gather  # the shard is the buffer: nothing to gather
         compute_dtype = layout.cast.compute_dtype
         self.buffer = FlatBuffer(layout, pool, dtype=compute_dtype, owns_memory=self.is_whole)
         self._held: FlatBuffer | None = None  # in the dtype of the shard, between steps
         self._near: Tensor | None = None  # [S], of a shard on the host, on the device
         self.near_is_stale = True
         self.shard = self._allocate_shard()
-        self.parameters: list[ManagedParameter] = []  # in the order of the layout's slots
-        trainable = layout.slots[0].parameter.trainable
+        self.parameters: list[FSDPParameter] = []  # in the order of the layout's extents
+        trainable = layout.extents[0].parameter.trainable
         self.gradients = (
             Gradients(
                 layout,
                 self.parameters,
                 axis,
-                pools.outer_gradients if plan.encloses else pools.gradients,
+                pools.outer_gradients if plan.has_child_units else pools.gradients,
                 ferry,
                 owns_buffer=plan.holds_gradients,
-                encloses=plan.encloses,
+                has_child_units=plan.has_child_units,
             )
             if trainable
             else None
@@ -109,7 +109,7 @@ class FlatParameters:
             self.layout.num_elements // self._plan.subgroup, self.buffer.flat.dtype
         )
         self._part = part
-        if not self._plan.subgroup_first:
+        if not self._plan.two_level_gather:
             copy(part, self.buffer.flat.view(self._plan.subgroup, -1)[self._place_in_subgroup])
             return None
         self.reclaim_locals()
@@ -135,7 +135,7 @@ class FlatParameters:
     def expose_held(self) -> None:
         assert self._held is not None
         for parameter, view in zip(self.parameters, self._held.views, strict=True):
-            parameter.expose_as(view)
+            parameter.use_tensor(view)
 
     def end_hold(self, *, write_back: bool) -> None:
         """Forget what was written into the parameters that are held, or take it over."""
@@ -171,7 +171,7 @@ class FlatParameters:
     def reclaim_locals(self) -> None:
         """Notice parameters whose memory was replaced, as `Module.to` and `assign=True` do."""
         for parameter in self.parameters:
-            current = parameter.homes[0].get()
+            current = parameter.owners[0].get()
             if isinstance(current, ShardedTensor) and current.to_local() is parameter.local:
                 continue
             if current is not None:
@@ -191,7 +191,7 @@ class Unit:
         self._is_exposed = False
 
     @property
-    def parameters(self) -> Iterator[ManagedParameter]:
+    def parameters(self) -> Iterator[FSDPParameter]:
         for flat in self.flats:
             yield from flat.parameters
 
@@ -233,14 +233,14 @@ class Unit:
                 if flat.is_whole:  # otherwise the gather did it
                     flat.reclaim_locals()
             for parameter in self.parameters:
-                parameter.expose()
+                parameter.use_unsharded()
             self._is_exposed = True
 
     def conceal(self) -> None:
         """Put the sharded parameters back."""
         if self._is_exposed:
             for parameter in self.parameters:
-                parameter.conceal()
+                parameter.use_sharded()
             self._is_exposed = False
 
     def free(self, links: Communicator) -> None:
@@ -378,7 +378,7 @@ class Unit:
 
     def _waits(self, gradients: Gradients) -> bool:
         """Whether its gradients do, for their buffer would be open while units inside compute."""
-        return self.plan.encloses and not gradients.owns_buffer
+        return self.plan.has_child_units and not gradients.owns_buffer
 
     def _write_kept(self, flat: FlatParameters) -> None:
         for position, parameter in enumerate(flat.parameters):

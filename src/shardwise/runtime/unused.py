@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import StepError
-from shardwise.runtime.parameters import ManagedParameter
+from shardwise.runtime.parameters import FSDPParameter
 from shardwise.transport.collectives import Pending
 from shardwise.transport.communicator import Communicator
 from shardwise.transport.health.status import Scope
@@ -53,7 +53,7 @@ def _nothing() -> None:
 
 
 def check_all_used(
-    parameters: Sequence[ManagedParameter], used: Sequence[Sequence[bool | int]]
+    parameters: Sequence[FSDPParameter], used: Sequence[Sequence[bool | int]]
 ) -> None:
     """Refuse a backward that left out parameters that require gradients.
 

@@ -357,10 +357,10 @@ class Sequencer:
     def _is_needed_again(self, unit: int) -> bool:
         """Whether another backward follows before an optimizer changes the parameters."""
         steps = self.synchronizes[unit] and self.crosses[unit]
-        return self._units[unit].subgroup_first and not steps
+        return self._units[unit].two_level_gather and not steps
 
     def _reduce(self, unit: int) -> None:
-        is_root = unit == 0 and self._units[unit].encloses
+        is_root = unit == 0 and self._units[unit].has_child_units
         self._collect_until(0 if is_root else 1)
         self._collect_unit(unit)
         self._emit(EventKind.REDUCE, unit)
@@ -384,7 +384,7 @@ class Sequencer:
         if first is None:
             return []
         # While an enclosing unit's own backward runs there is room for the first one inside it.
-        ahead = max(self._prefetch, int(self._units[first].encloses))
+        ahead = max(self._prefetch, int(self._units[first].has_child_units))
         return [first, *self._distinct(following, ahead)]
 
     def _distinct(self, upcoming: Iterable[int], count: int) -> list[int]:
@@ -407,7 +407,7 @@ class Sequencer:
         if unit in self._gathered or not self._units[unit].gathered_bytes:
             return False
         self._gathered.add(unit)
-        if self._units[unit].subgroup_first:
+        if self._units[unit].two_level_gather:
             self._keep(unit)
         self._emit(EventKind.GATHER, unit)
         return True
@@ -436,7 +436,7 @@ class Sequencer:
             self._emit(EventKind.KEEP, unit)
 
     def _drop(self, unit: int) -> None:
-        outlives = self._units[unit].subgroup_first and self._is_accumulating
+        outlives = self._units[unit].two_level_gather and self._is_accumulating
         if self.steps_in_backward and self.synchronizes[unit] and self.crosses[unit]:
             outlives = False  # it has stepped, whatever others wait for
         if unit in self._kept and not outlives and not self.is_in_use(unit):
@@ -445,7 +445,7 @@ class Sequencer:
 
     def _free_ahead(self) -> None:
         for unit in sorted(self._ahead):
-            self._free(unit, keep=self._units[unit].subgroup_first)
+            self._free(unit, keep=self._units[unit].two_level_gather)
 
     def _free_all(self, but: Collection[int] = ()) -> None:
         self._lingering = None

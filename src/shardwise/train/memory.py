@@ -39,7 +39,7 @@ def one_process(plan: Plan) -> Footprint:
 
 def one_rank(plan: Plan, memory: StepMemory, *, transient: int | None = None) -> Footprint:
     """What a rank keeps, and what a step takes besides: as foreseen, or ``transient`` bytes."""
-    parameters = plan.shard_bytes + sum(unit.near_bytes for unit in plan.units)
+    parameters = plan.shard_bytes + sum(unit.device_copy_bytes for unit in plan.units)
     states = ADAMW_STATES * plan.gradient_shard_bytes
     states_on_host = ADAMW_STATES * sum(
         unit.gradient_shard_bytes for unit in plan.units if unit.offload is not None

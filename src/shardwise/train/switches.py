@@ -93,8 +93,10 @@ def _sum(plan: Plan, kind: EventKind, of_unit: Callable[[int], int]) -> int:
 def _brought(plan: Plan) -> int:
     """To the device in one forward and backward."""
     shards = [unit.shard_bytes * (unit.offload is not None) for unit in plan.units]
-    once = sum(s for s, unit in zip(shards, plan.units, strict=True) if unit.near_bytes)
-    again = _sum(plan, EventKind.GATHER, lambda i: shards[i] * (not plan.units[i].near_bytes))
+    once = sum(s for s, unit in zip(shards, plan.units, strict=True) if unit.device_copy_bytes)
+    again = _sum(
+        plan, EventKind.GATHER, lambda i: shards[i] * (not plan.units[i].device_copy_bytes)
+    )
     return once + again
 
 
