@@ -30,6 +30,8 @@ from shardwise.runtime import unit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# Frames of these files come before those of the test in a rank's traceback, and are left out.
+HARNESS = {__file__, str(Path(__file__).with_name("ranks.py"))}
 LOOPBACK = "127.0.0.1"
 # Longer than any deadline of a call: the pool decides when to stop waiting, and shows where.
 GROUP_TIMEOUT = timedelta(minutes=10)
@@ -112,9 +114,9 @@ def call(request: bytes) -> bytes:
 
 
 def own_traceback(error: BaseException) -> str:
-    """The traceback from the test's function on, without the frames of this file."""
+    """The traceback from the test's function on."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None and trace.tb_next and trace.tb_frame.f_code.co_filename in HARNESS:
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace))
 

@@ -1,32 +1,45 @@
 """Pools of Gloo ranks that tests share.
 
-::
+The body of a test under ``on_ranks`` runs on every rank, once per world size::
 
-    def gather_ranks(scale: int) -> list[int]:      # module level: it is pickled by name
-        ...
+    @on_ranks(2, 4)
+    @pytest.mark.parametrize("scale", [1, 10])
+    def test_sum(scale: int) -> None:
+        total = torch.tensor(scale)
+        dist.all_reduce(total)
+        assert total == scale * dist.get_world_size()
 
-    def test_gather() -> None:
-        assert run_on(2, gather_ranks, 10) == [[0, 10], [0, 10]]
+``run_on`` does the same for any function of a module, and returns what each rank returned::
 
-A pool of W processes is started by the first test that needs W ranks and serves all later ones,
-so that a multi-rank test costs milliseconds. A rank that dies, hangs or raises fails its own test
-at once, with what it was doing, and never the next: a pool that may be spoilt is killed.
+    def test_ranks() -> None:
+        assert run_on(2, dist.get_rank) == [0, 1]
+
+The first test that needs W ranks starts a pool of W processes, which serves all later ones, so
+that a multi-rank test costs milliseconds. A rank that dies, hangs or raises fails its own test at
+once, with its traceback and output. It never fails the next test: a pool in doubt is killed.
 """
 
 import atexit
+import functools
+import inspect
 import pickle
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
+
+import pytest
 
 from tests.rank_handle import POLL_SECONDS, RankProcess
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
+WORLD_SIZE = "world_size"
+DEADLINE_SECONDS = 20.0
 START_SECONDS = 120.0  # importing torch in four processes on a busy machine
 # How long the other ranks may take once one has raised: they are often in a collective with it.
 GRACE_SECONDS = 3.0
@@ -43,10 +56,44 @@ class RankFailed(AssertionError):  # noqa: N818 (it is a test that failed)
         self.errors = errors
 
 
+def on_ranks(
+    *world_sizes: int, thorough: Collection[int] = (), deadline: float = DEADLINE_SECONDS
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Run a test's body on every rank of a pool, once for each of ``world_sizes``.
+
+    The arguments (parameters and values of fixtures) must be picklable; a test that wants its world
+    size takes the argument ``world_size``. World sizes in ``thorough`` are left to
+    `make thorough`. With none in either, the test is parametrized with ``world_size`` by itself.
+    ``deadline`` is as in ``run_on``.
+    """
+
+    more = [pytest.param(size, marks=pytest.mark.thorough) for size in thorough]
+    sizes = [*world_sizes, *more]
+
+    def decorate(body: Callable[P, None]) -> Callable[P, None]:
+        signature = inspect.signature(body)
+        has_argument = WORLD_SIZE in signature.parameters
+
+        @functools.wraps(body)
+        def test(*args: P.args, **kwargs: P.kwargs) -> None:
+            __tracebackhide__ = True
+            arguments = dict(signature.bind_partial(*args).arguments) | kwargs
+            world_size = arguments[WORLD_SIZE] if has_argument else arguments.pop(WORLD_SIZE)
+            run_on(cast("int", world_size), TestBody(test, arguments), deadline=deadline)
+
+        if not has_argument:
+            extra = inspect.Parameter(WORLD_SIZE, inspect.Parameter.KEYWORD_ONLY)
+            parameters = [*signature.parameters.values(), extra]
+            setattr(test, "__signature__", signature.replace(parameters=parameters))  # noqa: B010
+        return pytest.mark.parametrize(WORLD_SIZE, sizes)(test) if sizes else test
+
+    return decorate
+
+
 def run_on(
-    world_size: int, function: Callable[..., T], *args: object, deadline: float = 20.0
+    world_size: int, function: Callable[..., T], *args: object, deadline: float = DEADLINE_SECONDS
 ) -> list[T]:
-    """Call ``function(*args)`` in every rank of a pool; the results, by rank.
+    """Call ``function(*args)`` on every rank of a pool and return the results by rank.
 
     ``function`` is a module-level function. In each rank torch.distributed is initialised (Gloo),
     torch has one thread, and its seed is 0. Arguments and results are pickled. Raises
@@ -76,9 +123,21 @@ def pool_processes() -> set[int]:
     return {rank.process.pid for pool in _pools.values() for rank in pool.ranks}
 
 
+@dataclass(frozen=True)
+class TestBody:
+    """The body of a test under ``on_ranks`` with its arguments, pickled by the test's name."""
+
+    __test__ = False  # not a class of tests
+    test: Callable[..., None]
+    arguments: dict[str, object]
+
+    def __call__(self) -> None:
+        inspect.unwrap(self.test)(**self.arguments)
+
+
 @dataclass
 class Outcome:
-    """What became of one call."""
+    """The answers to one call, by rank."""
 
     world_size: int
     results: dict[int, bytes] = field(default_factory=dict)

@@ -5,12 +5,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankFailed, pool_processes, run_on
+from tests.ranks import RankFailed, on_ranks, pool_processes, run_on
 
 
 def sum_of_ranks(scale: int) -> float:
@@ -105,6 +106,34 @@ def assert_works() -> None:
 def test_results_are_by_rank(world_size: int) -> None:
     expected = [(rank, world_size) for rank in range(world_size)]
     assert run_on(world_size, own_number) == expected
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("scale", [1, 10])
+def test_a_body_runs_on_every_rank_with_its_arguments(scale: int, tmp_path: Path) -> None:
+    (tmp_path / f"rank{dist.get_rank()}").touch()
+    dist.barrier()
+    assert len(list(tmp_path.iterdir())) == dist.get_world_size()
+    assert sum_of_ranks(scale) == scale * sum(range(dist.get_world_size()))
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "name"), [(1, "one"), (2, "two")])
+def test_a_body_may_take_its_world_size(world_size: int, name: str) -> None:
+    assert dist.get_world_size() == world_size == {"one": 1, "two": 2}[name]
+
+
+@on_ranks()
+def body_that_fails(number: int) -> None:
+    assert number + dist.get_rank() == 4
+
+
+def test_a_failure_in_a_body_shows_the_body_alone() -> None:
+    with pytest.raises(RankFailed) as caught:
+        body_that_fails(number=4, world_size=2)  # type: ignore[call-arg]
+    assert str(caught.value).startswith("rank 1 raised AssertionError: assert (4 + 1) == 4")
+    assert "in body_that_fails" in caught.value.errors[1]
+    assert "ranks.py" not in caught.value.errors[1].replace("test_ranks.py", "")
 
 
 def test_warm_calls_are_quick() -> None:
