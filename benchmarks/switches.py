@@ -43,8 +43,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from shardwise.forecast.memory import step_memory
 from shardwise.runtime.buffer import Pool
-from shardwise.runtime.engine import Runtime, runtime_of_root
+from shardwise.runtime.engine import Runtime
 from shardwise.runtime.gradients import Gradients
+from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.tensor import ShardedTensor
 from shardwise.runtime.unit import Unit

@@ -1,5 +1,6 @@
 """Fully Sharded Data Parallel for PyTorch; ``import shardwise as sw`` and `sw.fully_shard`."""
 
+from shardwise.api import fully_shard
 from shardwise.checkpoint.directory import Retention, latest
 from shardwise.checkpoint.load import Loaded, load
 from shardwise.checkpoint.report import Report
@@ -17,6 +18,9 @@ from shardwise.errors import (
     ShardwiseError,
     StepError,
 )
+from shardwise.features.activation_offload import offload_activations
+from shardwise.features.initialize import Initialization, initialize
+from shardwise.features.transaction import transaction
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.tokens import backward, token_weight
@@ -24,11 +28,8 @@ from shardwise.plan.granularity import block
 from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import Strategy
-from shardwise.runtime.engine import FSDPModule, fully_shard, gathered, ledger
-from shardwise.runtime.initialize import Initialization, initialize
-from shardwise.runtime.saved import offload_activations
+from shardwise.runtime.module import FSDPModule, gathered, ledger
 from shardwise.runtime.tensor import ShardedTensor
-from shardwise.runtime.transaction import transaction
 
 __all__ = [
     "CPUOffloadPolicy",

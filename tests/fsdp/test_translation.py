@@ -10,7 +10,7 @@ import shardwise as sw
 import shardwise.fsdp as f
 from shardwise.fsdp.wrap import ModuleWrapPolicy
 from shardwise.plan.plan import Plan
-from shardwise.runtime.engine import runtime_of_root
+from shardwise.runtime.module import runtime_of_root
 from shardwise.schedule.events import EventKind
 from tests.fsdp.models import Block, batch, make_net
 from tests.ranks import run_on

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.runtime.engine import FSDPModule
+from shardwise.runtime.module import FSDPModule
 from tests.fuzz import programs as p
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.runtime import in_slot
+from shardwise.features import fused_wgrad
 from shardwise.runtime.tensor import ShardedTensor
 from shardwise.runtime.unit import UnitState
 from tests.fuzz.build import Fork, Net, build, settle_forks, trainable
@@ -43,8 +43,8 @@ class Report:
 
 def check(case: Case) -> Report:
     """Train ``case`` on the ranks of the pool and compare."""
-    least = 1 if case.in_slot else in_slot._LEAST_ELEMENTS
-    with warnings.catch_warnings(), mock.patch.object(in_slot, "_LEAST_ELEMENTS", least):
+    least = 1 if case.in_slot else fused_wgrad._LEAST_ELEMENTS
+    with warnings.catch_warnings(), mock.patch.object(fused_wgrad, "_LEAST_ELEMENTS", least):
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
         comparison = Comparison(case)
         for number, step in enumerate(case.steps):

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from tests.features.test_transaction import Training
 from tests.models import WIDTH, Block, Lora, LoraLinear, build
 from tests.ranks import run_on
 from tests.runtime.one_process import adamw, assert_equal_models, own_part, rank
-from tests.runtime.test_transaction import Training
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "fsdp"), (2, "ddp"), (4, "hsdp")])

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.runtime.controls import UnshardHandle
-from shardwise.runtime.engine import register_forward_method
+from shardwise.runtime.module import UnshardHandle, register_forward_method
 from shardwise.runtime.tensor import ShardedTensor
 from shardwise.schedule.events import EventKind
 from tests.models import WIDTH, Block, Stack, build

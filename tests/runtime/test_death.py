@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import shardwise as sw
-from tests.runtime.test_transaction import SECONDS, Training
+from tests.features.test_transaction import SECONDS, Training
 
 RANKS = 3
 LAST = RANKS - 1

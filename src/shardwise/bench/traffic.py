@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # the public ones ca
 from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
-from shardwise.runtime.engine import runtime_of_root
+from shardwise.runtime.module import runtime_of_root
 from shardwise.transport.collectives import Link
 from shardwise.transport.communicator import communicator
 from shardwise.transport.device import Lane

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from shardwise.checkpoint import tree
 from shardwise.errors import CheckpointError
 from shardwise.plan.strategy import STRATEGIES
-from shardwise.runtime.engine import FSDPModule
 from shardwise.runtime.mesh import Axis, resolve_mesh
+from shardwise.runtime.module import FSDPModule
 from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = ["Collected", "axis_of", "check_idle", "collect", "parameter_names", "tensors_of"]

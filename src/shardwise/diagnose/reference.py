@@ -16,8 +16,8 @@ from shardwise.diagnose.batches import SEED, Part
 from shardwise.diagnose.peers import Peers
 from shardwise.errors import PlanError
 from shardwise.runtime.attach import device_for
-from shardwise.runtime.engine import FSDPModule
 from shardwise.runtime.mesh import Axis
+from shardwise.runtime.module import FSDPModule
 
 __all__ = ["LossFn", "Outcome", "Reference", "Training"]
 

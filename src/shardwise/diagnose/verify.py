@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardwise.api import fully_shard
 from shardwise.diagnose.batches import cut_batches
 from shardwise.diagnose.compare import Judge
 from shardwise.diagnose.peers import Peers
@@ -25,7 +26,6 @@ from shardwise.errors import PlanError
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.strategy import STRATEGIES, Strategy, resolve_strategy
 from shardwise.plan.units import Units
-from shardwise.runtime.engine import fully_shard
 from shardwise.runtime.mesh import resolve_mesh
 from shardwise.runtime.tensor import ShardedTensor
 from shardwise.transport.device import current_gpu, num_local_gpus

@@ -27,8 +27,7 @@ from shardwise.fsdp.sharded_grad_scaler import ShardedGradScaler
 from shardwise.fsdp.whole_state_dicts import let_torch_know
 from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import MixedPrecisionPolicy
-from shardwise.runtime.controls import UnshardHandle
-from shardwise.runtime.engine import FSDPModule
+from shardwise.runtime.module import FSDPModule, UnshardHandle
 
 __all__ = [
     "BackwardPrefetch",

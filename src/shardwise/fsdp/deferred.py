@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import PlanError
-from shardwise.runtime.engine import FSDPModule
+from shardwise.runtime.module import FSDPModule
 
 __all__ = ["defer", "is_deferred", "when_sharded"]
 

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise import api
 from shardwise.errors import PlanError
 from shardwise.fsdp.deferred import defer, is_deferred, when_sharded
 from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
-from shardwise.runtime import engine
+from shardwise.runtime.module import FSDPModule, register_forward_method
 
 __all__ = ["as_they_came", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
@@ -58,7 +59,7 @@ def fully_shard(
         raise PlanError("dp_mesh_dims: pass these dimensions alone, as in mesh=mesh['shard']")
 
     def shard(one: nn.Module) -> None:
-        engine.fully_shard(
+        api.fully_shard(
             one,
             mesh=mesh,
             strategy="fsdp" if mesh is None or mesh.ndim == 1 else "hsdp",
@@ -93,9 +94,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     A module that is not sharded stays as it is, as with FSDP2.
     """
-    if isinstance(module, engine.FSDPModule):
-        when_sharded(module, lambda: engine.register_forward_method(module, method_name))
+    if isinstance(module, FSDPModule):
+        when_sharded(module, lambda: register_forward_method(module, method_name))
 
 
-def share_comm_ctx(modules: list[engine.FSDPModule]) -> None:
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Does nothing: models over the same ranks share their links."""

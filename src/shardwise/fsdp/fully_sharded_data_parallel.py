@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.api import fully_shard
 from shardwise.errors import PlanError
 from shardwise.fsdp import api, optim_states, state_dicts
 from shardwise.fsdp.fully_shard import as_they_came
@@ -26,9 +27,8 @@ from shardwise.fsdp.summon import summon_full_params
 from shardwise.fsdp.wrap import wrap_children
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.units import NEVER_CALLED
-from shardwise.runtime import engine
 from shardwise.runtime.casting import cast_tensors
-from shardwise.runtime.controls import is_root_unit
+from shardwise.runtime.module import FSDPModule, is_root_unit
 from shardwise.runtime.tensor import ShardedTensor
 from shardwise.transport.collectives import copy_from_first
 
@@ -127,7 +127,7 @@ class FullyShardedDataParallel(nn.Module):
         self._modules[WRAPPED] = module
         if isinstance(module, NEVER_CALLED):
             return  # what it holds belongs to the wrapper around it
-        engine.fully_shard(
+        fully_shard(
             module,
             mesh=ranks.mesh,
             strategy=ranks.strategy,
@@ -279,11 +279,11 @@ class FullyShardedDataParallel(nn.Module):
     flatten_sharded_optim_state_dict = staticmethod(optim_states.flatten_sharded_optim_state_dict)
     rekey_optim_state_dict = staticmethod(optim_states.rekey_optim_state_dict)
 
-    def _root_unit(self, method: str) -> engine.FSDPModule:
+    def _root_unit(self, method: str) -> FSDPModule:
         if not self.check_is_root():
             raise PlanError(f"{method}: call it on the outermost wrapper, around the whole model")
         unit = self.module
-        assert isinstance(unit, engine.FSDPModule)
+        assert isinstance(unit, FSDPModule)
         return unit
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import PlanError
 from shardwise.fsdp.names import clean_names
-from shardwise.runtime import engine
+from shardwise.runtime.module import FSDPModule, gathered, ledger
 from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = ["summon_full_params"]
@@ -46,7 +46,7 @@ def summon_full_params(
     gradients = _whole_gradients(parameters) if with_grads else {}
     with contextlib.ExitStack() as stack:
         for unit in _roots(module):
-            stack.enter_context(engine.gathered(unit, write_back=writeback))
+            stack.enter_context(gathered(unit, write_back=writeback))
         dense = clean_names(module)
         for name, whole in gradients.items():
             dense[name].grad = whole
@@ -68,5 +68,5 @@ def _whole_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 def _roots(module: nn.Module) -> list[nn.Module]:
     """A unit for each sharded model in ``module``."""
-    units = [m for m in module.modules() if isinstance(m, engine.FSDPModule)]
-    return list({id(engine.ledger(unit)): unit for unit in units}.values())
+    units = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    return list({id(ledger(unit)): unit for unit in units}.values())

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.errors import PlanError, StepError
-from shardwise.runtime.engine import runtime_of_root
+from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.stepping import Stepper

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from shardwise.runtime.engine import FSDPModule, runtime_of_root
+from shardwise.runtime.module import FSDPModule, runtime_of_root
 from shardwise.runtime.reductions import across
 from shardwise.transport.health.status import Scope
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
 from shardwise.runtime.buffer import CAN_SWAP, FlatBuffer, Pool, is_shared
-from shardwise.runtime.in_slot import computes_in_slot
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.offload import Ferry
 from shardwise.runtime.parameters import FSDPParameter, split_shard
@@ -88,12 +87,12 @@ class Gradients:
         before = _divisor_before_the_sum(self._buffer.flat.dtype, divisor)
         self._scale_before, self._scale_after = 1.0 / before, before / divisor
 
-    def claim(self, position: int, *, waits: bool) -> tuple[Tensor, bool] | None:
+    def claim(self, position: int, *, waits: bool, in_slot: bool) -> tuple[Tensor, bool] | None:
         """Where to compute a gradient, and whether to add it to what is there; None: elsewhere.
 
         That is its slot, for `write` to find it there, if nothing is in it and all uses of the
-        parameter would be added there. One that ``waits`` while other units compute is there only
-        if the buffer is little larger.
+        parameter would be added there (``in_slot``). One that ``waits`` while other units compute
+        is there only if the buffer is little larger.
         """
         managed = self.parameters[position]
         if self._reduced is not None or managed.dense.grad is not None:
@@ -107,7 +106,7 @@ class Gradients:
         slot = self._buffer.views[position]
         is_most = slot.numel() > _MOST * self._layout.num_elements
         is_place = managed.dense.dtype == slot.dtype and not self._written[position]
-        if is_place and (is_most or not waits) and all(map(computes_in_slot, managed.modules)):
+        if is_place and (is_most or not waits) and in_slot:
             self._open()
             place = slot.detach()  # a tensor of its own, or autograd would copy it
             self._aliases.append(weakref.ref(place))

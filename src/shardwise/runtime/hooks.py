@@ -64,8 +64,10 @@ def watch_outputs(
     return Outcome.HIDDEN if trainable else Outcome.DETACHED
 
 
-def tensors_left_in(module: nn.Module, unit: type[nn.Module]) -> Iterator[Tensor]:
+def tensors_left_in(module: nn.Module, mark: str) -> Iterator[Tensor]:
     """Tensors in attributes of ``module`` and of modules inside it, but for other units.
+
+    A unit has an attribute named ``mark``.
 
     Attributes are tensors or lists, tuples and dicts of them; looking deeper, at every call, would
     walk through whatever else a module holds.
@@ -74,8 +76,8 @@ def tensors_left_in(module: nn.Module, unit: type[nn.Module]) -> Iterator[Tensor
         if name not in _OF_EVERY_MODULE:
             yield from _plain_tensors(value)
     for child in module.children():
-        if not isinstance(child, unit):
-            yield from tensors_left_in(child, unit)
+        if mark not in vars(child):
+            yield from tensors_left_in(child, mark)
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:

@@ -289,11 +289,13 @@ class Unit:
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def claim_slot(self, flat: FlatParameters, position: int) -> tuple[Tensor, bool] | None:
+    def claim_slot(
+        self, flat: FlatParameters, position: int, *, in_slot: bool
+    ) -> tuple[Tensor, bool] | None:
         """Where to compute the gradient of a parameter; see `Gradients.claim`."""
         if flat.gradients is None or not self.expects_gradients:
             return None
-        return flat.gradients.claim(position, waits=self._waits(flat.gradients))
+        return flat.gradients.claim(position, waits=self._waits(flat.gradients), in_slot=in_slot)
 
     def accept(self, flat: FlatParameters, position: int) -> None:
         """Take the gradient that autograd has just put on a dense parameter."""

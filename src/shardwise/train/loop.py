@@ -14,7 +14,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.launch.ranks import Ranks
 from shardwise.plan.plan import Plan
-from shardwise.runtime.engine import runtime_of_root
+from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.reductions import across
 from shardwise.train.baselines import measure_baselines
 from shardwise.train.build import build_model, build_plan, find_units, offload_of, precision_of

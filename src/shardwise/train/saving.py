@@ -15,7 +15,7 @@ from shardwise.errors import CheckpointError
 from shardwise.launch.errors import ConfigError
 from shardwise.launch.ranks import Ranks
 from shardwise.plan.layout import Run
-from shardwise.runtime.engine import runtime_of_root
+from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.reductions import gather_runs
 from shardwise.train.config import Config
 from shardwise.train.data import read_corpus

@@ -9,8 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.errors import PeerAborted, PlanError, StepError
-from shardwise.runtime.engine import Runtime, runtime_of_root
-from shardwise.runtime.snapshot import ModelSnapshot, OptimizerSnapshot
+from shardwise.features.snapshot import ModelSnapshot, OptimizerSnapshot
+from shardwise.runtime.engine import Runtime
+from shardwise.runtime.module import runtime_of_root
 from shardwise.transport.communicator import Communicator, communicator
 from shardwise.transport.health.status import Scope
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.errors import StepError
-from shardwise.runtime.engine import runtime_of_root
+from shardwise.runtime.module import runtime_of_root
 from shardwise.transport.device import to_host
 
 __all__ = ["offload_activations"]

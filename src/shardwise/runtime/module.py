@@ -1,21 +1,86 @@
-"""What may be asked of a unit between the calls of it: the methods of FSDP2's modules.
+"""What `fully_shard` makes of a module: `FSDPModule`, with FSDP2's methods.
 
 The schedule knows the order of the last pass and gathers ahead by itself, so hints about order have
 nothing to add; they are taken, so that a program that gives them runs, and that is all.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial, wraps
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.errors import PlanError
+from shardwise.runtime.engine import HANDLE, Handle, Runtime
+from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.scheduler import Scheduler
 
-__all__ = ["HANDLE", "Controls", "UnshardHandle", "is_root_unit"]
+__all__ = [
+    "FSDPModule",
+    "UnshardHandle",
+    "gathered",
+    "handle_of",
+    "is_root_unit",
+    "ledger",
+    "mark",
+    "register_forward_method",
+    "runtime_of_root",
+]
 
-HANDLE = "_shardwise"  # where a module keeps how it finds its unit
+_METHODS = "_shardwise_methods"  # those that gather the unit as forward does
+
+
+def ledger(module: nn.Module) -> Ledger:
+    """The record of what ``module`` (sharded by `fully_shard`) moved, and when."""
+    return handle_of(module).runtime.scheduler.ledger
+
+
+def runtime_of_root(module: nn.Module) -> Runtime:
+    """What runs ``module``, which has to be a sharded model and not a unit inside one.
+
+    Raises:
+        PlanError: it is not.
+    """
+    handle = handle_of(module)
+    if handle.index:
+        name = handle.runtime.plan.units[handle.index].name
+        raise PlanError(f"{name} is a unit inside a sharded model; pass the whole model")
+    return handle.runtime
+
+
+@contextlib.contextmanager
+def gathered(module: nn.Module, *, write_back: bool = False) -> Iterator[None]:
+    """Within it, all parameters of the model are whole, plain tensors; all ranks have to enter.
+
+    Forward works within it, without gradients. Changes are dropped at the end unless
+    ``write_back``, in which case every rank has to make the same ones.
+
+    Raises:
+        StepError: a forward or backward is under way.
+    """
+    scheduler = handle_of(module).runtime.scheduler
+    scheduler.hold()
+    try:
+        yield
+    finally:
+        scheduler.release(write_back=write_back)
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Have ``module.name(...)`` gather the unit ``module`` as calling it does: ``generate``, say.
+
+    Raises:
+        PlanError: ``module`` is not a unit, or its class has no such method.
+    """
+    handle_of(module)
+    plain = _plain_class(type(module))
+    if not callable(getattr(plain, name, None)):
+        raise PlanError(f"{plain.__name__} has no method {name!r}")
+    methods: frozenset[str] = getattr(type(module), _METHODS)
+    module.__class__ = _fsdp_class(plain, methods | {name})  # type: ignore[arg-type]
 
 
 class UnshardHandle:
@@ -32,8 +97,33 @@ class UnshardHandle:
             scheduler.await_by_hand(self._indices)
 
 
-class Controls(nn.Module):
-    """Mixed into every unit. All ranks have to call the same, as with any collective."""
+class FSDPModule(nn.Module):
+    """Mixed into every unit: ``isinstance(module, FSDPModule)`` tells one.
+
+    All ranks have to call the same methods, as with any collective.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        handle = handle_of(self)
+        return handle.runtime.call(handle, self, super().__call__, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A sharded copy of its own; the root of the model has to be in what is copied."""
+        handle = handle_of(self)
+        runtime = handle.runtime
+        if handle.index == 0:
+            memo[id(runtime)] = runtime
+        elif id(runtime) not in memo:
+            name = runtime.plan.units[handle.index].name
+            raise PlanError(f"{name} is a unit inside a sharded model; copy the whole model")
+        plain = _plain_class(type(self))
+        twin: nn.Module = plain.__new__(plain)
+        memo[id(self)] = twin
+        state = {key: value for key, value in self.__dict__.items() if key != HANDLE}
+        twin.__dict__.update(copy.deepcopy(state, memo))
+        if handle.index == 0:
+            _shard_copy(twin, self, runtime)
+        return twin
 
     # -- parameters ------------------------------------------------------------------------------
 
@@ -140,10 +230,10 @@ class Controls(nn.Module):
     ) -> None:
         """Units are freed after backward."""
 
-    def set_modules_to_forward_prefetch(self, modules: "Sequence[Controls]") -> None:
+    def set_modules_to_forward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Units are gathered ahead in the order of the last forward, ``prefetch`` of them."""
 
-    def set_modules_to_backward_prefetch(self, modules: "Sequence[Controls]") -> None:
+    def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Units are gathered ahead in the order of backward, ``prefetch`` of them."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -192,6 +282,49 @@ class Controls(nn.Module):
         raise _refusal("set_symm_mem_for_comm", "leave it out")
 
 
+def handle_of(module: nn.Module) -> Handle:
+    handle = module.__dict__.get(HANDLE)
+    if handle is None:
+        raise PlanError(f"{type(module).__name__} is not sharded; call sw.fully_shard on it first")
+    assert isinstance(handle, Handle)
+    return handle
+
+
+def mark(module: nn.Module, handle: Handle, methods: frozenset[str] = frozenset()) -> None:
+    module.__dict__[HANDLE] = handle
+    if not isinstance(module, FSDPModule):
+        module.__class__ = _fsdp_class(type(module), methods)  # type: ignore[arg-type]
+
+
+@cache
+def _fsdp_class(plain: Any, methods: frozenset[str]) -> type[nn.Module]:
+    contents: dict[str, Any] = {"__module__": plain.__module__, _METHODS: methods}
+    contents |= {name: _as_forward(getattr(plain, name)) for name in methods}
+    return type(f"FSDP{plain.__name__}", (FSDPModule, plain), contents)
+
+
+def _as_forward(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        handle = handle_of(self)
+        return handle.runtime.call(handle, self, partial(method, self), args, kwargs)
+
+    return call
+
+
+def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
+    return cast("type[nn.Module]", sharded.__bases__[1])
+
+
+def _shard_copy(twin: nn.Module, root: nn.Module, runtime: Runtime) -> None:
+    """Shard ``twin``, a copy of ``root``, in the same way."""
+    of_twin = runtime.rebuild(twin)
+    for index, unit in enumerate(runtime.plan.units):
+        original = root.get_submodule(unit.name)
+        handle = Handle(of_twin, index, handle_of(original).choice)
+        mark(twin.get_submodule(unit.name), handle, getattr(type(original), _METHODS))
+
+
 def is_root_unit(module: nn.Module) -> bool:
     """Whether ``module`` is sharded and in no other unit."""
     handle = module.__dict__.get(HANDLE)
@@ -207,7 +340,7 @@ def _scheduler_of(module: nn.Module) -> Scheduler:
 
 def _indices_in(module: nn.Module, *, recurse: bool) -> list[int]:
     inside = module.modules() if recurse else (module,)
-    return [inner.__dict__[HANDLE].index for inner in inside if isinstance(inner, Controls)]
+    return [inner.__dict__[HANDLE].index for inner in inside if isinstance(inner, FSDPModule)]
 
 
 def _refusal(method: str, way_out: str) -> PlanError:

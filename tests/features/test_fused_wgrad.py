@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
+from shardwise.features.fused_wgrad import SlotLinear
 from shardwise.runtime.gradients import Gradients
-from shardwise.runtime.in_slot import SlotLinear
 from tests.ranks import run_on
 from tests.runtime.one_process import rank
 
@@ -144,8 +144,8 @@ def _train(build: Callable[[str], nn.Module], way: str, strategy: str) -> tuple[
     claims: list[bool] = []
     claim = Gradients.claim
 
-    def count(gradients: Gradients, position: int, *, waits: bool) -> Any:
-        claimed = claim(gradients, position, waits=waits)
+    def count(gradients: Gradients, position: int, *, waits: bool, in_slot: bool) -> Any:
+        claimed = claim(gradients, position, waits=waits, in_slot=in_slot)
         slot = gradients._buffer.views[position]
         claims.append(claimed is not None and claimed[0].data_ptr() == slot.data_ptr())
         return claimed

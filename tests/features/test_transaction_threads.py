@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import shardwise as sw
+from tests.features.test_transaction import TrippingAdamW
 from tests.models import WIDTH, Block, build
-from tests.runtime.test_transaction import TrippingAdamW
 
 RANKS = 2
 

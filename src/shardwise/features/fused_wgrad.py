@@ -11,8 +11,9 @@ always: after use in another op, with a hook on the weight, in `torch.autograd.g
 autocast, in functorch, of complex numbers, and of embeddings on a GPU.
 """
 
+import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,12 +22,17 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
+from shardwise.runtime.engine import Runtime
+from shardwise.runtime.scheduler import Scheduler
+from shardwise.runtime.unit import FlatParameters
+
 __all__ = [
     "SlotEmbedding",
     "SlotLinear",
     "computes_in_slot",
     "let_compute_in_slot",
-    "offer_slot",
+    "offer_slots",
+    "replace_layers",
 ]
 
 _OFFER = "_shardwise_slot"
@@ -34,6 +40,22 @@ _LEAST_ELEMENTS = 1 << 16  # a Python function costs autograd more than copying 
 
 # Where to compute a gradient, and whether it is to be added to one that is there.
 SlotOffer = Callable[[], tuple[Tensor, bool] | None]
+
+
+def replace_layers(root: nn.Module) -> None:
+    """Have the layers of ``root`` ask their weights in backward where to compute gradients."""
+    for module in root.modules():
+        let_compute_in_slot(module)
+
+
+def offer_slots(runtime: Runtime) -> None:
+    """Have the parameters of ``runtime`` answer with their slots of the reduce buffers."""
+    scheduler = weakref.ref(runtime.scheduler)
+    for index, unit in enumerate(runtime.units):
+        for flat in unit.flats:
+            for position, parameter in enumerate(flat.parameters):
+                claim = partial(_claim_slot, scheduler, index, weakref.ref(flat), position)
+                offer_slot(parameter.dense, claim)
 
 
 def let_compute_in_slot(module: nn.Module) -> None:
@@ -45,6 +67,19 @@ def let_compute_in_slot(module: nn.Module) -> None:
             is_plain = type(kind) is type and not hasattr(kind.__init_subclass__, "__func__")
             if is_plain and kind.forward is plain.forward and kind.__call__ is plain.__call__:
                 module.__class__ = _slot_class(kind, plain, in_slot)  # type: ignore[arg-type]
+
+
+def _claim_slot(
+    scheduler_ref: weakref.ref[Scheduler],
+    index: int,
+    flat_ref: weakref.ref[FlatParameters],
+    position: int,
+) -> tuple[Tensor, bool] | None:
+    scheduler, flat = scheduler_ref(), flat_ref()
+    if scheduler is None or flat is None:
+        return None
+    in_slot = all(map(computes_in_slot, flat.parameters[position].modules))
+    return scheduler.units[index].claim_slot(flat, position, in_slot=in_slot)
 
 
 def offer_slot(weight: nn.Parameter, offer: SlotOffer) -> None:

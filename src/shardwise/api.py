@@ -1,0 +1,199 @@
+"""`fully_shard`: plans a model, has the runtime shard it, and attaches the features."""
+
+import warnings
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.errors import PlanError
+from shardwise.features import fused_wgrad
+from shardwise.features.initialize import Initialization, Materializer
+from shardwise.plan.granularity import Granularities
+from shardwise.plan.layout import ParameterSpec
+from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy
+from shardwise.plan.padding import padding_report
+from shardwise.plan.plan import Plan, UnitChoice, make_plan
+from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
+from shardwise.plan.strategy import Strategy, resolve_strategy
+from shardwise.plan.units import Units, check_is_unit
+from shardwise.runtime.attach import check_initialized, device_for, is_on_meta
+from shardwise.runtime.buffer import Pool
+from shardwise.runtime.casting import apply_precision
+from shardwise.runtime.engine import Handle, Runtime
+from shardwise.runtime.mesh import Axis, resolve_mesh
+from shardwise.runtime.module import FSDPModule, handle_of, mark
+from shardwise.runtime.tensor import ShardedTensor
+from shardwise.runtime.unused import UNUSED, Unused
+
+__all__ = ["fully_shard"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    strategy: str | Strategy = "fsdp",
+    units: Units = None,
+    prefetch: int = 1,
+    reshard_after_forward: bool | int | None = None,
+    sharding_factor: int | None = None,
+    granularity: Granularities = "element",
+    mp_policy: MixedPrecisionPolicy = AS_IT_CAME,
+    offload_policy: OffloadPolicy = NO_OFFLOAD,
+    unused: Unused = "none",
+    init: Initialization | None = None,
+    ignored_params: Collection[nn.Parameter] | None = None,
+) -> M:
+    """Shard ``module`` over the ranks of ``mesh``; returns the same object.
+
+    Its parameters become `ShardedTensor`s in place, so names, ties and an optimizer that was built
+    before stay right. A unit is gathered just before it computes and freed right after, in forward
+    and backward. Call it once with ``units``, or as in FSDP2 once for each block and then for the
+    root.
+
+    Args:
+        module: the model, with the same values on every rank, or on the meta device.
+        mesh: one-dimensional; None for all ranks (this process alone without a process group).
+            Two-dimensional, (outer, inner), for strategies over two axes.
+        strategy: what is sharded over which axis: a row of `plan.strategy.PRESETS` by its name, or
+            a `Strategy` of your own.
+        units: a module class or set of classes, ``"auto"`` (the repeated blocks), a size in
+            parameters, or a policy ``(module, recurse, nonwrapped_numel) -> bool``.
+        prefetch: how many units to gather ahead of the one that computes.
+        reshard_after_forward: free units after forward and gather them again for backward; None
+            does so for all but the root. A number keeps as much of them as lets groups of that
+            many neighbouring ranks gather them among themselves.
+        sharding_factor: in the place of a two-dimensional mesh: the ranks, neighbours, that share
+            one copy of the model; divides the number of ranks.
+        granularity: where a parameter may be cut between ranks: ``"element"`` (anywhere),
+            ``"row"`` (between slices along dim 0), `sw.block(n)` (between blocks of n rows) or
+            ``"tensor"`` (nowhere); one for all, or a mapping from patterns of names (as in
+            fnmatch; the first that fits decides), or a function of name and shape. Others are by
+            element. What an earlier call for a block chose, stays. Costly padding is warned of.
+        mp_policy: the dtypes of gathers, compute, reductions and shards. Without one, only
+            trainable parameters in bfloat16 or float16 get float32 shards ("masters").
+        offload_policy: ``sw.CPUOffloadPolicy()`` keeps shards, their gradients and the states of
+            the optimizer in the memory of the host; compute stays where it is.
+        unused: the gradient of a parameter that no rank used in a step: ``"none"`` leaves it None,
+            as one process would; ``"zeros"`` spares the ranks the small exchange about it;
+            ``"error"`` has every rank raise a `StepError` at the end of a backward in which some
+            rank gave no gradient to a parameter that requires one. It names both.
+        init: how a model on the meta device gets its first values, the same ones on any number of
+            ranks: one unit after the other is made whole, initialised and cut, so that the peak of
+            memory is the shards and one unit. None is ``Initialization(seed=0)``.
+        ignored_params: parameters of ``module`` that are left alone: whole, each rank's own, with
+            gradients that nobody reduces. As in FSDP2; a call for an enclosing module has to name
+            them again.
+
+    Raises:
+        PlanError: the arguments do not fit the model or each other.
+
+    Source: Zhao et al., PyTorch FSDP, 2023 (arXiv 2304.11277).
+    """
+    if not isinstance(module, nn.Module):
+        raise PlanError(f"fully_shard takes a torch.nn.Module, got {type(module).__name__}")
+    if unused not in UNUSED:
+        raise PlanError(f"unused={unused!r}: expected one of {', '.join(UNUSED)}")
+    if isinstance(module, FSDPModule):
+        raise PlanError(f"{type(module).__name__} is sharded already; shard the root last and once")
+    check_is_unit(module, "")
+    check_initialized(module)
+    strategy = resolve_strategy(strategy)
+    axis = resolve_mesh(mesh, strategy, sharding_factor)
+    is_meta = _check_init(module, init)
+    manual = _sharded_before(module)
+    plan = make_plan(
+        module,
+        world_size=axis.size,
+        units=units,
+        strategy=strategy,
+        prefetch=prefetch,
+        reshard_after_forward=reshard_after_forward,
+        replicas=len(axis.rows),
+        granularity=granularity,
+        manual=manual,
+        precision=mp_policy,
+        offload=offload_policy,
+        settled=_specs_before(module),
+        ignored=_names_of(module, ignored_params or ()),
+    )
+    _warn_of_padding(plan, axis)
+    if is_meta and init is None:
+        init = Initialization()
+    runtime = _build(module, plan, axis, unused, init)
+    own = UnitChoice(reshard_after_forward, mp_policy, offload_policy)
+    inner = UnitChoice(reshard_after_forward, replace(mp_policy, output_dtype=None), offload_policy)
+    for index, unit in enumerate(plan.units):
+        choice = manual.get(unit.name, inner if index else own)
+        mark(module.get_submodule(unit.name), Handle(runtime, index, choice))
+    apply_precision(module, mp_policy, settled=manual)
+    fused_wgrad.replace_layers(module)
+    return module
+
+
+def _build(
+    root: nn.Module, plan: Plan, axis: Axis, unused: Unused, init: Initialization | None = None
+) -> Runtime:
+    """Shard the parameters of ``root`` and attach what works beside the engine."""
+    device = device_for(root, axis)
+    materializer = None if init is None else Materializer(root, plan, init, Pool(device))
+    runtime = Runtime(root, plan, axis, device, unused, materializer)
+    runtime.rebuild = partial(_build, plan=plan, axis=axis, unused=unused)
+    fused_wgrad.offer_slots(runtime)
+    return runtime
+
+
+def _names_of(root: nn.Module, parameters: Collection[nn.Parameter]) -> set[str]:
+    wanted = {id(parameter) for parameter in parameters}
+    named = root.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if id(parameter) in wanted}
+
+
+def _specs_before(root: nn.Module) -> dict[str, ParameterSpec]:
+    """What was planned for parameters that are sharded already."""
+    sharded = {n: p.sharding for n, p in root.named_parameters() if isinstance(p, ShardedTensor)}
+    return {name: sharding.extent.parameter for name, sharding in sharded.items()}
+
+
+def _warn_of_padding(plan: Plan, axis: Axis) -> None:
+    told = padding_report(plan.units) if axis.group_rank == 0 else ""
+    if told:
+        warnings.warn(f"granularity costs padding\n{told}", stacklevel=3)
+
+
+def _sharded_before(root: nn.Module) -> dict[str, UnitChoice]:
+    """Units that were made one by one, as in FSDP2, and what was chosen for each."""
+    handles = {
+        name: handle_of(module)
+        for name, module in root.named_modules()
+        if isinstance(module, FSDPModule)
+    }
+    for name, handle in handles.items():
+        if handle.runtime.gave_values:
+            raise PlanError(
+                f"{name} was initialised on its own, by the names inside it, so that blocks of one "
+                "kind have the same values; shard a model on the meta device with one call, as in "
+                "sw.fully_shard(model, units=Block)"
+            )
+    return {name: handle.choice for name, handle in handles.items()}
+
+
+def _check_init(module: nn.Module, init: Initialization | None) -> bool:
+    """Whether ``module`` is on the meta device.
+
+    Raises:
+        PlanError: it is not, but is to be initialised.
+    """
+    is_meta = is_on_meta(module)
+    if init is not None and not is_meta:
+        raise PlanError(
+            "init=... is for a model on the meta device, and this one has values; to replace them, "
+            "call sw.initialize(model, seed) before fully_shard"
+        )
+    return is_meta
