@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as torch_fsdp
+import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
 
 import shardwise as sw
 import shardwise.fsdp as f
-from shardwise.fsdp.wrap import ModuleWrapPolicy
+from shardwise.fsdp import api
+from shardwise.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from shardwise.plan.plan import Plan
 from shardwise.runtime.module import runtime_of_root
 from shardwise.schedule.events import EventKind
@@ -49,6 +52,43 @@ def test_strategies(strategy: str, row: str, reshards: bool) -> None:
     plan = plan_of(wrapped(sharding_strategy=f.ShardingStrategy[strategy]).module)
     assert plan.strategy.name == row
     assert [unit.reshard for unit in plan.units] == [False, *[reshards] * 3]
+
+
+@pytest.mark.parametrize("strategy", torch_fsdp.ShardingStrategy)
+def test_torch_sharding_strategy(strategy: torch_fsdp.ShardingStrategy) -> None:
+    expected = plan_of(wrapped(sharding_strategy=f.ShardingStrategy[strategy.name]).module)
+    plan = plan_of(wrapped(sharding_strategy=strategy).module)
+    assert plan.strategy == expected.strategy
+    assert [unit.reshard for unit in plan.units] == [unit.reshard for unit in expected.units]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_torch_cpu_offload(offload: bool) -> None:
+    plan = plan_of(wrapped(cpu_offload=torch_fsdp.CPUOffload(offload)).module)
+    assert [unit.offload is not None for unit in plan.units] == [offload] * 4
+
+
+@pytest.mark.parametrize("name", [n for n in api.__all__ if n in torch_fsdp.__all__])
+def test_option_classes_are_torch_ones(name: str) -> None:
+    assert issubclass(getattr(f, name), getattr(torch_fsdp, name))
+
+
+def test_torch_wrap_policies() -> None:
+    policies: list[Any] = [
+        torch_wrap.ModuleWrapPolicy({Block}),
+        torch_wrap.CustomPolicy(lambda module: isinstance(module, Block)),
+        torch_wrap.CustomPolicy(
+            lambda module: {"forward_prefetch": True} if isinstance(module, Block) else False
+        ),
+    ]
+    for policy in policies:
+        model = FSDP(make_net(), auto_wrap_policy=policy)
+        assert len(FSDP.fsdp_modules(model)) == 4
+
+
+def test_custom_policy_as_units() -> None:
+    policy = CustomPolicy(lambda module: isinstance(module, Block))
+    assert len(plan_of(sw.fully_shard(make_net(), units=policy)).units) == 4
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class FullyShardedDataParallel(nn.Module):
         module: nn.Module,
         process_group: Group = None,
         sharding_strategy: api.ShardingStrategy | None = None,
-        cpu_offload: api.CPUOffload | None = None,
+        cpu_offload: api.TorchCPUOffload | None = None,
         auto_wrap_policy: Any = None,
         backward_prefetch: api.BackwardPrefetch | None = api.BackwardPrefetch.BACKWARD_PRE,
         mixed_precision: api.MixedPrecision | None = None,
@@ -117,7 +117,7 @@ class FullyShardedDataParallel(nn.Module):
         self.mixed_precision = mixed_precision or api.MixedPrecision()
         self.cpu_offload = cpu_offload or api.CPUOffload()
         self.process_group = ranks.axis().group or dist.group.WORLD
-        self._state_dict_settings = api.StateDictSettings()
+        self._state_dict_settings = state_dicts.default_settings()
         self._ignored_params = ignored.parameters.union(*_ignored_inside(module))
         materialize(module, param_init_fn, device, self._ignored_params)
         if device is not None:

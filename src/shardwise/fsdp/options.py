@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import PlanError
-from shardwise.fsdp.api import CPUOffload, MixedPrecision, ShardingStrategy
+from shardwise.fsdp.api import MixedPrecision, ShardingStrategy, TorchCPUOffload
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.strategy import resolve_strategy
@@ -84,8 +84,12 @@ def precision_policy(mixed_precision: MixedPrecision | None) -> MixedPrecisionPo
     )
 
 
-def offload_policy(cpu_offload: CPUOffload | None) -> OffloadPolicy:
-    if cpu_offload is None or not (cpu_offload.offload_params or cpu_offload.offload_optimizer):
+def offload_policy(cpu_offload: TorchCPUOffload | None) -> OffloadPolicy:
+    """The engine's policy for PyTorch's ``CPUOffload``, or ours, which has one more field."""
+    if cpu_offload is None:
+        return NO_OFFLOAD
+    offload_optimizer = getattr(cpu_offload, "offload_optimizer", False)
+    if not (cpu_offload.offload_params or offload_optimizer):
         return NO_OFFLOAD
     return CPUOffloadPolicy(parameters=cpu_offload.offload_params)
 

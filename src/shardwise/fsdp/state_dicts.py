@@ -14,6 +14,7 @@ from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = [
     "as_saved",
+    "default_settings",
     "get_state_dict_type",
     "prepare",
     "saved",
@@ -72,7 +73,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     settings = [settings_of(wrapper) for wrapper in _wrappers(module)]
     if any(one != settings[0] for one in settings):
         raise PlanError("wrappers with state dicts of several types; set one type for all")
-    return settings[0] if settings else StateDictSettings()
+    return settings[0] if settings else default_settings()
 
 
 @contextlib.contextmanager
@@ -91,6 +92,12 @@ def state_dict_type(
     finally:
         for wrapper in _wrappers(module):
             setattr(wrapper, _SETTINGS, before)
+
+
+def default_settings() -> StateDictSettings:
+    return StateDictSettings(
+        StateDictType.FULL_STATE_DICT, api.FullStateDictConfig(), api.FullOptimStateDictConfig()
+    )
 
 
 def settings_of(wrapper: nn.Module) -> StateDictSettings:
