@@ -15,6 +15,14 @@ DEADLINE = 90.0  # seconds; the first use of FSDP2 imports a compiler
 Program = Callable[..., Any]
 
 
+def state_dict_functions(f: Any) -> Any:
+    """The module that a program which imports from ``f`` takes ``get_state_dict`` from."""
+    ours = f.__name__ == "shardwise.fsdp"
+    return importlib.import_module(
+        "shardwise.fsdp.state_dict" if ours else "torch.distributed.checkpoint.state_dict"
+    )
+
+
 def name_of(case: tuple[Program, Mapping[str, Any]]) -> str:
     """Of a test that runs a program with options."""
     return f"{case[0].__name__}-{'-'.join(map(str, case[1].values()))}"

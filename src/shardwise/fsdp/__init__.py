@@ -24,7 +24,6 @@ from shardwise.fsdp.api import (
 from shardwise.fsdp.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardwise.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from shardwise.fsdp.sharded_grad_scaler import ShardedGradScaler
-from shardwise.fsdp.whole_state_dicts import let_torch_know
 from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.runtime.module import FSDPModule, UnshardHandle
@@ -56,5 +55,3 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
-
-let_torch_know()

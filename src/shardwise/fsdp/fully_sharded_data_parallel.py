@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.api import fully_shard
 from shardwise.errors import PlanError
-from shardwise.fsdp import api, optim_states, state_dicts
+from shardwise.fsdp import api, optim_states
+from shardwise.fsdp import state_dict_type as state_dicts
 from shardwise.fsdp.fully_shard import as_they_came
 from shardwise.fsdp.materialize import materialize
 from shardwise.fsdp.names import WRAPPED, clean_name

@@ -8,19 +8,17 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.errors import PlanError
 from shardwise.fsdp.api import OptimStateKeyType, StateDictType
+from shardwise.fsdp.distribute import cut, distribute, group_of
 from shardwise.fsdp.names import clean_names
-from shardwise.fsdp.state_dicts import as_saved, get_state_dict_type
-from shardwise.runtime.tensor import ShardedTensor
-from shardwise.transport.collectives import copy_from_first, tell_from_first
+from shardwise.fsdp.state_dict_type import as_saved, get_state_dict_type
 
 __all__ = [
-    "cut",
     "flatten_sharded_optim_state_dict",
     "full_optim_state_dict",
     "optim_state_dict",
@@ -134,20 +132,9 @@ def scatter_full_optim_state_dict(
     They are sent one after the other, so the others have one whole tensor at a time.
     """
     optim = _given(optim, optim_input)
-    axis_group = _group_of(model)
     given = full_optim_state_dict or {"state": {}, "param_groups": []}
-    outline = tell_from_first(_outline(given), axis_group)
-    parameters = clean_names(model)
-    for name, entries in outline["state"].items():
-        own = given["state"].get(name, {})
-        for key, value in entries.items():
-            if isinstance(value, Tensor) and value.is_meta:
-                whole = torch.empty_like(value, device=parameters[name].device)
-                if key in own:
-                    whole.copy_(own[key])
-                copy_from_first([whole], axis_group)
-                entries[key] = cut(whole, parameters[name])
-    return _loadable(model, optim, outline)
+    states = distribute(given, {"state": clean_names(model)}, group_of(model))
+    return _loadable(model, optim, states)
 
 
 def rekey_optim_state_dict(
@@ -233,43 +220,11 @@ def _groups_like(
     return ordered
 
 
-def cut(value: Any, parameter: Tensor) -> Any:
-    """A copy of ``value`` as the state of ``parameter``: whole tensors and runs become shards."""
-    if not isinstance(value, Tensor):
-        return value
-    is_scalar = value.dim() == 0 and parameter.dim() > 0  # the optimizer's own
-    if isinstance(value, ShardedTensor) or not isinstance(parameter, ShardedTensor) or is_scalar:
-        return value.detach().clone()
-    run = parameter.sharding.run
-    if value.shape == parameter.shape:
-        value = value.reshape(-1)[run.start : run.stop]
-    if value.shape != (len(run),):
-        raise PlanError(
-            f"{parameter.sharding.name}: expected a state of shape {tuple(parameter.shape)} or, of "
-            f"this rank, ({len(run)},), got {tuple(value.shape)}"
-        )
-    return ShardedTensor(value.to(parameter.device, copy=True), parameter.sharding)
-
-
 def _numbers(model: nn.Module, optim: Optimizer) -> dict[str, int]:
     """Which number ``optim`` gives to a parameter of ``model``."""
     names = {id(parameter): name for name, parameter in clean_names(model).items()}
     members = [p for group in optim.param_groups for p in group["params"]]
     return {names[id(p)]: number for number, p in enumerate(members) if id(p) in names}
-
-
-def _outline(states: States) -> States:
-    """Without the elements of tensors."""
-    return {
-        "state": {
-            name: {
-                key: value.to("meta") if isinstance(value, Tensor) and key != "step" else value
-                for key, value in entries.items()
-            }
-            for name, entries in states["state"].items()
-        },
-        "param_groups": states["param_groups"],
-    }
 
 
 def _given(optim: Optimizer | None, optim_input: Any) -> Optimizer:
@@ -286,15 +241,6 @@ def _finish(loadable: States, optim: Optimizer | None) -> States:
     return loadable
 
 
-def _sharded_in(model: nn.Module) -> ShardedTensor | None:
-    return next((p for p in model.parameters() if isinstance(p, ShardedTensor)), None)
-
-
-def _group_of(model: nn.Module) -> Any:
-    sharded = _sharded_in(model)
-    return None if sharded is None else sharded.sharding.axis.group
-
-
 def _rank_of(model: nn.Module) -> int:
-    sharded = _sharded_in(model)
-    return 0 if sharded is None else sharded.sharding.axis.group_rank
+    group = group_of(model)
+    return 0 if group is None else dist.get_rank(group)

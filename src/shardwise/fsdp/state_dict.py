@@ -1,0 +1,140 @@
+"""``torch.distributed.checkpoint.state_dict`` for models that this package shards.
+
+PyTorch's functions save and load `ShardedTensor`s as they are, but they cannot gather or cut them.
+For ``StateDictOptions(full_state_dict=True)`` import the functions from here. They pass every other
+option on to PyTorch's.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from shardwise.fsdp.distribute import distribute, group_of
+from shardwise.runtime.tensor import ShardedTensor
+
+__all__ = [
+    "StateDictOptions",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
+
+Optimizers = Optimizer | Iterable[Optimizer]
+States = dict[str, Any]
+
+
+def get_model_state_dict(
+    model: nn.Module,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> States:
+    """PyTorch's function; with ``full_state_dict=True``, all ranks have to call it."""
+    states = torch_state_dict.get_model_state_dict(
+        model, submodules=submodules, options=_sharded(options)
+    )
+    return _gather(states, options)
+
+
+def get_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> States:
+    """PyTorch's function; with ``full_state_dict=True``, all ranks have to call it."""
+    states = torch_state_dict.get_optimizer_state_dict(
+        model, optimizers, submodules=submodules, options=_sharded(options)
+    )
+    return _gather(states, options)
+
+
+def get_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> tuple[States, States]:
+    """Both of the above."""
+    return (
+        get_model_state_dict(model, submodules=submodules, options=options),
+        get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
+    )
+
+
+def set_model_state_dict(
+    model: nn.Module, model_state_dict: States, *, options: StateDictOptions | None = None
+) -> Any:
+    """PyTorch's function; with ``broadcast_from_rank0=True``, rank 0 sends one tensor at a time."""
+    if options is not None and options.full_state_dict:
+        like = torch_state_dict.get_model_state_dict(model)
+        model_state_dict = distribute(model_state_dict, like, _source(model, options))
+    return torch_state_dict.set_model_state_dict(model, model_state_dict, options=_sharded(options))
+
+
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    optim_state_dict: States,
+    *,
+    options: StateDictOptions | None = None,
+) -> None:
+    """PyTorch's function; with ``broadcast_from_rank0=True``, rank 0 sends one tensor at a time."""
+    sharded = _sharded(options)
+    if options is not None and options.full_state_dict:
+        like = torch_state_dict.get_optimizer_state_dict(model, optimizers, options=sharded)
+        optim_state_dict = distribute(optim_state_dict, like, _source(model, options))
+    torch_state_dict.set_optimizer_state_dict(model, optimizers, optim_state_dict, options=sharded)
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: States,
+    optim_state_dict: States,
+    options: StateDictOptions | None = None,
+) -> Any:
+    """Both of the above."""
+    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    return set_model_state_dict(model, model_state_dict, options=options)
+
+
+def _sharded(options: StateDictOptions | None) -> StateDictOptions | None:
+    """``options`` for PyTorch's functions, which see sharded state dicts only."""
+    if options is None or not options.full_state_dict:
+        return options
+    return replace(options, full_state_dict=False, broadcast_from_rank0=False, cpu_offload=False)
+
+
+def _gather(states: States, options: StateDictOptions | None) -> States:
+    """Whole tensors, one after the other; with ``cpu_offload``, on rank 0 only."""
+    if options is None or not options.full_state_dict:
+        return states
+    is_kept = not options.cpu_offload or not dist.is_initialized() or dist.get_rank() == 0
+
+    def whole(value: Any) -> Any:
+        full = value.full_tensor() if isinstance(value, ShardedTensor) else value
+        if not is_kept:
+            return None
+        return full.cpu() if options.cpu_offload and isinstance(full, Tensor) else full
+
+    gathered: States = tree_map(whole, states)
+    return gathered if is_kept else {}
+
+
+def _source(model: nn.Module, options: StateDictOptions) -> dist.ProcessGroup | None:
+    """The group whose rank 0 has the state dict; None if every rank has it."""
+    return group_of(model) if options.broadcast_from_rank0 else None
