@@ -7,6 +7,8 @@
     ├── ShardedTensorError(RuntimeError) an operation that a shard alone cannot answer
     ├── CheckpointError(RuntimeError)    a checkpoint that cannot be written, read or used
     │   └── CheckpointDamaged            its bytes are not those that were saved
+    ├── ConfigError(ValueError)          a configuration or command line that cannot be run
+    ├── RankError(RuntimeError)          a rank that this process started raised or died
     └── StepError(RuntimeError)          a step ended for every rank of the mesh
         ├── RanksDiverged                ranks wait for different things
         ├── PeerAborted                  another rank raised; its message is in this one
@@ -16,9 +18,11 @@
 __all__ = [
     "CheckpointDamaged",
     "CheckpointError",
+    "ConfigError",
     "PeerAborted",
     "PeerLost",
     "PlanError",
+    "RankError",
     "RanksDiverged",
     "ShardedTensorError",
     "ShardwiseError",
@@ -47,6 +51,14 @@ class CheckpointError(ShardwiseError, RuntimeError):
 
 class CheckpointDamaged(CheckpointError):
     """Bytes of a checkpoint are missing, foreign, or not those that were saved."""
+
+
+class ConfigError(ShardwiseError, ValueError):
+    """A configuration or a command line that cannot be run; one line that names the key."""
+
+
+class RankError(ShardwiseError, RuntimeError):
+    """A rank that this process started raised or died; the message has its traceback."""
 
 
 class StepError(ShardwiseError, RuntimeError):

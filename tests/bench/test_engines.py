@@ -14,7 +14,7 @@ from shardwise.bench.rounds import run_heat, run_tiny_heat
 from shardwise.bench.setting import SIZES, Request, Setting, read_shape
 from shardwise.bench.traffic import watch_traffic
 from shardwise.bench.work import gpt_work
-from shardwise.launch.ranks import Ranks
+from shardwise.launch.world import World
 from shardwise.train.models import GPT, Shape
 from tests.ranks import run_on
 
@@ -29,9 +29,9 @@ def setting(ranks: int, dtype: str = "fp32") -> Setting:
     return Setting("tiny", SHAPE, ranks, dtype, tuple(HERE), rounds=2, batch=2)
 
 
-def this_rank() -> Ranks:
+def this_rank() -> World:
     dist = torch.distributed
-    return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    return World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
 
 
 def losses_of(dtype: str, names: list[str]) -> dict[str, list[float]]:

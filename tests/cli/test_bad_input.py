@@ -73,24 +73,6 @@ def test_a_place_without_a_meeting_point(
     assert "set MASTER_ADDR and MASTER_PORT" in fail(capfd, ["train", str(tiny)])
 
 
-def test_the_first_rank_speaks_for_all(
-    tiny: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    for name, value in launched.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("RANK", "0")
-    assert "does not divide into 3 ranks" in fail(capfd, ["train", str(tiny)])
-    assert "--nproc 2: this process is one of 3 ranks" in fail(
-        capfd, ["train", str(tiny), "--nproc", "2"]
-    )
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit) as stopped:
-        main(["train", str(tiny)])
-    assert stopped.value.code == 2
-    assert capfd.readouterr().err == ""
-
-
 def test_the_process_ends_with_the_code(tiny: Path, tmp_path: Path) -> None:
     finished = run(["train", tiny, "--nproc", "0"], tmp_path)
     assert finished.code == 2

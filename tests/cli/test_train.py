@@ -172,17 +172,19 @@ def test_it_joins_the_ranks_of_a_launcher_and_micro_batches_change_nothing(
     assert losses(directory) == pytest.approx(losses(two_ranks.directory), abs=1e-4)
 
 
-def test_ranks_of_a_launcher_hear_of_a_bad_directory_from_the_first(
-    tiny: Path, tmp_path: Path
-) -> None:
-    arguments: list[str | Path] = ["train", tiny, "--set", f"run.directory={tiny.parent}"]
+def test_rank_0_of_a_launcher_reports_an_error_of_another_rank(tiny: Path, tmp_path: Path) -> None:
     launched = launcher(num_ranks=2)
-    ranks = [start(arguments, tmp_path, RANK=rank, **launched) for rank in ("0", "1")]
+    paths = ("stdlib", "/no/such/text")
+    ranks = [
+        start(["train", tiny, "--set", f"data.path={path}"], tmp_path, RANK=str(rank), **launched)
+        for rank, path in enumerate(paths)
+    ]
     first, second = map(finish, ranks)
     assert (first.code, second.code) == (2, 2)
     [line] = (line for line in first.stderr.splitlines() if "[Gloo]" not in line)
-    assert line.startswith("shardwise: run.directory=")
+    assert line == "shardwise: rank 1: data.path='/no/such/text': no such file or directory"
     assert "shardwise:" not in second.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def launcher(num_ranks: int) -> dict[str, str]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from shardwise.cli.run_verify import BUILT_IN
 from shardwise.diagnose.models import MODELS
-from shardwise.train.subjects import BUILT_IN
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

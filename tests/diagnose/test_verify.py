@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
+from shardwise.cli.run_verify import BUILT_IN
 from shardwise.diagnose.batches import cut_batches
 from shardwise.diagnose.peers import Peers
 from shardwise.diagnose.reference import Reference, Training
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.runtime.mesh import resolve_mesh
-from shardwise.train.subjects import BUILT_IN
 from tests.models import CASES, WIDTH, Block, Stack, UnusedAndReused, build
 from tests.ranks import run_on
 from tests.runtime.one_process import TOLERANCE, assert_close

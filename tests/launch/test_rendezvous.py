@@ -1,4 +1,4 @@
-"""Ranks that start again do not read what the last ones have left."""
+"""Ranks that are restarted do not read keys of the attempt before."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,15 +6,15 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from shardwise.launch.rendezvous import own_store
+from shardwise.launch.rendezvous import fresh_store
 
 
 def meet(store: HashStore, num_ranks: int) -> list[Store]:
     with ThreadPoolExecutor(num_ranks) as ranks:
-        return list(ranks.map(lambda rank: own_store(store, rank, num_ranks), range(num_ranks)))
+        return list(ranks.map(lambda rank: fresh_store(store, rank, num_ranks), range(num_ranks)))
 
 
-def test_each_start_has_a_store_of_its_own() -> None:
+def test_each_attempt_has_its_own_keys() -> None:
     store = HashStore()
     first = meet(store, 3)
     first[2].set("address", "old")
@@ -26,6 +26,6 @@ def test_each_start_has_a_store_of_its_own() -> None:
         assert again[0].get("address") == b"new"
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
-    with pytest.raises(TimeoutError, match=r"ranks \[1\] did not come"):
-        own_store(HashStore(), 0, 2, timeout_seconds=0.05)
+def test_a_missing_rank_is_named() -> None:
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] did not join"):
+        fresh_store(HashStore(), 0, 2, timeout_seconds=0.05)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shardwise.launch.errors import ConfigError
+from shardwise.errors import ConfigError
 from shardwise.train.config import Config, TrainConfig, check_batch
 from shardwise.train.settings import read_config
 

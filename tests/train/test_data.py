@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.launch.errors import ConfigError
+from shardwise.errors import ConfigError
 from shardwise.train.config import DataConfig
 from shardwise.train.data import Sampler, read_corpus
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.errors import ConfigError
+from shardwise.errors import ConfigError
 from shardwise.train.config import CheckpointConfig, Config
 from shardwise.train.records import Record
 from shardwise.train.run_directory import MetricsFile, open_run

@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.checkpoint.directory import latest
-from shardwise.launch.errors import ConfigError
-from shardwise.launch.ranks import Ranks
+from shardwise.errors import ConfigError
+from shardwise.launch.world import World
 from shardwise.train.config import Config
 from shardwise.train.loop import train
 from shardwise.train.records import Record, Silent, Summary
 from shardwise.train.run_directory import MetricsFile, RunDirectory, open_run
+from shardwise.train.settings import read_config
 from tests.ranks import run_on
 
 STEPS = 8
@@ -81,7 +82,7 @@ class Outcome:
 class Watcher(Silent):
     """Writes the metrics of the first rank; sends a signal, or draws a number, after some step."""
 
-    def __init__(self, ranks: Ranks, run: RunDirectory, events: dict[str, int]) -> None:
+    def __init__(self, ranks: World, run: RunDirectory, events: dict[str, int]) -> None:
         self._metrics = MetricsFile(run.metrics) if ranks.is_first else None
         self._run = run
         self._rank = ranks.rank
@@ -105,9 +106,11 @@ class Watcher(Silent):
 
 
 def run_case(case: Case, events: dict[str, int]) -> Outcome:
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    ranks = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     torch.manual_seed(ranks.rank)
-    run = ranks.agree(lambda: open_run(case.config))
+    run = ranks.on_first(lambda: open_run(case.config))
+    if run.is_finished(case.steps):
+        return Outcome(0, [])
     stopped_by = train(case.config, ranks, Watcher(ranks, run, events), run)
     return Outcome(stopped_by, torch.randint(1 << 40, (4,)).tolist())
 
@@ -184,6 +187,27 @@ def test_a_run_whose_last_step_was_saved_only_ends(whole: Whole, tmp_path: Path)
     assert (case.directory / "summary.json").exists()
     assert content(case.directory) == content(whole[0].directory)
     assert losses(case.directory) == losses(whole[0].directory)
+
+
+def test_resuming_from_the_written_configuration_keeps_the_checkpoints(
+    whole: Whole, tmp_path: Path
+) -> None:
+    """After a run with ``run.overwrite=true``: the command that a stopped run prints resumes it."""
+    shutil.copytree(whole[0].directory, tmp_path / "run")
+    written = tmp_path / "run" / "config.toml"
+    run = open_run(read_config(written, [f"run.directory={tmp_path}/run", "train.steps=10"]))
+    assert run.step == STEPS
+    assert names(run.path) == names(whole[0].directory)
+
+
+def test_a_store_with_a_finished_run_leaves_nothing_to_train(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    Case(tmp_path / "one", store=store).run()
+    second = Case(tmp_path / "two", store=store)
+    second.run()
+    run = open_run(second.config)
+    assert run.is_finished(STEPS)
+    assert not run.config.exists()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.launch.errors import ConfigError
+from shardwise.errors import ConfigError
 from shardwise.train.config import Config
 from shardwise.train.settings import read_config, to_toml
 

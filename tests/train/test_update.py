@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.launch.errors import ConfigError
-from shardwise.launch.ranks import Ranks
+from shardwise.errors import ConfigError
+from shardwise.launch.world import World
 from shardwise.train.build import check
 from shardwise.train.config import Config
 from shardwise.train.loop import train
@@ -100,6 +100,6 @@ class _Recorder(Silent):
 
 def _train(config: Config) -> list[Record]:
     recorder = _Recorder()
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    ranks = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     train(config, ranks, recorder, RunDirectory(Path(config.data.path).parent))
     return recorder.records

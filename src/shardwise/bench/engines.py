@@ -11,7 +11,7 @@ import shardwise as sw
 from shardwise.bench import peers
 from shardwise.bench.setting import Request, choose_words
 from shardwise.bench.work import Trainee, Work
-from shardwise.launch.errors import ConfigError
+from shardwise.errors import ConfigError
 
 __all__ = [
     "ALONE",

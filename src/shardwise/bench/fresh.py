@@ -20,7 +20,7 @@ from shardwise.bench.machine import (
 from shardwise.bench.setting import Setting
 from shardwise.bench.traffic import Traffic, watch_traffic
 from shardwise.bench.work import Trainee, Work, gpt_work
-from shardwise.launch.ranks import Ranks
+from shardwise.launch.world import World
 
 __all__ = ["MMAP_THRESHOLD", "NUM_STEPS", "Inspection", "inspect_engine", "measure_resident_peak"]
 
@@ -38,7 +38,7 @@ class Inspection:
     resident_peak: int  # bytes, as `measure_resident_peak` measures them
 
 
-def inspect_engine(ranks: Ranks, setting: Setting, name: str) -> Inspection:
+def inspect_engine(ranks: World, setting: Setting, name: str) -> Inspection:
     """The resident peak; then, with a second model, live bytes and what a step moves.
 
     Live bytes are what malloc has given out since before the model was made and not got back, seen
@@ -63,7 +63,7 @@ def inspect_engine(ranks: Ranks, setting: Setting, name: str) -> Inspection:
 
 
 def measure_resident_peak(
-    ranks: Ranks, setting: Setting, name: str, mmap_threshold: int | None
+    ranks: World, setting: Setting, name: str, mmap_threshold: int | None
 ) -> int:
     """The most bytes that were resident while a model was made and trained for `NUM_STEPS` steps.
 
@@ -97,7 +97,7 @@ def _when_all_are_there() -> Shared:
     return shared
 
 
-def _train(work: Work, name: str, ranks: Ranks) -> Trainee:
+def _train(work: Work, name: str, ranks: World) -> Trainee:
     trainee = ENGINES[name].start(work)
     for turn in range(NUM_STEPS):
         trainee.step(work.batch(turn, ranks.rank))

@@ -22,9 +22,9 @@ from shardwise.bench.report import open_report
 from shardwise.bench.rounds import run_heat, run_tiny_heat
 from shardwise.bench.setting import Request, Setting, read_shape
 from shardwise.bench.work import NUM_TINY_UNITS, gpt_work
-from shardwise.launch.errors import ConfigError
-from shardwise.launch.local_ranks import on_local_ranks
-from shardwise.launch.ranks import find_place
+from shardwise.errors import ConfigError
+from shardwise.launch.environment import read_rank_env
+from shardwise.launch.local import run_on_local_ranks
 from shardwise.transport.device import num_local_gpus
 
 __all__ = ["run"]
@@ -68,7 +68,7 @@ def run(request: Request) -> None:
 
 
 def _check_place() -> None:
-    if find_place(os.environ) is not None:
+    if read_rank_env(os.environ) is not None:
         raise ConfigError(
             "bench starts ranks of its own, several times over; run it without a launcher"
         )
@@ -107,7 +107,7 @@ class Harness:
         for number, names in enumerate(heats):
             of = f", heat {number + 1} of {len(heats)}" if len(heats) > 1 else ""
             title = f"rounds of {len(names)} engines{of}"
-            by_rank = on_local_ranks(setting.ranks, run_heat, setting, names, title)
+            by_rank = run_on_local_ranks(setting.ranks, run_heat, setting, names, title)
             results.rounds.extend(merge(number, by_rank))
         for name, times in summarise(results.rounds, BASE).items():
             results.rows[name].times = times
@@ -116,7 +116,7 @@ class Harness:
         results, setting = self.results, self.results.setting
         names = list(setting.engines)
         title = f"rounds of {NUM_TINY_UNITS} tiny units"
-        by_rank = on_local_ranks(setting.ranks, run_tiny_heat, setting, names, title)
+        by_rank = run_on_local_ranks(setting.ranks, run_tiny_heat, setting, names, title)
         results.tiny_rounds.extend(merge(0, by_rank))
         for name, times in summarise(results.tiny_rounds, BASE).items():
             results.rows[name].unit_microseconds = times.seconds / NUM_TINY_UNITS * 1e6
@@ -127,7 +127,7 @@ class Harness:
         with show_progress("traffic of", len(self._alone) + len(rows)) as begin:
             for name in (*self._alone, *rows):
                 begin(name)
-                by_rank = on_local_ranks(setting.ranks, inspect_engine, setting, name)
+                by_rank = run_on_local_ranks(setting.ranks, inspect_engine, setting, name)
                 copied[name] = max(one.traffic.copied_bytes for one in by_rank)
                 if name in rows:
                     rows[name].inspected = Inspected(
@@ -144,7 +144,9 @@ class Harness:
             for name, row in rows.items():
                 begin(name)
                 told = (setting, name, MMAP_THRESHOLD)
-                row.trimmed_peak = max(on_local_ranks(setting.ranks, measure_resident_peak, *told))
+                row.trimmed_peak = max(
+                    run_on_local_ranks(setting.ranks, measure_resident_peak, *told)
+                )
 
     @property
     def _alone(self) -> tuple[str, ...]:

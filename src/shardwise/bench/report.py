@@ -13,7 +13,7 @@ from shardwise.bench.machine import Machine
 from shardwise.bench.picture import draw_results
 from shardwise.bench.tables import memory_table, time_table, traffic_table
 from shardwise.bench.work import NUM_TINY_UNITS
-from shardwise.launch.errors import ConfigError
+from shardwise.errors import ConfigError
 from shardwise.train.run_directory import claim_new
 
 __all__ = ["Report", "open_report"]

@@ -19,7 +19,7 @@ from shardwise.bench.machine import Clock, reference_seconds
 from shardwise.bench.progress import show_progress
 from shardwise.bench.setting import Setting
 from shardwise.bench.work import Trainee, Work, gpt_work, tiny_work
-from shardwise.launch.ranks import Ranks
+from shardwise.launch.world import World
 from shardwise.runtime.ledger import Ledger
 from shardwise.schedule.events import EventKind
 
@@ -59,20 +59,20 @@ class RankRound:
     turns: dict[str, Turn]
 
 
-def run_heat(ranks: Ranks, setting: Setting, names: Sequence[str], title: str) -> list[RankRound]:
+def run_heat(ranks: World, setting: Setting, names: Sequence[str], title: str) -> list[RankRound]:
     """Rounds of these engines on the model of ``setting``; what each rank is started with."""
     return _run_rounds(ranks, gpt_work(setting), names, setting.rounds, title)
 
 
 def run_tiny_heat(
-    ranks: Ranks, setting: Setting, names: Sequence[str], title: str
+    ranks: World, setting: Setting, names: Sequence[str], title: str
 ) -> list[RankRound]:
     """As `run_heat`, on a model of many tiny units."""
     return _run_rounds(ranks, tiny_work(setting), names, setting.rounds, title)
 
 
 def _run_rounds(
-    ranks: Ranks, work: Work, names: Sequence[str], rounds: int, title: str
+    ranks: World, work: Work, names: Sequence[str], rounds: int, title: str
 ) -> list[RankRound]:
     taken: list[RankRound] = []
     with show_progress(title, NUM_WARM_UP + rounds, visible=ranks.is_first) as advance:

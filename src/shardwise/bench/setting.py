@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.launch.errors import ConfigError
+from shardwise.errors import ConfigError
 from shardwise.train.data import VOCABULARY
 from shardwise.train.models import Shape
 from shardwise.train.settings import read_config

@@ -16,8 +16,7 @@ from shardwise.cli.doctor import doctor
 from shardwise.cli.export import export
 from shardwise.cli.train import train
 from shardwise.cli.verify import verify
-from shardwise.errors import PlanError, ShardwiseError
-from shardwise.launch.errors import ConfigError
+from shardwise.errors import ConfigError, PlanError, ShardwiseError
 
 __all__ = ["app", "main"]
 

@@ -10,33 +10,35 @@ def verify(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="gpt, moe, encoder-decoder, conv, lora (all of them by default), or your own: "
-            "package.module:function or file.py:function, which returns (model_fn, batch_fn, "
+            help="gpt, moe, encoder-decoder, conv or lora (default: all), or your own function, as "
+            "package.module:function or file.py:function, that returns (model_fn, batch_fn, "
             "loss_fn, units) for sw.verify.",
         ),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(metavar="N", help="Local ranks; 2 by default.")
+        int | None, typer.Option(metavar="N", help="Number of local ranks (default: 2).")
     ] = None,
     strategies: Annotated[
         str | None,
-        typer.Option(metavar="NAME,NAME", help="Some strategies, such as fsdp,zero2, and not all."),
+        typer.Option(metavar="NAME,NAME", help="Strategies, such as fsdp,zero2 (default: all)."),
     ] = None,
-    steps: Annotated[int, typer.Option(metavar="N", help="Optimizer steps to compare.")] = 2,
+    steps: Annotated[
+        int, typer.Option(metavar="N", help="Number of optimizer steps to compare.")
+    ] = 2,
     corrupt: Annotated[
         str | None,
         typer.Option(
             metavar="PARAMETER",
-            help="Add an error to its gradient on one rank, to see that it is found.",
+            help="Corrupt the gradient of this parameter on one rank, to test the comparison.",
         ),
     ] = None,
 ) -> None:
-    """Compare sharded training with that of one process: loss, gradients, updated parameters.
+    """Compare sharded training with one process: loss, gradients and updated parameters.
 
-    Exit code 0 means that all are equal, 1 that something differs, 2 that it could not be run.
-    Starts its local ranks itself, or joins those of a launcher such as torchrun.
+    Starts local ranks, or joins the ranks of a launcher such as torchrun. Exits with 0 if all
+    numbers are equal, 1 if some differ.
     """
-    from shardwise.train.verifying import Request, run  # noqa: PLC0415 (torch takes seconds)
+    from shardwise.cli.run_verify import VerifyOptions, run_verify  # noqa: PLC0415 (imports torch)
 
     names = None if strategies is None else tuple(map(str.strip, strategies.split(",")))
-    run(Request(model, names, steps, corrupt), nproc)
+    run_verify(VerifyOptions(model, names, steps, corrupt), nproc)

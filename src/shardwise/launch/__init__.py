@@ -1,0 +1,1 @@
+"""Ranks and their failures: joining a launcher's ranks, or starting local ones."""

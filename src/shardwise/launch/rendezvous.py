@@ -1,9 +1,9 @@
-"""A store of this start's own.
+"""A store without keys of an earlier attempt.
 
-torchrun keeps one store for all of its restarts, in which the ranks of the one before have left
-their addresses and reports. A rank that read those would wait for a process that is gone (seen with
-Gloo: both ranks of a restart waited to be connected, for minutes). How often torchrun has restarted
-is no name for a start: machines that come or go do not count.
+torchrun keeps one store for all restarts of a job, and the ranks of the last attempt left their
+addresses in it. A rank that reads those waits for a process that is gone (seen with Gloo: both
+ranks of a restart waited minutes to connect). The restart count cannot serve as a prefix: it does
+not count restarts that follow a change of membership.
 """
 
 import time
@@ -11,38 +11,38 @@ import uuid
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-__all__ = ["own_store"]
+__all__ = ["fresh_store"]
 
 POLL_SECONDS = 0.01
 
 
-def own_store(store: Store, rank: int, num_ranks: int, timeout_seconds: float = 600.0) -> Store:
-    """Agree with all other ranks of this start on a prefix that nobody has used.
+def fresh_store(store: Store, rank: int, world_size: int, timeout_seconds: float = 600.0) -> Store:
+    """Agree with all ranks of this attempt on a new prefix in ``store``.
 
-    Each rank asks under a token of its own, and the first one answers every token that it sees,
-    old ones, too, until all have said that they know.
+    Each rank asks with a token of its own. Rank 0 answers every token that it finds, including
+    those of earlier attempts, until all ranks have acknowledged.
 
     Raises:
-        TimeoutError: not all ranks came.
+        TimeoutError: names the ranks that did not join.
     """
     if rank:
         token = uuid.uuid4().hex
         store.set(f"shardwise/token/{rank}", token)
-        name = store.get(f"shardwise/answer/{token}").decode()
-        store.set(f"shardwise/knows/{name}/{rank}", "")
-        return PrefixStore(name, store)
-    name = uuid.uuid4().hex
-    end = time.monotonic() + timeout_seconds
-    unaware = set(range(1, num_ranks))
-    while unaware:
-        for other in unaware:
+        prefix = store.get(f"shardwise/answer/{token}").decode()
+        store.set(f"shardwise/joined/{prefix}/{rank}", "")
+        return PrefixStore(prefix, store)
+    prefix = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout_seconds
+    missing = set(range(1, world_size))
+    while missing:
+        for other in missing:
             if store.check([f"shardwise/token/{other}"]):
                 token = store.get(f"shardwise/token/{other}").decode()
-                store.set(f"shardwise/answer/{token}", name)
-        unaware = {
-            other for other in unaware if not store.check([f"shardwise/knows/{name}/{other}"])
+                store.set(f"shardwise/answer/{token}", prefix)
+        missing = {
+            other for other in missing if not store.check([f"shardwise/joined/{prefix}/{other}"])
         }
-        if unaware and time.monotonic() > end:
-            raise TimeoutError(f"ranks {sorted(unaware)} did not come in {timeout_seconds:.0f} s")
-        time.sleep(POLL_SECONDS if unaware else 0)
-    return PrefixStore(name, store)
+        if missing and time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(missing)} did not join in {timeout_seconds:.0f} s")
+        time.sleep(POLL_SECONDS if missing else 0)
+    return PrefixStore(prefix, store)

@@ -5,7 +5,7 @@ import difflib
 import torch
 from torch import nn
 
-from shardwise.launch.errors import ConfigError
+from shardwise.errors import ConfigError
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.precision import MixedPrecisionPolicy

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from shardwise.launch.errors import ConfigError
+from shardwise.errors import ConfigError
 
 __all__ = [
     "CheckpointConfig",

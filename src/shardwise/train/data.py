@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwise.launch.errors import ConfigError
+from shardwise.errors import ConfigError
 from shardwise.train.config import DataConfig
 
 __all__ = ["VOCABULARY", "Bytes", "Corpus", "Sampler", "read_corpus"]

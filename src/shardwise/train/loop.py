@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.launch.ranks import Ranks
+from shardwise.launch.world import World
 from shardwise.plan.plan import Plan
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.reductions import across
@@ -39,7 +39,7 @@ SUMMARY_STEPS = 50  # one step's batch is small, so the mean of the last ones is
 VALIDATION_SEED = 0  # the same sequences each time, whatever the run's own seed
 
 
-def train(config: Config, ranks: Ranks, observer: Observer, run: RunDirectory) -> int:
+def train(config: Config, ranks: World, observer: Observer, run: RunDirectory) -> int:
     """Train the model of ``config`` on ``ranks`` and tell ``observer``.
 
     Returns:
@@ -108,7 +108,7 @@ class StepOutcome:
 class Trainer:
     """One rank's part in every step."""
 
-    def __init__(self, config: Config, ranks: Ranks, model: nn.Module, corpus: Corpus) -> None:
+    def __init__(self, config: Config, ranks: World, model: nn.Module, corpus: Corpus) -> None:
         self.config = config
         self.ranks = ranks
         self.model = model

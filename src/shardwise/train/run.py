@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from shardwise.errors import PlanError
-from shardwise.launch.errors import ConfigError
-from shardwise.launch.local_ranks import as_rank, check_gpus, check_nproc, on_local_ranks
-from shardwise.launch.ranks import Place, Ranks, find_place
+from shardwise.errors import ConfigError
+from shardwise.launch.environment import RankEnv, read_rank_env
+from shardwise.launch.local import check_num_ranks, run_on_local_ranks
+from shardwise.launch.world import World, join_world
 from shardwise.train.build import check
 from shardwise.train.config import Config
 from shardwise.train.display import Display
@@ -35,30 +35,30 @@ def run(config: Config, nproc: int | None = None) -> None:
         KeyboardInterrupt: the user stopped it.
         SystemExit: somebody else did, by a signal, or one of its ranks.
     """
-    place = find_place(os.environ)
-    if place is None:
+    env = read_rank_env(os.environ)
+    if env is None:
         launch(config.on(config.shard.nproc if nproc is None else nproc))
     else:
-        join(config, place, nproc)
+        join(config, env, nproc)
 
 
 def launch(config: Config) -> None:
     """Start local ranks and wait for them."""
     check(config)
-    check_gpus(config.shard.nproc, f"shard.nproc={config.shard.nproc}")
+    check_num_ranks(config.shard.nproc, f"shard.nproc={config.shard.nproc}")
     directory = open_run(config)
     if directory.is_finished(config.train.steps):
         tell_finished(directory)
         return
     try:
-        on_local_ranks(config.shard.nproc, run_local_rank, config, directory)
+        run_on_local_ranks(config.shard.nproc, run_local_rank, config, directory)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"what was measured so far is in {directory.path}") from None
     finally:
         Console().show_cursor()  # a rank that was stopped has left its bar as it was
 
 
-def run_local_rank(ranks: Ranks, config: Config, directory: RunDirectory) -> None:
+def run_local_rank(ranks: World, config: Config, directory: RunDirectory) -> None:
     """What each of the launched ranks does.
 
     Raises:
@@ -70,24 +70,21 @@ def run_local_rank(ranks: Ranks, config: Config, directory: RunDirectory) -> Non
         raise SystemExit(exit_code(stopped_by))
 
 
-def join(config: Config, place: Place, nproc: int | None) -> None:
-    """Be one of the ranks that a launcher started; the first one tells what is wrong for all."""
-    try:
-        check_nproc(nproc, place)
-        _join(config.on(place.num_ranks), place)
-    except (ConfigError, PlanError):
-        if place.rank == 0:
-            raise
-        raise SystemExit(2) from None
-
-
 @record
-def _join(config: Config, place: Place) -> None:
-    check(config)
+def join(config: Config, env: RankEnv, nproc: int | None) -> None:
+    """Train as one of the ranks that a launcher started."""
     restarts = Restarts.of(os.environ)
-    restarts.check(config)
-    with as_rank(place) as ranks:
-        directory = ranks.agree(lambda: open_run(config, again=restarts.done > 0))
+
+    def checked() -> Config:
+        env.check_nproc(nproc)
+        on_all = config.on(env.world_size)
+        check(on_all)
+        restarts.check(on_all)
+        return on_all
+
+    with join_world(env) as ranks:
+        config = ranks.check(checked)
+        directory = ranks.on_first(lambda: open_run(config, again=restarts.done > 0))
         if directory.is_finished(config.train.steps):
             if ranks.is_first:
                 tell_finished(directory)
@@ -125,11 +122,11 @@ class Restarts:
 def tell_finished(directory: RunDirectory) -> None:
     """Say that there is nothing to do, which is no error for whoever starts jobs again."""
     line = (
-        f"the run in {directory.path} is finished, with {directory.step} steps; raise train.steps "
-        "to go on, or set run.overwrite=true to begin anew"
+        f"nothing to train: {directory.checkpoint} has all {directory.step} steps of this run; "
+        "raise train.steps to continue, or set run.overwrite=true to start over"
     )
     Console().print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def _observer(ranks: Ranks, directory: RunDirectory) -> Observer:
+def _observer(ranks: World, directory: RunDirectory) -> Observer:
     return Display(Console(), directory) if ranks.is_first else Silent()

@@ -10,8 +10,7 @@ from typing import TextIO
 
 from shardwise.checkpoint.directory import complete, discard, latest
 from shardwise.checkpoint.remote import folder_at
-from shardwise.errors import CheckpointError
-from shardwise.launch.errors import ConfigError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.config import Config
 from shardwise.train.records import Record, Summary
 from shardwise.train.saving import check_same, step_of
@@ -39,8 +38,11 @@ class RunDirectory:
         return self.store or self.checkpoints
 
     def is_finished(self, steps: int) -> bool:
-        """Whether all ``steps`` were trained, and the summary, which comes last, is there."""
-        return self.step == steps and self.summary.exists()
+        """Whether nothing is left to do: all ``steps`` are trained, and the summary is written.
+
+        A directory without metrics trained none of these steps, so it has nothing to summarize.
+        """
+        return self.step == steps and (self.summary.exists() or not self.history())
 
     @property
     def config(self) -> Path:
@@ -171,9 +173,10 @@ def _clear(run: RunDirectory) -> None:
 
 
 def _named(config: Config, run: RunDirectory) -> Config:
-    """``config`` with the directory in it, so that what is written there goes on with it."""
+    """The configuration that resumes ``run``: its directory, and no permission to overwrite it."""
     directory = config.run.directory or str(run.path.resolve())
-    return config.model_copy(update={"run": config.run.model_copy(update={"directory": directory})})
+    resumed = config.run.model_copy(update={"directory": directory, "overwrite": False})
+    return config.model_copy(update={"run": resumed})
 
 
 def _write(path: Path, text: str) -> None:

@@ -11,9 +11,8 @@ import shardwise as sw
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.remote import folder_at
 from shardwise.checkpoint.sources import read_manifest
-from shardwise.errors import CheckpointError
-from shardwise.launch.errors import ConfigError
-from shardwise.launch.ranks import Ranks
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.launch.world import World
 from shardwise.plan.layout import Run
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.reductions import gather_runs
@@ -33,7 +32,7 @@ class Saver:
     The order of the text needs no saving: it follows from the seed and the step.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, folder: Path | str) -> None:
+    def __init__(self, config: Config, ranks: World, folder: Path | str) -> None:
         self._config = config
         self._ranks = ranks
         self._folder = folder_at(folder)

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shardwise.launch.errors import ConfigError
+from shardwise.errors import ConfigError
 from shardwise.train.config import Config
 
 __all__ = ["read_config", "to_toml"]

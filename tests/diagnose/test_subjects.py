@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.errors import ConfigError
-from shardwise.train.subjects import BUILT_IN, find_subjects
+from shardwise.cli.run_verify import BUILT_IN
+from shardwise.diagnose.subjects import find_subjects
+from shardwise.errors import ConfigError
 
 OWN = """
 from torch import nn, ones
@@ -45,18 +46,18 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_built_in_names() -> None:
-    assert find_subjects(None) == list(BUILT_IN.values())
-    assert find_subjects("conv") == [BUILT_IN["conv"]]
+    assert find_subjects(None, BUILT_IN) == list(BUILT_IN.values())
+    assert find_subjects("conv", BUILT_IN) == [BUILT_IN["conv"]]
 
 
 @pytest.mark.parametrize("source", ["own_model", "own_model.py", "{own}/own_model.py"])
 def test_the_users_own(source: str, own: Path) -> None:
     source = source.format(own=own)
-    [subject] = find_subjects(f"{source}:two")
+    [subject] = find_subjects(f"{source}:two", BUILT_IN)
     assert subject.batch_fn(0).shape == (4, 5)
     assert subject.loss_fn is None
     assert subject.units == "auto"
-    [subject] = find_subjects(f"{source}:four")
+    [subject] = find_subjects(f"{source}:four", BUILT_IN)
     assert subject.loss_fn is not None
     assert isinstance(subject.units, type)
 
@@ -78,10 +79,10 @@ def test_the_users_own(source: str, own: Path) -> None:
 @pytest.mark.usefixtures("own")
 def test_a_mistake_is_told(model: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        find_subjects(model)
+        find_subjects(model, BUILT_IN)
 
 
 @pytest.mark.usefixtures("own")
 def test_an_error_in_the_users_module_is_not_hidden() -> None:
     with pytest.raises(ModuleNotFoundError, match="not_there"):
-        find_subjects("broken_model:two")
+        find_subjects("broken_model:two", BUILT_IN)

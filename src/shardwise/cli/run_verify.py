@@ -1,0 +1,113 @@
+"""Runs `shardwise verify` on the ranks of a launcher, or on local ones."""
+
+import os
+from dataclasses import dataclass
+
+from rich.console import Console
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from shardwise.diagnose.models import MODELS, VOCABULARY, Subject, next_token_loss, random_tokens
+from shardwise.diagnose.subjects import find_subjects
+from shardwise.diagnose.verification import VerificationError
+from shardwise.diagnose.verify import resolve_strategies, verify
+from shardwise.errors import ConfigError, PlanError, ShardwiseError
+from shardwise.launch.environment import RankEnv, read_rank_env
+from shardwise.launch.local import check_num_ranks, run_on_local_ranks
+from shardwise.launch.world import World, join_world
+from shardwise.train.models import GPT, Block, Shape
+
+__all__ = ["BUILT_IN", "VerifyOptions", "run_verify"]
+
+NPROC = 2
+
+
+def _gpt() -> nn.Module:
+    return GPT(Shape(vocabulary=VOCABULARY, context=6, width=16, layers=2, heads=2))
+
+
+BUILT_IN = {"gpt": Subject(_gpt, random_tokens, next_token_loss, Block)} | MODELS
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """The options of the command; they are pickled to local ranks."""
+
+    model: str | None  # None is every built-in model
+    strategies: tuple[str, ...] | None  # None is all
+    steps: int
+    corrupt: str | None  # a parameter
+
+    def check(self) -> None:
+        """Find mistakes before any rank is started.
+
+        Raises:
+            ConfigError: the model does not exist, or an option is not valid.
+            PlanError: a strategy does not exist.
+        """
+        if self.steps < 1:
+            raise ConfigError(f"--steps {self.steps}: expected 1 or more")
+        if self.corrupt is not None and self.model is None:
+            raise ConfigError(f"--corrupt {self.corrupt}: name the MODEL that has this parameter")
+        resolve_strategies(self.strategies)
+        find_subjects(self.model, BUILT_IN)
+
+
+def run_verify(options: VerifyOptions, nproc: int | None = None) -> None:
+    """Verify on the ranks of the launcher, or on ``nproc`` local ones (2 by default).
+
+    Raises:
+        VerificationError: the numbers of a strategy differ from those of one process.
+        ConfigError, PlanError: the options are not valid.
+        RankError: a local rank failed.
+    """
+    env = read_rank_env(os.environ)
+    if env is not None:
+        _join(options, env, nproc)
+        return
+    nproc = NPROC if nproc is None else nproc
+    check_num_ranks(nproc, f"--nproc {nproc}")
+    options.check()
+    for error in run_on_local_ranks(nproc, _verify, options):
+        if error is not None:
+            raise error
+
+
+@record
+def _join(options: VerifyOptions, env: RankEnv, nproc: int | None) -> None:
+    def check() -> None:
+        env.check_nproc(nproc)
+        options.check()
+
+    with join_world(env) as world:
+        world.check(check)
+        error = _verify(world, options)
+    # Rank 0 alone raises: a launcher stops all ranks when one fails, maybe before rank 0 printed.
+    if error is not None and env.rank == 0:
+        raise error
+
+
+def _verify(world: World, options: VerifyOptions) -> ShardwiseError | None:
+    """Verify, and return the error to raise, the same on every rank.
+
+    It is returned because a rank that raises makes the launcher print a traceback.
+    """
+    differences = []
+    console = Console(quiet=not world.is_first, soft_wrap=True, markup=False, highlight=False)
+    try:
+        for subject in find_subjects(options.model, BUILT_IN):
+            found = verify(
+                subject.model_fn,
+                subject.batch_fn,
+                options.strategies,
+                loss_fn=subject.loss_fn,
+                units=subject.units,
+                steps=options.steps,
+                corrupt=options.corrupt,
+            )
+            console.print()
+            if not found.ok:
+                differences.append(found.explanation)
+    except (ConfigError, PlanError) as error:
+        return error
+    return VerificationError("\n".join(differences)) if differences else None

@@ -1,0 +1,83 @@
+"""Models to verify, by name or by the user's own function."""
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardwise.diagnose.models import Subject
+from shardwise.errors import ConfigError
+
+__all__ = ["find_subjects"]
+
+
+def find_subjects(model: str | None, built_in: Mapping[str, Subject]) -> list[Subject]:
+    """Resolve a built-in name, package.module:function or file.py:function; None is all built-ins.
+
+    The user's function returns the fields of `Subject`: model_fn, batch_fn and, optionally,
+    loss_fn and units. It is called here and may be called again in other processes.
+
+    Raises:
+        ConfigError: the name, file, module or function does not exist, or the function returns
+            something else.
+    """
+    if model is None:
+        return list(built_in.values())
+    if model in built_in:
+        return [built_in[model]]
+    source, colon, name = model.rpartition(":")
+    if not colon:
+        close = difflib.get_close_matches(model, built_in, n=1)
+        hint = f"did you mean {close[0]}?" if close else "or module:function, or file.py:function"
+        raise ConfigError(f"{model}: expected one of {', '.join(built_in)}; {hint}")
+    module = _run_file(Path(source)) if source.endswith(".py") else _import(source)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{model}: {source} has no function {name!r}")
+    return [_call(model, function)]
+
+
+def _run_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; expected file.py:function")
+    sys.path.insert(0, str(path.parent.resolve()))  # as Python does for a script
+    name = f"verified_{path.stem}"  # so that a file types.py does not shadow Python's own
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up their module there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import(name: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module exists, but one that it imports does not
+        raise ConfigError(
+            f"{name}: no such module; install it, or run from the directory that contains it"
+        ) from None
+
+
+def _call(model: str, function: Callable[[], Any]) -> Subject:
+    result = function()
+    if isinstance(result, (tuple, list)) and len(result) in (2, 3, 4) and _are_callable(result[:2]):
+        return Subject(*result)
+    got = type(result).__name__
+    size = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
+    raise ConfigError(
+        f"{model} returned {got}{size}: expected (model_fn, batch_fn), (model_fn, batch_fn, "
+        "loss_fn) or (model_fn, batch_fn, loss_fn, units)"
+    )
+
+
+def _are_callable(values: Any) -> bool:
+    return all(callable(value) for value in values)

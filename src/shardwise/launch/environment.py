@@ -1,0 +1,92 @@
+"""The rank of this process, from the environment variables that a launcher sets."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.errors import ConfigError
+
+__all__ = ["RankEnv", "read_rank_env"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnv:
+    """This process among the ranks that a launcher started."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # on this machine
+    local_world_size: int  # on this machine; 0 where the launcher does not set it
+
+    def check_nproc(self, nproc: int | None) -> None:
+        """Reject ``--nproc`` where it contradicts the launcher.
+
+        Raises:
+            ConfigError: ``nproc`` is not None and not the world size.
+        """
+        if nproc not in (None, self.world_size):
+            raise ConfigError(
+                f"--nproc {nproc}: this process is one of {self.world_size} ranks that a launcher "
+                "started; omit --nproc"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+
+# torchrun's names, which most other launchers use too.
+_TORCH = _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_SLURM = _Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+
+
+def read_rank_env(environment: Mapping[str, str]) -> RankEnv | None:
+    """Read RANK and WORLD_SIZE, or a SLURM step of several tasks; None without a launcher.
+
+    Raises:
+        ConfigError: a variable is missing or not valid.
+    """
+    if {_TORCH.rank, _TORCH.world_size} & set(environment):
+        env = _read(environment, _TORCH)
+    elif environment.get(_SLURM.world_size, "1") != "1":
+        env = _read(environment, _SLURM)
+    else:
+        return None
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if missing:
+        raise ConfigError(
+            f"rank {env.rank} of {env.world_size} cannot find the other ranks: set "
+            f"{' and '.join(missing)} (the host of rank 0 and a free port there), or launch with "
+            "torchrun"
+        )
+    return env
+
+
+def _read(environment: Mapping[str, str], names: _Names) -> RankEnv:
+    missing = [name for name in (names.rank, names.world_size) if name not in environment]
+    if missing:
+        raise ConfigError(
+            f"expected both {names.rank} and {names.world_size}, but {missing[0]} is not set"
+        )
+    env = RankEnv(
+        rank=_read_int(environment, names.rank, default=0),
+        world_size=_read_int(environment, names.world_size, default=1),
+        local_rank=_read_int(environment, names.local_rank, default=0),
+        local_world_size=_read_int(environment, names.local_world_size, default=0),
+    )
+    if not 0 <= env.rank < env.world_size:
+        raise ConfigError(
+            f"{names.rank}={env.rank}: expected a number from 0 to "
+            f"{names.world_size} - 1 = {env.world_size - 1}"
+        )
+    return env
+
+
+def _read_int(environment: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(environment.get(name, default))
+    except ValueError:
+        raise ConfigError(f"{name}={environment[name]!r}: expected an integer") from None

@@ -1,0 +1,119 @@
+"""Local ranks, started by torch's elastic launcher."""
+
+import logging
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar, TypeVarTuple
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from shardwise.errors import ConfigError
+from shardwise.launch.environment import read_rank_env
+from shardwise.launch.failure import first_failure
+from shardwise.launch.world import World, join_world
+from shardwise.transport.device import num_local_gpus
+
+__all__ = ["check_num_ranks", "run_on_local_ranks"]
+
+_LAUNCHER_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
+
+STOP_SECONDS = 600  # after a signal, for a checkpoint; a second signal kills the ranks at once
+
+Arguments = TypeVarTuple("Arguments")
+T = TypeVar("T")
+
+
+def run_on_local_ranks(
+    num_ranks: int, function: Callable[[World, *Arguments], T], *args: *Arguments
+) -> list[T]:
+    """Call ``function(world, *args)`` in ``num_ranks`` new processes; the results, by rank.
+
+    Args:
+        num_ranks: on this machine, 1 or more.
+        function: defined at module level; it, its arguments and its results are pickled.
+        args: for the function.
+
+    Raises:
+        RankError: a rank raised or died; the others were stopped.
+        KeyboardInterrupt: SIGINT.
+        SystemExit: another signal.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as logs, _quiet_launcher():
+        launch = elastic_launch(_launch_config(num_ranks, Path(logs)), _run_rank)
+        try:
+            results = launch(function, *args)
+        except ChildFailedError as error:
+            raise first_failure(error, Path(logs)) from None
+        except SignalException as stop:
+            if stop.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + stop.sigval) from None
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def check_num_ranks(num_ranks: int, option: str) -> None:
+    """Reject a number of local ranks that this machine cannot start.
+
+    Raises:
+        ConfigError: names the ``option`` that asks for them.
+    """
+    if num_ranks < 1:
+        raise ConfigError(f"{option}: expected 1 or more ranks")
+    gpus = num_local_gpus()
+    if 0 < gpus < num_ranks:
+        raise ConfigError(f"{option}: this machine has {gpus} GPU(s), and each rank needs its own")
+
+
+def _run_rank(function: Callable[..., T], *args: object) -> T:
+    """The entry point of a rank; the launcher calls it in a new process."""
+    # The launcher stops ranks. Python's handler would only run once a wait in Gloo is over.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    env = read_rank_env(os.environ)
+    assert env is not None
+    with join_world(env) as world:
+        return function(world, *args)
+
+
+def _launch_config(num_ranks: int, logs: Path) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
+        run_id="shardwise",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # any free port
+        local_addr="localhost",  # the host name may not resolve
+        max_restarts=0,
+        shutdown_timeout=STOP_SECONDS,
+    )
+
+
+@contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """Silence the launcher's logs, which repeat our messages, and restore our signal handlers."""
+    loggers = [logging.getLogger(name) for name in _LAUNCHER_LOGGERS]
+    silence = logging.NullHandler()
+    propagated = [logger.propagate for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(silence)
+        logger.propagate = False
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {stop: signal.getsignal(stop) for stop in stops}
+    try:
+        yield
+    finally:
+        for logger, propagates in zip(loggers, propagated, strict=True):
+            logger.propagate = propagates
+            logger.removeHandler(silence)
+        if in_main_thread:
+            for stop, handler in handlers.items():
+                signal.signal(stop, handler)

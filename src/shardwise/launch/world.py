@@ -1,0 +1,130 @@
+"""The process group of a command, and how its ranks agree on errors and decisions."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from shardwise.errors import ConfigError, PlanError
+from shardwise.launch.environment import RankEnv
+from shardwise.launch.rendezvous import fresh_store
+from shardwise.transport.device import local_device
+
+__all__ = ["World", "join_world"]
+
+T = TypeVar("T")
+
+CONFIG_EXIT_CODE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All ranks of a command, seen from one of them. Its methods are collectives."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """The ``value`` of every rank, by rank."""
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def check(self, validate: Callable[[], T]) -> T:
+        """Call ``validate`` on every rank and return its result.
+
+        Raises:
+            ConfigError: on rank 0, with the ConfigErrors and PlanErrors of all ranks in one.
+            SystemExit: with code 2, on the other ranks if any rank failed.
+        """
+        results: list[T] = []
+        problem = ""
+        try:
+            results.append(validate())
+        except (ConfigError, PlanError) as error:
+            problem = str(error)
+        problems = self.gather(problem)
+        if any(problems):
+            self._reject(_merge(problems))
+        return results[0]
+
+    def on_first(self, decide: Callable[[], T]) -> T:
+        """Call ``decide`` on rank 0 and return its result on every rank.
+
+        Raises:
+            ConfigError: on rank 0, from ``decide``.
+            SystemExit: with code 2, on the other ranks if ``decide`` raised a ConfigError.
+        """
+        message: list[Any] = [None, ""]  # the result and the problem
+        if self.is_first:
+            try:
+                message[0] = decide()
+            except ConfigError as error:
+                message[1] = str(error)
+        dist.broadcast_object_list(message)
+        result, problem = message
+        if problem:
+            self._reject(problem)
+        return cast("T", result)
+
+    def _reject(self, problem: str) -> NoReturn:
+        """Rank 0 raises and so prints ``problem``, once for all ranks."""
+        if self.is_first:
+            raise ConfigError(problem)
+        raise SystemExit(CONFIG_EXIT_CODE)
+
+
+@contextmanager
+def join_world(env: RankEnv) -> Iterator[World]:
+    """Initialize the default process group: NCCL between GPUs, Gloo between CPUs.
+
+    It is destroyed at the end, but not after an error: that would wait for ranks that may be gone.
+    A ConfigError or a SystemExit is raised on all ranks, so they destroy it; a group that is left
+    to the end of the interpreter can abort it (SIGABRT).
+    """
+    _share_cores(env)
+    os.environ.setdefault("LOCAL_RANK", str(env.local_rank))  # SLURM has another name for it
+    device = local_device()
+    store, _, _ = next(rendezvous("env://", env.rank, env.world_size))
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=fresh_store(store, env.rank, env.world_size),
+        rank=env.rank,
+        world_size=env.world_size,
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        yield World(env.rank, env.world_size, device)
+    except (ConfigError, SystemExit):
+        dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def _merge(problems: list[str]) -> str:
+    """One message: each problem once, with the ranks that have it unless all have it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, problem in enumerate(problems):
+        ranks.setdefault(problem, []).append(rank)
+    if len(ranks) == 1:
+        return problems[0]
+    ranks.pop("", None)
+    return "; ".join(
+        f"rank {', '.join(map(str, affected))}: {problem}" for problem, affected in ranks.items()
+    )
+
+
+def _share_cores(env: RankEnv) -> None:
+    """Divide the cores among the local ranks, unless OMP_NUM_THREADS is set."""
+    if env.local_world_size and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // env.local_world_size))

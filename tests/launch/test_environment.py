@@ -1,0 +1,53 @@
+"""The environment variables of launchers."""
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.launch.environment import RankEnv, read_rank_env
+
+MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_without_a_launcher_there_is_no_rank() -> None:
+    assert (
+        read_rank_env({"HOME": "/root", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "1"}) is None
+    )
+
+
+def test_torchrun() -> None:
+    ranks = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert read_rank_env(ranks | MEETING) == RankEnv(3, 4, local_rank=1, local_world_size=2)
+
+
+def test_rank_and_world_size_are_enough() -> None:
+    env = read_rank_env({"RANK": "1", "WORLD_SIZE": "2"} | MEETING)
+    assert env == RankEnv(1, 2, local_rank=0, local_world_size=0)
+
+
+def test_slurm() -> None:
+    step = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
+    assert read_rank_env(step | MEETING) == RankEnv(5, 8, local_rank=1, local_world_size=0)
+
+
+def test_torchrun_inside_a_slurm_step_takes_precedence() -> None:
+    step = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    env = read_rank_env(step | {"RANK": "9", "WORLD_SIZE": "16"} | MEETING)
+    assert env is not None
+    assert (env.rank, env.world_size) == (9, 16)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0"}, "expected both RANK and WORLD_SIZE, but WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, "but RANK is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "set MASTER_ADDR and MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}, "set MASTER_PORT"),
+        ({"RANK": "2", "WORLD_SIZE": "2"} | MEETING, "expected a number from 0 to WORLD_SIZE - 1"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"} | MEETING, "RANK=-1"),
+        ({"RANK": "one", "WORLD_SIZE": "2"} | MEETING, "RANK='one': expected an integer"),
+    ],
+)
+def test_missing_or_invalid_variables_are_errors(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_rank_env(environment)
