@@ -93,7 +93,12 @@ def check_same_values(root: nn.Module, plan: Plan, axis: Axis) -> None:
         check_same_sums({name: checksum(parameter.detach()) for name, parameter in named}, axis)
 
 
-def check_same_sums(sums: Mapping[str, Tensor], axis: Axis) -> None:
+def check_same_sums(
+    sums: Mapping[str, Tensor],
+    axis: Axis,
+    advice: str = "build the model from the same seed, or load the same weights, on every rank "
+    "before fully_shard",
+) -> None:
     """Refuse `checksum`s, by parameter, that differ between ranks."""
     if not sums or not _can_compare(axis):
         return
@@ -101,10 +106,7 @@ def check_same_sums(sums: Mapping[str, Tensor], axis: Axis) -> None:
     for position, name in enumerate(sums):
         different = (by_rank[:, position] != by_rank[0, position]).nonzero()
         if different.numel():
-            raise PlanError(
-                f"{name} differs between ranks 0 and {different[0].item()}; build the model from "
-                "the same seed, or load the same weights, on every rank before fully_shard"
-            )
+            raise PlanError(f"{name} differs between ranks 0 and {different[0].item()}; {advice}")
 
 
 def device_for(root: nn.Module, axis: Axis) -> torch.device:

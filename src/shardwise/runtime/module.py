@@ -53,20 +53,28 @@ def runtime_of_root(module: nn.Module) -> Runtime:
 
 @contextlib.contextmanager
 def gathered(module: nn.Module, *, write_back: bool = False) -> Iterator[None]:
-    """Within it, all parameters of the model are whole, plain tensors; all ranks have to enter.
+    """Gather all parameters of the model as plain tensors; every rank has to enter.
 
-    Forward works within it, without gradients. Changes are dropped at the end unless
-    ``write_back``, in which case every rank has to make the same ones.
+    Forward works inside, without gradients.
+
+    Args:
+        module: a sharded model, or a unit of one.
+        write_back: keep the parameters that the modules hold at the end, changed in place or
+            assigned. All ranks have to make the same change. If any rank raises, no rank writes.
+            Without it, changes are dropped.
 
     Raises:
         StepError: a forward or backward is under way.
+        PlanError: a change does not fit the shards, or differs between ranks.
     """
     scheduler = handle_of(module).runtime.scheduler
     scheduler.hold()
     try:
         yield
-    finally:
-        scheduler.release(write_back=write_back)
+    except BaseException as error:
+        scheduler.release(write_back=False, error=error if write_back else None)
+        raise
+    scheduler.release(write_back=write_back)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:

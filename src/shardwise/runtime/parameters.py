@@ -1,4 +1,4 @@
-"""A parameter of the user's, and its two faces: sharded between steps, dense in use."""
+"""A user's parameter: sharded between steps, unsharded while its modules compute."""
 
 import weakref
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ __all__ = ["FSDPParameter", "ParameterOwner", "split_shard"]
 
 
 class ParameterOwner:
-    """A module's attribute that holds a parameter; tied parameters have several."""
+    """A module's attribute that holds a parameter; a tied parameter has several."""
 
     def __init__(self, module: nn.Module, attribute: str) -> None:
         self._module = weakref.ref(module)
@@ -25,13 +25,25 @@ class ParameterOwner:
 
     @property
     def module(self) -> nn.Module | None:
-        """None if it is gone."""
+        """None if it was deleted."""
         return self._module()
 
     def get(self) -> Tensor | None:
-        """What is there now; None if the module is gone."""
+        """The parameter that the module holds now; None if the module was deleted.
+
+        Raises:
+            PlanError: the module has no such parameter any more.
+        """
         module = self._module()
-        return None if module is None else getattr(module, self._attribute)
+        if module is None:
+            return None
+        parameter = module._parameters.get(self._attribute)
+        if parameter is None:
+            raise PlanError(
+                f"{type(module).__name__}.{self._attribute} is no longer a parameter, but "
+                "fully_shard manages it; delete or parametrize it before fully_shard"
+            )
+        return parameter
 
     def put(self, parameter: nn.Parameter) -> None:
         module = self._module()
@@ -53,6 +65,7 @@ class FSDPParameter:
     dense: nn.Parameter  # [shape], of the flat buffer
     owners: Sequence[ParameterOwner]
     _version: int = 0  # of `dense`, when it was last known to be what was gathered
+    _shard_version: int = 0  # of `sharded`, when `use_tensor` replaced it
 
     @property
     def name(self) -> str:
@@ -60,38 +73,71 @@ class FSDPParameter:
 
     @property
     def modules(self) -> Iterator[nn.Module | None]:
-        """Those that hold it."""
         return (owner.module for owner in self.owners)
 
     def forget_changes(self) -> bool:
-        """Whether the dense parameter was changed in place since this was last asked."""
+        """Whether the dense parameter was changed in place since the last call."""
         before, self._version = self._version, self.dense._version
         return before != self._version
 
     def use_unsharded(self) -> None:
-        """Let the modules see the dense parameter."""
+        """Put the dense parameter into the modules."""
         if self.dense.requires_grad != self.sharded.requires_grad:
             self._follow_requires_grad()
-        for owner in self.owners:
-            owner.put(self.dense)
+        self._put(self.dense)
 
     def use_tensor(self, tensor: Tensor) -> None:
-        """Let the modules see ``tensor`` [shape], between steps."""
-        parameter = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
-        for owner in self.owners:
-            owner.put(parameter)
+        """Put ``tensor`` [shape] into the modules, between steps."""
+        self._shard_version = self.sharded._version
+        self._put(nn.Parameter(tensor, requires_grad=self.sharded.requires_grad))
 
     def use_sharded(self) -> None:
-        """Let them see the sharded one again."""
-        for owner in self.owners:
-            owner.put(self.sharded)
+        """Put the sharded parameter back."""
+        self._put(self.sharded)
 
-    def adopt(self, replacement: Tensor) -> None:
-        """Copy what the user put in place of the shard into it.
+    def assigned_tensor(self) -> Tensor | None:
+        """The dense tensor [shape] that the modules hold since `use_tensor`; None without modules.
 
         Raises:
-            PlanError: it has another dtype, device or shape, or is not sharded.
+            PlanError: it cannot be written to the shards.
         """
+        if self.sharded._version != self._shard_version:
+            raise PlanError(
+                f"{self.name}: its shard was changed inside sw.gathered(write_back=True), by an "
+                "optimizer perhaps, and the gathered value would replace it; step outside"
+            )
+        spec = self.sharding.extent.parameter
+        held = [tensor for owner in self.owners if (tensor := owner.get()) is not None]
+        if not held:
+            return None
+        if any(tensor is not held[0] for tensor in held):
+            raise PlanError(
+                f"{', '.join(spec.names)}: these names of one tied parameter hold different "
+                "tensors; assign the same nn.Parameter to each of them"
+            )
+        tensor = held[0]
+        expected = f"a tensor of {self.local.dtype} {spec.shape}"
+        got = f"a {type(tensor).__name__} of {tensor.dtype} {tuple(tensor.shape)}"
+        is_dense = not (tensor.is_meta or isinstance(tensor, ShardedTensor))
+        if not is_dense or (tensor.dtype, tensor.shape) != (self.local.dtype, self.sharding.shape):
+            raise PlanError(
+                f"{self.name}: expected {expected} at the end of sw.gathered(write_back=True), got "
+                f"{got} on {tensor.device}; keep shape and dtype, or drop write_back"
+            )
+        return tensor.detach()
+
+    def adopt(self, replacement: Tensor) -> None:
+        """Copy what the user put in place of the sharded parameter into the shard.
+
+        Raises:
+            PlanError: it has another dtype, device or shape, or is no sharded parameter.
+        """
+        if not isinstance(replacement, nn.Parameter):
+            raise PlanError(
+                f"{self.name}: expected a parameter, got a {type(replacement).__name__}: "
+                "functional_call and parametrizations need whole tensors; use them inside "
+                "`with sw.gathered(model):`"
+            )
         fits = (
             isinstance(replacement, ShardedTensor)
             and replacement.sharding.matches(self.sharding)
@@ -107,8 +153,11 @@ class FSDPParameter:
         with torch.no_grad():
             self.local.copy_(replacement.to_local())
         replacement.rebind(self.local)
-        assert isinstance(replacement, nn.Parameter)
         self.sharded = replacement
+
+    def _put(self, parameter: nn.Parameter) -> None:
+        for owner in self.owners:
+            owner.put(parameter)
 
     def _follow_requires_grad(self) -> None:
         if self.sharded.requires_grad and not self.sharding.extent.parameter.trainable:

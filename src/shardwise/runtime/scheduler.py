@@ -6,15 +6,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from shardwise.errors import StepError
 from shardwise.plan.plan import Plan
+from shardwise.runtime.attach import check_same_sums
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.stepping import Stepper
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.unused import Agreement, Unused, check_all_used, launch_agreement
+from shardwise.runtime.write_back import ADVICE, collect_changes
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, Sequencer
 from shardwise.transport.collectives import POLL_SECONDS
@@ -279,10 +282,31 @@ class Scheduler:
             raise
         self._is_held = True
 
-    def release(self, *, write_back: bool) -> None:
-        for unit in self.units:
-            unit.end_hold(write_back=write_back)
-        self._is_held = False
+    def release(self, *, write_back: bool, error: BaseException | None = None) -> None:
+        """End `hold`; an ``error`` of this rank also ends it on ranks that write back.
+
+        Raises:
+            PlanError: a change cannot be written back, or differs between ranks.
+            PeerAborted: another rank raised; no rank has written anything.
+        """
+        is_agreed = False
+        try:
+            if error is not None:
+                self._links.abort(error)
+            elif write_back:
+                check_same_sums(self._collect_changes(), self._axis, ADVICE)
+                is_agreed = True
+        finally:
+            for unit in self.units:
+                unit.end_hold(write_back=is_agreed)
+            self._is_held = False
+
+    def _collect_changes(self) -> dict[str, Tensor]:
+        try:
+            return collect_changes(self.units)
+        except BaseException as error:
+            self._links.abort(error)
+            raise
 
     def recover(self) -> None:
         """After an exception: bring the ranks back into step and free what was left behind."""

@@ -133,9 +133,13 @@ class FlatParameters:
         return link.all_gather(held.flat, partial(copy, own_slot, self.shard), label)
 
     def expose_held(self) -> None:
-        assert self._held is not None
-        for parameter, view in zip(self.parameters, self._held.views, strict=True):
+        for parameter, view in self.held_parameters():
             parameter.use_tensor(view)
+
+    def held_parameters(self) -> Iterator[tuple[FSDPParameter, Tensor]]:
+        """Every parameter with its view [shape] of the held buffer."""
+        if self._held is not None:
+            yield from zip(self.parameters, self._held.views, strict=True)
 
     def end_hold(self, *, write_back: bool) -> None:
         """Forget what was written into the parameters that are held, or take it over."""

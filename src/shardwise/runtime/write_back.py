@@ -1,0 +1,51 @@
+"""Takes over changes to whole parameters at the end of `sw.gathered(write_back=True)`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.runtime.attach import checksum
+from shardwise.runtime.parameters import FSDPParameter
+from shardwise.runtime.unit import Unit
+
+__all__ = ["ADVICE", "collect_changes"]
+
+ADVICE = (
+    "every rank has to make the same change inside sw.gathered(write_back=True); for random values "
+    "call torch.manual_seed with one seed on every rank"
+)
+
+
+@torch.no_grad()
+def collect_changes(units: Sequence[Unit]) -> dict[str, Tensor]:
+    """Copy what the modules hold into the held buffers; returns a checksum for each parameter.
+
+    Shards are left alone, so that nothing is written if this raises or if ranks differ.
+
+    Raises:
+        PlanError: a parameter was replaced by something that does not fit its shard.
+    """
+    held = [pair for unit in units for flat in unit.flats for pair in flat.held_parameters()]
+    assigned = [(view, _assigned(parameter, view)) for parameter, view in held]
+    for view, tensor in assigned:
+        if tensor is not None:
+            view.copy_(tensor)
+    return {parameter.name: _position_checksum(view) for parameter, view in held}
+
+
+def _assigned(parameter: FSDPParameter, view: Tensor) -> Tensor | None:
+    """A tensor other than ``view`` that the modules hold."""
+    tensor = parameter.assigned_tensor()
+    if tensor is None:
+        return None
+    if tensor.data_ptr() == view.data_ptr() and tensor.stride() == view.stride():
+        return None
+    # Two parameters may have exchanged their memory, as in `p.data, q.data = q.data, p.data`.
+    is_view = tensor.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+    return tensor.clone() if is_view else tensor
+
+
+def _position_checksum(tensor: Tensor) -> Tensor:
+    """A checksum that also differs, almost surely, if only the order of elements does."""
+    return checksum(tensor) + 31 * checksum(tensor.reshape(-1)[::2])

@@ -1,0 +1,216 @@
+"""`sw.gathered`: whole parameters between steps, and what becomes of changes to them."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from tests.models import Gpt, Stack, build
+from tests.ranks import on_ranks
+
+
+def _stack() -> tuple[Stack, Stack]:
+    """A model in one process and the same one sharded."""
+    reference, model = build("stack"), build("stack")
+    assert isinstance(reference, Stack)
+    assert isinstance(model, Stack)
+    sw.fully_shard(model, units="auto")
+    return reference, model
+
+
+def _gpt() -> tuple[Gpt, Gpt]:
+    """As `_stack`, with a tied weight."""
+    reference, model = build("gpt"), build("gpt")
+    assert isinstance(reference, Gpt)
+    assert isinstance(model, Gpt)
+    sw.fully_shard(model, units="auto")
+    return reference, model
+
+
+def _assert_equal(model: nn.Module, reference: nn.Module) -> None:
+    named = dict(reference.named_parameters())
+    assert [name for name, _ in model.named_parameters()] == list(named)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, sw.ShardedTensor), name
+        assert torch.equal(parameter.full_tensor(), named[name]), name
+
+
+def _assign_data(model: Stack) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+
+
+def _assign_parameters(model: Stack) -> None:
+    model.first.weight = nn.Parameter(torch.full_like(model.first.weight, 0.25))
+    model.first.bias = nn.Parameter(model.first.bias.detach() - 1)
+
+
+def _vector_to_parameters(model: Stack) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 3, model.parameters())
+
+
+def _load_by_assignment(model: Stack) -> None:
+    state = {name: value.detach() + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def _change_in_place(model: Stack) -> None:
+    with torch.no_grad():
+        model.first.weight.mul_(-1)
+        model.first.bias.data.add_(5)
+
+
+CHANGES = {
+    change.__name__.lstrip("_"): change
+    for change in (
+        _assign_data,
+        _assign_parameters,
+        _vector_to_parameters,
+        _load_by_assignment,
+        _change_in_place,
+    )
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(1, 2)
+def test_write_back_keeps_every_kind_of_change(change: str) -> None:
+    reference, model = _stack()
+    CHANGES[change](reference)
+    with sw.gathered(model, write_back=True):
+        CHANGES[change](model)
+    _assert_equal(model, reference)
+    with sw.gathered(model):
+        _assign_data(model)
+    _assert_equal(model, reference)
+
+
+@on_ranks(2)
+def test_write_back_keeps_the_change_of_a_tied_parameter() -> None:
+    reference, model = _gpt()
+    for root in (reference, model):
+        write = sw.gathered(model, write_back=True)
+        with write if root is model else torch.no_grad():
+            root.embedding.weight = root.head.weight = nn.Parameter(root.head.weight.detach() * 2)
+    _assert_equal(model, reference)
+
+
+def _untie(model: Gpt) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+
+
+def _reshape(model: Gpt) -> None:
+    model.head.weight = model.embedding.weight = nn.Parameter(torch.ones(3, 2).double())
+
+
+def _cast(model: Gpt) -> None:
+    model.half()
+
+
+def _delete(model: Gpt) -> None:
+    del model.head.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_untie, r"embedding\.weight, head\.weight.*different tensors"),
+        (_reshape, r"embedding\.weight: expected .*\(11, 8\).*got .*\(3, 2\)"),
+        (_cast, r"embedding\.weight: expected .*float64.*got .*float16"),
+        (_delete, r"Linear\.weight is no longer a parameter"),
+    ],
+)
+@on_ranks(2)
+def test_write_back_refuses_what_has_no_place_in_the_shards(
+    change: Callable[[Gpt], None], message: str
+) -> None:
+    reference, model = _gpt()
+    with pytest.raises(sw.PlanError, match=message), sw.gathered(model, write_back=True):
+        change(model)
+    _assert_equal(model, reference)
+    tokens = torch.randint(0, 11, (2, 7))
+    assert torch.equal(model(tokens), reference(tokens))
+
+
+@on_ranks(2)
+def test_an_optimizer_that_steps_shards_inside_is_refused() -> None:
+    _, model = _stack()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(4, 6).double()).sum().backward()
+    with (
+        pytest.raises(sw.PlanError, match=r"first\.weight.*optimizer.*step outside"),
+        sw.gathered(model, write_back=True),
+    ):
+        optimizer.step()
+    before = copy.deepcopy(model.first.weight)
+    model(torch.ones(4, 6).double()).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.first.weight, before)
+
+
+def _add_rank(model: Stack) -> None:
+    model.first.weight.data.add_(dist.get_rank())
+
+
+def _assign_rank(model: Stack) -> None:
+    model.first.weight.data = model.first.weight.data + dist.get_rank()
+
+
+def _shuffle(model: Stack) -> None:
+    """The same elements on every rank, in another order."""
+    model.first.weight.data = model.first.weight.data.roll(dist.get_rank(), 1)
+
+
+@on_ranks(2)
+def test_changes_that_differ_between_ranks_are_refused_on_every_rank() -> None:
+    reference, model = _stack()
+    message = r"first\.weight.*differs between ranks 0 and 1"
+    for change in (_add_rank, _assign_rank, _shuffle):
+        with pytest.raises(sw.PlanError, match=message), sw.gathered(model, write_back=True):
+            change(model)
+        _assert_equal(model, reference)
+    model(torch.ones(4, 6).double()).sum().backward()
+
+
+def _change_and_divide(model: Stack, divisor: int) -> None:
+    _change_in_place(model)
+    _ = 1 // divisor
+
+
+@on_ranks(2)
+def test_nothing_is_written_when_the_body_raises() -> None:
+    reference, model = _stack()
+    with pytest.raises(ZeroDivisionError), sw.gathered(model, write_back=True):
+        _change_and_divide(model, 0)
+    _assert_equal(model, reference)
+
+
+@on_ranks(2)
+def test_nothing_is_written_when_the_body_of_one_rank_raises() -> None:
+    reference, model = _stack()
+    rank = dist.get_rank()
+    error = ZeroDivisionError if rank == 0 else sw.PeerAborted
+    with pytest.raises(error), sw.gathered(model, write_back=True):
+        _change_and_divide(model, rank)
+    _assert_equal(model, reference)
+    model(torch.ones(4, 6).double()).sum().backward()
+
+
+@on_ranks(2)
+def test_functional_call_takes_whole_tensors_inside_gathered_only() -> None:
+    reference, model = _stack()
+    x = torch.ones(4, 6).double()
+    doubled: dict[str, Tensor] = {n: p.detach() * 2 for n, p in model.named_parameters()}
+    with pytest.raises(sw.PlanError, match=r"functional_call.*sw\.gathered"):
+        torch.func.functional_call(model, doubled, (x,))
+    _assert_equal(model, reference)
+    whole = {name: value.detach() * 2 for name, value in reference.named_parameters()}
+    expected = torch.func.functional_call(reference, whole, (x,))
+    with sw.gathered(model):
+        assert torch.equal(torch.func.functional_call(model, whole, (x,)), expected)
+    _assert_equal(model, reference)
