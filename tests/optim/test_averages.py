@@ -8,17 +8,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardwise as sw
 from tests.models import WIDTH, Block, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw, assert_close, own_part
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_averages_are_those_of_one_process(kind: str, strategy: str) -> None:
-    run_on(2, _average, kind, strategy)
-
-
-def _average(kind: str, strategy: str) -> None:
     reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units=Block, strategy=strategy)
     options: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if kind == "ema" else {}  # type: ignore[no-untyped-call]

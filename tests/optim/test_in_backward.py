@@ -13,7 +13,7 @@ from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.schedule.events import EventKind
 from shardwise.schedule.sequencer import schedule
 from tests.models import CASES, WIDTH, Block, Stack, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import (
     adamw,
     assert_close,
@@ -37,8 +37,9 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
+@on_ranks(2, deadline=60.0)
 def test_every_model_trains_as_in_one_process() -> None:
-    run_on(2, _train, "fsdp", ["adamw"], [*CASES], deadline=60.0)
+    _train("fsdp", ["adamw"], [*CASES])
 
 
 @pytest.mark.parametrize(
@@ -61,13 +62,78 @@ def test_shards_on_the_host_are_stepped_there(parameters: bool) -> None:
     run_on(2, _train, "fsdp", ["fused"], ["gpt", "tied", "unused and reused"], policy)
 
 
+@on_ranks(2)
 def test_few_gradients_are_alive_at_once() -> None:
-    run_on(2, _count_alive)
+    reference, model = (nn.Sequential(*(Block() for _ in range(8))).double() for _ in "ab")
+    model.load_state_dict(reference.state_dict())
+    sw.fully_shard(model, units=Block)
+    plan = runtime_of(model).plan
+    optimizer = adamw(model.parameters())
+    alive = []  # units with gradients, whenever the optimizer steps
+    optimizer.register_step_pre_hook(
+        lambda *_: alive.append(sum(p.grad is not None for p in model.parameters()))
+    )
+    handle = sw.optimizer_in_backward(model, optimizer)
+    for _ in range(2):
+        model(torch.randn(4, WIDTH).double()).sum().backward()
+    events = sw.ledger(model).events()
+    assert events == schedule(plan, steps_in_backward=True)
+    held, held_bytes = 0, []
+    for event in events:
+        is_new = event.kind is EventKind.COLLECT
+        held += (is_new - (event.kind is EventKind.STEP)) * event.bytes
+        held_bytes.append(held)
+    assert max(held_bytes) == plan.gradient_shard_bytes // 8
+    assert held == 0
+    assert runtime_of(model).pools.gathered.lent_bytes == 0
+    assert runtime_of(model).pools.gradients.held_bytes == 0
+    assert runtime_of(model).pools.outer_gradients.held_bytes == 0
+    assert alive == [4] * 16  # those of one block
+    assert [e.unit for e in events if e.kind is EventKind.STEP] == [*"76543210"]
+    handle.remove()
+    for _ in range(2):
+        model(torch.randn(4, WIDTH).double()).sum().backward()
+    assert sw.ledger(model).events() == schedule(plan)
+    assert all(p.grad is not None for p in model.parameters())
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
 def test_every_unit_is_stepped_once_after_its_last_use(strategy: str) -> None:
-    run_on(2, _use_again, strategy)
+    def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+        reference, model = make().double(), make().double()
+        model.load_state_dict(reference.state_dict())
+        return reference, sw.fully_shard(model, units=Block, strategy=strategy)
+
+    def recompute(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x.requires_grad_()).square().mean()
+        return loss
+
+    def call_twice(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean() + model(x.tanh()).sin().mean()
+        return loss
+
+    def throw_away(model: nn.Module, x: Tensor) -> Tensor:
+        model(x)
+        return recompute(model, x)
+
+    def go_around(model: nn.Module, x: Tensor) -> Tensor:
+        """The root does not see the calls of the first block, which backward makes again."""
+        assert isinstance(model, Stack)
+        x = x.requires_grad_()
+        for _ in range(2):
+            x = checkpoint(model.layers[0], x, use_reentrant=True)
+        return x.square().mean()
+
+    def take_slopes(model: nn.Module, x: Tensor) -> Tensor:
+        loss = recompute(model, x)
+        torch.autograd.grad(loss, x, retain_graph=True)
+        return loss
+
+    train(*pair(Reuser), recompute)
+    train(*pair(Reuser), throw_away)
+    for forward in (call_twice, throw_away, go_around, take_slopes):
+        train(*pair(Stack), forward)
 
 
 def test_parameters_that_no_rank_used_are_not_stepped() -> None:
@@ -75,26 +141,86 @@ def test_parameters_that_no_rank_used_are_not_stepped() -> None:
     run_on(4, _choose, "none", "hsdp")
 
 
+@on_ranks(2)
 def test_zeros_are_stepped() -> None:
-    run_on(2, _choose, "zeros", "fsdp")
+    _choose("zeros", "fsdp")
 
 
+@on_ranks(2)
 def test_units_that_did_not_run_are_stepped_once() -> None:
-    run_on(2, _take_turns)
+    reference, model = Turns().double(), Turns().double()
+    model.load_state_dict(reference.state_dict())
+    sw.fully_shard(model, units=Block, unused="zeros")
+
+    def forward(one: nn.Module, x: Tensor) -> Tensor:
+        if one is reference:
+            for p in reference.parameters():
+                p.grad = torch.zeros_like(p)
+        loss: Tensor = one(x).square().mean()
+        return loss
+
+    train(reference, model, forward)
 
 
+@on_ranks(2)
 def test_unused_parameters_that_are_an_error_are_named() -> None:
-    run_on(2, _miss)
+    model = sw.fully_shard(Choosing().double(), units=Block, unused="error")
+    sw.optimizer_in_backward(model, adamw(model.parameters()))
+    before = {name: full(p.detach()) for name, p in model.named_parameters()}
+    x = torch.randn(4, WIDTH).double()
+    torch.autograd.grad(model(x.requires_grad_(), [0]).sum(), x)  # uses no parameters at all
+    for name, p in model.named_parameters():
+        assert_close(p.detach(), before[name], name)
+    with pytest.raises(sw.StepError) as caught:
+        model(x, _experts()[0]).sum().backward()
+    lines = str(caught.value).splitlines()
+    assert lines[1:-1] == ["  experts.1: unused on every rank", "  experts.2: unused on rank 0"]
+    model(x, [0, 1, 2]).sum().backward()
+    model._modules["last"] = nn.Identity()  # a unit that does not run
+    with pytest.raises(sw.StepError, match=r"last\.up\.weight: unused on every rank"):
+        model(x, [0, 1, 2]).sum().backward()
 
 
+@on_ranks(4)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hfsdp"])
 @pytest.mark.parametrize("method", ["set_requires_gradient_sync", "set_requires_all_reduce"])
 def test_gradients_may_wait_for_the_last_micro_batch(strategy: str, method: str) -> None:
-    run_on(4, _accumulate, strategy, method)
+    reference, model = build("gpt"), build("gpt")
+    sw.fully_shard(model, units="auto", **_options(strategy))
+    optimizers = [adamw(one.parameters()) for one in (reference, model)]
+    sw.optimizer_in_backward(model, optimizers[1])
+    for _ in range(2):
+        for micro in range(3):
+            batch = CASES["gpt"].batch(12)
+            getattr(model, method)(micro == 2)
+            (model(own_part(batch)) / 3).backward()
+            (reference(batch) / 3).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(model, reference, *optimizers)
 
 
+@on_ranks(2)
 def test_backward_of_a_forward_from_before_the_step_is_refused() -> None:
-    run_on(2, _step_too_early)
+    model = sw.fully_shard(build("stack"), units=Block)
+    assert isinstance(model, sw.FSDPModule)
+    sw.optimizer_in_backward(model, adamw(model.parameters()))
+    x = torch.randn(4, WIDTH).double()
+    for _ in range(2):
+        first, second = model(x).sum(), model(x).sum()
+        second.backward()
+        with pytest.raises(sw.StepError, match=r"set_requires_gradient_sync\(False\)"):
+            first.backward()
+        loss = model(x).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(sw.StepError, match=r": backward of a forward from before"):
+            loss.backward()
+    first, second = model(x).sum(), model(x).sum()
+    model.set_requires_gradient_sync(False)
+    second.backward()
+    model.set_requires_gradient_sync(True)
+    first.backward()
 
 
 def train(
@@ -155,40 +281,6 @@ def _train(
             )
 
 
-def _count_alive() -> None:
-    reference, model = (nn.Sequential(*(Block() for _ in range(8))).double() for _ in "ab")
-    model.load_state_dict(reference.state_dict())
-    sw.fully_shard(model, units=Block)
-    plan = runtime_of(model).plan
-    optimizer = adamw(model.parameters())
-    alive = []  # units with gradients, whenever the optimizer steps
-    optimizer.register_step_pre_hook(
-        lambda *_: alive.append(sum(p.grad is not None for p in model.parameters()))
-    )
-    handle = sw.optimizer_in_backward(model, optimizer)
-    for _ in range(2):
-        model(torch.randn(4, WIDTH).double()).sum().backward()
-    events = sw.ledger(model).events()
-    assert events == schedule(plan, steps_in_backward=True)
-    held, held_bytes = 0, []
-    for event in events:
-        is_new = event.kind is EventKind.COLLECT
-        held += (is_new - (event.kind is EventKind.STEP)) * event.bytes
-        held_bytes.append(held)
-    assert max(held_bytes) == plan.gradient_shard_bytes // 8
-    assert held == 0
-    assert runtime_of(model).pools.gathered.lent_bytes == 0
-    assert runtime_of(model).pools.gradients.held_bytes == 0
-    assert runtime_of(model).pools.outer_gradients.held_bytes == 0
-    assert alive == [4] * 16  # those of one block
-    assert [e.unit for e in events if e.kind is EventKind.STEP] == [*"76543210"]
-    handle.remove()
-    for _ in range(2):
-        model(torch.randn(4, WIDTH).double()).sum().backward()
-    assert sw.ledger(model).events() == schedule(plan)
-    assert all(p.grad is not None for p in model.parameters())
-
-
 class Reuser(nn.Module):
     """Recomputes one block twice, each time by itself."""
 
@@ -204,43 +296,6 @@ class Reuser(nn.Module):
             known = third(x)
         y: Tensor = third(x + known)
         return y
-
-
-def _use_again(strategy: str) -> None:
-    def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
-        reference, model = make().double(), make().double()
-        model.load_state_dict(reference.state_dict())
-        return reference, sw.fully_shard(model, units=Block, strategy=strategy)
-
-    def recompute(model: nn.Module, x: Tensor) -> Tensor:
-        loss: Tensor = model(x.requires_grad_()).square().mean()
-        return loss
-
-    def call_twice(model: nn.Module, x: Tensor) -> Tensor:
-        loss: Tensor = model(x).square().mean() + model(x.tanh()).sin().mean()
-        return loss
-
-    def throw_away(model: nn.Module, x: Tensor) -> Tensor:
-        model(x)
-        return recompute(model, x)
-
-    def go_around(model: nn.Module, x: Tensor) -> Tensor:
-        """The root does not see the calls of the first block, which backward makes again."""
-        assert isinstance(model, Stack)
-        x = x.requires_grad_()
-        for _ in range(2):
-            x = checkpoint(model.layers[0], x, use_reentrant=True)
-        return x.square().mean()
-
-    def take_slopes(model: nn.Module, x: Tensor) -> Tensor:
-        loss = recompute(model, x)
-        torch.autograd.grad(loss, x, retain_graph=True)
-        return loss
-
-    train(*pair(Reuser), recompute)
-    train(*pair(Reuser), throw_away)
-    for forward in (call_twice, throw_away, go_around, take_slopes):
-        train(*pair(Stack), forward)
 
 
 def _experts() -> tuple[list[int], list[list[int]]]:
@@ -281,74 +336,3 @@ class Turns(nn.Module):
         self.turn += 1
         y: Tensor = self.layers[self.turn % 4](x)
         return y
-
-
-def _take_turns() -> None:
-    reference, model = Turns().double(), Turns().double()
-    model.load_state_dict(reference.state_dict())
-    sw.fully_shard(model, units=Block, unused="zeros")
-
-    def forward(one: nn.Module, x: Tensor) -> Tensor:
-        if one is reference:
-            for p in reference.parameters():
-                p.grad = torch.zeros_like(p)
-        loss: Tensor = one(x).square().mean()
-        return loss
-
-    train(reference, model, forward)
-
-
-def _miss() -> None:
-    model = sw.fully_shard(Choosing().double(), units=Block, unused="error")
-    sw.optimizer_in_backward(model, adamw(model.parameters()))
-    before = {name: full(p.detach()) for name, p in model.named_parameters()}
-    x = torch.randn(4, WIDTH).double()
-    torch.autograd.grad(model(x.requires_grad_(), [0]).sum(), x)  # uses no parameters at all
-    for name, p in model.named_parameters():
-        assert_close(p.detach(), before[name], name)
-    with pytest.raises(sw.StepError) as caught:
-        model(x, _experts()[0]).sum().backward()
-    lines = str(caught.value).splitlines()
-    assert lines[1:-1] == ["  experts.1: unused on every rank", "  experts.2: unused on rank 0"]
-    model(x, [0, 1, 2]).sum().backward()
-    model._modules["last"] = nn.Identity()  # a unit that does not run
-    with pytest.raises(sw.StepError, match=r"last\.up\.weight: unused on every rank"):
-        model(x, [0, 1, 2]).sum().backward()
-
-
-def _accumulate(strategy: str, method: str) -> None:
-    reference, model = build("gpt"), build("gpt")
-    sw.fully_shard(model, units="auto", **_options(strategy))
-    optimizers = [adamw(one.parameters()) for one in (reference, model)]
-    sw.optimizer_in_backward(model, optimizers[1])
-    for _ in range(2):
-        for micro in range(3):
-            batch = CASES["gpt"].batch(12)
-            getattr(model, method)(micro == 2)
-            (model(own_part(batch)) / 3).backward()
-            (reference(batch) / 3).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same(model, reference, *optimizers)
-
-
-def _step_too_early() -> None:
-    model = sw.fully_shard(build("stack"), units=Block)
-    assert isinstance(model, sw.FSDPModule)
-    sw.optimizer_in_backward(model, adamw(model.parameters()))
-    x = torch.randn(4, WIDTH).double()
-    for _ in range(2):
-        first, second = model(x).sum(), model(x).sum()
-        second.backward()
-        with pytest.raises(sw.StepError, match=r"set_requires_gradient_sync\(False\)"):
-            first.backward()
-        loss = model(x).sum()
-        loss.backward(retain_graph=True)
-        with pytest.raises(sw.StepError, match=r": backward of a forward from before"):
-            loss.backward()
-    first, second = model(x).sum(), model(x).sum()
-    model.set_requires_gradient_sync(False)
-    second.backward()
-    model.set_requires_gradient_sync(True)
-    first.backward()

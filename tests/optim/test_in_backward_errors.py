@@ -12,65 +12,13 @@ from torch import Tensor, nn
 import shardwise as sw
 from tests.features.test_transaction import Training
 from tests.models import WIDTH, Block, Lora, LoraLinear, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw, assert_equal_models, own_part, rank
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(2, "fsdp"), (2, "ddp"), (4, "hsdp")])
-def test_a_transaction_undoes_the_steps_of_every_rank(ranks: int, strategy: str) -> None:
-    run_on(ranks, _undo, strategy, deadline=40.0)
-
-
-def test_after_an_exception_the_next_step_is_right() -> None:
-    run_on(2, _go_on, deadline=40.0)
-
-
-def test_an_exception_drops_the_gradients_of_units_that_were_to_be_stepped() -> None:
-    run_on(1, _drop_rest)
-
-
-def test_what_needs_all_gradients_at_once_is_refused() -> None:
-    run_on(2, _need_all)
-
-
-def test_optimizers_that_do_not_fit_are_refused() -> None:
-    run_on(1, _refuse)
-
-
-def test_removing_the_handle_ends_it() -> None:
-    run_on(2, _remove)
-
-
-def test_a_deleted_model_frees_its_memory() -> None:
-    run_on(2, _delete)
-
-
-class StepsInBackward(Training):
-    """Whose optimizer steps in backward, the second unit failing in the middle of its step."""
-
-    def __init__(self, strategy: str) -> None:
-        super().__init__(strategy)
-        self.optimizer.register_step_post_hook(self._trip_next)
-        sw.optimizer_in_backward(self.model, self.optimizer)
-        self.place = ""
-
-    @property
-    def num_steps(self) -> int:
-        return self.optimizer.num_steps
-
-    def _trip_next(self, *_: Any) -> None:
-        self.optimizer.trips = self.place == "second step"
-
-    def _body(self, place: str) -> None:
-        self.place = place
-        batch = torch.randn(5, WIDTH)  # from the generator that is put back
-        self.model(batch).square().mean().backward()
-        self.optimizer.param_groups[0]["lr"] *= 0.9
-        if place == "after backward":
-            raise ValueError("it hurts")
-
-
-def _undo(strategy: str) -> None:
+@on_ranks(deadline=40.0)
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, "fsdp"), (2, "ddp"), (4, "hsdp")])
+def test_a_transaction_undoes_the_steps_of_every_rank(strategy: str) -> None:
     places = ("backward", "second step", "after backward")
     undisturbed = StepsInBackward(strategy)
     expected = []
@@ -90,7 +38,8 @@ def _undo(strategy: str) -> None:
         assert training.fingerprint() == wanted, f"second attempt: {place}"
 
 
-def _go_on() -> None:
+@on_ranks(2, deadline=40.0)
+def test_after_an_exception_the_next_step_is_right() -> None:
     training = StepsInBackward("fsdp")
     x = torch.randn(4, WIDTH)
     for place in ("backward", "second step"):
@@ -107,7 +56,8 @@ def _go_on() -> None:
         assert not any(torch.equal(*pair) for pair in zip(before, after, strict=True))
 
 
-def _drop_rest() -> None:
+@on_ranks(1)
+def test_an_exception_drops_the_gradients_of_units_that_were_to_be_stepped() -> None:
     training = StepsInBackward("fsdp")
     x = torch.randn(4, WIDTH)
     training.model(x)  # without a backward, so that all units are stepped at the end of the next
@@ -118,7 +68,8 @@ def _drop_rest() -> None:
     assert all(p.grad is None for p in training.model.parameters())
 
 
-def _need_all() -> None:
+@on_ranks(2)
+def test_what_needs_all_gradients_at_once_is_refused() -> None:
     model = sw.fully_shard(build("stack").float(), units=Block)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     handle = sw.optimizer_in_backward(model, optimizer)
@@ -140,16 +91,8 @@ def _need_all() -> None:
     optimizer.step()
 
 
-class Counting(torch.optim.SGD):
-    """Keeps a count of its own."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-
-
-def _refuse() -> None:
+@on_ranks(1)
+def test_optimizers_that_do_not_fit_are_refused() -> None:
     model = sw.fully_shard(build("stack"), units=Block)
     parameters = dict(model.named_parameters())
     others = [p for name, p in parameters.items() if name != "layers.1.up.bias"]
@@ -185,31 +128,8 @@ def _refuse() -> None:
     _refuse_late()
 
 
-def _refuse_late() -> None:
-    """Frozen parameters may be missing, until they are not frozen any more."""
-    torch.manual_seed(0)
-    lora = Lora().double()
-    lora.layers[1].up.requires_grad_(False)
-    model = sw.fully_shard(lora, units=LoraLinear)
-    optimizer = adamw(p for p in model.parameters() if p.requires_grad)
-    sw.optimizer_in_backward(model, optimizer)
-    x = torch.randn(4, WIDTH).double()
-    model(x).sum().backward()
-    model = sw.fully_shard(Lora().double(), units=LoraLinear)
-    down = model.layers[1].down
-    assert isinstance(down, nn.Parameter)
-    down.requires_grad_(False)
-    optimizer = adamw(p for p in model.parameters() if p.requires_grad)
-    sw.optimizer_in_backward(model, optimizer)
-    down.requires_grad_(True)
-    with pytest.raises(sw.StepError, match=r"layers\.1\.down has a gradient and is not in"):
-        model(x).sum().backward()
-    optimizer.add_param_group({"params": [down]})
-    model(x).sum().backward()
-    assert down in optimizer.state
-
-
-def _remove() -> None:
+@on_ranks(2)
+def test_removing_the_handle_ends_it() -> None:
     reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units=Block)
     optimizers = [adamw(one.parameters()) for one in (reference, model)]
@@ -239,20 +159,8 @@ def _remove() -> None:
         model(loss).sum().backward()
 
 
-class _Remover(torch.autograd.Function):
-    """Removes the handle in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, model: nn.Module, optimizer: Any) -> Tensor:
-        ctx.handle = sw.optimizer_in_backward(model, optimizer)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        ctx.handle.remove()
-
-
-def _delete() -> None:
+@on_ranks(2)
+def test_a_deleted_model_frees_its_memory() -> None:
     gc.collect()
     gc.disable()
     try:
@@ -267,3 +175,74 @@ def _delete() -> None:
         handle.remove()
     finally:
         gc.enable()
+
+
+class StepsInBackward(Training):
+    """Whose optimizer steps in backward, the second unit failing in the middle of its step."""
+
+    def __init__(self, strategy: str) -> None:
+        super().__init__(strategy)
+        self.optimizer.register_step_post_hook(self._trip_next)
+        sw.optimizer_in_backward(self.model, self.optimizer)
+        self.place = ""
+
+    @property
+    def num_steps(self) -> int:
+        return self.optimizer.num_steps
+
+    def _trip_next(self, *_: Any) -> None:
+        self.optimizer.trips = self.place == "second step"
+
+    def _body(self, place: str) -> None:
+        self.place = place
+        batch = torch.randn(5, WIDTH)  # from the generator that is put back
+        self.model(batch).square().mean().backward()
+        self.optimizer.param_groups[0]["lr"] *= 0.9
+        if place == "after backward":
+            raise ValueError("it hurts")
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a count of its own."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+def _refuse_late() -> None:
+    """Frozen parameters may be missing, until they are not frozen any more."""
+    torch.manual_seed(0)
+    lora = Lora().double()
+    lora.layers[1].up.requires_grad_(False)
+    model = sw.fully_shard(lora, units=LoraLinear)
+    optimizer = adamw(p for p in model.parameters() if p.requires_grad)
+    sw.optimizer_in_backward(model, optimizer)
+    x = torch.randn(4, WIDTH).double()
+    model(x).sum().backward()
+    model = sw.fully_shard(Lora().double(), units=LoraLinear)
+    down = model.layers[1].down
+    assert isinstance(down, nn.Parameter)
+    down.requires_grad_(False)
+    optimizer = adamw(p for p in model.parameters() if p.requires_grad)
+    sw.optimizer_in_backward(model, optimizer)
+    down.requires_grad_(True)
+    with pytest.raises(sw.StepError, match=r"layers\.1\.down has a gradient and is not in"):
+        model(x).sum().backward()
+    optimizer.add_param_group({"params": [down]})
+    model(x).sum().backward()
+    assert down in optimizer.state
+
+
+class _Remover(torch.autograd.Function):
+    """Removes the handle in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: nn.Module, optimizer: Any) -> Tensor:
+        ctx.handle = sw.optimizer_in_backward(model, optimizer)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        ctx.handle.remove()

@@ -9,50 +9,15 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.models import WIDTH, Block, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_close, rank, world_size
 
 ROWS = 12
 
 
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_gradients_do_not_depend_on_where_tokens_fall(ranks: int, strategy: str) -> None:
-    run_on(ranks, _train, strategy)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_backward_is_that_of_the_mean_over_all_tokens(ranks: int) -> None:
-    """On any number of ranks and micro-batches, some of both without a token."""
-    run_on(ranks, _backward, deadline=60.0)
-
-
-def test_backward_with_a_scaler_and_after_an_exception() -> None:
-    run_on(2, _interrupted)
-
-
-def test_a_step_without_tokens_weighs_nothing() -> None:
-    run_on(2, _no_tokens)
-
-
-def test_mistakes() -> None:
-    with pytest.raises(sw.PlanError, match="is not sharded"):
-        sw.token_weight(nn.Linear(2, 2), 4)
-    model = sw.fully_shard(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="num_tokens=-1: expected 0 or more"):
-        sw.token_weight(model, -1)
-    with pytest.raises(ValueError, match="no micro_batches"):
-        sw.backward(model, [], torch.sum, len)
-    with pytest.raises(ValueError, match="accumulate='all': expected 'shards' or 'whole'"):
-        sw.backward(model, [], torch.sum, len, accumulate="all")  # type: ignore[arg-type]
-
-
-def _losses(model: nn.Module, rows: Tensor, mask: Tensor) -> Tensor:
-    total: Tensor = (model(rows).square().mean(1) * mask).sum()
-    return total
-
-
-def _train(strategy: str) -> None:
+def test_gradients_do_not_depend_on_where_tokens_fall(strategy: str) -> None:
     reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units=Block, strategy=strategy)
     for step in range(3):
@@ -73,23 +38,9 @@ def _train(strategy: str) -> None:
             p.grad, q.grad = None, None
 
 
-def _no_tokens() -> None:
-    model = sw.fully_shard(build("stack"), units=Block)
-    assert sw.token_weight(model, 0) == 0.0
-    assert sw.token_weight(model, 3) == 2 / 6
-
-
-Part = tuple[Tensor, Tensor]
-
-
-def _cut(rows: Tensor, mask: Tensor, num_parts: int) -> list[Part]:
-    """Parts of unlike lengths, some of them empty."""
-    bounds = [round(len(rows) * (n / num_parts) ** 2) for n in range(num_parts + 1)]
-    cuts = [slice(*pair) for pair in itertools.pairwise(bounds)]
-    return [(rows[cut], mask[cut]) for cut in cuts]
-
-
-def _backward() -> None:
+@on_ranks(1, 2, 3, 4, deadline=60.0)
+def test_backward_is_that_of_the_mean_over_all_tokens() -> None:
+    """On any number of ranks and micro-batches, some of both without a token."""
     reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units=Block)
     modes: tuple[Literal["shards", "whole"], ...] = ("shards", "whole")
@@ -120,7 +71,8 @@ def _backward() -> None:
             p.grad, q[1].grad = None, None
 
 
-def _interrupted() -> None:
+@on_ranks(2)
+def test_backward_with_a_scaler_and_after_an_exception() -> None:
     model = sw.fully_shard(build("stack"), units=Block)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     parts = _cut(torch.randn(ROWS, WIDTH).double(), torch.ones(ROWS).double(), 2)
@@ -148,3 +100,37 @@ def _interrupted() -> None:
     model.zero_grad()
     _losses(model, *parts[1]).backward()  # type: ignore[no-untyped-call]
     assert all(p.grad is not None for p in model.parameters()), "the next backward reduces"
+
+
+@on_ranks(2)
+def test_a_step_without_tokens_weighs_nothing() -> None:
+    model = sw.fully_shard(build("stack"), units=Block)
+    assert sw.token_weight(model, 0) == 0.0
+    assert sw.token_weight(model, 3) == 2 / 6
+
+
+def test_mistakes() -> None:
+    with pytest.raises(sw.PlanError, match="is not sharded"):
+        sw.token_weight(nn.Linear(2, 2), 4)
+    model = sw.fully_shard(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="num_tokens=-1: expected 0 or more"):
+        sw.token_weight(model, -1)
+    with pytest.raises(ValueError, match="no micro_batches"):
+        sw.backward(model, [], torch.sum, len)
+    with pytest.raises(ValueError, match="accumulate='all': expected 'shards' or 'whole'"):
+        sw.backward(model, [], torch.sum, len, accumulate="all")  # type: ignore[arg-type]
+
+
+def _losses(model: nn.Module, rows: Tensor, mask: Tensor) -> Tensor:
+    total: Tensor = (model(rows).square().mean(1) * mask).sum()
+    return total
+
+
+Part = tuple[Tensor, Tensor]
+
+
+def _cut(rows: Tensor, mask: Tensor, num_parts: int) -> list[Part]:
+    """Parts of unlike lengths, some of them empty."""
+    bounds = [round(len(rows) * (n / num_parts) ** 2) for n in range(num_parts + 1)]
+    cuts = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    return [(rows[cut], mask[cut]) for cut in cuts]

@@ -19,7 +19,7 @@ from shardwise.runtime.buffer import Pool
 from shardwise.runtime.unit import FlatParameters
 from shardwise.transport.collectives import Link
 from tests.models import CASES, WIDTH, Block, Stack, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import (
     BATCH,
     assert_equal_models,
@@ -28,67 +28,11 @@ from tests.runtime.one_process import (
 )
 
 
+@on_ranks(2)
 def test_inputs_that_need_no_gradients() -> None:
     """Module backward hooks fire before the parameters' gradients then, and hooks on inputs never
     do: the first unit would be reduced too early, or not at all.
     """
-    run_on(2, _first_unit)
-
-
-def test_an_output_that_is_a_view_may_be_changed_in_place() -> None:
-    """FSDP2 loses its hook with the view's old node, and fails with "setStorage out of bounds"."""
-    run_on(2, _changed_views)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputing_gathers_nothing_ahead_and_frees_nothing(reentrant: bool) -> None:
-    """A recomputation is a forward inside backward. One that gathers ahead in the order of forward,
-    frees what its backward needs, or registers its hooks again moves more than it has to.
-    """
-    run_on(2, _recompute, reentrant)
-
-
-@pytest.mark.parametrize("way", ["one after the other", "reversed", "1F1B"])
-def test_several_forwards_before_their_backwards(way: str) -> None:
-    """Pipelines run several forwards first: each backward is reduced, and none is left gathered."""
-    run_on(2, _several_forwards, way)
-
-
-@pytest.mark.parametrize("way", ["detached", "retained"])
-def test_a_loss_in_chunks(way: str) -> None:
-    """Long sequences: a loss whose parts go back one by one."""
-    run_on(2, _chunks, way)
-
-
-def test_units_that_were_gathered_ahead_in_vain_are_freed() -> None:
-    """A pass that goes another way than the last one leaves what it foresaw."""
-    run_on(2, _other_way)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_memory_that_was_given_back_is_used_by_nobody(ranks: int) -> None:
-    """A reduce buffer that is let go before its work is done, or parameters that are freed before
-    the last use: silently wrong in peers, now and then. Here all that is given back is spoilt.
-    """
-    run_on(ranks, _spoil, deadline=60.0)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_memory_in_common_is_used_by_nobody_when_it_is_filled(ranks: int) -> None:
-    """Here it is spoilt first, for long enough that another rank would compute with that."""
-    run_on(ranks, _spoil_before_filling, deadline=60.0)
-
-
-def _pair(name: str = "stack", **options: Any) -> tuple[nn.Module, nn.Module]:
-    reference, model = build(name), build(name)
-    return reference, sw.fully_shard(model, units=CASES[name].units, **options)
-
-
-def _counts(model: nn.Module) -> Counter[str]:
-    return Counter(str(event) for event in sw.ledger(model).events())
-
-
-def _first_unit() -> None:
     reference, model = _pair("stack, every layer")
     for step in range(3):
         batch = torch.randn(BATCH, WIDTH).double()
@@ -99,29 +43,9 @@ def _first_unit() -> None:
     assert _counts(model)["reduce first"] == 1
 
 
-class ReturnsView(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, 2 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)[:, :WIDTH]  # type: ignore[no-any-return]
-
-
-class ChangesInPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = ReturnsView(), ReturnsView()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.first(x)
-        y *= 2
-        y.add_(1).sin_()
-        z: Tensor = self.second(y)
-        return z.tanh_()
-
-
-def _changed_views() -> None:
+@on_ranks(2)
+def test_an_output_that_is_a_view_may_be_changed_in_place() -> None:
+    """FSDP2 loses its hook with the view's old node, and fails with "setStorage out of bounds"."""
     reference = ChangesInPlace().double()
     model = copy.deepcopy(reference)
     sw.fully_shard(model, units=ReturnsView)
@@ -132,22 +56,12 @@ def _changed_views() -> None:
         assert_equal_models(model, reference, step)
 
 
-class Recomputing(nn.Module):
-    """Every block is a unit and runs under checkpointing."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return x
-
-
-def _recompute(reentrant: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputing_gathers_nothing_ahead_and_frees_nothing(reentrant: bool) -> None:
+    """A recomputation is a forward inside backward. One that gathers ahead in the order of forward,
+    frees what its backward needs, or registers its hooks again moves more than it has to.
+    """
     reference = Recomputing(reentrant).double()
     model = copy.deepcopy(reference)
     sw.fully_shard(model, units=Block)
@@ -166,7 +80,10 @@ def _recompute(reentrant: bool) -> None:
         assert counts[f"reduce layers.{layer}"] == 1
 
 
-def _several_forwards(way: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["one after the other", "reversed", "1F1B"])
+def test_several_forwards_before_their_backwards(way: str) -> None:
+    """Pipelines run several forwards first: each backward is reduced, and none is left gathered."""
     reference, model = _pair()
     for step in range(3):
         batches = [torch.randn(BATCH, WIDTH).double() for _ in range(4)]
@@ -192,7 +109,10 @@ def _several_forwards(way: str) -> None:
         assert _counts(model)["reduce layers.0"] == 1, "each backward is reduced, once"
 
 
-def _chunks(way: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["detached", "retained"])
+def test_a_loss_in_chunks(way: str) -> None:
+    """Long sequences: a loss whose parts go back one by one."""
     reference, model = _pair()
     for step in range(3):
         batch = torch.randn(BATCH, WIDTH).double()
@@ -210,20 +130,9 @@ def _chunks(way: str) -> None:
         assert_equal_models(model, reference, step)
 
 
-class Turns(Stack):
-    """Runs its blocks in the order that it is told."""
-
-    order: tuple[int, ...] = (0, 1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for position in self.order:
-            x = self.layers[position](x)
-        y: Tensor = self.norm(x)
-        return y
-
-
-def _other_way() -> None:
+@on_ranks(2)
+def test_units_that_were_gathered_ahead_in_vain_are_freed() -> None:
+    """A pass that goes another way than the last one leaves what it foresaw."""
     reference = Turns().double()
     model = copy.deepcopy(reference)
     sw.fully_shard(model, units=Block, prefetch=2)
@@ -241,7 +150,11 @@ def _other_way() -> None:
             assert events.index("free layers.1") < events.index("forward layers.2")
 
 
-def _spoil() -> None:
+@on_ranks(2, 4, deadline=60.0)
+def test_memory_that_was_given_back_is_used_by_nobody() -> None:
+    """A reduce buffer that is let go before its work is done, or parameters that are freed before
+    the last use: silently wrong in peers, now and then. Here all that is given back is spoilt.
+    """
     give = Pool.give
 
     def give_spoilt(pool: Pool, storage: torch.UntypedStorage) -> None:
@@ -255,7 +168,9 @@ def _spoil() -> None:
         _train_in_many_ways()
 
 
-def _spoil_before_filling() -> None:
+@on_ranks(2, 4, deadline=60.0)
+def test_memory_in_common_is_used_by_nobody_when_it_is_filled() -> None:
+    """Here it is spoilt first, for long enough that another rank would compute with that."""
     bring = FlatParameters._bring
     spoilt = 0
 
@@ -274,6 +189,65 @@ def _spoil_before_filling() -> None:
     with mock.patch.object(FlatParameters, "_bring", bring_late):
         _train_in_many_ways()
     assert (spoilt > 0) == (dist.get_rank() > 0), "all compute in the memory of the first"
+
+
+def _pair(name: str = "stack", **options: Any) -> tuple[nn.Module, nn.Module]:
+    reference, model = build(name), build(name)
+    return reference, sw.fully_shard(model, units=CASES[name].units, **options)
+
+
+def _counts(model: nn.Module) -> Counter[str]:
+    return Counter(str(event) for event in sw.ledger(model).events())
+
+
+class ReturnsView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[:, :WIDTH]  # type: ignore[no-any-return]
+
+
+class ChangesInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = ReturnsView(), ReturnsView()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        y *= 2
+        y.add_(1).sin_()
+        z: Tensor = self.second(y)
+        return z.tanh_()
+
+
+class Recomputing(nn.Module):
+    """Every block is a unit and runs under checkpointing."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+class Turns(Stack):
+    """Runs its blocks in the order that it is told."""
+
+    order: tuple[int, ...] = (0, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for position in self.order:
+            x = self.layers[position](x)
+        y: Tensor = self.norm(x)
+        return y
 
 
 def _train_in_many_ways() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.models import WIDTH, Block
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import (
     BATCH,
     adamw,
@@ -22,52 +22,10 @@ from tests.runtime.one_process import (
 )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks(2, 4)
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "ddp"])
-def test_experts_that_differ_by_rank_get_the_gradients_of_one_process(
-    strategy: str, ranks: int
-) -> None:
+def test_experts_that_differ_by_rank_get_the_gradients_of_one_process(strategy: str) -> None:
     """FSDP2 adds up gradients of unlike parameters: 1.5 where 0.5 is right, and says nothing."""
-    run_on(ranks, _experts, strategy)
-
-
-def test_a_unit_with_one_unused_parameter_is_reduced() -> None:
-    """Megatron-FSDP v2 waits for the missing gradient and never reduces the unit; so would any
-    count of gradients.
-    """
-    run_on(2, _one_unused)
-
-
-def test_a_unit_that_one_rank_does_not_reach_in_backward_is_reduced() -> None:
-    """A trigger that sits on gradients never fires on the rank that has none."""
-    run_on(2, _cut_off)
-
-
-def test_only_one_rank_may_have_gradients_at_all() -> None:
-    """A loss that does not depend on a rank's data: its part of every gradient is zero."""
-    run_on(3, _one_rank_learns)
-
-
-class Experts(nn.Module):
-    """A mixture of experts in one unit; each row of the batch goes to one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
-        self.gate = nn.Linear(WIDTH, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.gate(x).softmax(1)
-        chosen = scores.argmax(1)
-        y = torch.zeros_like(x)
-        for number in chosen.unique().tolist():  # experts without rows are not called
-            rows = (chosen == number).nonzero()[:, 0]
-            weight = scores[rows, number][:, None]
-            y = y.index_add(0, rows, self.experts[number](x[rows]) * weight)
-        return y
-
-
-def _experts(strategy: str) -> None:
     torch.manual_seed(0)
     reference = nn.Sequential(Block(), Experts(), Experts()).double()
     model = copy.deepcopy(reference)
@@ -90,6 +48,68 @@ def _experts(strategy: str) -> None:
     assert any(other != used for other in everywhere), "the ranks used the same: a weak test"
 
 
+@on_ranks(2)
+def test_a_unit_with_one_unused_parameter_is_reduced() -> None:
+    """Megatron-FSDP v2 waits for the missing gradient and never reduces the unit; so would any
+    count of gradients.
+    """
+    reference = nn.Sequential(Pair(), Pair(), Pair()).double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Pair)
+    _train(reference, model)
+    kinds = [str(event) for event in sw.ledger(model).events()]
+    assert [kinds.count(f"reduce {unit}") for unit in range(3)] == [1, 1, 1]
+    assert model[0].unused.grad is None
+
+
+@on_ranks(2)
+def test_a_unit_that_one_rank_does_not_reach_in_backward_is_reduced() -> None:
+    """A trigger that sits on gradients never fires on the rank that has none."""
+    reference = Cuttable().double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Block)
+    cuts = [(False, True), (True, False), (False, False)]
+    for step, cut in enumerate(cuts):
+        batch = torch.randn(BATCH, WIDTH).double()
+        model(own_part(batch), cut=cut[rank()]).square().mean().backward()
+        for part, is_cut in zip(batch.chunk(2), cut, strict=True):
+            (reference(part, cut=is_cut).square().mean() / 2).backward()
+        assert_equal_models(model, reference, step)
+
+
+@on_ranks(3)
+def test_only_one_rank_may_have_gradients_at_all() -> None:
+    """A loss that does not depend on a rank's data: its part of every gradient is zero."""
+    reference = nn.Sequential(Block(), Block()).double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Block)
+    batch = torch.randn(BATCH, WIDTH).double()
+    weight = 1.0 if rank() == 1 else 0.0
+    (model(own_part(batch)).square().mean() * weight).backward()
+    (reference(batch.chunk(3)[1]).square().mean() / 3).backward()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert_close(p.grad, q.grad, name)
+
+
+class Experts(nn.Module):
+    """A mixture of experts in one unit; each row of the batch goes to one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.gate = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).softmax(1)
+        chosen = scores.argmax(1)
+        y = torch.zeros_like(x)
+        for number in chosen.unique().tolist():  # experts without rows are not called
+            rows = (chosen == number).nonzero()[:, 0]
+            weight = scores[rows, number][:, None]
+            y = y.index_add(0, rows, self.experts[number](x[rows]) * weight)
+        return y
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -109,16 +129,6 @@ def _train(reference: nn.Module, model: nn.Module, steps: int = 3) -> None:
         assert_equal_models(model, reference, step)
 
 
-def _one_unused() -> None:
-    reference = nn.Sequential(Pair(), Pair(), Pair()).double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Pair)
-    _train(reference, model)
-    kinds = [str(event) for event in sw.ledger(model).events()]
-    assert [kinds.count(f"reduce {unit}") for unit in range(3)] == [1, 1, 1]
-    assert model[0].unused.grad is None
-
-
 class Cuttable(nn.Module):
     """Runs all of its blocks, and may cut the graph behind the first ones."""
 
@@ -132,28 +142,3 @@ class Cuttable(nn.Module):
             if cut and position == 1:
                 x = x.detach()
         return x
-
-
-def _cut_off() -> None:
-    reference = Cuttable().double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Block)
-    cuts = [(False, True), (True, False), (False, False)]
-    for step, cut in enumerate(cuts):
-        batch = torch.randn(BATCH, WIDTH).double()
-        model(own_part(batch), cut=cut[rank()]).square().mean().backward()
-        for part, is_cut in zip(batch.chunk(2), cut, strict=True):
-            (reference(part, cut=is_cut).square().mean() / 2).backward()
-        assert_equal_models(model, reference, step)
-
-
-def _one_rank_learns() -> None:
-    reference = nn.Sequential(Block(), Block()).double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Block)
-    batch = torch.randn(BATCH, WIDTH).double()
-    weight = 1.0 if rank() == 1 else 0.0
-    (model(own_part(batch)).square().mean() * weight).backward()
-    (reference(batch.chunk(3)[1]).square().mean() / 3).backward()
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert_close(p.grad, q.grad, name)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.models import WIDTH, Block, Gpt, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import (
     BATCH,
     adamw,
@@ -25,59 +25,11 @@ from tests.runtime.one_process import (
 )
 
 
+@on_ranks(3)
 def test_a_loss_per_token_of_the_global_batch() -> None:
     """Ranks with unlike numbers of tokens: the mean over ranks of their means is another number.
     A loss that is weighted by the ranks' share gives one process' gradients.
     """
-    run_on(3, _per_token)
-
-
-def test_tied_parameters_count_once_in_norm_and_optimizer() -> None:
-    """Tied across units: peers count them twice, or untie them."""
-    run_on(2, _tied)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_trainable_float32_and_float64_in_one_unit(ranks: int) -> None:
-    """FSDP2 refuses mixed dtypes in one unit; here each has a buffer."""
-    run_on(ranks, _mixed_dtypes)
-
-
-@pytest.mark.parametrize("kind", ["loop", "foreach", "fused"])
-def test_ranks_without_any_elements(kind: str) -> None:
-    """Empty shards break foreach kernels, clipping and CPU Adam in peers; scalars are refused."""
-    run_on(4, _empty_shards, kind)
-
-
-def test_buffers_are_whole_and_each_ranks_own() -> None:
-    """Neither sharded nor synchronised: what a rank's data made of them stays there."""
-    run_on(2, _buffers)
-
-
-def test_an_optimizer_that_was_built_too_early_trains_or_is_named() -> None:
-    """In FSDP2 it holds the parameters of before, and trains nothing."""
-    run_on(2, _early_optimizer)
-
-
-def test_seeds_by_rank_are_refused_for_any_unit() -> None:
-    """They would stitch different initialisations into one weight."""
-    run_on(2, _seeds)
-
-
-@pytest.mark.parametrize("when", ["before", "after a step", "with gradients"])
-def test_a_deep_copy_trains_on_its_own(when: str) -> None:
-    """Copies share memory, or hooks, with the original in peers."""
-    run_on(2, _deepcopy, when)
-
-
-def test_methods_that_need_a_unit_say_so() -> None:
-    """A method other than forward that reads parameters finds shards: refused, with the way out,
-    or works where it calls units.
-    """
-    run_on(2, _methods)
-
-
-def _per_token() -> None:
     reference = nn.Sequential(Block(), Block()).double()
     model = copy.deepcopy(reference)
     sw.fully_shard(model, units=Block)
@@ -91,7 +43,9 @@ def _per_token() -> None:
     assert_equal_models(model, reference, 0)
 
 
-def _tied() -> None:
+@on_ranks(2)
+def test_tied_parameters_count_once_in_norm_and_optimizer() -> None:
+    """Tied across units: peers count them twice, or untie them."""
     for name in ("gpt", "tied"):
         model = assert_equal_training(name, clip=0.01)  # the norm is compared as well
         parameters = list(model.parameters())
@@ -107,24 +61,9 @@ def _tied() -> None:
     assert_close(total.detach(), wanted.detach(), "sum of squares")
 
 
-class MixedTrainable(nn.Module):
-    """Two streams, one in each precision, with scalars and a parameter without elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.double_ = nn.Linear(WIDTH, WIDTH).double()
-        self.single = nn.Linear(WIDTH, WIDTH)
-        self.gain = nn.Parameter(torch.tensor(0.5))
-        self.shift = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
-        self.nothing = nn.Parameter(torch.empty(2, 0))
-
-    def forward(self, streams: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        x, y = streams
-        y = self.single(y) * self.gain + self.nothing.sum()
-        return torch.tanh(self.double_(x) + self.shift), torch.tanh(y)
-
-
-def _mixed_dtypes() -> None:
+@on_ranks(1, 2, 4)
+def test_trainable_float32_and_float64_in_one_unit() -> None:
+    """FSDP2 refuses mixed dtypes in one unit; here each has a buffer."""
     reference = nn.Sequential(MixedTrainable(), MixedTrainable())
     model = copy.deepcopy(reference)
     sw.fully_shard(model, units=MixedTrainable)
@@ -146,7 +85,11 @@ def _mixed_dtypes() -> None:
             optimizer.zero_grad()
 
 
-def _empty_shards(kind: str) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["loop", "foreach", "fused"])
+def test_ranks_without_any_elements(kind: str) -> None:
+    """Empty shards break foreach kernels, clipping and CPU Adam in peers; scalars are refused."""
+
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
             parameters, lr=1e-2, eps=1e-3, foreach=kind == "foreach", fused=kind == "fused"
@@ -162,25 +105,9 @@ def _empty_shards(kind: str) -> None:
         assert_close(found, wanted, f"norm {order}")
 
 
-class Counting(nn.Module):
-    """A running mean of its input, kept in a buffer; another buffer is not in the state dict."""
-
-    mean: Tensor
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("scale", torch.full((WIDTH,), 2.0), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
-        y: Tensor = self.linear(x * self.scale)
-        return y
-
-
-def _buffers() -> None:
+@on_ranks(2)
+def test_buffers_are_whole_and_each_ranks_own() -> None:
+    """Neither sharded nor synchronised: what a rank's data made of them stays there."""
     model = nn.Sequential(Counting(), Counting()).double()
     alone = copy.deepcopy(model)
     sw.fully_shard(model, units=Counting)
@@ -195,7 +122,9 @@ def _buffers() -> None:
     assert "0.scale" not in model.state_dict()
 
 
-def _early_optimizer() -> None:
+@on_ranks(2)
+def test_an_optimizer_that_was_built_too_early_trains_or_is_named() -> None:
+    """In FSDP2 it holds the parameters of before, and trains nothing."""
     model = build("stack")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sw.fully_shard(model, units=Block)
@@ -215,7 +144,9 @@ def _early_optimizer() -> None:
     assert isinstance(twin, sw.FSDPModule)
 
 
-def _seeds() -> None:
+@on_ranks(2)
+def test_seeds_by_rank_are_refused_for_any_unit() -> None:
+    """They would stitch different initialisations into one weight."""
     model = build("stack")
     with torch.no_grad():
         model.get_parameter("layers.2.down.bias")[0] += 1e-16 + 1e-9 * rank()
@@ -223,7 +154,10 @@ def _seeds() -> None:
         sw.fully_shard(model, units=Block)
 
 
-def _deepcopy(when: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before", "after a step", "with gradients"])
+def test_a_deep_copy_trains_on_its_own(when: str) -> None:
+    """Copies share memory, or hooks, with the original in peers."""
     reference = build("gpt")
     tokens = torch.randint(0, 11, (4, 7))
     if when == "before":
@@ -249,6 +183,64 @@ def _deepcopy(when: str) -> None:
             optimizer.zero_grad()
     for p, old in zip(original.parameters(), kept, strict=True):
         assert torch.equal(full(p.detach()), old), "the original is left alone"
+
+
+@on_ranks(2)
+def test_methods_that_need_a_unit_say_so() -> None:
+    """A method other than forward that reads parameters finds shards: refused, with the way out,
+    or works where it calls units.
+    """
+    reference = Talker().double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Block)
+    tokens = torch.randint(0, 11, (2, 3))
+    x = torch.randn(BATCH, WIDTH).double()
+    refused = [(model.embed, tokens), (model.project, x), (model.scale, x)]
+    for method, argument in refused:
+        with pytest.raises(sw.ShardedTensorError, match=r"full_tensor\(\).*sw\.gathered\(model\)"):
+            method(argument)
+    assert torch.equal(model.generate(tokens, 4), reference.generate(tokens, 4))
+    with sw.gathered(model):
+        assert_close(model.embed(tokens), reference.embed(tokens).detach(), "embed")
+        assert_close(model.project(x).detach(), reference.project(x).detach(), "project")
+    for m, part in ((model, own_part(x)), (reference, x)):
+        m.encode(part).square().mean().backward()  # type: ignore[no-untyped-call]
+    assert_equal_models(model, reference, 0)
+
+
+class MixedTrainable(nn.Module):
+    """Two streams, one in each precision, with scalars and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double_ = nn.Linear(WIDTH, WIDTH).double()
+        self.single = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.shift = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
+        self.nothing = nn.Parameter(torch.empty(2, 0))
+
+    def forward(self, streams: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, y = streams
+        y = self.single(y) * self.gain + self.nothing.sum()
+        return torch.tanh(self.double_(x) + self.shift), torch.tanh(y)
+
+
+class Counting(nn.Module):
+    """A running mean of its input, kept in a buffer; another buffer is not in the state dict."""
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("scale", torch.full((WIDTH,), 2.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        y: Tensor = self.linear(x * self.scale)
+        return y
 
 
 class Talker(nn.Module):
@@ -290,22 +282,3 @@ class Talker(nn.Module):
 
     def scale(self, x: Tensor) -> Tensor:
         return x * self.gain
-
-
-def _methods() -> None:
-    reference = Talker().double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Block)
-    tokens = torch.randint(0, 11, (2, 3))
-    x = torch.randn(BATCH, WIDTH).double()
-    refused = [(model.embed, tokens), (model.project, x), (model.scale, x)]
-    for method, argument in refused:
-        with pytest.raises(sw.ShardedTensorError, match=r"full_tensor\(\).*sw\.gathered\(model\)"):
-            method(argument)
-    assert torch.equal(model.generate(tokens, 4), reference.generate(tokens, 4))
-    with sw.gathered(model):
-        assert_close(model.embed(tokens), reference.embed(tokens).detach(), "embed")
-        assert_close(model.project(x).detach(), reference.project(x).detach(), "project")
-    for m, part in ((model, own_part(x)), (reference, x)):
-        m.encode(part).square().mean().backward()  # type: ignore[no-untyped-call]
-    assert_equal_models(model, reference, 0)
