@@ -12,44 +12,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from tests.models import CASES, WIDTH, Block, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw, assert_close, assert_equal_models, own_part
 from tests.runtime.test_memory import runtime_of
 
 ROWS = 240  # so that activations are more than what is not worth moving
 
 
+@on_ranks(2, deadline=40.0)
 @pytest.mark.parametrize(
     "strategy",
     ["fsdp", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("zero2", "ddp"))],
 )
 def test_gradients_are_those_of_one_process(strategy: str) -> None:
-    run_on(2, _train, strategy, deadline=40.0)
-
-
-def test_activations_are_copied_and_parameters_are_not() -> None:
-    run_on(2, _count_copies)
-
-
-def test_changes_in_place_are_noticed() -> None:
-    run_on(1, _change)
-
-
-def test_it_needs_a_sharded_model() -> None:
-    with pytest.raises(sw.PlanError, match="Block is not sharded"), sw.offload_activations(Block()):
-        pass
-
-
-Offload = Callable[[nn.Module], AbstractContextManager[Any]]
-OFFLOADS: list[Offload] = [
-    sw.offload_activations,
-    lambda _model: save_on_cpu(),
-    # What the one above does on a GPU; on a CPU it copies nothing.
-    lambda _model: saved_tensors_hooks(lambda x: torch.empty_like(x).copy_(x), lambda x: x),
-]
-
-
-def _train(strategy: str) -> None:
     names = ["checkpointed inside", "checkpointed inside, reentrant", "gpt", "unused and reused"]
     for name in names if strategy == "fsdp" else names[1:3]:
         case = CASES[name]
@@ -70,22 +45,8 @@ def _train(strategy: str) -> None:
                     optimizer.zero_grad()
 
 
-class Copies(TorchDispatchMode):
-    """Of what storages this thread makes copies, and of how many bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.sources: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            source: Tensor = args[1]
-            key = source.untyped_storage()._cdata
-            self.sources[key] = self.sources.get(key, 0) + source.numel() * source.element_size()
-        return func(*args, **(kwargs or {}))
-
-
-def _count_copies() -> None:
+@on_ranks(2)
+def test_activations_are_copied_and_parameters_are_not() -> None:
     model = sw.fully_shard(nn.Sequential(*(Wide() for _ in range(2))).double(), units=Wide)
     buffers = {
         flat.buffer.flat.untyped_storage()._cdata
@@ -112,18 +73,8 @@ def _count_copies() -> None:
     assert of_others == 2 * (WIDTH + 2 * 100) * ROWS * 8
 
 
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 100)
-        self.down = nn.Linear(100, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(torch.tanh(self.up(x)))
-        return y
-
-
-def _change() -> None:
+@on_ranks(1)
+def test_changes_in_place_are_noticed() -> None:
     model = sw.fully_shard(nn.Sequential(Block()).double())
     small = torch.randn(4, WIDTH).double().requires_grad_()
     with sw.offload_activations(model):
@@ -140,6 +91,46 @@ def _change() -> None:
         _backward(z)
         slopes.append(large.grad)
     assert_close(slopes[1], slopes[0], "slope")
+
+
+def test_it_needs_a_sharded_model() -> None:
+    with pytest.raises(sw.PlanError, match="Block is not sharded"), sw.offload_activations(Block()):
+        pass
+
+
+Offload = Callable[[nn.Module], AbstractContextManager[Any]]
+OFFLOADS: list[Offload] = [
+    sw.offload_activations,
+    lambda _model: save_on_cpu(),
+    # What the one above does on a GPU; on a CPU it copies nothing.
+    lambda _model: saved_tensors_hooks(lambda x: torch.empty_like(x).copy_(x), lambda x: x),
+]
+
+
+class Copies(TorchDispatchMode):
+    """Of what storages this thread makes copies, and of how many bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sources: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            source: Tensor = args[1]
+            key = source.untyped_storage()._cdata
+            self.sources[key] = self.sources.get(key, 0) + source.numel() * source.element_size()
+        return func(*args, **(kwargs or {}))
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 100)
+        self.down = nn.Linear(100, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.tanh(self.up(x)))
+        return y
 
 
 def _backward(output: Tensor) -> None:

@@ -17,7 +17,7 @@ from shardwise.plan.units import Units
 from shardwise.train import models as gpt
 from shardwise.transport.device import peak_memory_bytes
 from tests.models import CASES, WIDTH, Block, Stack
-from tests.ranks import run_on
+from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import assert_equal_models, full, own_part, rank, world_size
 from tests.runtime.test_memory import runtime_of
 from tests.runtime.test_strategies import _options
@@ -109,8 +109,31 @@ def test_a_module_has_the_last_word_on_those_inside_it() -> None:
     assert not attention.out_proj.bias.any()  # which its own Linear would fill at random
 
 
+@on_ranks(2)
 def test_a_model_from_meta_trains_as_one_that_was_never_there() -> None:
-    run_on(2, _train)
+    reference = Stack()
+    sw.initialize(reference, SEED)
+    reference.double()
+    with torch.device("meta"):
+        model = Stack().double()
+    # In float64 another stream of numbers is drawn, so these come from the reference.
+    values = dict(reference.named_parameters())
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def look_up(module: nn.Module) -> None:
+        for key, parameter in module.named_parameters(recurse=False):
+            parameter.copy_(values[f"{names[id(module)]}.{key}"])
+
+    sw.fully_shard(model, units=Block, init=sw.Initialization(init_fn=look_up))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (reference, model)]
+    for step in range(3):
+        batch = torch.randn(12, WIDTH).double()
+        reference(batch).square().mean().backward()
+        model(own_part(batch)).square().mean().backward()
+        assert_equal_models(model, reference, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_parameters_stay_the_same_objects() -> None:
@@ -242,8 +265,12 @@ def test_mistakes_are_named() -> None:
         sw.fully_shard(model)
 
 
+@on_ranks(2)
 def test_ranks_that_initialise_differently_are_refused() -> None:
-    run_on(2, _differ)
+    with torch.device("meta"):
+        model = nn.Sequential(Block(), Block())
+    with pytest.raises(sw.PlanError, match="differs between ranks 0 and 1"):
+        sw.fully_shard(model, units=Block, init=sw.Initialization(seed=rank()))
 
 
 def _digests_of_eager() -> dict[str, str]:
@@ -277,39 +304,6 @@ def _digest(model: nn.Module) -> str:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(name.encode() + full(tensor.detach()).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _train() -> None:
-    reference = Stack()
-    sw.initialize(reference, SEED)
-    reference.double()
-    with torch.device("meta"):
-        model = Stack().double()
-    # In float64 another stream of numbers is drawn, so these come from the reference.
-    values = dict(reference.named_parameters())
-    names = {id(module): name for name, module in model.named_modules()}
-
-    def look_up(module: nn.Module) -> None:
-        for key, parameter in module.named_parameters(recurse=False):
-            parameter.copy_(values[f"{names[id(module)]}.{key}"])
-
-    sw.fully_shard(model, units=Block, init=sw.Initialization(init_fn=look_up))
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (reference, model)]
-    for step in range(3):
-        batch = torch.randn(12, WIDTH).double()
-        reference(batch).square().mean().backward()
-        model(own_part(batch)).square().mean().backward()
-        assert_equal_models(model, reference, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def _differ() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(Block(), Block())
-    with pytest.raises(sw.PlanError, match="differs between ranks 0 and 1"):
-        sw.fully_shard(model, units=Block, init=sw.Initialization(seed=rank()))
 
 
 def _measure_live() -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.runtime.tensor import ShardedTensor
 from tests.models import WIDTH, Block
-from tests.ranks import run_on
+from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import rank, world_size
 from tests.runtime.test_failures import Touchy
 from tests.runtime.test_strategies import _options
@@ -25,8 +25,9 @@ PLACES = (
 FEW = ("middle of step", "data", "backward")
 
 
+@on_ranks(deadline=120.0)
 @pytest.mark.parametrize(
-    ("ranks", "strategy", "optimizer", "raising", "places"),
+    ("world_size", "strategy", "optimizer", "raising", "places"),
     [
         (1, "fsdp", "adamw", (0,), PLACES),
         (2, "fsdp", "adamw", (1,), PLACES),
@@ -41,33 +42,112 @@ FEW = ("middle of step", "data", "backward")
     ],
 )
 def test_a_second_attempt_gives_the_bits_of_an_undisturbed_step(
-    ranks: int, strategy: str, optimizer: str, raising: Sequence[int], places: Sequence[str]
+    strategy: str, optimizer: str, raising: Sequence[int], places: Sequence[str]
 ) -> None:
-    run_on(ranks, _compare, strategy, optimizer, raising, places, deadline=120.0)
+    undisturbed = Training(strategy, optimizer)
+    expected = [undisturbed.fingerprint()]
+    for _ in places:
+        undisturbed.step()
+        expected.append(undisturbed.fingerprint())
+    training = Training(strategy, optimizer)
+    own = rank() in raising
+    for number, place in enumerate(places):
+        cause = KeyboardInterrupt if place == "interrupt" else ValueError
+        began = time.monotonic()
+        with pytest.raises(cause if own else sw.PeerAborted):
+            training.step(place if own else "")
+        assert time.monotonic() - began < SECONDS
+        assert training.fingerprint() == expected[number], f"undone: {place}"
+        training.step()
+        assert training.fingerprint() == expected[number + 1], f"second attempt: {place}"
 
 
+@on_ranks(2, deadline=40.0)
 def test_kept_gradients_come_back() -> None:
-    run_on(2, _keep_gradients, deadline=40.0)
+    training = Training()
+    training.model(torch.randn(5, WIDTH)).square().mean().backward()
+    before = training.fingerprint()
+    for place in ("after backward", "middle of step", "after step"):
+        with pytest.raises(ValueError if rank() == 0 else sw.PeerAborted):
+            training.step(place if rank() == 0 else "")
+        assert training.fingerprint() == before
+    training.step()
+    assert training.fingerprint() != before
 
 
+@on_ranks(2, deadline=40.0)
 def test_the_end_of_the_data_on_one_rank_ends_the_step_on_all() -> None:
-    run_on(2, _run_out_of_data, deadline=40.0)
+    training = Training()
+    batches = iter([torch.randn(5, WIDTH)] * (1 + rank()))
+    made = 0
+    with pytest.raises(StopIteration if rank() == 0 else sw.PeerAborted) as caught:  # noqa: PT012
+        while True:
+            with sw.transaction(training.model, training.optimizer):
+                training.model(next(batches)).square().mean().backward()
+                training.optimizer.step()
+            made += 1
+    assert made == 1
+    assert rank() == 0 or "rank 0 gave up in step 1: StopIteration" in str(caught.value)
 
 
+@on_ranks(2, deadline=40.0)
 def test_an_exception_that_others_know_of_cannot_be_caught_inside() -> None:
-    run_on(2, _catch_inside, deadline=40.0)
+    training = Training()
+    before = training.fingerprint()
+    expected = "caught inside" if rank() == 0 else "gave up"
+    with pytest.raises(sw.StepError, match=expected), _transaction(training):  # noqa: PT012
+        training.touchy.where = "forward" if rank() == 0 else ""
+        if rank() == 0:
+            with pytest.raises(ValueError, match="it hurts"):
+                training.model(torch.randn(5, WIDTH))
+        else:
+            training.model(torch.randn(5, WIDTH))
+    assert training.fingerprint() == before
+    training.step()
 
 
+@on_ranks(2, deadline=40.0)
 def test_a_rank_that_is_interrupted_in_the_vote_does_what_the_others_do() -> None:
-    run_on(2, _interrupt_vote, deadline=40.0)
+    """Rank 0 waits for rank 1 in the vote when its alarm goes off."""
+    undisturbed = Training()
+    undisturbed.step()
+    expected = undisturbed.fingerprint()
+    training = Training()
+    if rank() == 1:
+        with _transaction(training):
+            training._body("")
+            time.sleep(2.0)
+    else:
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        with pytest.raises(KeyboardInterrupt):
+            training.step()
+    assert training.fingerprint() == expected
+    training.step()
 
 
+@on_ranks(2, deadline=40.0)
 def test_the_next_step_may_be_a_plain_one() -> None:
-    run_on(2, _plain_step_after, deadline=40.0)
+    undisturbed = Training()
+    undisturbed._body("")
+    expected = undisturbed.fingerprint()
+    training = Training()
+    with pytest.raises(ValueError if rank() == 1 else sw.PeerAborted):
+        training.step("data" if rank() == 1 else "")
+    training._body("")
+    assert training.fingerprint() == expected
 
 
+@on_ranks(2, deadline=40.0)
 def test_two_failures_in_a_row() -> None:
-    run_on(2, _fail_twice, deadline=40.0)
+    """The second time before a rank has used the model, so it owes the others a report first."""
+    training = Training()
+    before = training.fingerprint()
+    for place in ("data", "data", "after step"):
+        with pytest.raises(ValueError if rank() == 1 else sw.PeerAborted):
+            training.step(place if rank() == 1 else "")
+    assert training.fingerprint() == before
+    training.step()
 
 
 def test_mistakes_are_named() -> None:
@@ -185,109 +265,8 @@ def _bits(tensor: Tensor) -> bytes:
     return local.detach().numpy().tobytes()
 
 
-def _compare(strategy: str, optimizer: str, raising: Sequence[int], places: Sequence[str]) -> None:
-    undisturbed = Training(strategy, optimizer)
-    expected = [undisturbed.fingerprint()]
-    for _ in places:
-        undisturbed.step()
-        expected.append(undisturbed.fingerprint())
-    training = Training(strategy, optimizer)
-    own = rank() in raising
-    for number, place in enumerate(places):
-        cause = KeyboardInterrupt if place == "interrupt" else ValueError
-        began = time.monotonic()
-        with pytest.raises(cause if own else sw.PeerAborted):
-            training.step(place if own else "")
-        assert time.monotonic() - began < SECONDS
-        assert training.fingerprint() == expected[number], f"undone: {place}"
-        training.step()
-        assert training.fingerprint() == expected[number + 1], f"second attempt: {place}"
-
-
-def _keep_gradients() -> None:
-    training = Training()
-    training.model(torch.randn(5, WIDTH)).square().mean().backward()
-    before = training.fingerprint()
-    for place in ("after backward", "middle of step", "after step"):
-        with pytest.raises(ValueError if rank() == 0 else sw.PeerAborted):
-            training.step(place if rank() == 0 else "")
-        assert training.fingerprint() == before
-    training.step()
-    assert training.fingerprint() != before
-
-
-def _run_out_of_data() -> None:
-    training = Training()
-    batches = iter([torch.randn(5, WIDTH)] * (1 + rank()))
-    made = 0
-    with pytest.raises(StopIteration if rank() == 0 else sw.PeerAborted) as caught:  # noqa: PT012
-        while True:
-            with sw.transaction(training.model, training.optimizer):
-                training.model(next(batches)).square().mean().backward()
-                training.optimizer.step()
-            made += 1
-    assert made == 1
-    assert rank() == 0 or "rank 0 gave up in step 1: StopIteration" in str(caught.value)
-
-
-def _catch_inside() -> None:
-    training = Training()
-    before = training.fingerprint()
-    expected = "caught inside" if rank() == 0 else "gave up"
-    with pytest.raises(sw.StepError, match=expected), _transaction(training):  # noqa: PT012
-        training.touchy.where = "forward" if rank() == 0 else ""
-        if rank() == 0:
-            with pytest.raises(ValueError, match="it hurts"):
-                training.model(torch.randn(5, WIDTH))
-        else:
-            training.model(torch.randn(5, WIDTH))
-    assert training.fingerprint() == before
-    training.step()
-
-
-def _interrupt_vote() -> None:
-    """Rank 0 waits for rank 1 in the vote when its alarm goes off."""
-    undisturbed = Training()
-    undisturbed.step()
-    expected = undisturbed.fingerprint()
-    training = Training()
-    if rank() == 1:
-        with _transaction(training):
-            training._body("")
-            time.sleep(2.0)
-    else:
-        signal.signal(signal.SIGALRM, _interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 1.0)
-        with pytest.raises(KeyboardInterrupt):
-            training.step()
-    assert training.fingerprint() == expected
-    training.step()
-
-
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def _plain_step_after() -> None:
-    undisturbed = Training()
-    undisturbed._body("")
-    expected = undisturbed.fingerprint()
-    training = Training()
-    with pytest.raises(ValueError if rank() == 1 else sw.PeerAborted):
-        training.step("data" if rank() == 1 else "")
-    training._body("")
-    assert training.fingerprint() == expected
-
-
-def _fail_twice() -> None:
-    """The second time before a rank has used the model, so it owes the others a report first."""
-    training = Training()
-    before = training.fingerprint()
-    for place in ("data", "data", "after step"):
-        with pytest.raises(ValueError if rank() == 1 else sw.PeerAborted):
-            training.step(place if rank() == 1 else "")
-    assert training.fingerprint() == before
-    training.step()
 
 
 def _mistakes() -> None:

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.plan.strategy import STRATEGIES, Strategy
 from shardwise.runtime.buffer import Pool
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import world_size
 from tests.runtime.test_memory import runtime_of
 from tests.runtime.test_step_memory import SHAPES
@@ -26,12 +25,9 @@ TWO = 2
 PRESETS = {strategy.name: strategy for strategy in STRATEGIES.values()}
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
-def test_nothing_is_allocated_after_the_second_step(ranks: int) -> None:
-    run_on(ranks, _train_all, tuple(SHAPES) if ranks == TWO else ("uneven",), deadline=60.0)
-
-
-def _train_all(names: tuple[str, ...]) -> None:
+@on_ranks(2, thorough=[4], deadline=60.0)
+def test_nothing_is_allocated_after_the_second_step(world_size: int) -> None:
+    names = tuple(SHAPES) if world_size == TWO else ("uneven",)
     for preset in PRESETS.values():
         for name in names:
             _train(name, preset, settled=2)

@@ -12,7 +12,7 @@ from shardwise.runtime.module import UnshardHandle, register_forward_method
 from shardwise.runtime.tensor import ShardedTensor
 from shardwise.schedule.events import EventKind
 from tests.models import WIDTH, Block, Stack, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_close, full, own_part, rank, world_size
 
 
@@ -31,11 +31,8 @@ def gathers(model: nn.Module, events: list[Any] | None = None) -> list[str]:
     return [event.unit for event in found if event.kind is EventKind.GATHER]
 
 
+@on_ranks(2)
 def test_a_unit_that_was_gathered_by_hand_is_not_gathered_again() -> None:
-    run_on(2, _gather_by_hand)
-
-
-def _gather_by_hand() -> None:
     model = sharded()
     for _ in range(2):
         model(batch()).sum().backward()
@@ -50,22 +47,16 @@ def _gather_by_hand() -> None:
     assert sorted(gathers(model)) == usual
 
 
+@on_ranks(2)
 def test_a_unit_that_is_in_use_cannot_be_freed() -> None:
-    run_on(2, _free_in_use)
-
-
-def _free_in_use() -> None:
     model = sharded()
     model.layers[1].register_forward_pre_hook(lambda module, _args: module.reshard())
     model(batch()).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
+@on_ranks(2)
 def test_units_that_stay_are_gathered_once() -> None:
-    run_on(2, _stay)
-
-
-def _stay() -> None:
     model = sharded()
     model.set_reshard_after_forward(False)
     for _ in range(2):
@@ -81,12 +72,9 @@ def test_a_number_is_refused_after_the_fact() -> None:
         sharded().set_reshard_after_forward(2)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
 def test_gradients_divided_by_a_number(dtype: torch.dtype) -> None:
-    run_on(2, _divide, dtype)
-
-
-def _divide(dtype: torch.dtype) -> None:
     averages, others = sharded(), sharded(mp_policy=sw.MixedPrecisionPolicy(reduce_dtype=dtype))
     for module in others.modules():
         if isinstance(module, sw.FSDPModule):
@@ -107,17 +95,8 @@ def test_what_does_not_divide(factor: float) -> None:
         sharded().set_gradient_divide_factor(factor)
 
 
+@on_ranks(2)
 def test_a_method_gathers_also_in_a_copy() -> None:
-    run_on(2, _call_method)
-
-
-class Generator(Stack):
-    def generate(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.first(x)
-        return y
-
-
-def _call_method() -> None:
     torch.manual_seed(0)
     model: Any = sw.fully_shard(Generator().double(), units=Block)
     with pytest.raises(sw.ShardedTensorError):
@@ -130,11 +109,14 @@ def _call_method() -> None:
         register_forward_method(model, "nothing")
 
 
+class Generator(Stack):
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.first(x)
+        return y
+
+
+@on_ranks(2)
 def test_ignored_parameters_are_each_ranks_own() -> None:
-    run_on(2, _ignore)
-
-
-def _ignore() -> None:
     plain: Any = build("stack")
     with torch.no_grad():
         plain.first.weight.mul_(1 + rank())  # they may differ
@@ -150,12 +132,8 @@ def _ignore() -> None:
     assert_close(model.first.weight.grad, expected, "this rank's gradient")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_random_numbers_are_those_of_one_process(world_size: int) -> None:
-    run_on(world_size, _draw)
-
-
-def _draw() -> None:
+@on_ranks(1, 2, 3)
+def test_random_numbers_are_those_of_one_process() -> None:
     model, plain = sharded(), build("stack")
     for one in (model, plain):
         torch.manual_seed(5)
@@ -168,22 +146,16 @@ def _draw() -> None:
         assert torch.equal(full(sharded_one), whole.detach())
 
 
+@on_ranks(2)
 def test_generators_that_differ_are_refused() -> None:
-    run_on(2, _draw_differently)
-
-
-def _draw_differently() -> None:
     model = sharded()
     torch.manual_seed(rank())
     with pytest.raises(sw.ShardedTensorError, match="generators are in different states"):
         nn.init.normal_(model.first.weight)
 
 
+@on_ranks(2)
 def test_where_parameters_lie() -> None:
-    run_on(2, _tell)
-
-
-def _tell() -> None:
     weight = sharded().first.weight
     assert [str(one) for one in weight.placements] == ["S(0)"]
     assert weight.device_mesh.size() == 2

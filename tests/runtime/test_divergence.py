@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from tests.models import WIDTH, Block
-from tests.ranks import run_on
+from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import assert_equal_models, own_part
 
 SECONDS = 15  # found after 3 on a quiet machine
@@ -39,8 +39,21 @@ def test_units_of_one_shape_are_told_apart(strategy: str, ranks: int) -> None:
     assert f"They parted at call 3 of the step: {parted}" in texts[0]
 
 
+@on_ranks(3, deadline=40.0)
 def test_a_rank_that_exits_in_forward_is_an_error_on_the_others() -> None:
-    run_on(3, _exit, deadline=40.0)
+    reference = Routed().double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Block)
+    _check_step(model, reference)
+    leaves = dist.get_rank() == 1
+    hook = model.experts[1].register_forward_pre_hook(_leave) if leaves else None
+    with pytest.raises(SystemExit if leaves else sw.PeerAborted) as caught:
+        model(torch.randn(2, WIDTH).double(), [0, 1]).sum().backward()
+    if hook is None:
+        assert "rank 1 gave up in step 1: SystemExit: 3" in str(caught.value)
+    else:
+        hook.remove()
+    _check_step(model, reference)
 
 
 class Routed(nn.Module):
@@ -90,19 +103,3 @@ def _choose_by_rank(strategy: str) -> str:
 
 def _leave(_module: nn.Module, _args: object) -> None:
     raise SystemExit(3)
-
-
-def _exit() -> None:
-    reference = Routed().double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Block)
-    _check_step(model, reference)
-    leaves = dist.get_rank() == 1
-    hook = model.experts[1].register_forward_pre_hook(_leave) if leaves else None
-    with pytest.raises(SystemExit if leaves else sw.PeerAborted) as caught:
-        model(torch.randn(2, WIDTH).double(), [0, 1]).sum().backward()
-    if hook is None:
-        assert "rank 1 gave up in step 1: SystemExit: 3" in str(caught.value)
-    else:
-        hook.remove()
-    _check_step(model, reference)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from tests.models import WIDTH, Block, Gpt, Stack, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import (
     adamw,
     assert_close,
@@ -23,87 +23,8 @@ from tests.runtime.one_process import (
 from tests.runtime.test_memory import runtime_of
 
 
+@on_ranks(2)
 def test_returns_the_module_and_keeps_names_ties_and_optimizers() -> None:
-    run_on(2, _keeps)
-
-
-def test_block_by_block_and_then_the_root() -> None:
-    run_on(2, _block_by_block)
-
-
-def test_a_mesh_and_its_errors() -> None:
-    run_on(2, _mesh)
-
-
-def test_a_mesh_of_some_ranks() -> None:
-    run_on(4, _two_meshes)
-
-
-def test_deepcopy_before_and_after() -> None:
-    run_on(2, _deepcopy)
-
-
-def test_gathered_shows_and_takes_whole_parameters() -> None:
-    run_on(2, _gathered)
-
-
-def test_different_initial_values_are_refused() -> None:
-    run_on(2, _different_values)
-
-
-def test_mistakes_are_told_at_the_call() -> None:
-    run_on(1, _mistakes)
-
-
-def test_replaced_parameters() -> None:
-    run_on(2, _replaced)
-
-
-def test_freezing_later() -> None:
-    run_on(2, _freezing)
-
-
-def test_attributes_of_parameters_stay() -> None:
-    run_on(2, _attributes)
-
-
-def test_methods_other_than_forward() -> None:
-    run_on(2, _generate)
-
-
-def test_outputs_of_any_structure() -> None:
-    run_on(2, _outputs)
-
-
-def test_two_models_side_by_side() -> None:
-    run_on(2, _two_models)
-
-
-def test_sequence_of_losses_in_one_backward() -> None:
-    run_on(2, _several_roots)
-
-
-def test_a_change_that_would_be_lost_is_refused() -> None:
-    run_on(2, _changed_in_place)
-
-
-def test_the_users_gradient_hooks_see_reduced_gradients() -> None:
-    run_on(2, _gradient_hooks)
-
-
-def test_parametrized_modules() -> None:
-    run_on(2, _parametrized)
-
-
-def test_a_loss_in_an_attribute() -> None:
-    run_on(2, _attribute)
-
-
-def test_a_forward_that_takes_gradients_itself() -> None:
-    run_on(2, _forces)
-
-
-def _keeps() -> None:
     model = build("gpt")
     assert isinstance(model, Gpt)
     names = [name for name, _ in model.named_parameters()]
@@ -124,7 +45,8 @@ def _keeps() -> None:
     assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
-def _block_by_block() -> None:
+@on_ranks(2)
+def test_block_by_block_and_then_the_root() -> None:
     reference, model = build("stack"), build("stack")
     assert isinstance(model, Stack)
     for position, layer in enumerate(model.layers):
@@ -153,7 +75,8 @@ def _block_by_block() -> None:
     assert_equal_models(tied, plain, 0)
 
 
-def _mesh() -> None:
+@on_ranks(2)
+def test_a_mesh_and_its_errors() -> None:
     assert_equal_training("stack", mesh=init_device_mesh("cpu", (2,)))
     two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     assert_equal_training("stack", mesh=two["shard"])
@@ -161,7 +84,8 @@ def _mesh() -> None:
         sw.fully_shard(Block(), mesh=two)
 
 
-def _two_meshes() -> None:
+@on_ranks(4)
+def test_a_mesh_of_some_ranks() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
     torch.manual_seed(dist.get_rank() // 2)
     reference = nn.Sequential(Block(), Block()).double()
@@ -173,7 +97,8 @@ def _two_meshes() -> None:
     assert_equal_models(model, reference, 0)
 
 
-def _deepcopy() -> None:
+@on_ranks(2)
+def test_deepcopy_before_and_after() -> None:
     reference = build("gpt")
     assert isinstance(reference, Gpt)
     model = sw.fully_shard(copy.deepcopy(reference), units="auto")
@@ -196,7 +121,8 @@ def _deepcopy() -> None:
         copy.deepcopy(model.layers[0])
 
 
-def _gathered() -> None:
+@on_ranks(2)
+def test_gathered_shows_and_takes_whole_parameters() -> None:
     reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units=Block)
     with sw.gathered(model):
@@ -220,13 +146,15 @@ def _gathered() -> None:
     model(x).sum().backward()
 
 
-def _different_values() -> None:
+@on_ranks(2)
+def test_different_initial_values_are_refused() -> None:
     torch.manual_seed(dist.get_rank())
     with pytest.raises(sw.PlanError, match=r"0\.up\.weight differs between ranks 0 and 1.*seed"):
         sw.fully_shard(nn.Sequential(Block()))
 
 
-def _mistakes() -> None:
+@on_ranks(1)
+def test_mistakes_are_told_at_the_call() -> None:
     model = build("stack")
     for options, message in [
         ({"units": nn.Conv2d}, "Conv2d matches no module of Stack.*Block"),
@@ -248,7 +176,8 @@ def _mistakes() -> None:
         sw.fully_shard(model)
 
 
-def _replaced() -> None:
+@on_ranks(2)
+def test_replaced_parameters() -> None:
     model, reference = build("stack"), build("stack", seed=1)
     sw.fully_shard(model, units=Block)
     other = build("stack", seed=1)
@@ -262,7 +191,8 @@ def _replaced() -> None:
         model(x)
 
 
-def _freezing() -> None:
+@on_ranks(2)
+def test_freezing_later() -> None:
     reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units=Block)
     for m in (reference, model):
@@ -280,7 +210,8 @@ def _freezing() -> None:
         frozen(batch)
 
 
-def _attributes() -> None:
+@on_ranks(2)
+def test_attributes_of_parameters_stay() -> None:
     model = build("stack")
     assert isinstance(model, Stack)
     model.norm.weight.no_decay = True  # type: ignore[attr-defined]
@@ -288,14 +219,8 @@ def _attributes() -> None:
     assert model.norm.weight.no_decay  # type: ignore[attr-defined]
 
 
-class Generator(Stack):
-    def generate(self, x: Tensor, steps: int) -> Tensor:
-        for _ in range(steps):
-            x = self(x)
-        return x
-
-
-def _generate() -> None:
+@on_ranks(2)
+def test_methods_other_than_forward() -> None:
     torch.manual_seed(0)
     reference = Generator().double()
     model = copy.deepcopy(reference)
@@ -306,6 +231,145 @@ def _generate() -> None:
     model.generate(x, 2).sum().backward()  # type: ignore[no-untyped-call]
     reference.generate(x, 2).sum().backward()  # type: ignore[no-untyped-call]
     assert_equal_models(model, reference, 0)
+
+
+@on_ranks(2)
+def test_outputs_of_any_structure() -> None:
+    unpack: dict[str, Any] = {
+        "mapping": lambda out: out["y"],
+        "object": lambda out: out.y,
+        "set": lambda out: next(iter(out)),
+        "nested": lambda out: out[1]["a"][0],
+    }
+    for kind, take in unpack.items():
+        reference = Wrapping(kind)
+        model = copy.deepcopy(reference)
+        sw.fully_shard(model)
+        batch = torch.randn(4, WIDTH).double()
+        for step in range(2):
+            take(model(own_part(batch))).square().mean().backward()
+            take(reference(batch)).square().mean().backward()
+            assert_equal_models(model, reference, step)
+
+
+@on_ranks(2)
+def test_two_models_side_by_side() -> None:
+    pairs = [(build("stack", seed), build("stack", seed)) for seed in range(2)]
+    for _, model in pairs:
+        sw.fully_shard(model, units=Block)
+    for step in range(3):
+        batch = torch.randn(4, WIDTH).double()
+        for position in (0, 1):
+            out = batch
+            for pair in pairs:
+                out = pair[position](own_part(batch) if position and out is batch else out)
+            out.square().mean().backward()  # type: ignore[no-untyped-call]
+        for reference, model in pairs:
+            assert_equal_models(model, reference, step)
+
+
+@on_ranks(2)
+def test_sequence_of_losses_in_one_backward() -> None:
+    reference, model = build("two uses"), build("two uses")
+    sw.fully_shard(model, units=Block)
+    batch = torch.randn(4, WIDTH).double()
+    for m, x in ((model, own_part(batch)), (reference, batch)):
+        left, right = m(x)
+        torch.autograd.backward([left.mean(), right.mean()])
+    assert_equal_models(model, reference, 0)
+
+
+@on_ranks(2)
+def test_a_change_that_would_be_lost_is_refused() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(Clamping(), Clamping(), Clamping())
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Clamping)
+    batch = torch.randn(4, WIDTH).double()
+    for position in (0, 2):
+        touched = model[position]
+        assert isinstance(touched, Clamping)
+        touched.clamps = True
+        for _ in range(2):
+            with pytest.raises(sw.StepError, match=rf"{position}\.weight: changed in place"):
+                model(own_part(batch)).square().mean().backward()
+        touched.clamps = False
+        model.zero_grad()
+        reference.zero_grad()
+        model(own_part(batch)).square().mean().backward()
+        reference(batch).square().mean().backward()
+        assert_equal_models(model, reference, position)
+
+
+@on_ranks(2)
+def test_the_users_gradient_hooks_see_reduced_gradients() -> None:
+    calls: list[str] = []
+    reference, early = build("stack"), build("stack")
+    late = copy.deepcopy(early)
+    for model in (reference, early):
+        _add_hooks(model, calls)
+    for model in (early, late):
+        sw.fully_shard(model, units=Block)
+    _add_hooks(late, calls)
+    batch = torch.randn(4, WIDTH).double()
+    for step in range(2):
+        reference(batch).square().mean().backward()
+        for model in (early, late):
+            model(own_part(batch)).square().mean().backward()
+            assert_equal_models(model, reference, step)
+    assert sorted(calls) == sorted(["norm.weight", "first.bias"] * 6)
+
+
+@on_ranks(2)
+def test_parametrized_modules() -> None:
+    for kind in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm):
+        torch.manual_seed(0)
+        reference = nn.Sequential(*(kind(nn.Linear(WIDTH, WIDTH)) for _ in range(2))).double()
+        model = copy.deepcopy(reference)
+        sw.fully_shard(model, units="auto")
+        batch = torch.randn(4, WIDTH).double()
+        for step in range(2):
+            model(own_part(batch)).square().mean().backward()
+            reference(batch).square().mean().backward()
+            assert_equal_models(model, reference, step)
+
+
+@on_ranks(2)
+def test_a_loss_in_an_attribute() -> None:
+    torch.manual_seed(0)
+    reference = WithAuxiliary().double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Auxiliary)
+    for step in range(2):
+        batches = [torch.randn(4, WIDTH).double() for _ in range(2)]
+        for losses in (
+            [model.loss(own_part(batch)) for batch in batches],
+            [reference.loss(batch) for batch in batches],
+        ):
+            losses[1].backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            for loss in losses:
+                loss.backward()  # type: ignore[no-untyped-call]
+        assert_equal_models(model, reference, step)
+
+
+@on_ranks(2)
+def test_a_forward_that_takes_gradients_itself() -> None:
+    torch.manual_seed(0)
+    reference = Forces().double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Block)
+    batch = torch.randn(4, WIDTH).double()
+    for step in range(3):
+        model(own_part(batch)).square().mean().backward()
+        reference(batch).square().mean().backward()
+        assert_equal_models(model, reference, step)
+
+
+class Generator(Stack):
+    def generate(self, x: Tensor, steps: int) -> Tensor:
+        for _ in range(steps):
+            x = self(x)
+        return x
 
 
 class Wrapping(nn.Module):
@@ -334,49 +398,6 @@ class Box:
         self.y = y
 
 
-def _outputs() -> None:
-    unpack: dict[str, Any] = {
-        "mapping": lambda out: out["y"],
-        "object": lambda out: out.y,
-        "set": lambda out: next(iter(out)),
-        "nested": lambda out: out[1]["a"][0],
-    }
-    for kind, take in unpack.items():
-        reference = Wrapping(kind)
-        model = copy.deepcopy(reference)
-        sw.fully_shard(model)
-        batch = torch.randn(4, WIDTH).double()
-        for step in range(2):
-            take(model(own_part(batch))).square().mean().backward()
-            take(reference(batch)).square().mean().backward()
-            assert_equal_models(model, reference, step)
-
-
-def _two_models() -> None:
-    pairs = [(build("stack", seed), build("stack", seed)) for seed in range(2)]
-    for _, model in pairs:
-        sw.fully_shard(model, units=Block)
-    for step in range(3):
-        batch = torch.randn(4, WIDTH).double()
-        for position in (0, 1):
-            out = batch
-            for pair in pairs:
-                out = pair[position](own_part(batch) if position and out is batch else out)
-            out.square().mean().backward()  # type: ignore[no-untyped-call]
-        for reference, model in pairs:
-            assert_equal_models(model, reference, step)
-
-
-def _several_roots() -> None:
-    reference, model = build("two uses"), build("two uses")
-    sw.fully_shard(model, units=Block)
-    batch = torch.randn(4, WIDTH).double()
-    for m, x in ((model, own_part(batch)), (reference, batch)):
-        left, right = m(x)
-        torch.autograd.backward([left.mean(), right.mean()])
-    assert_equal_models(model, reference, 0)
-
-
 class Clamping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -390,45 +411,6 @@ class Clamping(nn.Module):
         return torch.tanh(x @ self.weight)
 
 
-def _changed_in_place() -> None:
-    torch.manual_seed(0)
-    reference = nn.Sequential(Clamping(), Clamping(), Clamping())
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Clamping)
-    batch = torch.randn(4, WIDTH).double()
-    for position in (0, 2):
-        touched = model[position]
-        assert isinstance(touched, Clamping)
-        touched.clamps = True
-        for _ in range(2):
-            with pytest.raises(sw.StepError, match=rf"{position}\.weight: changed in place"):
-                model(own_part(batch)).square().mean().backward()
-        touched.clamps = False
-        model.zero_grad()
-        reference.zero_grad()
-        model(own_part(batch)).square().mean().backward()
-        reference(batch).square().mean().backward()
-        assert_equal_models(model, reference, position)
-
-
-def _gradient_hooks() -> None:
-    calls: list[str] = []
-    reference, early = build("stack"), build("stack")
-    late = copy.deepcopy(early)
-    for model in (reference, early):
-        _add_hooks(model, calls)
-    for model in (early, late):
-        sw.fully_shard(model, units=Block)
-    _add_hooks(late, calls)
-    batch = torch.randn(4, WIDTH).double()
-    for step in range(2):
-        reference(batch).square().mean().backward()
-        for model in (early, late):
-            model(own_part(batch)).square().mean().backward()
-            assert_equal_models(model, reference, step)
-    assert sorted(calls) == sorted(["norm.weight", "first.bias"] * 6)
-
-
 def _add_hooks(model: nn.Module, calls: list[str]) -> None:
     for name in ("norm.weight", "first.bias"):
         parameter = model.get_parameter(name)
@@ -438,19 +420,6 @@ def _add_hooks(model: nn.Module, calls: list[str]) -> None:
         parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             lambda _parameter, name=name: calls.append(name)
         )
-
-
-def _parametrized() -> None:
-    for kind in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm):
-        torch.manual_seed(0)
-        reference = nn.Sequential(*(kind(nn.Linear(WIDTH, WIDTH)) for _ in range(2))).double()
-        model = copy.deepcopy(reference)
-        sw.fully_shard(model, units="auto")
-        batch = torch.randn(4, WIDTH).double()
-        for step in range(2):
-            model(own_part(batch)).square().mean().backward()
-            reference(batch).square().mean().backward()
-            assert_equal_models(model, reference, step)
 
 
 class Auxiliary(nn.Module):
@@ -488,23 +457,6 @@ class WithAuxiliary(nn.Module):
         return loss
 
 
-def _attribute() -> None:
-    torch.manual_seed(0)
-    reference = WithAuxiliary().double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Auxiliary)
-    for step in range(2):
-        batches = [torch.randn(4, WIDTH).double() for _ in range(2)]
-        for losses in (
-            [model.loss(own_part(batch)) for batch in batches],
-            [reference.loss(batch) for batch in batches],
-        ):
-            losses[1].backward(retain_graph=True)  # type: ignore[no-untyped-call]
-            for loss in losses:
-                loss.backward()  # type: ignore[no-untyped-call]
-        assert_equal_models(model, reference, step)
-
-
 class Forces(Stack):
     """Returns an energy and its slope at the input, taken inside its own forward."""
 
@@ -512,15 +464,3 @@ class Forces(Stack):
         x = x.requires_grad_()
         (slope,) = torch.autograd.grad(super().forward(x).square().sum(), x)
         return super().forward(x + slope)
-
-
-def _forces() -> None:
-    torch.manual_seed(0)
-    reference = Forces().double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Block)
-    batch = torch.randn(4, WIDTH).double()
-    for step in range(3):
-        model(own_part(batch)).square().mean().backward()
-        reference(batch).square().mean().backward()
-        assert_equal_models(model, reference, step)

@@ -9,7 +9,7 @@ from torch import nn
 
 import shardwise as sw
 from tests.models import CASES, WIDTH, Block, Stack, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import (
     BATCH,
     adamw,
@@ -22,12 +22,13 @@ from tests.runtime.one_process import (
 WORLD_SIZES = (1, 2, 3, 4)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.thorough), 4])
+@on_ranks(1, 2, 4, thorough=[3])
 @pytest.mark.parametrize("name", CASES)
-def test_training_equals_one_process(name: str, world_size: int) -> None:
-    run_on(world_size, _train, name, {})
+def test_training_equals_one_process(name: str) -> None:
+    _train(name, {})
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -45,43 +46,12 @@ def test_training_equals_one_process(name: str, world_size: int) -> None:
 )
 @pytest.mark.parametrize("name", ["stack", "gpt", "unused and reused", "tied", "lora"])
 def test_options_change_no_number(name: str, options: dict[str, Any]) -> None:
-    run_on(2, _train, name, options)
+    _train(name, options)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("kind", ["sgd", "foreach", "fused", "adagrad", "loop"])
 def test_any_optimizer_works_on_shards(kind: str) -> None:
-    run_on(2, _train_with, kind)
-
-
-def test_random_models_and_options() -> None:
-    run_on(2, _train_random_models, 25, deadline=120.0)
-
-
-def test_two_forwards_before_two_backwards() -> None:
-    run_on(2, _two_forwards, deadline=30.0)
-
-
-def test_ranks_may_use_different_parameters() -> None:
-    run_on(3, _branch_by_rank)
-
-
-def test_ranks_may_go_around_what_a_unit_holds() -> None:
-    run_on(2, _skip_by_rank)
-
-
-def test_zeros_for_unused_parameters_when_asked() -> None:
-    run_on(2, _unused_zeros)
-
-
-def test_forward_without_gradients_and_between() -> None:
-    run_on(2, _evaluate_between)
-
-
-def _train(name: str, options: dict[str, Any]) -> None:
-    assert_equal_training(name, **options)
-
-
-def _train_with(kind: str) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         match kind:
             case "sgd":
@@ -96,6 +66,125 @@ def _train_with(kind: str) -> None:
 
     for name in ("stack", "tiny", "recurrent"):
         assert_equal_training(name, make_optimizer=make)
+
+
+@on_ranks(2, deadline=120.0)
+def test_random_models_and_options() -> None:
+    for seed in range(1, 26):
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        reference = RandomTree(seed).double()
+        model = RandomTree(seed).double()
+        model.load_state_dict(reference.state_dict())
+        units: Any = draw.choice([Block, RandomTree, {Block, RandomTree}, 50, "auto", None])
+        if units == "auto" and not any(len(list(m.inner)) > 1 for m in _trees(model)):
+            units = None
+        prefetch, reshard = draw.randint(0, 3), draw.choice([None, True, False])
+        sw.fully_shard(model, units=units, prefetch=prefetch, reshard_after_forward=reshard)
+        optimizers = [adamw(m.parameters()) for m in (reference, model)]
+        for step in range(3):
+            batch = torch.randn(BATCH, WIDTH).double()
+            reference(batch).square().mean().backward()
+            model(own_part(batch)).square().mean().backward()
+            assert_equal_models(model, reference, step)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@on_ranks(2, deadline=30.0)
+def test_two_forwards_before_two_backwards() -> None:
+    orders: list[list[int]] = [[0, 1], [1, 0]]
+    units: list[Any] = [Block, Block, Block, None]
+    for unit, reshard in zip(units, (None, True, False, None), strict=True):
+        for order in orders:
+            reference, model = build("stack"), build("stack")
+            sw.fully_shard(model, units=unit, reshard_after_forward=reshard)
+            for step in range(3):
+                batches = [torch.randn(BATCH, WIDTH).double() for _ in order]
+                losses = [model(own_part(batch)).square().mean() for batch in batches]
+                for position in order:
+                    losses[position].backward()
+                sum(reference(batch).square().mean() for batch in batches).backward()
+                assert_equal_models(model, reference, step)
+                both = sum(model(own_part(batch)).sin().mean() for batch in batches)
+                both.backward()
+                sum(reference(batch).sin().mean() for batch in batches).backward()
+                assert_equal_models(model, reference, step)
+                model.zero_grad()
+                reference.zero_grad()
+
+
+@on_ranks(3)
+def test_ranks_may_use_different_parameters() -> None:
+    reference, model = Branching(), Branching()
+    model.load_state_dict(reference.state_dict())
+    sw.fully_shard(model, units=Block)
+    optimizers = [adamw(m.parameters()) for m in (reference, model)]
+    for step in range(3):
+        batch = torch.randn(BATCH, WIDTH).double()
+        choices = [step, None, 0]
+        for part, expert in zip(batch.chunk(3), choices, strict=True):
+            (reference(part, expert).square().mean() / 3).backward()
+        expert = choices[torch.distributed.get_rank()]
+        model(own_part(batch), expert).square().mean().backward()
+        assert_equal_models(model, reference, step)
+        assert model.experts[3].grad is None
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_ranks_may_go_around_what_a_unit_holds() -> None:
+    reference, model = SkippingFirst().double(), SkippingFirst().double()
+    model.load_state_dict(reference.state_dict())
+    for unit in (model.first, model.last):
+        sw.fully_shard(unit)
+    sw.fully_shard(model)
+    for step in range(3):
+        batch = torch.randn(BATCH, WIDTH).double()
+        choices = [step == 1, True]
+        for part, skips in zip(batch.chunk(2), choices, strict=True):
+            (reference(part, skips).square().mean() / 2).backward()
+        model(own_part(batch), choices[torch.distributed.get_rank()]).square().mean().backward()
+        assert_equal_models(model, reference, step)
+
+
+@on_ranks(2)
+def test_zeros_for_unused_parameters_when_asked() -> None:
+    model = build("unused and reused")
+    sw.fully_shard(model, units=Block, unused="zeros")
+    model(torch.randn(4, WIDTH).double()).sum().backward()
+    for name, parameter in model.named_parameters():
+        called = name.startswith(("shared", "other"))
+        assert parameter.grad is not None, name
+        assert bool((parameter.grad != 0).any()) == called, name
+
+
+@on_ranks(2)
+def test_forward_without_gradients_and_between() -> None:
+    reference, model = build("stack"), build("stack")
+    sw.fully_shard(model, units=Block)
+    for step in range(3):
+        batch = torch.randn(BATCH, WIDTH).double()
+        with torch.no_grad():
+            assert_close(model(batch), reference(batch), "evaluation before")
+        model(own_part(batch)).square().mean().backward()
+        reference(batch).square().mean().backward()
+        with torch.inference_mode():
+            assert_close(model(batch), reference(batch), "evaluation with gradients about")
+        assert_equal_models(model, reference, step)
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *reference.parameters()):
+                parameter.mul_(0.9)
+        kept_graph = model(batch)  # a graph that nobody runs backward through
+        assert_close(kept_graph.detach(), reference(batch).detach(), "after an update")
+    assert isinstance(model, Stack)
+
+
+def _train(name: str, options: dict[str, Any]) -> None:
+    assert_equal_training(name, **options)
 
 
 class RandomTree(nn.Module):
@@ -120,53 +209,8 @@ class RandomTree(nn.Module):
         return x * self.gain.sum()
 
 
-def _train_random_models(count: int) -> None:
-    for seed in range(1, count + 1):
-        draw = random.Random(seed)
-        torch.manual_seed(seed)
-        reference = RandomTree(seed).double()
-        model = RandomTree(seed).double()
-        model.load_state_dict(reference.state_dict())
-        units: Any = draw.choice([Block, RandomTree, {Block, RandomTree}, 50, "auto", None])
-        if units == "auto" and not any(len(list(m.inner)) > 1 for m in _trees(model)):
-            units = None
-        prefetch, reshard = draw.randint(0, 3), draw.choice([None, True, False])
-        sw.fully_shard(model, units=units, prefetch=prefetch, reshard_after_forward=reshard)
-        optimizers = [adamw(m.parameters()) for m in (reference, model)]
-        for step in range(3):
-            batch = torch.randn(BATCH, WIDTH).double()
-            reference(batch).square().mean().backward()
-            model(own_part(batch)).square().mean().backward()
-            assert_equal_models(model, reference, step)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
-
 def _trees(model: nn.Module) -> list[RandomTree]:
     return [module for module in model.modules() if isinstance(module, RandomTree)]
-
-
-def _two_forwards() -> None:
-    orders: list[list[int]] = [[0, 1], [1, 0]]
-    units: list[Any] = [Block, Block, Block, None]
-    for unit, reshard in zip(units, (None, True, False, None), strict=True):
-        for order in orders:
-            reference, model = build("stack"), build("stack")
-            sw.fully_shard(model, units=unit, reshard_after_forward=reshard)
-            for step in range(3):
-                batches = [torch.randn(BATCH, WIDTH).double() for _ in order]
-                losses = [model(own_part(batch)).square().mean() for batch in batches]
-                for position in order:
-                    losses[position].backward()
-                sum(reference(batch).square().mean() for batch in batches).backward()
-                assert_equal_models(model, reference, step)
-                both = sum(model(own_part(batch)).sin().mean() for batch in batches)
-                both.backward()
-                sum(reference(batch).sin().mean() for batch in batches).backward()
-                assert_equal_models(model, reference, step)
-                model.zero_grad()
-                reference.zero_grad()
 
 
 class Branching(nn.Module):
@@ -182,25 +226,6 @@ class Branching(nn.Module):
             x = x @ self.experts[expert]
         y: torch.Tensor = self.last(x)
         return y
-
-
-def _branch_by_rank() -> None:
-    reference, model = Branching(), Branching()
-    model.load_state_dict(reference.state_dict())
-    sw.fully_shard(model, units=Block)
-    optimizers = [adamw(m.parameters()) for m in (reference, model)]
-    for step in range(3):
-        batch = torch.randn(BATCH, WIDTH).double()
-        choices = [step, None, 0]
-        for part, expert in zip(batch.chunk(3), choices, strict=True):
-            (reference(part, expert).square().mean() / 3).backward()
-        expert = choices[torch.distributed.get_rank()]
-        model(own_part(batch), expert).square().mean().backward()
-        assert_equal_models(model, reference, step)
-        assert model.experts[3].grad is None
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 class Skipping(nn.Module):
@@ -226,48 +251,3 @@ class SkippingFirst(nn.Module):
     def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
         y: torch.Tensor = self.last(self.first(x, skips))
         return y
-
-
-def _skip_by_rank() -> None:
-    reference, model = SkippingFirst().double(), SkippingFirst().double()
-    model.load_state_dict(reference.state_dict())
-    for unit in (model.first, model.last):
-        sw.fully_shard(unit)
-    sw.fully_shard(model)
-    for step in range(3):
-        batch = torch.randn(BATCH, WIDTH).double()
-        choices = [step == 1, True]
-        for part, skips in zip(batch.chunk(2), choices, strict=True):
-            (reference(part, skips).square().mean() / 2).backward()
-        model(own_part(batch), choices[torch.distributed.get_rank()]).square().mean().backward()
-        assert_equal_models(model, reference, step)
-
-
-def _unused_zeros() -> None:
-    model = build("unused and reused")
-    sw.fully_shard(model, units=Block, unused="zeros")
-    model(torch.randn(4, WIDTH).double()).sum().backward()
-    for name, parameter in model.named_parameters():
-        called = name.startswith(("shared", "other"))
-        assert parameter.grad is not None, name
-        assert bool((parameter.grad != 0).any()) == called, name
-
-
-def _evaluate_between() -> None:
-    reference, model = build("stack"), build("stack")
-    sw.fully_shard(model, units=Block)
-    for step in range(3):
-        batch = torch.randn(BATCH, WIDTH).double()
-        with torch.no_grad():
-            assert_close(model(batch), reference(batch), "evaluation before")
-        model(own_part(batch)).square().mean().backward()
-        reference(batch).square().mean().backward()
-        with torch.inference_mode():
-            assert_close(model(batch), reference(batch), "evaluation with gradients about")
-        assert_equal_models(model, reference, step)
-        with torch.no_grad():
-            for parameter in (*model.parameters(), *reference.parameters()):
-                parameter.mul_(0.9)
-        kept_graph = model(batch)  # a graph that nobody runs backward through
-        assert_close(kept_graph.detach(), reference(batch).detach(), "after an update")
-    assert isinstance(model, Stack)

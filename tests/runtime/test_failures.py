@@ -14,29 +14,56 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.runtime.unit import UnitState
 from tests.models import WIDTH, Block
-from tests.ranks import RankFailed, run_on
+from tests.ranks import RankFailed, on_ranks, run_on
 from tests.runtime.one_process import assert_close, own_part
 from tests.runtime.test_memory import runtime_of
 
 EVERY = (0, 1, 2)
 
 
+@on_ranks(3, deadline=40.0)
 @pytest.mark.parametrize("position", [1, pytest.param(3, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("raising", [EVERY, (0,), (2,), (0, 2)], ids=str)
 def test_an_exception_reaches_every_rank_and_the_next_step_works(
     where: str, position: int, raising: Sequence[int]
 ) -> None:
-    run_on(3, _raise, where, position, raising, deadline=40.0)
+    _raise(where, position, raising)
 
 
+@on_ranks(1)
 def test_an_exception_in_one_process_is_the_users_own() -> None:
-    run_on(1, _raise, "backward", 3, EVERY)
+    _raise("backward", 3, EVERY)
 
 
+@on_ranks(2, deadline=40.0)
 @pytest.mark.parametrize("swap", ["another unit", "one more forward", "evaluation on one rank"])
 def test_ranks_that_diverge_are_named_on_every_rank(swap: str) -> None:
-    run_on(2, _diverge, swap, deadline=40.0)
+    reference, model = _make()
+    _check_step(model, reference)
+    x = torch.randn(4, WIDTH).double()
+    first = dist.get_rank() == 0
+    started = time.monotonic()
+    with pytest.raises(sw.RanksDiverged) as caught:  # noqa: PT012 - any of them may raise
+        match swap:
+            case "another unit":
+                y = model[0](x) if first else model[2](x)
+            case "one more forward":
+                y = model(model(x)) if first else model(x)
+                y.sum().backward()
+            case _:
+                if first:
+                    with torch.no_grad():
+                        model(x)
+                model(x).sum().backward()
+        model(x).sum().backward()
+    assert time.monotonic() - started < 15
+    text = str(caught.value)
+    assert "rank 0: step 1" in text
+    assert "rank 1: step 1" in text
+    assert "waits for" in text
+    for _ in range(2):
+        _check_step(model, reference)
 
 
 def test_a_rank_that_dies_is_noticed_by_the_others() -> None:
@@ -45,12 +72,23 @@ def test_a_rank_that_dies_is_noticed_by_the_others() -> None:
     assert "PeerLost" in str(failure.value) or "killed" in str(failure.value).lower()
 
 
+@on_ranks(2)
 def test_double_backward_is_refused() -> None:
-    run_on(2, _double_backward)
+    reference, model = _make()
+    x = torch.randn(4, WIDTH).double()
+    with pytest.raises(sw.StepError, match="create_graph"):
+        model(x).square().mean().backward(create_graph=True)
+    _check_step(model, reference)
 
 
+@on_ranks(2)
 def test_a_user_may_catch_an_exception_inside_forward() -> None:
-    run_on(2, _caught_inside)
+    reference = Forgiving().double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units={Touchy, Block})
+    for where in ("", "forward", "forward", ""):
+        model.risky.where = reference.risky.where = where
+        _check_step(model, reference)
 
 
 class Touchy(nn.Module):
@@ -109,47 +147,11 @@ def _raise(where: str, position: int, raising: Sequence[int]) -> None:
         _check_step(model, reference)
 
 
-def _diverge(swap: str) -> None:
-    reference, model = _make()
-    _check_step(model, reference)
-    x = torch.randn(4, WIDTH).double()
-    first = dist.get_rank() == 0
-    started = time.monotonic()
-    with pytest.raises(sw.RanksDiverged) as caught:  # noqa: PT012 - any of them may raise
-        match swap:
-            case "another unit":
-                y = model[0](x) if first else model[2](x)
-            case "one more forward":
-                y = model(model(x)) if first else model(x)
-                y.sum().backward()
-            case _:
-                if first:
-                    with torch.no_grad():
-                        model(x)
-                model(x).sum().backward()
-        model(x).sum().backward()
-    assert time.monotonic() - started < 15
-    text = str(caught.value)
-    assert "rank 0: step 1" in text
-    assert "rank 1: step 1" in text
-    assert "waits for" in text
-    for _ in range(2):
-        _check_step(model, reference)
-
-
 def _die() -> None:
     reference, model = _make()
     _check_step(model, reference)
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    _check_step(model, reference)
-
-
-def _double_backward() -> None:
-    reference, model = _make()
-    x = torch.randn(4, WIDTH).double()
-    with pytest.raises(sw.StepError, match="create_graph"):
-        model(x).square().mean().backward(create_graph=True)
     _check_step(model, reference)
 
 
@@ -167,12 +169,3 @@ class Forgiving(nn.Module):
         except ValueError:
             y = self.safe(x)
         return y
-
-
-def _caught_inside() -> None:
-    reference = Forgiving().double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units={Touchy, Block})
-    for where in ("", "forward", "forward", ""):
-        model.risky.where = reference.risky.where = where
-        _check_step(model, reference)

@@ -16,7 +16,7 @@ from shardwise.plan import layout
 from shardwise.plan.granularity import Granularities, granule_elements
 from shardwise.runtime.tensor import ShardedTensor
 from tests.models import CASES, WIDTH, Block, Stack, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import assert_close, assert_equal_training, own_part
 from tests.runtime.test_memory import runtime_of
 
@@ -29,6 +29,7 @@ CHOICES: dict[str, Any] = {
 UNLIKE = ("gpt", "conv", "lora", "tied", "tiny", "mixed dtypes")
 
 
+@on_ranks(deadline=120.0)
 @pytest.mark.parametrize(
     ("choice", "world_size"),
     [
@@ -45,25 +46,57 @@ UNLIKE = ("gpt", "conv", "lora", "tied", "tiny", "mixed dtypes")
         ),
     ],
 )
-def test_every_model_trains_as_in_one_process(choice: str, world_size: int) -> None:
-    run_on(world_size, _train_all, choice, deadline=120.0)
+def test_every_model_trains_as_in_one_process(choice: str) -> None:
+    for name in CASES if choice == "mixed" else UNLIKE:
+        granularity = _fitting(name, CHOICES[choice])
+        model = assert_equal_training(name, granularity=granularity)
+        _assert_no_granule_is_cut(model)
+    for name in ("stack", "tiny"):
+        granularity = _fitting(name, CHOICES[choice])
+        assert_equal_training(name, granularity=granularity, accumulate=2, clip=0.01)
+        assert_equal_training(name, granularity=granularity, prefetch=0, set_to_none=False)
 
 
+@on_ranks(3)
 def test_matrices_by_row_and_the_rest_by_element() -> None:
-    run_on(3, _train_by_function)
+    for name in ("stack", "gpt", "conv", "lora", "recurrent"):
+        _assert_no_granule_is_cut(assert_equal_training(name, granularity=_by_shape))
 
 
+@on_ranks(3)
 def test_units_with_two_buffers() -> None:
-    run_on(3, _train_in_two_buffers)
+    with patch.object(layout, "SPLIT_BYTES", 0):  # small models would save too little
+        for name in ("sequential", "conv", "tied"):
+            model = assert_equal_training(name, granularity="row")
+            assert any(len(unit.layouts) > 1 for unit in runtime_of(model).plan.units), name
+            assert_equal_training(name, granularity="row", accumulate=2, unused="zeros")
 
 
+@on_ranks(3)
 @pytest.mark.parametrize("strategy", ["zero2", "ddp"])
 def test_other_strategies(strategy: str) -> None:
-    run_on(3, _train_strategy, strategy)
+    for name in ("stack", "tied", "tiny", "mixed dtypes"):
+        assert_equal_training(name, granularity="row", strategy=strategy)
 
 
+@on_ranks(3)
 def test_a_rank_holds_whole_rows() -> None:
-    run_on(3, _whole_rows)
+    """Rows of 7 in float64: starts are at multiples of 16 bytes, so two rows stay together."""
+    model = nn.Sequential(nn.Linear(7, 50), nn.Linear(50, 7)).double()
+    expected = [p.detach().clone() for p in model.parameters()]
+    sw.fully_shard(model, granularity={"*.weight": "row"})
+    cut = 0
+    for whole, parameter in zip(expected, model.parameters(), strict=True):
+        assert isinstance(parameter, ShardedTensor)
+        run, row = parameter.sharding.run, whole[0].numel()
+        assert_close(parameter.detach(), whole, "full tensor")
+        if whole.ndim == 1 or not run:
+            continue
+        assert run.start % row == run.stop % row == 0
+        cut += len(run) < whole.numel()
+        rows = whole[run.start // row : run.stop // row]
+        assert torch.equal(parameter.to_local().view(-1, row), rows)
+    assert cut, "some matrix is on several ranks"
 
 
 def test_a_tensor_is_on_one_rank() -> None:
@@ -72,16 +105,46 @@ def test_a_tensor_is_on_one_rank() -> None:
         assert sum(count > 0 for count in by_rank) == 1
 
 
+@on_ranks(4)
 def test_parameters_keep_the_order_of_the_module() -> None:
-    run_on(4, _order)
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 30), nn.Linear(30, 1)).double()
+    names = [name for name, _ in model.named_parameters()]
+    sw.fully_shard(model, granularity="tensor")
+    extents = runtime_of(model).plan.units[0].layouts[0].extents
+    assert [extent.parameter.name for extent in extents] != names, "the planner reorders them"
+    assert [name for name, _ in model.named_parameters()] == names
+    assert [spec.name for spec in runtime_of(model).plan.units[0].parameters] == names
 
 
+@on_ranks(2)
 def test_a_choice_for_a_block_stays() -> None:
-    run_on(2, _block_by_block)
+    model = build("stack")
+    assert isinstance(model, Stack)
+    for layer in model.layers:
+        sw.fully_shard(layer, granularity="row")
+    sw.fully_shard(model, granularity={"first.weight": "tensor"})
+    chosen = {
+        name: p.sharding.extent.parameter.granularity
+        for name, p in model.named_parameters()
+        if isinstance(p, ShardedTensor)
+    }
+    assert {chosen.pop(f"layers.{i}.up.weight") for i in range(3)} == {"row"}
+    assert chosen["layers.0.down.bias"] == "row"
+    assert (chosen["first.weight"], chosen["first.bias"]) == ("tensor", "element")
+    batch = torch.randn(12, WIDTH).double()
+    reference = build("stack")
+    assert_close(model(own_part(batch)).detach(), own_part(reference(batch)).detach(), "output")
 
 
+@on_ranks(2)
 def test_a_copy_is_cut_alike() -> None:
-    run_on(2, _copied)
+    model = sw.fully_shard(build("stack"), units=Block, granularity="row")
+    twin = copy.deepcopy(model)
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert isinstance(one, ShardedTensor)
+        assert isinstance(other, ShardedTensor)
+        assert one.sharding.runs == other.sharding.runs
+        assert torch.equal(one.to_local(), other.to_local())
 
 
 def test_costly_padding_is_warned_of_once() -> None:
@@ -93,17 +156,6 @@ def test_a_mistake_is_named() -> None:
         sw.fully_shard(Stack(), granularity="rows")  # type: ignore[arg-type]
     with pytest.raises(sw.PlanError, match=r"'\*\.wieght'.*matches no parameter.*first\.weight"):
         sw.fully_shard(Stack(), granularity={"*.wieght": "row"})
-
-
-def _train_all(choice: str) -> None:
-    for name in CASES if choice == "mixed" else UNLIKE:
-        granularity = _fitting(name, CHOICES[choice])
-        model = assert_equal_training(name, granularity=granularity)
-        _assert_no_granule_is_cut(model)
-    for name in ("stack", "tiny"):
-        granularity = _fitting(name, CHOICES[choice])
-        assert_equal_training(name, granularity=granularity, accumulate=2, clip=0.01)
-        assert_equal_training(name, granularity=granularity, prefetch=0, set_to_none=False)
 
 
 def _fitting(name: str, choice: Any) -> Any:
@@ -123,24 +175,6 @@ def _by_shape(name: str, shape: tuple[int, ...]) -> Any:  # noqa: ARG001
     return "row" if len(shape) > 1 else None
 
 
-def _train_by_function() -> None:
-    for name in ("stack", "gpt", "conv", "lora", "recurrent"):
-        _assert_no_granule_is_cut(assert_equal_training(name, granularity=_by_shape))
-
-
-def _train_in_two_buffers() -> None:
-    with patch.object(layout, "SPLIT_BYTES", 0):  # small models would save too little
-        for name in ("sequential", "conv", "tied"):
-            model = assert_equal_training(name, granularity="row")
-            assert any(len(unit.layouts) > 1 for unit in runtime_of(model).plan.units), name
-            assert_equal_training(name, granularity="row", accumulate=2, unused="zeros")
-
-
-def _train_strategy(strategy: str) -> None:
-    for name in ("stack", "tied", "tiny", "mixed dtypes"):
-        assert_equal_training(name, granularity="row", strategy=strategy)
-
-
 def _assert_no_granule_is_cut(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, ShardedTensor)
@@ -151,69 +185,10 @@ def _assert_no_granule_is_cut(model: nn.Module) -> None:
             assert run.stop % granule == 0 or run.stop == parameter.numel() or not run, name
 
 
-def _whole_rows() -> None:
-    """Rows of 7 in float64: starts are at multiples of 16 bytes, so two rows stay together."""
-    model = nn.Sequential(nn.Linear(7, 50), nn.Linear(50, 7)).double()
-    expected = [p.detach().clone() for p in model.parameters()]
-    sw.fully_shard(model, granularity={"*.weight": "row"})
-    cut = 0
-    for whole, parameter in zip(expected, model.parameters(), strict=True):
-        assert isinstance(parameter, ShardedTensor)
-        run, row = parameter.sharding.run, whole[0].numel()
-        assert_close(parameter.detach(), whole, "full tensor")
-        if whole.ndim == 1 or not run:
-            continue
-        assert run.start % row == run.stop % row == 0
-        cut += len(run) < whole.numel()
-        rows = whole[run.start // row : run.stop // row]
-        assert torch.equal(parameter.to_local().view(-1, row), rows)
-    assert cut, "some matrix is on several ranks"
-
-
 def _held_elements(granularity: Granularities) -> list[int]:
     model = sw.fully_shard(build("stack"), units=Block, granularity=granularity)
     locals_ = [p.to_local() for p in model.parameters() if isinstance(p, ShardedTensor)]
     return [local.numel() for local in locals_]
-
-
-def _order() -> None:
-    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 30), nn.Linear(30, 1)).double()
-    names = [name for name, _ in model.named_parameters()]
-    sw.fully_shard(model, granularity="tensor")
-    extents = runtime_of(model).plan.units[0].layouts[0].extents
-    assert [extent.parameter.name for extent in extents] != names, "the planner reorders them"
-    assert [name for name, _ in model.named_parameters()] == names
-    assert [spec.name for spec in runtime_of(model).plan.units[0].parameters] == names
-
-
-def _block_by_block() -> None:
-    model = build("stack")
-    assert isinstance(model, Stack)
-    for layer in model.layers:
-        sw.fully_shard(layer, granularity="row")
-    sw.fully_shard(model, granularity={"first.weight": "tensor"})
-    chosen = {
-        name: p.sharding.extent.parameter.granularity
-        for name, p in model.named_parameters()
-        if isinstance(p, ShardedTensor)
-    }
-    assert {chosen.pop(f"layers.{i}.up.weight") for i in range(3)} == {"row"}
-    assert chosen["layers.0.down.bias"] == "row"
-    assert (chosen["first.weight"], chosen["first.bias"]) == ("tensor", "element")
-    batch = torch.randn(12, WIDTH).double()
-    reference = build("stack")
-    assert_close(model(own_part(batch)).detach(), own_part(reference(batch)).detach(), "output")
-
-
-def _copied() -> None:
-
-    model = sw.fully_shard(build("stack"), units=Block, granularity="row")
-    twin = copy.deepcopy(model)
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert isinstance(one, ShardedTensor)
-        assert isinstance(other, ShardedTensor)
-        assert one.sharding.runs == other.sharding.runs
-        assert torch.equal(one.to_local(), other.to_local())
 
 
 def _warnings() -> int:
@@ -229,11 +204,8 @@ def _warnings() -> int:
     return len(caught)
 
 
+@on_ranks(2)
 def test_ranks_that_choose_otherwise_are_told() -> None:
-    run_on(2, _choose_by_rank)
-
-
-def _choose_by_rank() -> None:
     chosen: Granularities = "row" if dist.get_rank() else "element"
     with pytest.raises(sw.PlanError, match="ranks 0 and 1 plan otherwise"):
         sw.fully_shard(build("stack"), granularity=chosen)

@@ -9,7 +9,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.plan.strategy import PRESETS
 from tests.models import WIDTH, Block, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import assert_equal_models, full, rank, world_size
 from tests.runtime.test_strategies import _options as options_of
 
@@ -18,12 +18,14 @@ BROKEN = (1, 4)  # steps
 KINDS = ("loop", "foreach", "fused")
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("clips", [False, True], ids=["as it is", "unscaled and clipped"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_scaler_acts_as_in_one_process(kind: str, clips: bool) -> None:
-    run_on(2, _train_scaled, kind, "fsdp", clips)
+    _train_scaled(kind, "fsdp", clips)
 
 
+@on_ranks(4)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -32,7 +34,7 @@ def test_the_scaler_acts_as_in_one_process(kind: str, clips: bool) -> None:
     ],
 )
 def test_the_scaler_acts_as_in_one_process_whatever_is_sharded(strategy: str) -> None:
-    run_on(4, _train_scaled, "fused", strategy, True)
+    _train_scaled("fused", strategy, True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -41,11 +43,20 @@ def test_an_overflow_in_float16_on_one_rank_skips_the_step_on_all(kind: str) -> 
     assert scales == [[2.0**15, 2.0**15]] * 2
 
 
+@on_ranks(4)
 def test_division_by_the_number_of_ranks_loses_no_small_gradients() -> None:
     """Before the sum it takes what is small below the least float16; after it, large ones to inf:
     so a part of it comes before, and the rest after, in the dtype of the shards.
     """
-    run_on(4, _divide)
+    for value in (2.0**-23, 3 * 2.0**-23, 30000.0):
+        model = nn.Linear(2, 1, bias=False)
+        sw.fully_shard(model, mp_policy=HALF)
+        x = torch.full((1, 2), value, dtype=torch.float16)
+        for micro_batch in (1, 2):
+            model(x).sum().backward()
+            assert model.weight.grad is not None
+            expected = x.float() * micro_batch
+            assert torch.equal(full(model.weight.grad), expected), value
 
 
 def _train_scaled(kind: str, strategy: str, clips: bool) -> None:
@@ -106,15 +117,3 @@ def _overflow(kind: str) -> list[float]:
         assert all(bool(p.isfinite().all()) for p in now)
         scales.append(float(scaler.get_scale()))
     return scales
-
-
-def _divide() -> None:
-    for value in (2.0**-23, 3 * 2.0**-23, 30000.0):
-        model = nn.Linear(2, 1, bias=False)
-        sw.fully_shard(model, mp_policy=HALF)
-        x = torch.full((1, 2), value, dtype=torch.float16)
-        for micro_batch in (1, 2):
-            model(x).sum().backward()
-            assert model.weight.grad is not None
-            expected = x.float() * micro_batch
-            assert torch.equal(full(model.weight.grad), expected), value

@@ -9,7 +9,7 @@ import shardwise as sw
 from shardwise.plan.plan import make_plan
 from shardwise.schedule.sequencer import schedule
 from tests.models import CASES, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import own_part, world_size
 
 # Their units run once each, in module order, inside the root.
@@ -26,13 +26,9 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 @pytest.mark.parametrize("name", IN_MODULE_ORDER)
-def test_recorded_is_scheduled(name: str, world_size: int) -> None:
-    run_on(world_size, _compare, name)
-
-
-def _compare(name: str) -> None:
+def test_recorded_is_scheduled(name: str) -> None:
     case = CASES[name]
     for options in OPTIONS:
         model = build(name)

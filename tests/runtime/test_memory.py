@@ -14,51 +14,14 @@ from shardwise.plan.plan import Plan
 from shardwise.runtime.engine import Runtime
 from shardwise.schedule.events import EventKind
 from tests.models import CASES, WIDTH, Block, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import own_part, world_size
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("name", ["sequential", "stack", "gpt", "unused and reused", "lora"])
 def test_gathered_bytes_never_exceed_one_unit_and_those_ahead(name: str, prefetch: int) -> None:
-    run_on(2, _count_gathered, name, prefetch)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_rank_keeps_its_share_of_parameters_gradients_and_states(world_size: int) -> None:
-    run_on(world_size, _count_kept)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_deleted_model_frees_its_memory_without_the_cycle_collector(world_size: int) -> None:
-    run_on(world_size, _delete)
-
-
-def test_gradients_live_as_long_as_somebody_holds_them() -> None:
-    run_on(2, _let_go)
-
-
-def test_data_parallel_gradients_are_reduced_where_they_are() -> None:
-    run_on(2, _reduce_in_place)
-
-
-def test_frozen_parameters_own_no_gradient_buffer() -> None:
-    run_on(2, _frozen)
-
-
-def runtime_of(model: nn.Module) -> Runtime:
-    runtime = model.__dict__["_shardwise"].runtime
-    assert isinstance(runtime, Runtime)
-    return runtime
-
-
-def _bound(plan: Plan, prefetch: int) -> int:
-    """The root, whose parameters are in use throughout, and the largest units side by side."""
-    inner = sorted((unit.gathered_bytes for unit in plan.units[1:]), reverse=True)
-    return plan.units[0].gathered_bytes + sum(inner[: 1 + prefetch])
-
-
-def _count_gathered(name: str, prefetch: int) -> None:
     case = CASES[name]
     model = build(name)
     sw.fully_shard(model, units=case.units, prefetch=prefetch)
@@ -89,11 +52,8 @@ def _count_gathered(name: str, prefetch: int) -> None:
         assert outstanding <= 2, "at most two reduce buffers are alive"
 
 
-def _local_bytes(tensors: list[Tensor]) -> int:
-    return sum(t.to_local().nbytes for t in tensors if isinstance(t, sw.ShardedTensor))
-
-
-def _count_kept() -> None:
+@on_ranks(1, 2, 4)
+def test_a_rank_keeps_its_share_of_parameters_gradients_and_states() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(32) for _ in range(3)))
     parameters = list(model.parameters())
@@ -115,7 +75,8 @@ def _count_kept() -> None:
         assert kept <= one_process / world_size() + padding
 
 
-def _delete() -> None:
+@on_ranks(1, 2)
+def test_a_deleted_model_frees_its_memory_without_the_cycle_collector() -> None:
     gc.collect()
     gc.disable()
     try:
@@ -138,7 +99,35 @@ def _delete() -> None:
         gc.enable()
 
 
-def _reduce_in_place() -> None:
+@on_ranks(2)
+def test_gradients_live_as_long_as_somebody_holds_them() -> None:
+    model = nn.Sequential(*(Block(16) for _ in range(4)))
+    sw.fully_shard(model, units=Block)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    memory: list[StorageWeakRef] = []
+    for _ in range(3):
+        assert all(reference.expired() for reference in memory), "between steps there are none"  # type: ignore[no-untyped-call]
+        model(torch.randn(4, 16)).square().mean().backward()
+        optimizer.step()
+        local = _local_gradients(model)
+        memory = [StorageWeakRef(one.untyped_storage()) for one in local]  # type: ignore[no-untyped-call]
+        assert len({reference.cdata for reference in memory}) == 4, "one piece of memory a unit"
+        del local
+        assert not any(reference.expired() for reference in memory)  # type: ignore[no-untyped-call]
+        optimizer.zero_grad()
+    model(torch.randn(4, 16)).square().mean().backward()
+    first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    held = [p.grad for p in model.parameters()]
+    optimizer.zero_grad()
+    model(torch.randn(4, 16)).square().mean().backward()
+    for before, now in zip(first, held, strict=True):
+        assert isinstance(before, sw.ShardedTensor)
+        assert isinstance(now, sw.ShardedTensor)
+        assert torch.equal(before.to_local(), now.to_local()), "a gradient that is held stays"
+
+
+@on_ranks(2)
+def test_data_parallel_gradients_are_reduced_where_they_are() -> None:
     model = nn.Sequential(*(Block(16) for _ in range(4)))
     sw.fully_shard(model, units=Block, strategy="ddp")
     pools = runtime_of(model).pools
@@ -170,38 +159,8 @@ def _reduce_in_place() -> None:
     assert pools.gradients.held_bytes == 0
 
 
-def _local_gradients(model: nn.Module) -> list[Tensor]:
-    grads = [p.grad for p in model.parameters()]
-    return [grad.to_local() for grad in grads if isinstance(grad, sw.ShardedTensor)]
-
-
-def _let_go() -> None:
-    model = nn.Sequential(*(Block(16) for _ in range(4)))
-    sw.fully_shard(model, units=Block)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    memory: list[StorageWeakRef] = []
-    for _ in range(3):
-        assert all(reference.expired() for reference in memory), "between steps there are none"  # type: ignore[no-untyped-call]
-        model(torch.randn(4, 16)).square().mean().backward()
-        optimizer.step()
-        local = _local_gradients(model)
-        memory = [StorageWeakRef(one.untyped_storage()) for one in local]  # type: ignore[no-untyped-call]
-        assert len({reference.cdata for reference in memory}) == 4, "one piece of memory a unit"
-        del local
-        assert not any(reference.expired() for reference in memory)  # type: ignore[no-untyped-call]
-        optimizer.zero_grad()
-    model(torch.randn(4, 16)).square().mean().backward()
-    first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    held = [p.grad for p in model.parameters()]
-    optimizer.zero_grad()
-    model(torch.randn(4, 16)).square().mean().backward()
-    for before, now in zip(first, held, strict=True):
-        assert isinstance(before, sw.ShardedTensor)
-        assert isinstance(now, sw.ShardedTensor)
-        assert torch.equal(before.to_local(), now.to_local()), "a gradient that is held stays"
-
-
-def _frozen() -> None:
+@on_ranks(2)
+def test_frozen_parameters_own_no_gradient_buffer() -> None:
     model = build("frozen")
     sw.fully_shard(model, units=Block)
     model(torch.randn(4, WIDTH).double()).sum().backward()
@@ -209,3 +168,24 @@ def _frozen() -> None:
         for flat in unit.flats:
             trainable = all(p.sharded.requires_grad for p in flat.parameters)
             assert (flat.gradients is not None) == trainable
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    runtime = model.__dict__["_shardwise"].runtime
+    assert isinstance(runtime, Runtime)
+    return runtime
+
+
+def _bound(plan: Plan, prefetch: int) -> int:
+    """The root, whose parameters are in use throughout, and the largest units side by side."""
+    inner = sorted((unit.gathered_bytes for unit in plan.units[1:]), reverse=True)
+    return plan.units[0].gathered_bytes + sum(inner[: 1 + prefetch])
+
+
+def _local_bytes(tensors: list[Tensor]) -> int:
+    return sum(t.to_local().nbytes for t in tensors if isinstance(t, sw.ShardedTensor))
+
+
+def _local_gradients(model: nn.Module) -> list[Tensor]:
+    grads = [p.grad for p in model.parameters()]
+    return [grad.to_local() for grad in grads if isinstance(grad, sw.ShardedTensor)]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.plan.strategy import PRESETS
 from tests.models import CASES, Stack, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw, assert_close, assert_equal_training, own_part
 from tests.runtime.test_memory import runtime_of
 from tests.runtime.test_strategies import _options
@@ -20,6 +20,7 @@ POLICIES = {
 }
 
 
+@on_ranks(4, deadline=60.0)
 @pytest.mark.parametrize(
     ("strategy", "policy"),
     [
@@ -32,44 +33,26 @@ POLICIES = {
     ],
 )
 def test_every_strategy_trains_as_in_one_process(strategy: str, policy: str) -> None:
-    run_on(4, _train, strategy, POLICIES[policy], deadline=60.0)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_awkward_models_train_as_in_one_process(policy: str) -> None:
-    run_on(2, _train_awkward, POLICIES[policy], deadline=60.0)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_values_that_the_user_changes_are_brought(policy: str) -> None:
-    run_on(2, _change_values, POLICIES[policy])
-
-
-def test_an_exception_leaves_nothing_under_way() -> None:
-    run_on(2, _raise_in_backward, deadline=40.0)
-
-
-def test_blocks_may_stay_on_the_device() -> None:
-    run_on(2, _offload_the_root_alone)
-
-
-def _train(strategy: str, policy: sw.CPUOffloadPolicy) -> None:
-    options = _options(strategy) | {"offload_policy": policy}
+    options = _options(strategy) | {"offload_policy": POLICIES[policy]}
     for name in ("gpt", "unused and reused", "lora"):
         assert_equal_training(name, **options)
     assert_equal_training("stack", accumulate=2, clip=0.01, set_to_none=False, **options)
 
 
-def _train_awkward(policy: sw.CPUOffloadPolicy) -> None:
+@on_ranks(2, deadline=60.0)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_awkward_models_train_as_in_one_process(policy: str) -> None:
     for name in CASES:
-        assert_equal_training(name, offload_policy=policy)
-    assert_equal_training("tied", offload_policy=policy, prefetch=0, accumulate=3)
-    assert_equal_training("stack", offload_policy=policy, reshard_after_forward=False)
+        assert_equal_training(name, offload_policy=POLICIES[policy])
+    assert_equal_training("tied", offload_policy=POLICIES[policy], prefetch=0, accumulate=3)
+    assert_equal_training("stack", offload_policy=POLICIES[policy], reshard_after_forward=False)
 
 
-def _change_values(policy: sw.CPUOffloadPolicy) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_values_that_the_user_changes_are_brought(policy: str) -> None:
     reference, model = build("stack"), build("stack")
-    sw.fully_shard(model, units="auto", offload_policy=policy)
+    sw.fully_shard(model, units="auto", offload_policy=POLICIES[policy])
     batch = CASES["stack"].batch(4)
     for factor in (1.0, 0.5, 2.0):
         for one in (reference, model):
@@ -87,7 +70,8 @@ def _change_values(policy: sw.CPUOffloadPolicy) -> None:
         torch.testing.assert_close(model(batch), reference(batch), rtol=1e-12, atol=0.0)
 
 
-def _raise_in_backward() -> None:
+@on_ranks(2, deadline=40.0)
+def test_an_exception_leaves_nothing_under_way() -> None:
     reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units="auto", offload_policy=POLICIES["all"])
     batch = CASES["stack"].batch(4)
@@ -116,7 +100,8 @@ def _raise_in_backward() -> None:
         assert_close(p, q, name)
 
 
-def _offload_the_root_alone() -> None:
+@on_ranks(2)
+def test_blocks_may_stay_on_the_device() -> None:
     reference, model = build("stack"), build("stack")
     assert isinstance(model, Stack)
     for layer in model.layers:

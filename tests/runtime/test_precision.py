@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.plan.strategy import PRESETS
 from tests.models import WIDTH, Block, Stack
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import full, own_part
 from tests.runtime.test_strategies import _options as options_of
 
@@ -21,61 +21,9 @@ WIDE = sw.MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.flo
 ULP = 2**-23
 
 
+@on_ranks(4, deadline=40.0)
 @pytest.mark.parametrize("strategy", [*PRESETS])
 def test_only_the_cast_rounds(strategy: str) -> None:
-    run_on(4, _train_wide, strategy, deadline=40.0)
-
-
-def test_every_dtype_is_where_the_policy_says() -> None:
-    run_on(2, _dtypes)
-
-
-def test_modules_in_full_precision() -> None:
-    run_on(2, _full_precision)
-
-
-def test_gathers_move_the_compute_dtype() -> None:
-    run_on(2, _bytes)
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_masters_learn_what_16_bits_cannot(strategy: str) -> None:
-    run_on(2, _learn, strategy)
-
-
-def test_a_master_survives_being_gathered_and_written_back() -> None:
-    run_on(2, _write_back)
-
-
-def test_16_bit_gradients_add_to_masters() -> None:
-    run_on(2, _accumulate)
-
-
-def test_blocks_keep_their_policy_when_the_root_is_sharded() -> None:
-    run_on(2, _block_by_block)
-
-
-def test_16_bit_gradients_that_are_held_whole_add_up_as_those_in_shards() -> None:
-    """A unit that encloses others once added them up in the dtype of compute."""
-    run_on(2, _accumulate_whole)
-
-
-def test_a_policy_for_each_block_and_for_the_root_is_applied_once() -> None:
-    """The norms of blocks once had the hooks of both calls, and returned float32."""
-    run_on(2, _same_policy_twice)
-
-
-def test_autocast_inside_and_outside() -> None:
-    run_on(2, _autocast)
-
-
-@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "master_dtype", "buffer_dtype"])
-def test_a_dtype_that_is_none_is_refused(name: str) -> None:
-    with pytest.raises(sw.PlanError, match=f"{name}=torch.int8: expected a floating-point"):
-        sw.MixedPrecisionPolicy(**{name: torch.int8})  # type: ignore[arg-type]
-
-
-def _train_wide(strategy: str) -> None:
     """Float32 shards that compute in float64, against a float64 copy of the same weights."""
     torch.manual_seed(0)
     model = Stack()
@@ -96,6 +44,167 @@ def _train_wide(strategy: str) -> None:
             assert error <= 2 * ULP * q.grad.norm(), f"{name}: {error}"
         optimizer.step()
         optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_every_dtype_is_where_the_policy_says() -> None:
+    model = nn.ModuleList([Watcher()])[0]
+    policy = sw.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, output_dtype=torch.float64, buffer_dtype=torch.bfloat16
+    )
+    sw.fully_shard(model, mp_policy=policy)
+    output = model(torch.randn(4, WIDTH), torch.arange(4))
+    output.sum().backward()
+    bf16 = torch.bfloat16
+    assert model.seen == dict.fromkeys(("x", "linear", "norm", "y", "z"), bf16) | {
+        "steps": torch.int64
+    }
+    assert output.dtype == torch.float64
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert (parameter.dtype, parameter.grad.dtype) == (torch.float32, torch.float32)
+
+
+@on_ranks(2)
+def test_modules_in_full_precision() -> None:
+    model = Watcher()
+    policy = sw.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, full_precision=(nn.LayerNorm,), buffer_dtype=torch.bfloat16
+    )
+    sw.fully_shard(model, mp_policy=policy)
+    model(torch.randn(4, WIDTH), torch.arange(4)).sum().backward()
+    assert model.seen["norm"] == torch.float32
+    assert (model.seen["y"], model.seen["z"]) == (torch.bfloat16, torch.bfloat16)
+
+
+@on_ranks(2)
+def test_gathers_move_the_compute_dtype() -> None:
+    peaks = []
+    for policy in (sw.MixedPrecisionPolicy(), BF16):
+        model = Stack()
+        sw.fully_shard(model, units=Block, mp_policy=policy)
+        model(torch.randn(4, WIDTH)).sum().backward()
+        peaks.append(sw.ledger(model).peak_gathered_bytes())
+    assert peaks[1] * 2 == pytest.approx(peaks[0], rel=0.05)  # padding aside
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_masters_learn_what_16_bits_cannot(strategy: str) -> None:
+    def trained(policy: sw.MixedPrecisionPolicy) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1, bias=False).bfloat16()
+        nn.init.ones_(model.weight)
+        sw.fully_shard(model, mp_policy=policy, strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+        for _ in range(200):
+            model(torch.ones(2, 4, dtype=torch.bfloat16)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full(model.weight.detach()).double()
+
+    expected = torch.ones(1, 4)
+    for _ in range(200):
+        expected -= 1e-5
+    assert torch.equal(trained(sw.MixedPrecisionPolicy()), expected.double())
+    kept = sw.MixedPrecisionPolicy(master_dtype=torch.bfloat16)
+    assert torch.equal(trained(kept), torch.ones(1, 4).double())
+
+
+@on_ranks(2)
+def test_a_master_survives_being_gathered_and_written_back() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    plain = [p.detach().clone() for p in model.parameters()]
+    sw.fully_shard(model, units=Block, mp_policy=BF16)
+    with sw.gathered(model, write_back=True):
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+    for p, q in zip(model.parameters(), plain, strict=True):
+        assert torch.equal(full(p.detach()), q)
+    for p, q in zip(copy.deepcopy(model).parameters(), plain, strict=True):
+        assert torch.equal(full(p.detach()), q)
+
+
+@on_ranks(2)
+def test_16_bit_gradients_add_to_masters() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    low = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    sw.fully_shard(model, units=Block, mp_policy=low)
+    x = torch.randn(4, WIDTH)
+    model(x).sum().backward()
+    once = [full(p.grad) for p in model.parameters() if p.grad is not None]
+    model(x).sum().backward()
+    twice = [full(p.grad) for p in model.parameters() if p.grad is not None]
+    assert once
+    for one, two in zip(once, twice, strict=True):
+        assert two.dtype == torch.float32
+        assert torch.equal(two, 2 * one)
+
+
+@on_ranks(2)
+def test_blocks_keep_their_policy_when_the_root_is_sharded() -> None:
+    model = nn.Sequential(Block(), Block())
+    sw.fully_shard(model[0], mp_policy=BF16)
+    sw.fully_shard(model)
+    seen = []
+    for block in model:
+        block.register_forward_pre_hook(
+            lambda module, args: seen.append((module.up.weight.dtype, args[0].dtype))
+        )
+    first = model[0].register_forward_hook(lambda _module, _args, output: output.float())
+    model(torch.randn(4, WIDTH)).sum().backward()
+    first.remove()
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert seen == [(bf16, bf16), (fp32, fp32)]
+
+
+@on_ranks(2)
+def test_16_bit_gradients_that_are_held_whole_add_up_as_those_in_shards() -> None:
+    """A unit that encloses others once added them up in the dtype of compute."""
+    batches = torch.randn(8, 4, WIDTH)
+    found = []
+    for holds in (False, True):
+        torch.manual_seed(0)
+        model = sw.fully_shard(Enclosing(), units=Block, mp_policy=BF16)
+        assert isinstance(model, sw.FSDPModule)
+        for number, batch in enumerate(batches, start=1):
+            model.set_requires_gradient_sync(not holds or number == len(batches))
+            model(batch).float().square().mean().backward()
+        found.append([full(p.grad) for p in model.parameters() if p.grad is not None])
+    for (name, _), in_shards, whole in zip(model.named_parameters(), *found, strict=True):
+        # Sums of the same float32 numbers in another order: 2^-9 off if they were in bfloat16.
+        assert (in_shards - whole).norm() <= 8 * ULP * in_shards.norm(), name
+
+
+@on_ranks(2)
+def test_a_policy_for_each_block_and_for_the_root_is_applied_once() -> None:
+    """The norms of blocks once had the hooks of both calls, and returned float32."""
+    policy = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16, full_precision=(nn.LayerNorm,))
+    norm = nn.LayerNorm(WIDTH)
+    model = nn.Sequential(nn.Sequential(norm, nn.Linear(WIDTH, 8)))
+    sw.fully_shard(model[0], mp_policy=policy)
+    sw.fully_shard(model, mp_policy=policy)
+    seen = []
+    norm.register_forward_hook(lambda _module, _args, output: seen.append(output.dtype))
+    model(torch.randn(4, WIDTH)).sum().backward()
+    assert seen == [torch.bfloat16]
+
+
+@on_ranks(2)
+def test_autocast_inside_and_outside() -> None:
+    torch.manual_seed(0)
+    for inside in (False, True):
+        model = nn.Sequential(Casting(), Casting()) if inside else Stack()
+        reference = copy.deepcopy(model)
+        sw.fully_shard(model, units=(Casting if inside else Block))
+        _assert_equal_under_autocast(model, reference, enabled=not inside)
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "master_dtype", "buffer_dtype"])
+def test_a_dtype_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(sw.PlanError, match=f"{name}=torch.int8: expected a floating-point"):
+        sw.MixedPrecisionPolicy(**{name: torch.int8})  # type: ignore[arg-type]
 
 
 def _plain_copy(model: nn.Module) -> nn.Module:
@@ -130,79 +239,6 @@ class Watcher(nn.Module):
         return z
 
 
-def _dtypes() -> None:
-    model = nn.ModuleList([Watcher()])[0]
-    policy = sw.MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, output_dtype=torch.float64, buffer_dtype=torch.bfloat16
-    )
-    sw.fully_shard(model, mp_policy=policy)
-    output = model(torch.randn(4, WIDTH), torch.arange(4))
-    output.sum().backward()
-    bf16 = torch.bfloat16
-    assert model.seen == dict.fromkeys(("x", "linear", "norm", "y", "z"), bf16) | {
-        "steps": torch.int64
-    }
-    assert output.dtype == torch.float64
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        assert (parameter.dtype, parameter.grad.dtype) == (torch.float32, torch.float32)
-
-
-def _full_precision() -> None:
-    model = Watcher()
-    policy = sw.MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, full_precision=(nn.LayerNorm,), buffer_dtype=torch.bfloat16
-    )
-    sw.fully_shard(model, mp_policy=policy)
-    model(torch.randn(4, WIDTH), torch.arange(4)).sum().backward()
-    assert model.seen["norm"] == torch.float32
-    assert (model.seen["y"], model.seen["z"]) == (torch.bfloat16, torch.bfloat16)
-
-
-def _bytes() -> None:
-    peaks = []
-    for policy in (sw.MixedPrecisionPolicy(), BF16):
-        model = Stack()
-        sw.fully_shard(model, units=Block, mp_policy=policy)
-        model(torch.randn(4, WIDTH)).sum().backward()
-        peaks.append(sw.ledger(model).peak_gathered_bytes())
-    assert peaks[1] * 2 == pytest.approx(peaks[0], rel=0.05)  # padding aside
-
-
-def _learn(strategy: str) -> None:
-    def trained(policy: sw.MixedPrecisionPolicy) -> Tensor:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 1, bias=False).bfloat16()
-        nn.init.ones_(model.weight)
-        sw.fully_shard(model, mp_policy=policy, strategy=strategy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-        for _ in range(200):
-            model(torch.ones(2, 4, dtype=torch.bfloat16)).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return full(model.weight.detach()).double()
-
-    expected = torch.ones(1, 4)
-    for _ in range(200):
-        expected -= 1e-5
-    assert torch.equal(trained(sw.MixedPrecisionPolicy()), expected.double())
-    kept = sw.MixedPrecisionPolicy(master_dtype=torch.bfloat16)
-    assert torch.equal(trained(kept), torch.ones(1, 4).double())
-
-
-def _write_back() -> None:
-    torch.manual_seed(0)
-    model = Stack()
-    plain = [p.detach().clone() for p in model.parameters()]
-    sw.fully_shard(model, units=Block, mp_policy=BF16)
-    with sw.gathered(model, write_back=True):
-        assert all(p.dtype == torch.float32 for p in model.parameters())
-    for p, q in zip(model.parameters(), plain, strict=True):
-        assert torch.equal(full(p.detach()), q)
-    for p, q in zip(copy.deepcopy(model).parameters(), plain, strict=True):
-        assert torch.equal(full(p.detach()), q)
-
-
 class Enclosing(nn.Module):
     """Parameters of its own around units."""
 
@@ -216,66 +252,6 @@ class Enclosing(nn.Module):
         return y
 
 
-def _accumulate_whole() -> None:
-    batches = torch.randn(8, 4, WIDTH)
-    found = []
-    for holds in (False, True):
-        torch.manual_seed(0)
-        model = sw.fully_shard(Enclosing(), units=Block, mp_policy=BF16)
-        assert isinstance(model, sw.FSDPModule)
-        for number, batch in enumerate(batches, start=1):
-            model.set_requires_gradient_sync(not holds or number == len(batches))
-            model(batch).float().square().mean().backward()
-        found.append([full(p.grad) for p in model.parameters() if p.grad is not None])
-    for (name, _), in_shards, whole in zip(model.named_parameters(), *found, strict=True):
-        # Sums of the same float32 numbers in another order: 2^-9 off if they were in bfloat16.
-        assert (in_shards - whole).norm() <= 8 * ULP * in_shards.norm(), name
-
-
-def _same_policy_twice() -> None:
-    policy = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16, full_precision=(nn.LayerNorm,))
-    norm = nn.LayerNorm(WIDTH)
-    model = nn.Sequential(nn.Sequential(norm, nn.Linear(WIDTH, 8)))
-    sw.fully_shard(model[0], mp_policy=policy)
-    sw.fully_shard(model, mp_policy=policy)
-    seen = []
-    norm.register_forward_hook(lambda _module, _args, output: seen.append(output.dtype))
-    model(torch.randn(4, WIDTH)).sum().backward()
-    assert seen == [torch.bfloat16]
-
-
-def _accumulate() -> None:
-    torch.manual_seed(0)
-    model = Stack()
-    low = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    sw.fully_shard(model, units=Block, mp_policy=low)
-    x = torch.randn(4, WIDTH)
-    model(x).sum().backward()
-    once = [full(p.grad) for p in model.parameters() if p.grad is not None]
-    model(x).sum().backward()
-    twice = [full(p.grad) for p in model.parameters() if p.grad is not None]
-    assert once
-    for one, two in zip(once, twice, strict=True):
-        assert two.dtype == torch.float32
-        assert torch.equal(two, 2 * one)
-
-
-def _block_by_block() -> None:
-    model = nn.Sequential(Block(), Block())
-    sw.fully_shard(model[0], mp_policy=BF16)
-    sw.fully_shard(model)
-    seen = []
-    for block in model:
-        block.register_forward_pre_hook(
-            lambda module, args: seen.append((module.up.weight.dtype, args[0].dtype))
-        )
-    first = model[0].register_forward_hook(lambda _module, _args, output: output.float())
-    model(torch.randn(4, WIDTH)).sum().backward()
-    first.remove()
-    bf16, fp32 = torch.bfloat16, torch.float32
-    assert seen == [(bf16, bf16), (fp32, fp32)]
-
-
 class Casting(Block):
     """Half of it under autocast, and recomputed in backward."""
 
@@ -284,15 +260,6 @@ class Casting(Block):
             hidden = checkpoint(self.up, x, use_reentrant=False)
         y: Tensor = self.down(torch.tanh(hidden.float()))
         return x + y
-
-
-def _autocast() -> None:
-    torch.manual_seed(0)
-    for inside in (False, True):
-        model = nn.Sequential(Casting(), Casting()) if inside else Stack()
-        reference = copy.deepcopy(model)
-        sw.fully_shard(model, units=(Casting if inside else Block))
-        _assert_equal_under_autocast(model, reference, enabled=not inside)
 
 
 def _assert_equal_under_autocast(model: nn.Module, reference: nn.Module, *, enabled: bool) -> None:

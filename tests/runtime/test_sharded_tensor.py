@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.models import Stack, Tiny, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,68 +18,8 @@ if TYPE_CHECKING:
 SHAPES = [(5, 3), (7,), (), (1,), (0, 4), (2, 3, 4)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_reductions_are_global(world_size: int) -> None:
-    run_on(world_size, _reductions)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_elementwise_operations_are_those_of_the_whole(world_size: int) -> None:
-    run_on(world_size, _elementwise)
-
-
-def test_what_a_shard_cannot_answer_is_refused() -> None:
-    run_on(2, _refused)
-
-
-def test_torchs_own_clipping_and_grad_scaler() -> None:
-    run_on(2, _clip_and_scale)
-
-
-def test_state_dict_round_trip_and_whole_values() -> None:
-    run_on(3, _state_dict)
-
-
-def test_norms_of_complex_parameters_of_which_some_ranks_have_nothing() -> None:
-    run_on(3, _complex_norms)
-
-
-def test_whole_answers_in_inference_mode() -> None:
-    run_on(2, _inference)
-
-
-def test_versions_are_counted() -> None:
-    run_on(2, _versions)
-
-
-def test_penalty_on_sharded_parameters() -> None:
-    run_on(2, _penalty)
-
-
-class Holder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.values = nn.ParameterList(torch.randn(shape).double() for shape in SHAPES)
-
-    def forward(self) -> Tensor:
-        return torch.stack([value.sum() for value in self.values]).sum()
-
-
-def _pairs() -> list[tuple[Tensor, Tensor]]:
-    whole, holder = Holder(), Holder()
-    holder.load_state_dict(whole.state_dict())
-    sw.fully_shard(holder)
-    return [(p.detach(), q.detach()) for p, q in zip(holder.values, whole.values, strict=True)]
-
-
-def _equal(actual: Tensor, expected: Tensor) -> None:
-    actual = actual.full_tensor() if isinstance(actual, sw.ShardedTensor) else actual
-    assert actual.shape == expected.shape
-    assert actual.dtype == expected.dtype
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-def _reductions() -> None:
+@on_ranks(1, 2, 3)
+def test_reductions_are_global() -> None:
     functions: list[Callable[[Tensor], Tensor]] = [
         torch.sum, torch.mean, torch.norm, Tensor.norm, torch.linalg.vector_norm,
         lambda x: x.norm(1), lambda x: x.norm(p=3),
@@ -101,26 +41,8 @@ def _reductions() -> None:
             _equal(norm, torch.linalg.vector_norm(whole, order) if whole.numel() else norm * 0)
 
 
-def _inference() -> None:
-    with torch.inference_mode():
-        for sharded, whole in _pairs():
-            _equal(sharded.norm(), whole.norm())
-            assert isinstance(sharded, sw.ShardedTensor)
-            _equal(sharded.full_tensor(), whole)
-
-
-def _complex_norms() -> None:
-    whole = nn.ParameterList([torch.randn(2, dtype=torch.complex128), torch.randn(1).double()])
-    sharded = copy.deepcopy(nn.Sequential(whole))
-    sw.fully_shard(sharded)
-    for found, values in zip(sharded.parameters(), whole.parameters(), strict=True):
-        _equal(found.detach().norm(), values.detach().norm())
-    norms = torch._foreach_norm([p.detach() for p in sharded.parameters()])
-    for norm, values in zip(norms, whole.parameters(), strict=True):
-        _equal(norm, values.detach().norm())
-
-
-def _elementwise() -> None:
+@on_ranks(1, 3)
+def test_elementwise_operations_are_those_of_the_whole() -> None:
     for sharded, whole in _pairs():
         assert isinstance(sharded, sw.ShardedTensor)
         other = torch.randn_like(whole)
@@ -152,7 +74,8 @@ def _elementwise() -> None:
         assert copied.to_local().ndim == 1
 
 
-def _refused() -> None:
+@on_ranks(2)
+def test_what_a_shard_cannot_answer_is_refused() -> None:
     (sharded, whole), *_ = _pairs()
     for function in (
         lambda x: x @ x.T,
@@ -174,7 +97,8 @@ def _refused() -> None:
         model.first(torch.randn(2, 6).double())
 
 
-def _clip_and_scale() -> None:
+@on_ranks(2)
+def test_torchs_own_clipping_and_grad_scaler() -> None:
     for sharded, whole in [_gradients()]:
         norms = [torch.nn.utils.clip_grad_norm_(ps, 0.5) for ps in (sharded, whole)]
         _equal(norms[0], norms[1])
@@ -194,17 +118,8 @@ def _clip_and_scale() -> None:
     assert found.item() == 1, "an overflow on one rank is one on all"
 
 
-def _gradients() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    torch.manual_seed(0)
-    models = [Holder(), Holder()]
-    models[0].load_state_dict(models[1].state_dict())
-    sw.fully_shard(models[0])
-    for model in models:
-        (model() * 3).backward()
-    return list(models[0].parameters()), list(models[1].parameters())
-
-
-def _state_dict() -> None:
+@on_ranks(3)
+def test_state_dict_round_trip_and_whole_values() -> None:
     reference, model = build("gpt"), build("gpt", seed=1)
     sw.fully_shard(model, units="auto")
     model.load_state_dict(reference.state_dict())
@@ -220,7 +135,29 @@ def _state_dict() -> None:
     assert [p.shape for p in tiny.parameters()] == [p.shape for p in Tiny().parameters()]
 
 
-def _versions() -> None:
+@on_ranks(3)
+def test_norms_of_complex_parameters_of_which_some_ranks_have_nothing() -> None:
+    whole = nn.ParameterList([torch.randn(2, dtype=torch.complex128), torch.randn(1).double()])
+    sharded = copy.deepcopy(nn.Sequential(whole))
+    sw.fully_shard(sharded)
+    for found, values in zip(sharded.parameters(), whole.parameters(), strict=True):
+        _equal(found.detach().norm(), values.detach().norm())
+    norms = torch._foreach_norm([p.detach() for p in sharded.parameters()])
+    for norm, values in zip(norms, whole.parameters(), strict=True):
+        _equal(norm, values.detach().norm())
+
+
+@on_ranks(2)
+def test_whole_answers_in_inference_mode() -> None:
+    with torch.inference_mode():
+        for sharded, whole in _pairs():
+            _equal(sharded.norm(), whole.norm())
+            assert isinstance(sharded, sw.ShardedTensor)
+            _equal(sharded.full_tensor(), whole)
+
+
+@on_ranks(2)
+def test_versions_are_counted() -> None:
     (sharded, _), *_ = _pairs()
     before = sharded._version
     sharded.add_(1)
@@ -228,7 +165,8 @@ def _versions() -> None:
     assert sharded._version >= before + 2
 
 
-def _penalty() -> None:
+@on_ranks(2)
+def test_penalty_on_sharded_parameters() -> None:
     models = [build("stack"), build("stack")]
     sw.fully_shard(models[1], units="auto")
     for model in models:
@@ -240,3 +178,36 @@ def _penalty() -> None:
         assert p.grad is not None
         assert q.grad is not None
         _equal(p.grad, q.grad)
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.ParameterList(torch.randn(shape).double() for shape in SHAPES)
+
+    def forward(self) -> Tensor:
+        return torch.stack([value.sum() for value in self.values]).sum()
+
+
+def _pairs() -> list[tuple[Tensor, Tensor]]:
+    whole, holder = Holder(), Holder()
+    holder.load_state_dict(whole.state_dict())
+    sw.fully_shard(holder)
+    return [(p.detach(), q.detach()) for p, q in zip(holder.values, whole.values, strict=True)]
+
+
+def _equal(actual: Tensor, expected: Tensor) -> None:
+    actual = actual.full_tensor() if isinstance(actual, sw.ShardedTensor) else actual
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def _gradients() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    torch.manual_seed(0)
+    models = [Holder(), Holder()]
+    models[0].load_state_dict(models[1].state_dict())
+    sw.fully_shard(models[0])
+    for model in models:
+        (model() * 3).backward()
+    return list(models[0].parameters()), list(models[1].parameters())

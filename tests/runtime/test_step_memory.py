@@ -20,7 +20,7 @@ from shardwise.plan.units import Units
 from shardwise.runtime.buffer import Pool
 from shardwise.runtime.engine import Runtime
 from shardwise.transport.communicator import communicator
-from tests.ranks import run_on
+from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import world_size
 from tests.runtime.test_memory import runtime_of
 
@@ -28,7 +28,7 @@ PRESETS = {strategy.name: strategy for strategy in STRATEGIES.values()}
 TOLERANCE = 0.02
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 4])
+@on_ranks(4, thorough=[2], deadline=60.0)
 @pytest.mark.parametrize(
     "preset",
     [
@@ -36,8 +36,8 @@ TOLERANCE = 0.02
         for name in PRESETS
     ],
 )
-def test_live_bytes_are_those_of_the_plan(preset: str, ranks: int) -> None:
-    run_on(ranks, _measure_all, PRESETS[preset], deadline=60.0)
+def test_live_bytes_are_those_of_the_plan(preset: str) -> None:
+    _measure_all(PRESETS[preset])
 
 
 @pytest.mark.parametrize("parameters", [True, False])
@@ -50,9 +50,13 @@ def test_live_bytes_with_offload(preset: str, parameters: bool) -> None:
     run_on(4, _measure_all, PRESETS[preset], policy, deadline=60.0)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
 def test_live_bytes_with_steps_in_backward(strategy: str) -> None:
-    run_on(2, _measure_steps, strategy)
+    for policy in (NO_OFFLOAD, sw.CPUOffloadPolicy()):
+        options = {"strategy": strategy, "offload_policy": policy}
+        with _only_new_objects():
+            _measure("even", SHAPES["even"], options, steps_in_backward=True)
 
 
 class Tower(nn.Module):
@@ -136,13 +140,6 @@ def _measure_all(strategy: Strategy, offload_policy: sw.OffloadPolicy = NO_OFFLO
         for name in ("even", "tied", "wide"):
             _measure(name, SHAPES[name], options)
         _measure("even", SHAPES["even"], options, accumulates=True)
-
-
-def _measure_steps(strategy: str) -> None:
-    for policy in (NO_OFFLOAD, sw.CPUOffloadPolicy()):
-        options = {"strategy": strategy, "offload_policy": policy}
-        with _only_new_objects():
-            _measure("even", SHAPES["even"], options, steps_in_backward=True)
 
 
 @contextmanager

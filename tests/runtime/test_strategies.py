@@ -15,14 +15,15 @@ from shardwise.plan.strategy import PRESETS, STRATEGIES, Strategy
 from shardwise.schedule.events import EventKind
 from shardwise.schedule.sequencer import schedule
 from tests.models import CASES, WIDTH, Block, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import adamw, assert_close, assert_equal_training, own_part
 from tests.runtime.test_failures import Touchy
 from tests.runtime.test_memory import runtime_of
 
 
+@on_ranks(deadline=120.0)
 @pytest.mark.parametrize(
-    ("strategy", "ranks"),
+    ("strategy", "world_size"),
     [
         ("ddp", 3),
         ("zero2", 3),
@@ -35,11 +36,16 @@ from tests.runtime.test_memory import runtime_of
         pytest.param("_HYBRID_SHARD_ZERO2", 4, marks=pytest.mark.thorough),
     ],
 )
-def test_every_model_trains_as_in_one_process(strategy: str, ranks: int) -> None:
-    run_on(ranks, _train_all, strategy, deadline=120.0)
+def test_every_model_trains_as_in_one_process(strategy: str) -> None:
+    options = _options(strategy)
+    for name in CASES:
+        assert_equal_training(name, **options)
+    assert_equal_training("gpt", accumulate=2, clip=0.01, **options)
+    assert_equal_training("lora", set_to_none=False, prefetch=0, **options)
 
 
 # Rows over two axes, by how much the outer and the inner one shard; 0 is nothing, 3 is all.
+@on_ranks(4, deadline=60.0)
 @pytest.mark.parametrize(
     "levels",
     [
@@ -49,7 +55,7 @@ def test_every_model_trains_as_in_one_process(strategy: str, ranks: int) -> None
     ids=str,
 )
 def test_rows_of_ones_own_train_as_in_one_process(levels: tuple[int, int]) -> None:
-    run_on(4, _train_some, {"strategy": row_of(levels), "sharding_factor": 2}, deadline=60.0)
+    _train_some({"strategy": row_of(levels), "sharding_factor": 2})
 
 
 @pytest.mark.parametrize(
@@ -74,77 +80,10 @@ def test_parameters_are_gathered_again_from_a_smaller_group(size: int, prefetch:
     run_on(4, _train_some, options, deadline=60.0)
 
 
+@on_ranks(4, deadline=60.0)
 @pytest.mark.parametrize("strategy", [*PRESETS])
 @pytest.mark.parametrize("method", ["set_requires_gradient_sync", "set_requires_all_reduce"])
 def test_gradients_may_wait_for_the_last_micro_batch(strategy: str, method: str) -> None:
-    run_on(4, _accumulate_unreduced, strategy, method, deadline=60.0)
-
-
-def test_hfsdp_crosses_the_outer_axis_once_a_step() -> None:
-    run_on(4, _hfsdp_events)
-
-
-def test_a_smaller_group_needs_only_a_part() -> None:
-    run_on(4, _subgroup_events)
-
-
-def test_ddp_reduces_during_backward_without_being_told_units() -> None:
-    run_on(2, _ddp_buckets)
-
-
-def test_ddp_gathers_nothing_and_keeps_all() -> None:
-    run_on(2, _ddp_events)
-
-
-def test_zero2_gathers_once_a_step() -> None:
-    run_on(2, _zero2_events)
-
-
-def test_a_mesh_that_does_not_fit_the_strategy() -> None:
-    run_on(4, _wrong_mesh)
-
-
-@pytest.mark.parametrize("raising", [0, 3])
-@pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
-def test_an_exception_reaches_every_replica(strategy: str, raising: int) -> None:
-    run_on(4, _raise_on_one, strategy, raising, deadline=40.0)
-
-
-def test_diverging_replicas_are_named() -> None:
-    run_on(4, _diverge, deadline=40.0)
-
-
-def row_of(levels: tuple[int, int]) -> Strategy:
-    parameters, gradients, optimizer = (
-        tuple("shard" if level >= needed else "replicate" for level in levels)
-        for needed in (3, 2, 1)
-    )
-    return Strategy(parameters, gradients, optimizer)
-
-
-def _options(strategy: str) -> dict[str, Any]:
-    if STRATEGIES[strategy].num_axes == 1:
-        return {"strategy": strategy}
-    shape = (2, dist.get_world_size() // 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    return {"strategy": strategy, "mesh": mesh}
-
-
-def _train_all(strategy: str) -> None:
-    options = _options(strategy)
-    for name in CASES:
-        assert_equal_training(name, **options)
-    assert_equal_training("gpt", accumulate=2, clip=0.01, **options)
-    assert_equal_training("lora", set_to_none=False, prefetch=0, **options)
-
-
-def _train_some(options: dict[str, Any]) -> None:
-    for name in ("stack", "gpt", "unused and reused", "tied", "lora", "checkpointed"):
-        assert_equal_training(name, **options)
-    assert_equal_training("stack", accumulate=2, clip=0.01, **options)
-
-
-def _accumulate_unreduced(strategy: str, method: str) -> None:
     reference, model = build("gpt"), build("gpt")
     sw.fully_shard(model, units="auto", **_options(strategy))
     assert isinstance(model, sw.FSDPModule)
@@ -164,7 +103,8 @@ def _accumulate_unreduced(strategy: str, method: str) -> None:
         assert_close(p, q, name)
 
 
-def _hfsdp_events() -> None:
+@on_ranks(4)
+def test_hfsdp_crosses_the_outer_axis_once_a_step() -> None:
     model = build("stack")
     sw.fully_shard(model, units=Block, **_options("hfsdp"))
     plan = runtime_of(model).plan
@@ -187,7 +127,8 @@ def _hfsdp_events() -> None:
     assert sw.ledger(model).gathered_bytes == 0
 
 
-def _subgroup_events() -> None:
+@on_ranks(4)
+def test_a_smaller_group_needs_only_a_part() -> None:
     model = build("stack")
     sw.fully_shard(model, units=Block, reshard_after_forward=2)
     plan = runtime_of(model).plan
@@ -205,11 +146,8 @@ def _subgroup_events() -> None:
         sw.fully_shard(build("stack"), reshard_after_forward=2, strategy="zero2")
 
 
-def gathered_bytes_of(plan: Plan, label: str) -> int:
-    return next(unit.gathered_bytes for unit in plan.units if unit.label == label)
-
-
-def _ddp_buckets() -> None:
+@on_ranks(2)
+def test_ddp_reduces_during_backward_without_being_told_units() -> None:
     model = nn.Sequential(
         *(nn.Linear(1024, 7000) if i % 2 else nn.Linear(7000, 1024) for i in range(4))
     )
@@ -222,7 +160,8 @@ def _ddp_buckets() -> None:
     assert EventKind.GATHER not in kinds
 
 
-def _ddp_events() -> None:
+@on_ranks(2)
+def test_ddp_gathers_nothing_and_keeps_all() -> None:
     model = build("stack")
     plan = make_plan(model, world_size=1, units=Block, strategy="ddp")
     sw.fully_shard(model, units=Block, strategy="ddp")
@@ -239,7 +178,8 @@ def _ddp_events() -> None:
         assert parameter.to_local().numel() == parameter.numel()
 
 
-def _zero2_events() -> None:
+@on_ranks(2)
+def test_zero2_gathers_once_a_step() -> None:
     model = build("stack")
     sw.fully_shard(model, units=Block, strategy="zero2")
     for _ in range(2):
@@ -249,7 +189,8 @@ def _zero2_events() -> None:
     assert sorted(gathers) == sorted(unit.label for unit in runtime_of(model).plan.units)
 
 
-def _wrong_mesh() -> None:
+@on_ranks(4)
+def test_a_mesh_that_does_not_fit_the_strategy() -> None:
     with pytest.raises(sw.PlanError, match="needs a mesh with two dimensions"):
         sw.fully_shard(Block(), strategy="hsdp")
     mesh = init_device_mesh("cpu", (4,))
@@ -263,7 +204,10 @@ def _wrong_mesh() -> None:
         sw.fully_shard(Block(), sharding_factor=2)
 
 
-def _raise_on_one(strategy: str, raising: int) -> None:
+@on_ranks(4, deadline=40.0)
+@pytest.mark.parametrize("raising", [0, 3])
+@pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
+def test_an_exception_reaches_every_replica(strategy: str, raising: int) -> None:
     reference = nn.Sequential(Block(), Touchy(), Block()).double()
     model = nn.Sequential(Block(), Touchy(), Block()).double()
     model.load_state_dict(reference.state_dict())
@@ -285,7 +229,8 @@ def _raise_on_one(strategy: str, raising: int) -> None:
             assert_close(p.grad, q.grad, name)
 
 
-def _diverge() -> None:
+@on_ranks(4, deadline=40.0)
+def test_diverging_replicas_are_named() -> None:
     model = nn.Sequential(*(Block() for _ in range(3))).double()
     sw.fully_shard(model, units=Block, **_options("hsdp"))
     x = torch.randn(4, WIDTH).double()
@@ -297,3 +242,29 @@ def _diverge() -> None:
         model(x).sum().backward()
     model.zero_grad()
     model(x).sum().backward()
+
+
+def row_of(levels: tuple[int, int]) -> Strategy:
+    parameters, gradients, optimizer = (
+        tuple("shard" if level >= needed else "replicate" for level in levels)
+        for needed in (3, 2, 1)
+    )
+    return Strategy(parameters, gradients, optimizer)
+
+
+def _options(strategy: str) -> dict[str, Any]:
+    if STRATEGIES[strategy].num_axes == 1:
+        return {"strategy": strategy}
+    shape = (2, dist.get_world_size() // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return {"strategy": strategy, "mesh": mesh}
+
+
+def _train_some(options: dict[str, Any]) -> None:
+    for name in ("stack", "gpt", "unused and reused", "tied", "lora", "checkpointed"):
+        assert_equal_training(name, **options)
+    assert_equal_training("stack", accumulate=2, clip=0.01, **options)
+
+
+def gathered_bytes_of(plan: Plan, label: str) -> int:
+    return next(unit.gathered_bytes for unit in plan.units if unit.label == label)

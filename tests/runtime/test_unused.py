@@ -11,26 +11,68 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from tests.models import WIDTH, Block
-from tests.ranks import run_on
+from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import assert_close, assert_equal_models, own_part, world_size
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_parameter_that_no_rank_used_is_named(ranks: int) -> None:
-    run_on(ranks, _nobody)
+@on_ranks(1, 2, 4)
+def test_a_parameter_that_no_rank_used_is_named() -> None:
+    reference, model = _pair()
+    _check_step(reference, model)
+    x = torch.randn(4, WIDTH).double()
+    for _ in range(2):
+        with pytest.raises(sw.StepError) as caught:
+            model(x, [0, 2]).sum().backward()
+        lines = str(caught.value).splitlines()
+        assert lines[1:-1] == ["  experts.1: unused on every rank"]
+        assert "unused='none'" in lines[-1]
+        _check_step(reference, model)
 
 
+@on_ranks(4)
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero2", "hsdp"])
 def test_a_parameter_that_some_rank_did_not_use_is_named_with_the_rank(strategy: str) -> None:
-    run_on(4, _some, strategy)
+    options: dict[str, Any] = {"strategy": strategy}
+    if strategy == "hsdp":
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    reference, model = _pair(**options)
+    _check_step(reference, model)
+    x = torch.randn(4, WIDTH).double()
+    experts = {0: [0, 2], 1: [0, 1], 2: [0, 2], 3: [0, 2, 1]}[dist.get_rank()]
+    with pytest.raises(sw.StepError) as caught:
+        model(x, experts).sum().backward()
+    lines = str(caught.value).splitlines()
+    assert "  experts.1: unused on ranks 0, 2" in lines
+    assert "  experts.2: unused on rank 1" in lines
+    assert "experts.0" not in str(caught.value)
+    assert "last" not in str(caught.value)
+    for _ in range(2):
+        _check_step(reference, model)
 
 
+@on_ranks(2)
 def test_frozen_parameters_never_count() -> None:
-    run_on(2, _frozen)
+    reference = Choosing().double()
+    reference.experts[1].requires_grad_(False)
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Block, unused="error")
+    for m in (reference, model):
+        m.experts[2].requires_grad_(False)  # after sharding, too
+    batch = torch.randn(4, WIDTH).double()
+    model(own_part(batch), [0]).square().mean().backward()
+    reference(batch, [0]).square().mean().backward()
+    assert_equal_models(model, reference, 0)
 
 
+@on_ranks(2)
 def test_gradients_that_are_taken_of_inputs_are_no_mistake() -> None:
-    run_on(2, _of_inputs)
+    reference, model = _pair()
+    batch = torch.randn(2 * world_size(), WIDTH).double().requires_grad_()
+    (expected,) = torch.autograd.grad(reference(batch, [1]).sum(), batch)
+    own = own_part(batch.detach()).requires_grad_()
+    (slope,) = torch.autograd.grad(model(own, [1]).sum(), own)
+    assert_close(slope, own_part(expected), "slope")
+    _check_step(reference, model)
 
 
 def test_the_list_of_parameters_and_ranks_is_short_enough_to_read() -> None:
@@ -71,61 +113,6 @@ def _check_step(reference: Choosing, model: Choosing) -> None:
     model(own_part(batch), [0, 1, 2]).square().mean().backward()
     reference(batch, [0, 1, 2]).square().mean().backward()
     assert_equal_models(model, reference, 0)
-
-
-def _nobody() -> None:
-    reference, model = _pair()
-    _check_step(reference, model)
-    x = torch.randn(4, WIDTH).double()
-    for _ in range(2):
-        with pytest.raises(sw.StepError) as caught:
-            model(x, [0, 2]).sum().backward()
-        lines = str(caught.value).splitlines()
-        assert lines[1:-1] == ["  experts.1: unused on every rank"]
-        assert "unused='none'" in lines[-1]
-        _check_step(reference, model)
-
-
-def _some(strategy: str) -> None:
-    options: dict[str, Any] = {"strategy": strategy}
-    if strategy == "hsdp":
-        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    reference, model = _pair(**options)
-    _check_step(reference, model)
-    x = torch.randn(4, WIDTH).double()
-    experts = {0: [0, 2], 1: [0, 1], 2: [0, 2], 3: [0, 2, 1]}[dist.get_rank()]
-    with pytest.raises(sw.StepError) as caught:
-        model(x, experts).sum().backward()
-    lines = str(caught.value).splitlines()
-    assert "  experts.1: unused on ranks 0, 2" in lines
-    assert "  experts.2: unused on rank 1" in lines
-    assert "experts.0" not in str(caught.value)
-    assert "last" not in str(caught.value)
-    for _ in range(2):
-        _check_step(reference, model)
-
-
-def _frozen() -> None:
-    reference = Choosing().double()
-    reference.experts[1].requires_grad_(False)
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Block, unused="error")
-    for m in (reference, model):
-        m.experts[2].requires_grad_(False)  # after sharding, too
-    batch = torch.randn(4, WIDTH).double()
-    model(own_part(batch), [0]).square().mean().backward()
-    reference(batch, [0]).square().mean().backward()
-    assert_equal_models(model, reference, 0)
-
-
-def _of_inputs() -> None:
-    reference, model = _pair()
-    batch = torch.randn(2 * world_size(), WIDTH).double().requires_grad_()
-    (expected,) = torch.autograd.grad(reference(batch, [1]).sum(), batch)
-    own = own_part(batch.detach()).requires_grad_()
-    (slope,) = torch.autograd.grad(model(own, [1]).sum(), own)
-    assert_close(slope, own_part(expected), "slope")
-    _check_step(reference, model)
 
 
 def _many() -> str:
