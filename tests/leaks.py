@@ -11,6 +11,8 @@ import pytest
 
 from tests.ranks import pool_processes
 
+# What multiprocessing starts once and keeps: for semaphores, and to fork ranks.
+SERVERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 LEAVE_SECONDS = 1.0  # what a test has ended may need a moment to be gone
 
 
@@ -59,8 +61,7 @@ def _parent_of(pid: int) -> int | None:
 def _command_of(pid: int) -> str:
     """Its command line: empty for one that has ended, or that serves the whole session."""
     command = _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
-    # multiprocessing starts it once, at the first use of a semaphore, and keeps it.
-    return "" if "resource_tracker" in command else command
+    return "" if any(name in command for name in SERVERS) else command
 
 
 def _read(path: Path) -> str:

@@ -1,16 +1,30 @@
-"""The pool's end of one rank: starting it, talking to it, finding out what became of it."""
+"""The pool's end of one rank: starts it, talks to it, and reports how it ended.
 
+Ranks are forked from a server process that has imported torch once (`multiprocessing`'s
+forkserver), because importing torch takes seconds and many tests end their ranks. The server runs
+no tensor operation, so it has no threads that a fork could lose.
+"""
+
+import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import time
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parent.parent
-RANK_PROCESS = str(REPOSITORY / "tests" / "rank_process.py")
+import pytest
+
+from tests import rank_process
+
+if sys.platform == "linux":
+    CONTEXT = multiprocessing.get_context("forkserver")
+else:
+    CONTEXT = multiprocessing.get_context("spawn")
+# Optimizers and checkpointing import the second on their first call, which takes over a second.
+PRELOAD = [rank_process.__name__, "torch._dynamo"]
 STACKS_SECONDS = 2.0
 POLL_SECONDS = 0.05
 OUTPUT_TAIL_BYTES = 4000
@@ -22,19 +36,22 @@ class RankProcess:
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
         self.stacks = folder / f"stacks{rank}"
         self.output = folder / f"output{rank}"
+        self.output.touch()
         self.socket, theirs = Pipe()
-        with theirs, self.output.open("w") as output:
-            self.process = subprocess.Popen(
-                _command(theirs.fileno(), folder, rank, world_size),
-                cwd=REPOSITORY,
-                env=os.environ | _environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the parent, which then kills its ranks
-            )
+        CONTEXT.set_forkserver_preload(PRELOAD)
+        self.process = CONTEXT.Process(
+            target=rank_process.run, args=(theirs, self.stacks, self.output, rank, world_size)
+        )
+        with theirs, pytest.MonkeyPatch.context() as patch:
+            for name, value in _environment().items():
+                patch.setenv(name, value)
+            self.process.start()
         self.output_start = 0
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None, "it has been started"
+        return self.process.pid
 
     def send(self, request: bytes) -> None:
         self.output_start = self.output.stat().st_size
@@ -44,8 +61,8 @@ class RankProcess:
             return  # it is dead, as whoever waits for its answer is about to find out
 
     def has_died(self) -> bool:
-        """Its process is gone and all that it sent has been read."""
-        return self.process.poll() is not None and not self.socket.poll()
+        """Its process has ended and all that it sent has been read."""
+        return not self.process.is_alive() and not self.socket.poll()
 
     def receive(self) -> tuple[bool, bytes] | None:
         """(returned, pickled result), (raised, traceback), or None from a rank that is dead."""
@@ -58,9 +75,9 @@ class RankProcess:
         return reply
 
     def describe_death(self) -> str:
-        try:
-            code = self.process.wait(STACKS_SECONDS)
-        except subprocess.TimeoutExpired:
+        self.process.join(STACKS_SECONDS)
+        code = self.process.exitcode
+        if code is None:
             return "closed its connection"
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
@@ -77,10 +94,9 @@ class RankProcess:
     def read_stacks(self) -> str:
         """Where each of the rank's threads stands."""
         before = self.stacks.stat().st_size
-        try:
-            self.process.send_signal(signal.SIGUSR1)
-        except OSError:
-            return "(gone)"
+        if not self.process.is_alive():
+            return "(it has ended)"
+        os.kill(self.pid, signal.SIGUSR1)
         size = _wait_for_end_of_growth(self.stacks, before)
         with self.stacks.open() as stacks:
             stacks.seek(before)
@@ -89,17 +105,19 @@ class RankProcess:
     def kill(self) -> None:
         self.socket.close()
         self.process.kill()
-        self.process.wait()
-
-
-def _command(socket: int, folder: Path, rank: int, world_size: int) -> list[str]:
-    arguments = [str(socket), str(folder), str(rank), str(world_size)]
-    return [sys.executable, "-u", "-m", "tests.rank_process", *arguments]
+        self.process.join()
+        with contextlib.suppress(ProcessLookupError):  # what a test of this rank left running
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 def _environment() -> dict[str, str]:
-    chosen = {"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}  # such options are for the parent
-    # Gloo binds to whatever the host's name resolves to, which on many machines is not reachable.
+    chosen = {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",  # it starts its threads when numpy is imported
+        "PYTEST_ADDOPTS": "",  # the options of the parent are not for ranks
+    }
+    # Gloo binds to the address of the host's name, which on many machines is not reachable.
     return chosen | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
 
 
@@ -115,6 +133,7 @@ def _wait_for_end_of_growth(path: Path, before: int) -> int:
 
 
 def _own_stacks(stacks: str) -> str:
-    """What the test and torch are doing, without what ``rank_process`` runs them in."""
+    """The frames of the test and of torch, without those of the harness that calls them."""
     threads = [thread for thread in stacks.strip().split("\n\n") if "read_requests" not in thread]
-    return "\n\n".join(thread.split('\n  File "' + RANK_PROCESS)[0] for thread in threads)
+    harness = '\n  File "' + rank_process.__file__
+    return "\n\n".join(thread.split(harness)[0] for thread in threads)

@@ -1,7 +1,8 @@
-"""One rank of a pool: ``python -m tests.rank_process FD FOLDER RANK WORLD_SIZE``.
+"""One rank of a pool: ``run`` is the main function of its process.
 
-The pool (``tests/ranks.py``) talks to it over the socket FD. It runs inside pytest, because that
-is the public way to have ``assert`` rewritten: a failing ``assert a == b`` in a rank shows values.
+It runs inside pytest, because that is the public way to have ``assert`` rewritten: a failing
+``assert a == b`` in a rank shows values. The imports here are what the server of
+``tests/rank_handle.py`` does once for all ranks; none of them may start a thread.
 """
 
 import contextlib
@@ -14,10 +15,11 @@ import signal
 import sys
 import threading
 import traceback
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import pytest
 import torch
@@ -29,7 +31,9 @@ from shardwise.runtime import unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from io import TextIOWrapper
 
+REPOSITORY = Path(__file__).parent.parent
 # Frames of these files come before those of the test in a rank's traceback, and are left out.
 HARNESS = {__file__, str(Path(__file__).with_name("ranks.py"))}
 LOOPBACK = "127.0.0.1"
@@ -121,30 +125,38 @@ def own_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
+@dataclass(frozen=True)
 class Serving:
-    """The pytest plugin that is a rank instead of running tests."""
+    """A pytest plugin that serves a pool instead of running tests."""
 
-    def __init__(self, arguments: list[str]) -> None:
-        self.socket = int(arguments[0])
-        self.folder = Path(arguments[1])
-        self.rank = int(arguments[2])
-        self.world_size = int(arguments[3])
+    pool: Connection
+    stacks: Path
+    rank: int
+    world_size: int
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_cmdline_main(self) -> int:
         pytest.register_assert_rewrite("tests")
         torch.set_num_threads(1)
-        unit.SMALL_BYTES = 256  # the units of tests are small, and take the way of large ones
-        os.set_inheritable(self.socket, False)  # a child of the rank must not keep it open
-        with (self.folder / f"stacks{self.rank}").open("w") as stacks:
+        unit.SMALL_BYTES = 256  # so that the small units of tests are treated as large ones
+        with self.stacks.open("w") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-            rank = Rank(Connection(self.socket), self.rank, self.world_size)
+            rank = Rank(self.pool, self.rank, self.world_size)
             rank.renew_groups()
             rank.pool.send_bytes(pickle.dumps((True, pickle.dumps(None))))
             rank.serve()
         return 0
 
 
-if __name__ == "__main__":
+def run(pool: Connection, stacks: Path, output: Path, rank: int, world_size: int) -> None:
+    """Answer the requests of ``pool`` until it hangs up; print into the file ``output``."""
+    os.setsid()  # Ctrl-C is for the parent, which then kills its ranks
+    os.chdir(REPOSITORY)
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    for stream in (sys.stdout, sys.stderr):
+        cast("TextIOWrapper", stream).reconfigure(line_buffering=True)
     without = [option for name in UNWANTED_PLUGINS for option in ("-p", f"no:{name}")]
-    sys.exit(pytest.main(["-s", "--noconftest", *without], plugins=[Serving(sys.argv[1:])]))
+    plugin = Serving(pool, stacks, rank, world_size)
+    sys.exit(pytest.main(["-s", "--noconftest", *without], plugins=[plugin]))

@@ -101,7 +101,7 @@ def run_on(
     """
     __tracebackhide__ = True
     request = pickle.dumps((function, args))
-    pool = _ready_pool(world_size)
+    pool = ready_pool(world_size)
     try:
         outcome = pool.run(request, deadline)
     except BaseException:  # an interrupt or a test's own timeout: the ranks are still at it
@@ -120,7 +120,7 @@ def close_pools() -> None:
 
 def pool_processes() -> set[int]:
     """The process ids of all ranks."""
-    return {rank.process.pid for pool in _pools.values() for rank in pool.ranks}
+    return {rank.pid for pool in _pools.values() for rank in pool.ranks}
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Outcome:
     world_size: int
     results: dict[int, bytes] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    headlines: dict[int, str] = field(default_factory=dict)  # of the errors, first failure first
+    headlines: dict[int, str] = field(default_factory=dict)  # of the errors, the likely cause first
 
     @property
     def missing(self) -> list[int]:
@@ -152,6 +152,11 @@ class Outcome:
     def fail(self, rank: int, headline: str, error: str) -> None:
         self.headlines[rank] = headline
         self.errors[rank] = error
+
+    def record_death(self, rank: int, headline: str, output: str) -> None:
+        """Put it first: other ranks may have raised because of it, and be noticed earlier."""
+        self.headlines = {rank: headline} | self.headlines
+        self.errors[rank] = headline + output
 
     def report(self) -> str:
         lines = [f"rank {rank} {headline}" for rank, headline in self.headlines.items()]
@@ -243,7 +248,7 @@ class Pool:
             self.kill()
 
     def is_alive(self) -> bool:
-        return self.alive and all(rank.process.poll() is None for rank in self.ranks)
+        return self.alive and all(rank.process.is_alive() for rank in self.ranks)
 
     def kill(self) -> None:
         self.alive = False
@@ -255,8 +260,7 @@ class Pool:
 def record_answer(outcome: Outcome, number: int, rank: RankProcess) -> None:
     match rank.receive():
         case None:
-            death = rank.describe_death()
-            outcome.fail(number, death, death + rank.read_output())
+            outcome.record_death(number, rank.describe_death(), rank.read_output())
         case True, result:
             outcome.results[number] = result
         case _, text:
@@ -269,7 +273,7 @@ _pools: dict[int, Pool] = {}
 atexit.register(close_pools)
 
 
-def _ready_pool(world_size: int) -> Pool:
+def ready_pool(world_size: int) -> Pool:
     pool = _pools.get(world_size)
     if pool is None or not pool.is_alive():
         if pool is not None:

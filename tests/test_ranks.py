@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankFailed, on_ranks, pool_processes, run_on
+from tests import ranks
+from tests.ranks import RankFailed, on_ranks, pool_processes, ready_pool, run_on
 
 
 def sum_of_ranks(scale: int) -> float:
@@ -79,10 +80,10 @@ def hang_on(failing: int) -> None:
 
 
 def leave_a_child_and_exit_on(failing: int) -> None:
-    """The child inherits the rank's socket, which therefore stays open."""
+    """The child inherits the rank's socket, which stays open until the pool kills the child."""
     if dist.get_rank() == failing:
         if os.fork() == 0:
-            time.sleep(6)
+            time.sleep(60)
         os._exit(3)
 
 
@@ -136,12 +137,14 @@ def test_a_failure_in_a_body_shows_the_body_alone() -> None:
     assert "ranks.py" not in caught.value.errors[1].replace("test_ranks.py", "")
 
 
-def test_warm_calls_are_quick() -> None:
+def test_warm_calls_reuse_the_ranks_and_cost_little() -> None:
     assert_works()
-    start = time.perf_counter()
+    before, processes = run_on(2, time.process_time), pool_processes()
     for _ in range(20):
         assert_works()
-    assert time.perf_counter() - start < 1.0
+    assert pool_processes() == processes
+    for start, end in zip(before, run_on(2, time.process_time), strict=True):
+        assert end - start < 1.0, "seconds of processor time for 20 calls"
 
 
 def test_each_call_starts_from_seed_zero() -> None:
@@ -163,13 +166,14 @@ def test_an_assertion_in_a_rank_shows_its_values() -> None:
     assert pool_processes() == before, "every rank had answered: the pool is good"
 
 
-def test_ranks_that_wait_for_one_that_raised_get_a_short_grace() -> None:
-    start = time.monotonic()
+def test_ranks_that_wait_for_one_that_raised_get_a_short_grace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.5)
     failure = failure_of(raise_before_collective, 0)
-    assert time.monotonic() - start < 10
     assert str(failure).startswith("rank 0 raised ValueError: no cakes")
     assert "rank 0 is at work" in failure.errors[0]
-    assert "gave no answer within 3 s of the first failure" in failure.errors[1]
+    assert "gave no answer within 0.5 s of the first failure" in failure.errors[1]
     assert "in raise_before_collective" in failure.errors[1]
     assert_works()
 
@@ -180,26 +184,21 @@ def test_groups_left_uneven_do_not_spoil_the_next_call() -> None:
 
 
 def test_a_rank_that_exits_is_named() -> None:
-    start = time.monotonic()
     failure = failure_of(exit_on, 1)
-    assert time.monotonic() - start < 10
     assert "exited with code 7" in failure.errors[1]
     assert "about to leave" in failure.errors[1]
     assert_works()
 
 
 def test_a_rank_that_dies_with_its_socket_open_is_named() -> None:
-    start = time.monotonic()
     assert "exited with code 3" in failure_of(leave_a_child_and_exit_on, 1).errors[1]
-    assert time.monotonic() - start < 5
     assert_works()
 
 
 def test_a_rank_that_dies_between_calls_is_replaced() -> None:
-    assert_works()
-    for process in pool_processes():
-        os.kill(process, signal.SIGKILL)
-    time.sleep(0.2)
+    for rank in ready_pool(2).ranks:
+        rank.process.kill()
+        rank.process.join()
     assert_works()
 
 
@@ -210,9 +209,7 @@ def test_a_rank_that_is_killed_is_named() -> None:
 
 
 def test_a_hang_shows_where_every_rank_stands() -> None:
-    start = time.monotonic()
     failure = failure_of(hang_on, 0, deadline=2.0)
-    assert time.monotonic() - start < 10
     assert "gave no answer within 2 s of the call" in str(failure)
     assert "in sleep_in_a_named_place" in failure.errors[0]
     assert "in barrier" in failure.errors[1]
