@@ -1,7 +1,8 @@
-"""What every test gets: ranks that end with the session, and a check that it leaves nothing."""
+"""Fixtures of every test: ranks that end with the session, and a check for what is left running."""
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.leaks import fail_on_leaks
@@ -9,6 +10,12 @@ from tests.ranks import close_pools
 
 # The helpers of tests assert as well; named before any of them is imported by a test.
 pytest.register_assert_rewrite("tests")
+
+# A busy machine makes any example slow, which says nothing about the code.
+hypothesis.settings.register_profile(
+    "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -157,6 +157,7 @@ def run(pool: Connection, stacks: Path, output: Path, rank: int, world_size: int
         os.dup2(file.fileno(), 2)
     for stream in (sys.stdout, sys.stderr):
         cast("TextIOWrapper", stream).reconfigure(line_buffering=True)
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # loading the others takes half a second
     without = [option for name in UNWANTED_PLUGINS for option in ("-p", f"no:{name}")]
-    plugin = Serving(pool, stacks, rank, world_size)
-    sys.exit(pytest.main(["-s", "--noconftest", *without], plugins=[plugin]))
+    options = ["-s", "--noconftest", "-c", os.devnull, "--rootdir", str(REPOSITORY), *without]
+    sys.exit(pytest.main(options, plugins=[Serving(pool, stacks, rank, world_size)]))
