@@ -1,23 +1,25 @@
 """`fully_shard`: plans a model, has the runtime shard it, and attaches the features."""
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from shardwise.errors import PlanError
 from shardwise.features import fused_wgrad
+from shardwise.features.deferred import defer, is_deferred
 from shardwise.features.initialize import Initialization, Materializer
 from shardwise.plan.granularity import Granularities
 from shardwise.plan.layout import ParameterSpec
-from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy
+from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy, as_offload_policy
 from shardwise.plan.padding import padding_report
 from shardwise.plan.plan import Plan, UnitChoice, make_plan
-from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
+from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy, as_precision_policy
 from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.units import Units, check_is_unit
 from shardwise.runtime.attach import check_initialized, device_for, is_on_meta
@@ -31,14 +33,14 @@ from shardwise.runtime.unused import UNUSED, Unused
 
 __all__ = ["fully_shard"]
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 
 def fully_shard(
     module: M,
     *,
     mesh: DeviceMesh | None = None,
-    strategy: str | Strategy = "fsdp",
+    strategy: str | Strategy | None = None,
     units: Units = None,
     prefetch: int = 1,
     reshard_after_forward: bool | int | None = None,
@@ -49,6 +51,8 @@ def fully_shard(
     unused: Unused = "none",
     init: Initialization | None = None,
     ignored_params: Collection[nn.Parameter] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> M:
     """Shard ``module`` over the ranks of ``mesh``; returns the same object.
 
@@ -58,11 +62,12 @@ def fully_shard(
     root.
 
     Args:
-        module: the model, with the same values on every rank, or on the meta device.
+        module: the model, with the same values on every rank, or on the meta device; or a list of
+            modules, each of which becomes a unit of its own.
         mesh: one-dimensional; None for all ranks (this process alone without a process group).
             Two-dimensional, (outer, inner), for strategies over two axes.
         strategy: what is sharded over which axis: a row of `plan.strategy.PRESETS` by its name, or
-            a `Strategy` of your own.
+            a `Strategy` of your own. None is ``"fsdp"``, and ``"hsdp"`` on a two-dimensional mesh.
         units: a module class or set of classes, ``"auto"`` (the repeated blocks), a size in
             parameters, or a policy ``(module, recurse, nonwrapped_numel) -> bool``.
         prefetch: how many units to gather ahead of the one that computes.
@@ -84,29 +89,89 @@ def fully_shard(
             as one process would; ``"zeros"`` spares the ranks the small exchange about it;
             ``"error"`` has every rank raise a `StepError` at the end of a backward in which some
             rank gave no gradient to a parameter that requires one. It names both.
-        init: how a model on the meta device gets its first values, the same ones on any number of
-            ranks: one unit after the other is made whole, initialised and cut, so that the peak of
-            memory is the shards and one unit. None is ``Initialization(seed=0)``.
+        init: the first values of a model on the meta device, the same on any number of ranks: each
+            unit is materialized, initialized and cut before the next, so that the peak of memory
+            is the shards and one unit. With None, the default and FSDP2's way, a module on the
+            meta device is sharded when it gets storage: by ``to_empty``, or by
+            ``load_state_dict(assign=True)`` and then the first forward.
         ignored_params: parameters of ``module`` that are left alone: whole, each rank's own, with
             gradients that nobody reduces. As in FSDP2; a call for an enclosing module has to name
             them again.
+        shard_placement_fn: FSDP2's. Shards are runs of the flattened parameter, which FSDP2 would
+            call ``Shard(0)``; every other placement is refused.
+        dp_mesh_dims: FSDP2's; refused.
 
     Raises:
         PlanError: the arguments do not fit the model or each other.
 
     Source: Zhao et al., PyTorch FSDP, 2023 (arXiv 2304.11277).
     """
-    if not isinstance(module, nn.Module):
-        raise PlanError(f"fully_shard takes a torch.nn.Module, got {type(module).__name__}")
     if unused not in UNUSED:
         raise PlanError(f"unused={unused!r}: expected one of {', '.join(UNUSED)}")
+    if dp_mesh_dims is not None:
+        raise PlanError("dp_mesh_dims: pass these dimensions only, as in mesh=mesh['shard']")
+    if strategy is None:
+        strategy = "hsdp" if mesh is not None and mesh.ndim > 1 else "fsdp"
+    resolved = resolve_strategy(strategy)
+    shard = partial(
+        _shard,
+        axis=resolve_mesh(mesh, resolved, sharding_factor),
+        strategy=resolved,
+        units=units,
+        prefetch=prefetch,
+        reshard_after_forward=reshard_after_forward,
+        granularity=granularity,
+        mp_policy=as_precision_policy(mp_policy),
+        offload_policy=as_offload_policy(offload_policy),
+        unused=unused,
+        init=init,
+        ignored_params=ignored_params or (),
+    )
+    for one in module if isinstance(module, Sequence) else (module,):
+        _check_module(one, shard_placement_fn)
+        if init is None and is_deferred(one):
+            defer(one, partial(shard, one))
+        else:
+            shard(one)
+    return module
+
+
+def _check_module(module: object, place: Callable[[nn.Parameter], Any] | None) -> None:
+    if not isinstance(module, nn.Module):
+        kind = type(module).__name__
+        raise PlanError(f"fully_shard takes a torch.nn.Module or a list of them, got {kind}")
     if isinstance(module, FSDPModule):
         raise PlanError(f"{type(module).__name__} is sharded already; shard the root last and once")
     check_is_unit(module, "")
     check_initialized(module)
-    strategy = resolve_strategy(strategy)
-    axis = resolve_mesh(mesh, strategy, sharding_factor)
-    is_meta = _check_init(module, init)
+    if place is None:
+        return
+    for name, parameter in module.named_parameters():
+        placement = place(parameter)
+        if placement not in (None, Shard(0)):
+            raise PlanError(
+                f"shard_placement_fn: {name}: expected None or Shard(dim=0), got {placement!r}; "
+                "shards are runs of the flattened parameter"
+            )
+
+
+def _shard(
+    module: nn.Module,
+    *,
+    axis: Axis,
+    strategy: Strategy,
+    units: Units,
+    prefetch: int,
+    reshard_after_forward: bool | int | None,
+    granularity: Granularities,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    unused: Unused,
+    init: Initialization | None,
+    ignored_params: Collection[nn.Parameter],
+) -> None:
+    """Plan one module and shard it."""
+    _check_init(module, init)
     manual = _sharded_before(module)
     plan = make_plan(
         module,
@@ -121,11 +186,9 @@ def fully_shard(
         precision=mp_policy,
         offload=offload_policy,
         settled=_specs_before(module),
-        ignored=_names_of(module, ignored_params or ()),
+        ignored=_names_of(module, ignored_params),
     )
     _warn_of_padding(plan, axis)
-    if is_meta and init is None:
-        init = Initialization()
     runtime = _build(module, plan, axis, unused, init)
     own = UnitChoice(reshard_after_forward, mp_policy, offload_policy)
     inner = UnitChoice(reshard_after_forward, replace(mp_policy, output_dtype=None), offload_policy)
@@ -134,7 +197,6 @@ def fully_shard(
         mark(module.get_submodule(unit.name), Handle(runtime, index, choice))
     apply_precision(module, mp_policy, settled=manual)
     fused_wgrad.replace_layers(module)
-    return module
 
 
 def _build(
@@ -164,7 +226,7 @@ def _specs_before(root: nn.Module) -> dict[str, ParameterSpec]:
 def _warn_of_padding(plan: Plan, axis: Axis) -> None:
     told = padding_report(plan.units) if axis.group_rank == 0 else ""
     if told:
-        warnings.warn(f"granularity costs padding\n{told}", stacklevel=3)
+        warnings.warn(f"granularity costs padding\n{told}", stacklevel=4)
 
 
 def _sharded_before(root: nn.Module) -> dict[str, UnitChoice]:
@@ -184,16 +246,10 @@ def _sharded_before(root: nn.Module) -> dict[str, UnitChoice]:
     return {name: handle.choice for name, handle in handles.items()}
 
 
-def _check_init(module: nn.Module, init: Initialization | None) -> bool:
-    """Whether ``module`` is on the meta device.
-
-    Raises:
-        PlanError: it is not, but is to be initialised.
-    """
-    is_meta = is_on_meta(module)
-    if init is not None and not is_meta:
+def _check_init(module: nn.Module, init: Initialization | None) -> None:
+    """Refuse to initialize a model that has values."""
+    if not is_on_meta(module) and init is not None:
         raise PlanError(
             "init=... is for a model on the meta device, and this one has values; to replace them, "
             "call sw.initialize(model, seed) before fully_shard"
         )
-    return is_meta

@@ -142,7 +142,7 @@ def test_parameters_stay_the_same_objects() -> None:
     parameters = list(model.parameters())
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    sw.fully_shard(model, units=CASES["gpt"].units)
+    sw.fully_shard(model, units=CASES["gpt"].units, init=sw.Initialization())
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
     assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
@@ -204,7 +204,7 @@ def test_what_nobody_fills_is_named(missing: str, name: str) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), Unfilled(missing))
     with pytest.raises(sw.PlanError, match=rf"^1\.{name}: .*pass init_fn"):
-        sw.fully_shard(model, units=Unfilled)
+        sw.fully_shard(model, units=Unfilled, init=sw.Initialization())
 
 
 def test_a_module_may_make_a_tensor_anew() -> None:
@@ -214,7 +214,7 @@ def test_a_module_may_make_a_tensor_anew() -> None:
 
     with torch.device("meta"):
         model = Rebuilt("flags")
-    sw.fully_shard(model)
+    sw.fully_shard(model, init=sw.Initialization())
     assert torch.equal(model.get_buffer("mask"), torch.ones(3, 3, dtype=torch.bool).tril())
 
 
@@ -228,7 +228,7 @@ def test_reaching_into_another_unit_is_refused() -> None:
     with torch.device("meta"):
         model = TRANSFORMER()
     with pytest.raises(sw.PlanError, match=r"the root: initialising a Transformer.*pass init_fn"):
-        sw.fully_shard(model, units=nn.TransformerEncoderLayer)
+        sw.fully_shard(model, units=nn.TransformerEncoderLayer, init=sw.Initialization())
 
 
 def test_reaching_out_of_a_unit_is_refused() -> None:
@@ -245,12 +245,14 @@ def test_reaching_out_of_a_unit_is_refused() -> None:
     meddling.friends = (friend,)
     model = nn.Sequential(friend, meddling)
     with pytest.raises(sw.PlanError, match=r"^1: initialising a Meddling.*pass init_fn"):
-        sw.fully_shard(model, units=Meddling)
+        sw.fully_shard(model, units=Meddling, init=sw.Initialization())
 
 
 def test_mistakes_are_named() -> None:
     with pytest.raises(sw.PlanError, match=r"0\.bias is on the meta device and 1\.bias is"):
-        sw.fully_shard(nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)))
+        sw.fully_shard(
+            nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)), init=sw.Initialization()
+        )
     with pytest.raises(sw.PlanError, match=r"call sw\.initialize"):
         sw.fully_shard(nn.Linear(2, 2), init=sw.Initialization(3))
     with pytest.raises(sw.PlanError, match=r"weight is on the meta device.*fully_shard"):
@@ -260,7 +262,7 @@ def test_mistakes_are_named() -> None:
     with torch.device("meta"):
         model = nn.Sequential(Block(), Block())
     for block in model:
-        sw.fully_shard(block)
+        sw.fully_shard(block, init=sw.Initialization())
     with pytest.raises(sw.PlanError, match=r"^0 was initialised on its own.*units=Block"):
         sw.fully_shard(model)
 
@@ -347,11 +349,11 @@ def _measure() -> None:
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     with torch.device("meta"):
         small = nn.Sequential(nn.Linear(64, 64))
-    sw.fully_shard(small)  # loads what the first one loads
+    sw.fully_shard(small, init=sw.Initialization())  # loads what the first one loads
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048)) for _ in range(16)))
     before = _peak_bytes()
-    sw.fully_shard(model, units="auto")
+    sw.fully_shard(model, units="auto", init=sw.Initialization())
     grown = _peak_bytes() - before
     plan = runtime_of(model).plan
     unit = max(unit.gathered_bytes for unit in plan.units)

@@ -17,9 +17,9 @@ Program = Callable[..., Any]
 
 def state_dict_functions(f: Any) -> Any:
     """The module that a program which imports from ``f`` takes ``get_state_dict`` from."""
-    ours = f.__name__ == "shardwise.fsdp"
+    is_torch = f.__name__ == "torch.distributed.fsdp"
     return importlib.import_module(
-        "shardwise.fsdp.state_dict" if ours else "torch.distributed.checkpoint.state_dict"
+        "torch.distributed.checkpoint.state_dict" if is_torch else "shardwise.fsdp.state_dict"
     )
 
 
@@ -28,10 +28,19 @@ def name_of(case: tuple[Program, Mapping[str, Any]]) -> str:
     return f"{case[0].__name__}-{'-'.join(map(str, case[1].values()))}"
 
 
-def run_both(program: Program, options: Mapping[str, Any], tolerance: float = TOLERANCE) -> None:
-    """Assert that both give the same, to ``tolerance``, relative to the largest of a tensor."""
+def run_both(
+    program: Program,
+    options: Mapping[str, Any],
+    tolerance: float = TOLERANCE,
+    ours: str = "shardwise.fsdp",
+) -> None:
+    """Assert that the program gives the same results with PyTorch's FSDP and with ours.
+
+    ``tolerance`` is relative to the largest element of a tensor. ``ours`` is the module that the
+    program imports from.
+    """
     seen = []
-    for name in ("torch.distributed.fsdp", "shardwise.fsdp"):
+    for name in ("torch.distributed.fsdp", ours):
         torch.manual_seed(0)
         dist.barrier()
         seen.append(program(importlib.import_module(name), **options))

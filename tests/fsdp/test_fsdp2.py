@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.fsdp import programs2 as programs
-from tests.fsdp.both import DEADLINE, Program, name_of, run_both
+from tests.fsdp.both import DEADLINE, TOLERANCE, Program, name_of, run_both
 from tests.fsdp.programs2 import OPTIMIZERS
 from tests.ranks import run_on
 
@@ -95,3 +95,27 @@ def test_on_two_ranks(case: tuple[Program, dict[str, Any]]) -> None:
 )
 def test_on_four_ranks(case: tuple[Program, dict[str, Any]]) -> None:
     run_on(4, run_both, *case, deadline=DEADLINE)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (programs.train, {"wrapped": "blocks"}),
+        (programs.train, {"wrapped": "layers", "options": {"reshard_after_forward": False}}),
+        (programs.lists, {"count": 2}),
+        (programs.meta, {"wrapped": "blocks"}),
+        (programs.precision, {"policy": {"param_dtype": BF16, "reduce_dtype": F32}, "outer": True}),
+        (programs.offload, {"pin_memory": False}),
+        (programs.no_offload, {}),
+        (programs.ignore, {"which": "head"}),
+        (programs.placement_function, {}),
+    ],
+    ids=name_of,
+)
+def test_fully_shard_of_the_package_root(case: tuple[Program, dict[str, Any]]) -> None:
+    run_on(2, run_both, *case, TOLERANCE, "tests.fsdp.sw_namespace", deadline=DEADLINE)
+
+
+def test_fully_shard_of_the_package_root_on_a_2d_mesh() -> None:
+    case = (programs.hybrid, {"reshard": None})
+    run_on(4, run_both, *case, TOLERANCE, "tests.fsdp.sw_namespace", deadline=DEADLINE)

@@ -1,5 +1,6 @@
 """Options that change no number: what plan they become, and what is refused by name."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -7,18 +8,21 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import shardwise as sw
 import shardwise.fsdp as f
-from shardwise.fsdp import api
 from shardwise.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from shardwise.plan.offload import as_offload_policy
 from shardwise.plan.plan import Plan
+from shardwise.plan.precision import as_precision_policy
 from shardwise.runtime.module import runtime_of_root
 from shardwise.schedule.events import EventKind
 from tests.fsdp.models import Block, batch, make_net
 from tests.ranks import run_on
 
 FSDP = f.FullyShardedDataParallel
+NO_MODULE: Any = 3
 
 
 def wrapped(**options: Any) -> Any:
@@ -68,9 +72,14 @@ def test_torch_cpu_offload(offload: bool) -> None:
     assert [unit.offload is not None for unit in plan.units] == [offload] * 4
 
 
-@pytest.mark.parametrize("name", [n for n in api.__all__ if n in torch_fsdp.__all__])
+@pytest.mark.parametrize("name", torch_fsdp.__all__)
 def test_option_classes_are_torch_ones(name: str) -> None:
-    assert issubclass(getattr(f, name), getattr(torch_fsdp, name))
+    ours, theirs = getattr(f, name), getattr(torch_fsdp, name)
+    has_engine = name in ("FSDPModule", "FullyShardedDataParallel", "UnshardHandle")
+    if has_engine or not isinstance(theirs, type):
+        assert ours is not theirs
+    else:
+        assert issubclass(ours, theirs)
 
 
 def test_torch_wrap_policies() -> None:
@@ -124,8 +133,33 @@ def test_a_block_on_the_meta_device_says_what_is_missing() -> None:
         model(torch.zeros(1, 4))
 
 
-def _sixteen_bits_of_both_kinds() -> None:
-    f.fully_shard(nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 2).bfloat16()))
+def test_fully_shard_is_one_function() -> None:
+    assert f.fully_shard.func is sw.fully_shard
+    theirs = inspect.signature(torch_fsdp.fully_shard).parameters
+    assert set(theirs) <= set(inspect.signature(sw.fully_shard).parameters)
+
+
+@pytest.mark.parametrize("cast_forward_inputs", [False, True])
+def test_torch_policies(cast_forward_inputs: bool) -> None:
+    given: dict[str, Any] = {
+        "param_dtype": torch.bfloat16,
+        "reduce_dtype": torch.float32,
+        "output_dtype": torch.float64,
+        "cast_forward_inputs": cast_forward_inputs,
+    }
+    expected = sw.MixedPrecisionPolicy(**given, master_dtype="keep")
+    assert as_precision_policy(torch_fsdp.MixedPrecisionPolicy(**given)) == expected
+    assert as_offload_policy(torch_fsdp.CPUOffloadPolicy(False)) == sw.CPUOffloadPolicy(False)
+    assert as_offload_policy(torch_fsdp.OffloadPolicy()) == sw.OffloadPolicy()
+
+
+def test_parameters_keep_their_dtypes_in_the_drop_in() -> None:
+    def mixed() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 2).bfloat16())
+
+    kept = [p.dtype for p in f.fully_shard(mixed()).parameters()]
+    assert kept == [torch.float16] * 2 + [torch.bfloat16] * 2
+    assert {p.dtype for p in sw.fully_shard(mixed()).parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -137,9 +171,15 @@ def _sixteen_bits_of_both_kinds() -> None:
             lambda: wrapped(mixed_precision=f.MixedPrecision(keep_low_precision_grads=True)),
             "keep_low_precision_grads=True",
         ),
-        (lambda: f.fully_shard({nn.Linear(2, 2)}), "takes torch.nn.Modules, got a set"),  # type: ignore[type-var]
-        (lambda: f.fully_shard(nn.Linear(2, 2), dp_mesh_dims=1), "dp_mesh_dims: pass these"),
-        (_sixteen_bits_of_both_kinds, "in bfloat16 and in float16"),
+        (lambda: f.fully_shard({nn.Linear(2, 2)}), "takes a torch.nn.Module .*, got set"),  # type: ignore[type-var]
+        (lambda: f.fully_shard([nn.Linear(2, 2), NO_MODULE]), "takes a torch.nn.M.*, got int"),
+        (lambda: sw.fully_shard(nn.Linear(2, 2), dp_mesh_dims=1), "dp_mesh_dims: .*mesh"),
+        (
+            lambda: sw.fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: Shard(1)),
+            r"shard_placement_fn: weight: expected None or Shard\(dim=0\), got Shard\(dim=1\)",
+        ),
+        (lambda: sw.fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16), "mp_policy: expected"),  # type: ignore[arg-type]
+        (lambda: sw.fully_shard(nn.Linear(2, 2), offload_policy=True), "offload_policy: expected"),  # type: ignore[arg-type]
         (
             lambda: f.fully_shard(make_net()).set_custom_all_gather(print),  # type: ignore[operator]
             "set_custom_all_gather has no place",

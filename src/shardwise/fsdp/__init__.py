@@ -1,8 +1,15 @@
 """The drop-in for ``torch.distributed.fsdp``: replace that by ``shardwise.fsdp`` in the imports.
 
-FSDP1's and FSDP2's options become calls of the engine, and nothing else happens here; nothing
-below imports this package.
+FSDP1's options are translated to arguments of `shardwise.fully_shard`; FSDP2's function is that
+function. The option classes are PyTorch's own. Nothing below imports this package.
 """
+
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 
 from shardwise.fsdp.api import (
     BackwardPrefetch,
@@ -24,14 +31,13 @@ from shardwise.fsdp.api import (
 from shardwise.fsdp.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardwise.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from shardwise.fsdp.sharded_grad_scaler import ShardedGradScaler
-from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
-from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.runtime.module import FSDPModule, UnshardHandle
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",

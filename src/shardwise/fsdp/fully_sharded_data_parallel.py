@@ -13,7 +13,6 @@ from shardwise.api import fully_shard
 from shardwise.errors import PlanError
 from shardwise.fsdp import api, optim_states
 from shardwise.fsdp import state_dict_type as state_dicts
-from shardwise.fsdp.fully_shard import as_they_came
 from shardwise.fsdp.materialize import materialize
 from shardwise.fsdp.names import WRAPPED, clean_name
 from shardwise.fsdp.options import (
@@ -135,7 +134,7 @@ class FullyShardedDataParallel(nn.Module):
             sharding_factor=ranks.sharding_factor,
             prefetch=int(backward_prefetch is not None or forward_prefetch),
             reshard_after_forward=ranks.reshard_after_forward,
-            mp_policy=as_they_came(module, precision_policy(mixed_precision)),
+            mp_policy=precision_policy(mixed_precision),
             offload_policy=offload_policy(cpu_offload),
             ignored_params=self._ignored_params,
         )

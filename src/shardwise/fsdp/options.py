@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.errors import PlanError
 from shardwise.fsdp.api import MixedPrecision, ShardingStrategy, TorchCPUOffload
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
-from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
+from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import resolve_strategy
 from shardwise.runtime.mesh import Axis, resolve_mesh
 
@@ -69,7 +69,7 @@ def ranks_of(
 def precision_policy(mixed_precision: MixedPrecision | None) -> MixedPrecisionPolicy:
     """Raises PlanError for what cannot be honoured."""
     if mixed_precision is None:
-        return AS_IT_CAME
+        return MixedPrecisionPolicy(master_dtype="keep")
     if mixed_precision.keep_low_precision_grads:
         raise PlanError(
             "keep_low_precision_grads=True: gradients have the dtype of the parameters here; for "
@@ -80,6 +80,7 @@ def precision_policy(mixed_precision: MixedPrecision | None) -> MixedPrecisionPo
         reduce_dtype=mixed_precision.reduce_dtype,
         buffer_dtype=mixed_precision.buffer_dtype,
         cast_forward_inputs=mixed_precision.cast_forward_inputs,
+        master_dtype="keep",
         full_precision=tuple(mixed_precision._module_classes_to_ignore),
     )
 

@@ -1,8 +1,10 @@
 """What a rank keeps in the memory of the host instead of its device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
-__all__ = ["NO_OFFLOAD", "CPUOffloadPolicy", "OffloadPolicy"]
+from shardwise.errors import PlanError
+
+__all__ = ["NO_OFFLOAD", "CPUOffloadPolicy", "OffloadPolicy", "as_offload_policy"]
 
 
 @dataclass(frozen=True)
@@ -29,3 +31,22 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 NO_OFFLOAD = OffloadPolicy()
+
+
+def as_offload_policy(policy: object) -> OffloadPolicy:
+    """``policy``, or the equivalent of PyTorch's own, by its fields.
+
+    Raises:
+        PlanError: it is neither.
+    """
+    if isinstance(policy, OffloadPolicy):
+        return policy
+    names = [field.name for field in fields(policy)] if is_dataclass(policy) else None
+    if names == []:  # PyTorch's OffloadPolicy has no field, its CPUOffloadPolicy one
+        return NO_OFFLOAD
+    if names == ["pin_memory"]:
+        return CPUOffloadPolicy(pin_memory=policy.pin_memory)  # type: ignore[attr-defined]
+    raise PlanError(
+        f"offload_policy: expected an OffloadPolicy, got {policy!r}; pass sw.CPUOffloadPolicy() or "
+        "PyTorch's"
+    )

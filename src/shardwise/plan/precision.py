@@ -1,13 +1,14 @@
 """In which dtypes parameters are kept, computed with and reduced."""
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 from torch import nn
 
 from shardwise.errors import PlanError
 
-__all__ = ["AS_IT_CAME", "Dtypes", "MixedPrecisionPolicy"]
+__all__ = ["AS_IT_CAME", "Dtypes", "MixedPrecisionPolicy", "as_precision_policy"]
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -26,8 +27,9 @@ class MixedPrecisionPolicy:
             ``param_dtype``.
         buffer_dtype: to cast floating-point buffers to, once; None for as they are.
         master_dtype: of the shards, and so of gradients and optimizer state, of trainable
-            parameters that came in bfloat16 or float16; None for float32. In 16 bits, updates
-            below 1/256 of a weight are lost.
+            parameters that came in bfloat16 or float16; None for float32, ``"keep"`` for the
+            parameter's own dtype, as in FSDP2. In 16 bits, updates below 1/256 of a weight are
+            lost.
         full_precision: classes of modules that compute in the dtype of the shards: their inputs
             are cast to it, and their outputs back. Norms, say.
 
@@ -40,13 +42,15 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     buffer_dtype: torch.dtype | None = None
-    master_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | Literal["keep"] | None = None
     full_precision: tuple[type[nn.Module], ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             is_dtype = field.name.endswith("_dtype") and value is not None
+            if field.name == "master_dtype" and value == "keep":
+                continue
             if is_dtype and not (isinstance(value, torch.dtype) and value.is_floating_point):
                 raise PlanError(f"{field.name}={value!r}: expected a floating-point torch.dtype")
 
@@ -56,7 +60,7 @@ class MixedPrecisionPolicy:
         if not came.is_floating_point:
             return Dtypes(came, came, came)
         kept = came
-        if came in _LOW and parameter.requires_grad:
+        if came in _LOW and parameter.requires_grad and self.master_dtype != "keep":
             kept = self.master_dtype or torch.float32
         is_full = isinstance(module, self.full_precision)
         compute = kept if is_full else self.param_dtype or came
@@ -64,6 +68,26 @@ class MixedPrecisionPolicy:
 
 
 AS_IT_CAME = MixedPrecisionPolicy()
+
+
+def as_precision_policy(policy: object) -> MixedPrecisionPolicy:
+    """``policy``, or the equivalent of PyTorch's own ``MixedPrecisionPolicy``, by its fields.
+
+    Raises:
+        PlanError: it is neither.
+    """
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    if not all(hasattr(policy, name) for name in _TORCH_FIELDS):
+        raise PlanError(
+            f"mp_policy: expected a MixedPrecisionPolicy, got {policy!r}; pass "
+            "sw.MixedPrecisionPolicy(param_dtype=...) or PyTorch's"
+        )
+    given = {name: getattr(policy, name) for name in _TORCH_FIELDS}
+    return MixedPrecisionPolicy(**given, master_dtype="keep")
+
+
+_TORCH_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
 
 @dataclass(frozen=True, slots=True)

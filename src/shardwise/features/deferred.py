@@ -1,8 +1,7 @@
-"""Modules on the meta device, sharded as soon as they have storage.
+"""FSDP2's order for the meta device: shard, then ``to_empty``, then initialize.
 
-FSDP2's order is: shard on meta, ``to_empty``, give values. Blocks get storage one after the other,
-the innermost first (as `Module.to_empty` goes through a model), and each is cut at once, so a rank
-never has more than its shards and one block.
+A module is sharded as soon as it gets storage. `Module.to_empty` visits the innermost modules
+first, and each block is cut at once, so a rank holds at most its shards and one block.
 """
 
 from collections.abc import Callable
