@@ -42,9 +42,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.forecast.memory import step_memory
-from shardwise.runtime.buffer import Pool
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.gradients import Gradients
+from shardwise.runtime.memory import Pool
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.tensor import ShardedTensor
@@ -267,7 +267,7 @@ def engine_bytes(runtime: Runtime, waiting: Waiting) -> int:
             tensors += [gradients._buffer.flat] if has_own else []
     storages = [t.untyped_storage() for t in tensors if t is not None]
     own = waiting.alive() | {storage.data_ptr(): storage.nbytes() for storage in storages}
-    lent = [pool.lent_bytes for pool in pools_of(runtime)]
+    lent = [pool.allocated_bytes for pool in pools_of(runtime)]
     return int(sum(own.values()) + sum(lent))
 
 

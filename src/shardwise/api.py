@@ -23,9 +23,9 @@ from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy, as_precis
 from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.units import Units, check_is_unit
 from shardwise.runtime.attach import check_initialized, device_for, is_on_meta
-from shardwise.runtime.buffer import Pool
 from shardwise.runtime.casting import apply_precision
 from shardwise.runtime.engine import Handle, Runtime
+from shardwise.runtime.memory import Pool
 from shardwise.runtime.mesh import Axis, resolve_mesh
 from shardwise.runtime.module import FSDPModule, handle_of, mark
 from shardwise.runtime.tensor import ShardedTensor

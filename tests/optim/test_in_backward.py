@@ -85,7 +85,7 @@ def test_few_gradients_are_alive_at_once() -> None:
         held_bytes.append(held)
     assert max(held_bytes) == plan.gradient_shard_bytes // 8
     assert held == 0
-    assert runtime_of(model).pools.gathered.lent_bytes == 0
+    assert runtime_of(model).pools.gathered.allocated_bytes == 0
     assert runtime_of(model).pools.gradients.held_bytes == 0
     assert runtime_of(model).pools.outer_gradients.held_bytes == 0
     assert alive == [4] * 16  # those of one block

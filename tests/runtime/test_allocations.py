@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.plan.strategy import STRATEGIES, Strategy
-from shardwise.runtime.buffer import Pool
+from shardwise.runtime.memory import Pool
 from tests.ranks import on_ranks
 from tests.runtime.one_process import world_size
 from tests.runtime.test_memory import runtime_of
@@ -63,7 +63,7 @@ def _train(name: str, preset: Strategy, *, settled: int, turns: int = 1, **optio
             _ = model(torch.ones(1, 16)) if turns > 1 else None
         assert step <= settled or evaluation == _Allocated([], []), f"{what}: {evaluation}"
         model.zero_grad()
-    assert pools.gathered.lent_bytes == pools.gradients.held_bytes == 0
+    assert pools.gathered.allocated_bytes == pools.gradients.held_bytes == 0
     assert pools.outer_gradients.held_bytes == 0
 
 
@@ -78,11 +78,11 @@ class _Allocated:
 @contextmanager
 def _counted() -> Iterator[_Allocated]:
     allocated = _Allocated([], [])
-    allocate = Pool._allocate
+    allocate = Pool._new_block
 
     def count(pool: Pool, num_bytes: int) -> torch.UntypedStorage:
         (allocated.to_keep if pool._keep else allocated.to_free).append(num_bytes)
         return allocate(pool, num_bytes)
 
-    with mock.patch.object(Pool, "_allocate", count):
+    with mock.patch.object(Pool, "_new_block", count):
         yield allocated

@@ -93,7 +93,7 @@ def test_an_exception_leaves_nothing_under_way() -> None:
     _loss(reference, batch).backward()
     _loss(model, own_part(batch)).backward()
     for ferry in runtime_of(model)._ferries.values():
-        assert ferry.staging.lent_bytes == 0
+        assert ferry.staging.allocated_bytes == 0
     for optimizer in optimizers:
         optimizer.step()
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):

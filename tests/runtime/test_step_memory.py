@@ -17,8 +17,8 @@ from shardwise.forecast.memory import step_memory
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.strategy import STRATEGIES, Level, Strategy
 from shardwise.plan.units import Units
-from shardwise.runtime.buffer import Pool
 from shardwise.runtime.engine import Runtime
+from shardwise.runtime.memory import Pool
 from shardwise.transport.communicator import communicator
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import world_size
@@ -224,12 +224,12 @@ def _live_bytes(runtime: Runtime) -> int:
         for address in [one for one in live if start <= one < start + num_bytes]:
             del live[address]
     buffers = [flat.buffer for unit in runtime.scheduler.units for flat in unit.flats]
-    in_buffers = sum(one.flat.nbytes for one in buffers if one.is_acquired and one._pool.common)
+    in_buffers = sum(one.flat.nbytes for one in buffers if one.is_acquired and one._pool.shared)
     return in_buffers + sum(live.values())
 
 
 def _in_common(pool: Pool) -> Iterator[tuple[int, int]]:
     """Addresses and sizes of memory that is mapped for it."""
-    if pool.common is not None:
-        for memory in (*pool.common._own.values(), *pool.common._opened.values()):
+    if pool.shared is not None:
+        for memory in (*pool.shared._own.values(), *pool.shared._opened.values()):
             yield torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), len(memory)

@@ -1,54 +1,92 @@
-"""Places in one piece of memory: none is given twice at a time, and little is left over."""
+"""Offsets in one piece of memory: neighbours never overlap, and little is left over."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.schedule.memory import Placement, Span, most_at_once, place
+from shardwise.schedule.memory import MemoryPlacement, MemoryPlan, place
 
-SPANS = st.lists(
-    st.tuples(st.integers(0, 50), st.integers(0, 30), st.integers(1, 10)).map(
-        lambda drawn: Span(drawn[0], drawn[1], drawn[1] + drawn[2])
-    ),
-    max_size=25,
-)
+# Buffers as (size, first tick, ticks alive).
+LIVES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30), st.integers(1, 10)), max_size=25)
+
+
+def neighbours_of(lives: list[tuple[int, int, int]]) -> list[list[int]]:
+    """For each buffer those that are alive with it."""
+    return [
+        [
+            j
+            for j, (_, other, other_ticks) in enumerate(lives)
+            if j != i and other < start + ticks and start < other + other_ticks
+        ]
+        for i, (_, start, ticks) in enumerate(lives)
+    ]
+
+
+def most_at_once(lives: list[tuple[int, int, int]]) -> int:
+    ticks = range(max((start + ticks for _, start, ticks in lives), default=0))
+    return max((sum(s for s, at, n in lives if at <= tick < at + n) for tick in ticks), default=0)
 
 
 @settings(deadline=None)
-@given(SPANS)
-def test_no_two_spans_share_a_byte_at_a_time(spans: list[Span]) -> None:
-    placement = place(spans)
-    ends = [offset + s.size for offset, s in zip(placement.offsets, spans, strict=True)]
+@given(LIVES)
+def test_buffers_that_are_alive_together_do_not_overlap(lives: list[tuple[int, int, int]]) -> None:
+    sizes, neighbours = [size for size, _, _ in lives], neighbours_of(lives)
+    placement = place(sizes, neighbours, goal=most_at_once(lives))
+    ends = [offset + size for offset, size in zip(placement.offsets, sizes, strict=True)]
     assert placement.extent == max(ends, default=0)
-    for i, one in enumerate(spans):
-        for j, other in enumerate(spans[:i]):
-            if one.size and other.size and one.start < other.stop and other.start < one.stop:
+    for i, others in enumerate(neighbours):
+        for j in others:
+            if sizes[i] and sizes[j]:
                 apart = ends[i] <= placement.offsets[j] or ends[j] <= placement.offsets[i]
-                assert apart, (one, other)
-    assert placement.extent >= most_at_once(spans)
-    assert placement == place(spans), "the same every time"
+                assert apart, (lives[i], lives[j])
+    assert placement.extent >= most_at_once(lives)
+    assert placement == place(sizes, neighbours, most_at_once(lives)), "the same every time"
 
 
-def test_the_most_at_once() -> None:
-    assert most_at_once([]) == 0
-    assert most_at_once([Span(3, 0, 2), Span(4, 1, 3), Span(5, 2, 4)]) == 9, "the first is over"
-
-
-def test_nothing_is_placed_nowhere() -> None:
-    assert place([]) == Placement((), 0)
+def test_no_buffers_take_no_memory() -> None:
+    assert place([], [], goal=0) == MemoryPlacement((), 0)
 
 
 @pytest.mark.parametrize(
     "sizes", [(9, 3, 4, 2, 8, 6, 5), (7,) * 7, (1, 20, 1, 20, 3, 3, 3)], ids=str
 )
-def test_a_step_takes_no_more_than_is_in_use_at_once(sizes: tuple[int, ...]) -> None:
-    """Units gathered one ahead, forward and backward, and reductions two at a time."""
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_a_step_takes_no_more_than_is_alive_at_once(sizes: tuple[int, ...], prefetch: int) -> None:
+    """Each buffer keeps its offset from forward to backward."""
     root, *units = (size * 64 for size in sizes)
-    spans = [Span(root, 0, 1000)]
-    for tick, size in enumerate(units):
-        spans.append(Span(size, 10 + 10 * tick, 31 + 10 * tick))
-    for tick, size in enumerate(reversed(units)):
-        began = 100 + 10 * tick
-        spans += [Span(size, began, began + 21), Span(size, began + 12, began + 35)]
-        spans.append(Span(size // 2, began + 20, began + 35))
-    assert place(spans).extent == most_at_once(spans)
+    plan: MemoryPlan[int] = MemoryPlan()
+    windows = [range(i, min(i + prefetch + 1, len(units))) for i in range(len(units))]
+    plan.observe(-1, root, [])
+    for window in windows:
+        for position, unit in enumerate(window):
+            plan.observe(unit, units[unit], [-1, *window[:position]])
+    goal = root + max(sum(units[unit] for unit in window) for window in windows)
+    plan.update(goal, limit=goal)
+    assert plan.extent == goal
+    assert plan.observe(0, units[0], [-1, 1]) is not None
+
+
+def test_what_was_not_observed_has_no_offset_until_the_next_update() -> None:
+    plan: MemoryPlan[str] = MemoryPlan()
+    assert plan.observe("a", 10, []) is None
+    assert plan.observe("b", 20, []) is None
+    plan.update(goal=20, limit=20)
+    assert (plan.extent, plan.is_stale) == (20, False)
+    assert plan.observe("a", 10, []) == plan.observe("b", 20, []) == 0
+    assert plan.observe("a", 10, ["b"]) is None, "they share bytes"
+    assert plan.observe("a", 10, ["b"]) is None, "and still do"
+    assert plan.observe("b", 20, ["a"]) == 0, "a is elsewhere"
+    assert plan.is_stale
+    plan.update(goal=30, limit=30)
+    offsets = {plan.observe("a", 10, ["b"]), plan.observe("b", 20, ["a"])}
+    assert offsets in ({0, 10}, {0, 20})
+
+
+def test_buffers_beyond_the_limit_have_no_offset() -> None:
+    plan: MemoryPlan[str] = MemoryPlan()
+    plan.observe("a", 10, [])
+    plan.observe("b", 20, ["a"])
+    plan.update(goal=30, limit=20)
+    assert plan.observe("b", 20, ["a"]) == 0
+    assert plan.observe("a", 10, ["b"]) is None
+    assert plan.extent == 20

@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out
 from shardwise.plan.strategy import PRESETS
 from shardwise.runtime import unit
-from shardwise.runtime.buffer import FlatBuffer, Pools
+from shardwise.runtime.memory import FlatBuffer, Pools
 from shardwise.runtime.mesh import resolve_mesh
 from shardwise.transport.collectives import Link, Pending
 from shardwise.transport.communicator import Communicator, communicator
@@ -253,7 +253,7 @@ def _gather_once() -> None:
             assert buffers.is_common(number)
         for number in range(2):
             buffers.free(number)
-    common = buffers.pools.gathered.common
+    common = buffers.pools.gathered.shared
     assert common is not None
     # The files of all but the first have nothing in them: no page was ever touched.
     taken = [os.fstat(segment.descriptor).st_blocks for segment in common._own.values()]
@@ -273,8 +273,8 @@ def _keep_on_one(keeping: int) -> None:
             buffers.free(0)
         buffers.gather(1, 20.0)
         if rank() == 0 != keeping:
-            assert buffers.all[1]._lent is not None
-            assert buffers.all[1]._lent.data_ptr() == was, "a place that was given back here"
+            assert buffers.all[1]._memory is not None
+            assert buffers.all[1]._memory.data_ptr() == was, "a place that was given back here"
         if rank() == keeping:
             buffers.check(0, 10.0)
             buffers.free(0)
@@ -311,7 +311,7 @@ def _free_at_random(seed: int) -> None:
             num_apart += apart
             num_common += not apart
             moves = apart or rank() > 0
-            assert (buffers.all[number]._elsewhere is not None) == moves
+            assert (buffers.all[number]._private is not None) == moves
             for one in held:
                 one[number] = 100.0 * turn
             for other, value in held[rank()].items():
@@ -399,7 +399,7 @@ def _gather_in_subgroups() -> None:
     flats = [flat for unit in runtime_of(model).units for flat in unit.flats]
     assert any(flat._plan.subgroup for flat in flats)
     for flat in flats:
-        assert (flat.buffer._pool.common is None) == bool(flat._plan.subgroup)
+        assert (flat.buffer._pool.shared is None) == bool(flat._plan.subgroup)
 
 
 def _send_at_once() -> None:
@@ -409,7 +409,7 @@ def _send_at_once() -> None:
         assert_equal_training("gpt")
     flats = [flat for one in runtime_of(model).units for flat in one.flats]
     # 45 * 45 floats on 2 ranks are 4050 bytes each.
-    assert [flat.buffer._pool.common is None for flat in flats] == [True, True, False, False]
+    assert [flat.buffer._pool.shared is None for flat in flats] == [True, True, False, False]
 
 
 def _gather_many() -> None:

@@ -23,7 +23,7 @@ from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.attach import check_initialized, checksum, owner_of, replace_parameter
-from shardwise.runtime.buffer import Pool
+from shardwise.runtime.memory import Pool
 from shardwise.runtime.tensor import ShardedTensor, draws, written_tensors
 from shardwise.transport.device import random_states, seed_generators, set_random_states
 
@@ -163,7 +163,7 @@ class Materializer:
     def take_back(self) -> None:
         """The parameters of the last unit are cut: nothing needs their memory any more."""
         for storage in self._lent:
-            self._pool.give(storage)
+            self._pool.free(storage)
         self._lent = []
 
     def _allocate_parameter(self, names: Sequence[str]) -> Tensor:
@@ -171,7 +171,7 @@ class Materializer:
         original = self._root.get_parameter(names[0])
         whole = torch.empty(0, dtype=original.dtype, device=self._device)
         if original.numel():
-            storage = self._pool.take(original.nbytes)
+            storage = self._pool.allocate(original.nbytes)
             self._lent.append(storage)
             whole.set_(storage, 0, original.shape, original.stride())
         else:

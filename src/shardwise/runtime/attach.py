@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
-from shardwise.runtime.buffer import Pools
+from shardwise.runtime.memory import Pools
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.offload import Ferry
 from shardwise.runtime.parameters import FSDPParameter, ParameterOwner, split_shard

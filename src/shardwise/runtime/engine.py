@@ -25,14 +25,14 @@ from shardwise.runtime.attach import (
     make_unit,
     move_buffers,
 )
-from shardwise.runtime.buffer import Pools
 from shardwise.runtime.casting import cast_tensors
+from shardwise.runtime.memory import Pools
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.offload import Ferry
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.unit import FlatParameters, Unit
+from shardwise.runtime.unit import FlatParameters, Unit, foresee_memory
 from shardwise.runtime.unused import Unused
-from shardwise.schedule.sequencer import Call, Outcome
+from shardwise.schedule.sequencer import Call, Outcome, schedule
 
 __all__ = ["HANDLE", "Handle", "Materializer", "Runtime"]
 
@@ -89,6 +89,7 @@ class Runtime:
             self.units = [self._make_unit(root, unit) for unit in plan.units]
         else:
             self.units = self._materialize(root, materializer)
+        foresee_memory(self.units, schedule(plan))
         move_buffers(root, device)
         self.scheduler = Scheduler(plan, self.units, axis, device, unused)
         for index, unit in enumerate(self.units):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
-from shardwise.runtime.buffer import CAN_SWAP, FlatBuffer, Pool, is_shared
+from shardwise.runtime.memory import CAN_SWAP, FlatBuffer, Pool, is_shared
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.offload import Ferry
 from shardwise.runtime.parameters import FSDPParameter, split_shard
@@ -156,7 +156,7 @@ class Gradients:
             out = self._reduced = self._target()
         is_cast = out is not None and out.dtype != flat.dtype
         if out is None:
-            inner = self._partial = self._pool.take_tensor(len(flat) // len(row), flat.dtype)
+            inner = self._partial = self._pool.allocate_tensor(len(flat) // len(row), flat.dtype)
         elif is_cast or self._axis.is_two_level:
             inner = flat.view(len(row), -1)[row.index(self._axis.group_rank)]
         else:
@@ -189,16 +189,16 @@ class Gradients:
     def _ship(self, ferry: Ferry, reduced: Tensor) -> "_Landing":
         size = self._layout.shard_elements
         is_added = self._has_gradients
-        to = ferry.staging.take_tensor(size, self._dtype) if is_added else self._own_shard()
+        to = ferry.staging.allocate_tensor(size, self._dtype) if is_added else self._own_shard()
         return _Landing(reduced, to, ferry.take(to, reduced))
 
     def _end_landing(self) -> None:
         landing, self._landing = self._landing, None
         if landing is None or self._ferry is None:
             return
-        self._pool.give(landing.reduced.untyped_storage())
+        self._pool.free(landing.reduced.untyped_storage())
         if landing.arrived is not self._shard:
-            self._ferry.staging.give(landing.arrived.untyped_storage())
+            self._ferry.staging.free(landing.arrived.untyped_storage())
 
     def _hand_over(self, reduced: Tensor) -> None:
         if self.reduced_hook is not None:
@@ -247,7 +247,7 @@ class Gradients:
         shard, self._shard = self._shard, None
         if shard is not None:
             # A hook, or the optimizer, may have kept a gradient.
-            part_with = self._home_pool.write_off if is_shared(shard, 1) else self._home_pool.give
+            part_with = self._home_pool.disown if is_shared(shard, 1) else self._home_pool.free
             part_with(shard.untyped_storage())
 
     def forget(self) -> None:
@@ -325,7 +325,7 @@ class Gradients:
         """Where to reduce to [S]: what will be the gradients, or memory to add to them from."""
         size = self._layout.shard_elements
         if self._ferry is not None:
-            return self._pool.take_tensor(size, self._buffer.flat.dtype)  # until it has landed
+            return self._pool.allocate_tensor(size, self._buffer.flat.dtype)  # until it has landed
         if self._has_gradients:
             return self._borrow(size, self._dtype)
         return self._own_shard()
@@ -334,7 +334,7 @@ class Gradients:
         size = self._layout.shard_elements
         if self._is_stepped:
             if self._shard is None:
-                self._shard = self._home_pool.take_tensor(size, self._dtype)
+                self._shard = self._home_pool.allocate_tensor(size, self._dtype)
         elif self._shard is None or is_shared(self._shard, own_references=1):
             if self._ferry is None:
                 self._shard = self._buffer.flat.new_empty(size, dtype=self._dtype)
@@ -344,14 +344,14 @@ class Gradients:
 
     def _borrow(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Memory until `collect`."""
-        tensor = self._pool.take_tensor(num_elements, dtype)
+        tensor = self._pool.allocate_tensor(num_elements, dtype)
         self._borrowed.append(tensor.untyped_storage())
         return tensor
 
     def _give_back(self) -> None:
         self._close()
         for storage in self._borrowed:
-            self._pool.give(storage)
+            self._pool.free(storage)
         self._borrowed = []
 
 

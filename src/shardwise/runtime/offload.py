@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise.plan.layout import Layout
 from shardwise.plan.offload import CPUOffloadPolicy
-from shardwise.runtime.buffer import Pool
+from shardwise.runtime.memory import Pool
 from shardwise.transport.device import Mark, copy, host_tensor, make_lane
 
 __all__ = ["Ferry"]

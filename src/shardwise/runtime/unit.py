@@ -11,7 +11,8 @@ For every layout of its plan a unit has a `FlatParameters`: the persistent ``sha
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from functools import partial
 
@@ -21,19 +22,20 @@ from torch import Tensor
 from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.units import UnitPlan
-from shardwise.runtime.buffer import FlatBuffer, Pool, Pools
 from shardwise.runtime.gradients import Gradients
+from shardwise.runtime.memory import Arena, FlatBuffer, Pool, Pools
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.offload import Ferry
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.tensor import ShardedTensor
+from shardwise.schedule.events import Event, EventKind
 from shardwise.transport.collectives import Link, Pending
 from shardwise.transport.communicator import Communicator
 from shardwise.transport.device import Mark, copy
 from shardwise.transport.health.status import Scope
 from shardwise.transport.host.peers import INLINE_BYTES
 
-__all__ = ["FlatParameters", "Unit", "UnitState"]
+__all__ = ["FlatParameters", "Unit", "UnitState", "foresee_memory"]
 
 SMALL_BYTES = INLINE_BYTES  # a shard that is sent at once; to agree on memory takes a message more
 
@@ -66,6 +68,7 @@ class FlatParameters:
         pool = self._pool = pools.own if plan.subgroup or is_small else pools.gathered
         self._ferry = ferry  # if the shard is on the host
         self._part: Tensor | None = None  # [world_size * S / subgroup]
+        self._part_owner = f"part for {layout.extents[0].parameter.name}"
         self.axis = axis
         self.is_whole = not layout.needs_gather  # the shard is the buffer: nothing to gather
         compute_dtype = layout.cast.compute_dtype
@@ -90,6 +93,17 @@ class FlatParameters:
             else None
         )
 
+    def foresee(self, kind: EventKind, alive: defaultdict[Arena, dict[str, int]]) -> None:
+        """Tell the pool what an event of the imagined step allocates; ``alive`` is updated."""
+        of_part = kind in (EventKind.KEEP, EventKind.DROP)
+        owner = self._part_owner if of_part else self.buffer.owner
+        if kind in (EventKind.GATHER, EventKind.KEEP):
+            num_bytes = self.buffer.num_bytes // (self._plan.subgroup if of_part else 1)
+            self._pool.foresee(owner, num_bytes, alive[self._pool])
+            alive[self._pool][owner] = num_bytes
+        elif kind in (EventKind.FREE, EventKind.DROP):
+            alive[self._pool].pop(owner, None)
+
     def launch_gather(self, link: Link, label: str) -> Pending:
         self.buffer.acquire()
         flat, part = self.buffer.flat, self._part
@@ -105,8 +119,10 @@ class FlatParameters:
 
     def launch_keep(self, link: Link, label: str) -> Pending | None:
         """Get what the subgroup gathers from: out of what is gathered, or from the other rows."""
-        part = self._pool.take_tensor(
-            self.layout.num_elements // self._plan.subgroup, self.buffer.flat.dtype
+        part = self._pool.allocate_tensor(
+            self.layout.num_elements // self._plan.subgroup,
+            self.buffer.flat.dtype,
+            self._part_owner,
         )
         self._part = part
         if not self._plan.two_level_gather:
@@ -118,7 +134,7 @@ class FlatParameters:
 
     def drop_part(self) -> None:
         if self._part is not None:
-            self._pool.give(self._part.untyped_storage())
+            self._pool.free(self._part.untyped_storage())
             self._part = None
 
     @property
@@ -180,6 +196,16 @@ class FlatParameters:
                 continue
             if current is not None:
                 parameter.adopt(current)
+
+
+def foresee_memory(units: Sequence["Unit"], events: Iterable[Event]) -> None:
+    """Plan offsets for what ``events``, one imagined step, allocate and free."""
+    by_label = {unit.plan.label: unit for unit in units}
+    alive: defaultdict[Arena, dict[str, int]] = defaultdict(dict)
+    for event in events:
+        for flat in by_label[event.unit].flats:
+            if not flat.is_whole:
+                flat.foresee(event.kind, alive)
 
 
 class Unit:

@@ -1,106 +1,138 @@
-"""Where memory that is asked for over and over lies in one piece: integers only.
+"""Offsets in one piece of memory for buffers that come and go: integers only.
 
-The requests of a training step are the same in every step, so their places can be worked out once.
-Three of them, and a piece of memory as large as what is in use at once::
+The schedule says which buffers are alive together, so each buffer gets one offset for life before
+the first step runs. Four units, one of them gathered ahead::
 
-    bytes  |  aaaa      ccccccc
-           |  aaaa  bb  ccccccc
-           |        bb
-           +------------------- time
+    bytes  |  a a . c c c .     a and c are never alive together, so they share bytes;
+           |  . b b b . d d     so do b and d
+           +---------------- time
 
 Finding the least memory is NP-hard (dynamic storage allocation, Garey & Johnson SR2). Here each
-span goes to the lowest place that is free while it lives, in a few orders; if none of them gets
-down to what is in use at once, the best order is varied at random (from a fixed seed), which is
-enough for the steps of transformers and of units of unlike sizes (docs/log.md).
+buffer goes to the lowest offset that no neighbour (a buffer that is ever alive with it) covers, in
+a few orders. If none of them gets down to ``goal``, the best order is varied at random (from a
+fixed seed), which is enough for transformers and for units of very different sizes (docs/log.md).
 """
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-__all__ = ["Placement", "Span", "most_at_once", "place"]
+__all__ = ["MemoryPlacement", "MemoryPlan", "place"]
 
 _SEED = 0
-_MOST_TRIES = 400
-_MOST_WORK = 100_000  # tries times spans: some tenths of a second
+_MAX_TRIES = 400
+_MAX_WORK = 100_000  # tries times buffers: some tenths of a second
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """``size`` bytes that are in use from tick ``start`` until tick ``stop``."""
-
-    size: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where each span begins, in bytes, and how many bytes they take together."""
+class MemoryPlacement:
+    """Where each buffer begins, in bytes, and how many bytes they cover together."""
 
     offsets: tuple[int, ...]
     extent: int
 
 
-def most_at_once(spans: Sequence[Span]) -> int:
-    """The most bytes in use at any moment: no placement takes less."""
-    changes = [(span.start, span.size) for span in spans] + [(s.stop, -s.size) for s in spans]
-    held = most = 0
-    for _, change in sorted(changes):  # at one tick, what ends before what begins
-        held += change
-        most = max(most, held)
-    return most
+@dataclass(slots=True)
+class MemoryPlan(Generic[Key]):
+    """The offsets of buffers, by key, and what they follow from.
+
+    `observe` every allocation of an imagined step, then `update`. A later allocation that was not
+    foreseen is observed, too, and gets its offset at the next `update`.
+    """
+
+    _sizes: dict[Key, int] = field(default_factory=dict)
+    _neighbours: dict[Key, set[Key]] = field(default_factory=dict)
+    _offsets: dict[Key, int] = field(default_factory=dict)
+    _unplaced: set[Key] = field(default_factory=set)  # what was observed since has no offset yet
+    extent: int = 0
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether something new was observed since the last `update`."""
+        return bool(self._unplaced)
+
+    def observe(self, key: Key, size: int, alive: Collection[Key]) -> int | None:
+        """Note that ``key`` is allocated while ``alive`` are.
+
+        A key keeps its size.
+
+        Returns:
+            Its offset, where none of ``alive`` is; None if it has no such offset.
+        """
+        if key not in self._sizes:
+            self._unplaced.add(key)
+        assert self._sizes.setdefault(key, size) == size
+        neighbours = self._neighbours.setdefault(key, set())
+        if not neighbours.issuperset(alive):
+            neighbours.update(alive)
+            for other in alive:
+                self._neighbours[other].add(key)
+            self._unplaced.add(key)
+        return None if key in self._unplaced else self._offsets.get(key)
+
+    def update(self, goal: int, limit: int) -> None:
+        """Place all buffers anew, in ``goal`` bytes if that is possible.
+
+        Those that would end beyond ``limit`` get no offset.
+        """
+        keys = list(self._sizes)
+        index = {key: i for i, key in enumerate(keys)}
+        neighbours = [[index[other] for other in self._neighbours[key]] for key in keys]
+        placement = place([self._sizes[key] for key in keys], neighbours, goal)
+        ends = {
+            key: offset + self._sizes[key]
+            for key, offset in zip(keys, placement.offsets, strict=True)
+        }
+        self._offsets = {key: end - self._sizes[key] for key, end in ends.items() if end <= limit}
+        self.extent = max((ends[key] for key in self._offsets), default=0)
+        self._unplaced.clear()
 
 
-def place(spans: Sequence[Span]) -> Placement:
-    """Give each span a place that no other has while it lives."""
-    goal = most_at_once(spans)
-    rivals = _rivals(spans)
+def place(
+    sizes: Sequence[int], neighbours: Sequence[Collection[int]], goal: int
+) -> MemoryPlacement:
+    """Give each buffer an offset so that no two neighbours overlap.
+
+    Args:
+        sizes: of the buffers, in bytes.
+        neighbours: by buffer, the indices of those that are ever alive with it; symmetric.
+        goal: stop trying at this extent, the most bytes that are alive at once.
+    """
     orders = [
-        sorted(range(len(spans)), key=lambda i: -spans[i].size),
-        sorted(range(len(spans)), key=lambda i: spans[i].start - spans[i].stop),
-        sorted(range(len(spans)), key=lambda i: spans[i].size * (spans[i].start - spans[i].stop)),
-        list(range(len(spans))),
+        sorted(range(len(sizes)), key=lambda i: -sizes[i]),
+        sorted(range(len(sizes)), key=lambda i: -len(neighbours[i])),
+        sorted(range(len(sizes)), key=lambda i: -sizes[i] * len(neighbours[i])),
+        list(range(len(sizes))),
     ]
-    order = min(orders, key=lambda order: _first_fit(spans, rivals, order).extent)
-    best = _first_fit(spans, rivals, order)
+    order = min(orders, key=lambda order: _first_fit(sizes, neighbours, order).extent)
+    best = _first_fit(sizes, neighbours, order)
     chance = random.Random(_SEED)
-    tries = min(_MOST_TRIES, _MOST_WORK // max(1, len(spans)))
+    tries = min(_MAX_TRIES, _MAX_WORK // max(1, len(sizes)))
     while best.extent > goal and tries:
         tries -= 1
         varied = list(order)
         earlier = chance.randrange(len(varied)) if chance.random() < 0.5 else 0  # noqa: PLR2004
         varied.insert(earlier, varied.pop(chance.randrange(len(varied))))
-        found = _first_fit(spans, rivals, varied)
+        found = _first_fit(sizes, neighbours, varied)
         if found.extent <= best.extent:
             order, best = varied, found
     return best
 
 
-def _rivals(spans: Sequence[Span]) -> list[list[int]]:
-    """For each span those that live while it does."""
-    rivals: list[list[int]] = [[] for _ in spans]
-    alive: list[int] = []
-    for i in sorted(range(len(spans)), key=lambda i: spans[i].start):
-        alive = [j for j in alive if spans[j].stop > spans[i].start]
-        for j in alive:
-            rivals[i].append(j)
-            rivals[j].append(i)
-        alive.append(i)
-    return rivals
-
-
 def _first_fit(
-    spans: Sequence[Span], rivals: Sequence[Sequence[int]], order: Sequence[int]
-) -> Placement:
-    offsets = [-1] * len(spans)
+    sizes: Sequence[int], neighbours: Sequence[Collection[int]], order: Sequence[int]
+) -> MemoryPlacement:
+    offsets = [-1] * len(sizes)
     extent = 0
     for i in order:
-        at = 0
-        for start, rival in sorted((offsets[j], j) for j in rivals[i] if offsets[j] >= 0):
-            if start - at >= spans[i].size:
+        offset = 0
+        for start, other in sorted((offsets[j], j) for j in neighbours[i] if offsets[j] >= 0):
+            if start - offset >= sizes[i]:
                 break
-            at = max(at, start + spans[rival].size)
-        offsets[i] = at
-        extent = max(extent, at + spans[i].size)
-    return Placement(tuple(offsets), extent)
+            offset = max(offset, start + sizes[other])
+        offsets[i] = offset
+        extent = max(extent, offset + sizes[i])
+    return MemoryPlacement(tuple(offsets), extent)

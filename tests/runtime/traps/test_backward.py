@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.runtime.buffer import Pool
+from shardwise.runtime.memory import Arena, Pool
 from shardwise.runtime.unit import FlatParameters
 from shardwise.transport.collectives import Link
 from tests.models import CASES, WIDTH, Block, Stack, build
@@ -155,16 +155,20 @@ def test_memory_that_was_given_back_is_used_by_nobody() -> None:
     """A reduce buffer that is let go before its work is done, or parameters that are freed before
     the last use: silently wrong in peers, now and then. Here all that is given back is spoilt.
     """
-    give = Pool.give
 
-    def give_spoilt(pool: Pool, storage: torch.UntypedStorage) -> None:
-        spoilt = torch.empty(0, dtype=torch.uint8).set_(storage)
-        spoilt.fill_(0xFF)  # every number is a NaN
-        give(pool, storage)
+    def spoiling(kind: type[Pool]) -> Any:
+        free = kind.free
 
-    # What is in common, others may still use; see `_spoil_before_filling`.
+        def free_spoilt(pool: Pool, storage: torch.UntypedStorage) -> None:
+            spoilt = torch.empty(0, dtype=torch.uint8).set_(storage)
+            spoilt.fill_(0xFF)  # every number is a NaN
+            free(pool, storage)
+
+        return mock.patch.object(kind, "free", free_spoilt)
+
+    # Shared memory may still be in use by others; see `_spoil_before_filling`.
     alone = mock.patch.object(Link, "_can_share", return_value=False)
-    with alone, mock.patch.object(Pool, "give", give_spoilt):
+    with alone, spoiling(Pool), spoiling(Arena):
         _train_in_many_ways()
 
 
@@ -180,7 +184,7 @@ def test_memory_in_common_is_used_by_nobody_when_it_is_filled() -> None:
         def spoil() -> None:
             nonlocal spoilt
             to.fill_(math.nan)
-            spoilt += flat.buffer._elsewhere is not None
+            spoilt += flat.buffer._private is not None
             time.sleep(0.003)
             fill()
 

@@ -1,24 +1,22 @@
 """Memory that comes and goes: the pool's bound, and views that outlive the memory below them."""
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out
-from shardwise.runtime import arena as arena_module
-from shardwise.runtime import buffer as buffer_module
-from shardwise.runtime.buffer import FlatBuffer, Pool, is_shared
-from shardwise.schedule.memory import Placement, Span, place
+from shardwise.runtime import memory
+from shardwise.runtime.memory import Arena, FlatBuffer, Pool, is_shared
 
 CPU = torch.device("cpu")
 LINE = 64  # bytes, of which all sizes are multiples
-allocate = buffer_module._allocate
+allocate = memory._allocate
 HAS_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
@@ -35,10 +33,10 @@ def layout(*shapes: tuple[int, ...], dtype: str = "float32", itemsize: int = 4) 
 
 def test_memory_is_used_again() -> None:
     pool = Pool(CPU)
-    lent = pool.take(4096)
-    storage = pool.take(1024)
-    pool.give(storage)
-    again = pool.take(1024)
+    lent = pool.allocate(4096)
+    storage = pool.allocate(1024)
+    pool.free(storage)
+    again = pool.allocate(1024)
     assert again.data_ptr() == storage.data_ptr()
     assert again.data_ptr() != lent.data_ptr()
     assert (pool.held_bytes, pool.peak_bytes) == (5120, 5120)
@@ -46,94 +44,87 @@ def test_memory_is_used_again() -> None:
 
 def test_the_best_fit_is_taken_and_hardly_more_than_was_asked_for() -> None:
     pool = Pool(CPU)
-    _still_lent = pool.take(100)
-    lent = {lines: pool.take(LINE * lines) for lines in (2000, 1010, 1005)}
+    _still_lent = pool.allocate(100)
+    lent = {lines: pool.allocate(LINE * lines) for lines in (2000, 1010, 1005)}
     for storage in lent.values():
-        pool.give(storage)
-    assert pool.take(LINE * 1000).data_ptr() == lent[1005].data_ptr()
-    assert pool.take(LINE * 1000).data_ptr() == lent[1010].data_ptr()
-    assert pool.take(LINE * 1000 - 1).nbytes() == LINE * 1000, "2000 would be a waste"
+        pool.free(storage)
+    assert pool.allocate(LINE * 1000).data_ptr() == lent[1005].data_ptr()
+    assert pool.allocate(LINE * 1000).data_ptr() == lent[1010].data_ptr()
+    assert pool.allocate(LINE * 1000 - 1).nbytes() == LINE * 1000, "2000 would be a waste"
 
 
 def test_the_oldest_memory_makes_room_for_what_fits_nowhere() -> None:
     pool = Pool(CPU)
-    _still_lent, older, newer = (pool.take(LINE * lines) for lines in (100, 1000, 800))
-    pool.give(older)
-    pool.give(newer)
-    pool.take(LINE * 300)
+    _still_lent, older, newer = (pool.allocate(LINE * lines) for lines in (100, 1000, 800))
+    pool.free(older)
+    pool.free(newer)
+    pool.allocate(LINE * 300)
     assert pool.held_bytes == LINE * (100 + 800 + 300), "the older one alone makes room"
-    assert pool.take(LINE * 800).data_ptr() == newer.data_ptr()
+    assert pool.allocate(LINE * 800).data_ptr() == newer.data_ptr()
     assert pool.peak_bytes == LINE * 1900
 
 
 def test_all_of_it_goes_if_it_must() -> None:
     pool = Pool(CPU)
-    _still_lent = pool.take(LINE * 100)
-    for storage in [pool.take(LINE * 1000), pool.take(LINE * 1000)]:
-        pool.give(storage)
-    pool.take(LINE * 1500)
+    _still_lent = pool.allocate(LINE * 100)
+    for storage in [pool.allocate(LINE * 1000), pool.allocate(LINE * 1000)]:
+        pool.free(storage)
+    pool.allocate(LINE * 1500)
     assert (pool.held_bytes, pool.peak_bytes) == (LINE * 1600, LINE * 2100)
-
-
-def test_an_idle_arena_makes_room_for_what_does_not_fit_in_it() -> None:
-    pool = Pool(CPU)
-    for _ in range(2):
-        for storage in [pool.take(LINE * 1000), pool.take(LINE * 10)]:
-            pool.give(storage)
-    pool.take(LINE * 1500)
-    assert pool.held_bytes == LINE * 1500
 
 
 def test_no_bytes_are_memory_too() -> None:
     pool = Pool(CPU)
-    nothing = pool.take(0)
+    nothing = pool.allocate(0)
     assert nothing.nbytes() == 0
-    pool.give(nothing)
+    pool.free(nothing)
     assert (pool.held_bytes, pool.peak_bytes) == (0, 0)
 
 
 STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 3000)), max_size=60)
 
 
-def perform(pool: Pool, steps: list[tuple[bool, int]]) -> None:
-    """(True, n) takes n lines; (False, n) gives back the n-th of what is lent; then all is."""
-    lent: list[torch.UntypedStorage] = []
-    for is_taken, number in steps:
-        if is_taken:
-            lent.append(pool.take(LINE * number))
-            assert number <= lent[-1].nbytes() / LINE <= 1.02 * number
-        elif lent:
-            pool.give(lent.pop(number % len(lent)))
-        lent_bytes = sum(storage.nbytes() for storage in lent)
-        assert lent_bytes <= min(pool.held_bytes, pool.peak_bytes)
-        assert pool.held_bytes <= 2 * pool.peak_bytes
-        ranges = sorted((s.data_ptr(), s.nbytes()) for s in lent if s.nbytes())
+def perform(pool: Pool, steps: list[tuple[bool, int]], name: str = "") -> None:
+    """(True, n) allocates n lines; (False, n) frees the n-th of them; then all are freed."""
+    allocated: list[torch.UntypedStorage] = []
+    for number, (is_allocated, amount) in enumerate(steps):
+        if is_allocated:
+            allocated.append(pool.allocate(LINE * amount, f"{name} {number}"))
+            assert amount <= allocated[-1].nbytes() / LINE <= 1.02 * amount
+        elif allocated:
+            pool.free(allocated.pop(amount % len(allocated)))
+        allocated_bytes = sum(storage.nbytes() for storage in allocated)
+        assert allocated_bytes <= min(pool.held_bytes, pool.peak_bytes)
+        ranges = sorted((s.data_ptr(), s.nbytes()) for s in allocated if s.nbytes())
         ends = [start + size for start, size in ranges]
         starts = [start for start, _ in ranges[1:]]
-        assert all(map(operator.le, ends, starts)), "nothing is lent twice"
-    for storage in lent:
-        pool.give(storage)
+        assert all(map(operator.le, ends, starts)), "nothing is given twice"
+    for storage in allocated:
+        pool.free(storage)
 
 
+@settings(deadline=None)
 @given(STEPS, STEPS)
-def test_a_pool_holds_no_more_than_was_lent_at_once(
-    one: list[tuple[bool, int]], other: list[tuple[bool, int]]
+@pytest.mark.parametrize("make", [Pool, Arena])
+def test_a_pool_holds_no_more_than_was_allocated_at_once(
+    make: type[Pool], one: list[tuple[bool, int]], other: list[tuple[bool, int]]
 ) -> None:
-    """Whenever nothing is lent, whatever was before."""
-    pool = Pool(CPU)
-    for steps in (one, other, one):
-        perform(pool, steps)
+    """Whenever nothing is allocated, whatever was before."""
+    pool = make(CPU)
+    for name, steps in (("one", one), ("other", other), ("one", one)):
+        perform(pool, steps, name)
         assert pool.held_bytes <= pool.peak_bytes * (1 + 1 / 64)
 
 
+@settings(deadline=None)
 @given(STEPS)
-def test_what_repeats_is_not_allocated_again(steps: list[tuple[bool, int]]) -> None:
-    pool = Pool(CPU)
+def test_a_step_that_repeats_allocates_nothing(steps: list[tuple[bool, int]]) -> None:
+    arena = Arena(CPU)
     for _ in range(2):
-        perform(pool, steps)
-    with mock.patch.object(buffer_module, "_allocate", side_effect=allocate_nothing):
+        perform(arena, steps)
+    with mock.patch.object(memory, "_allocate", side_effect=allocate_nothing):
         for _ in range(2):
-            perform(pool, steps)
+            perform(arena, steps)
 
 
 def allocate_nothing(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -141,75 +132,80 @@ def allocate_nothing(num_bytes: int, device: torch.device) -> torch.UntypedStora
     return allocate(0, device)
 
 
-def test_what_takes_turns_is_not_allocated_again() -> None:
-    """As an evaluation between steps does."""
-    pool = Pool(CPU)
+def test_a_step_that_was_foreseen_allocates_once() -> None:
+    arena = Arena(CPU)
+    arena.foresee("a", LINE * 40, {})
+    arena.foresee("b", LINE * 20, {"a": LINE * 40})
+    arena.foresee("c", LINE * 40, {"b": LINE * 20})
+    sizes = []
+
+    def count(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
+        sizes.append(num_bytes)
+        return allocate(num_bytes, device)
+
+    addresses = set()
+    with mock.patch.object(memory, "_allocate", side_effect=count):
+        for _ in range(2):
+            a, b = arena.allocate(LINE * 40, "a"), arena.allocate(LINE * 20, "b")
+            arena.free(a)
+            c = arena.allocate(LINE * 40, "c")
+            addresses.add((a.data_ptr(), b.data_ptr(), c.data_ptr()))
+            arena.free(b)
+            arena.free(c)
+    assert sizes == [LINE * 60]
+    assert len(addresses) == 1, "each buffer keeps its place"
+    assert (arena.held_bytes, arena.peak_bytes) == (LINE * 60, LINE * 60)
+
+
+def test_steps_that_take_turns_allocate_nothing() -> None:
+    """As an evaluation between training steps does."""
+    arena = Arena(CPU)
     train = [(True, 40_000), (True, 10_000), (True, 9_000), (False, 1), (True, 20_000)]
     evaluate = [(True, 30_000), (True, 19_000), (False, 0), (True, 15_000), (True, 20_000)]
     for _ in range(3):
-        perform(pool, train)
-        perform(pool, evaluate)
-    with mock.patch.object(buffer_module, "_allocate", side_effect=allocate_nothing):
-        perform(pool, train)
-        perform(pool, evaluate)
+        perform(arena, train, "train")
+        perform(arena, evaluate, "evaluate")
+    with mock.patch.object(memory, "_allocate", side_effect=allocate_nothing):
+        perform(arena, train, "train")
+        perform(arena, evaluate, "evaluate")
 
 
-def test_an_arena_a_little_larger_than_the_peak_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where spans cannot be placed without a hole."""
+def test_an_allocation_that_was_not_foreseen_gets_a_block_of_its_own() -> None:
+    arena = Arena(CPU)
+    arena.foresee("a", LINE * 50, {})
+    arena.foresee("b", LINE * 50, {})
+    a = arena.allocate(LINE * 50, "a")
+    b = arena.allocate(LINE * 50, "b")
+    assert a.data_ptr() != b.data_ptr(), "alone each would have been at offset 0"
+    arena.free(a)
+    arena.free(b)
+    assert arena.held_bytes == LINE * 50
+    a, b = arena.allocate(LINE * 50, "a"), arena.allocate(LINE * 50, "b")
+    assert abs(a.data_ptr() - b.data_ptr()) == LINE * 50, "now both are in the arena"
+    assert arena.held_bytes == LINE * 100
 
-    def place_with_a_hole(spans: Sequence[Span]) -> Placement:
-        placed = place(spans)
-        return Placement(tuple(o + LINE for o in placed.offsets), placed.extent + LINE)
 
-    monkeypatch.setattr(arena_module, "place", place_with_a_hole)
+def test_a_disowned_block_belongs_to_whoever_holds_it() -> None:
     pool = Pool(CPU)
-    steps = [
-        (True, LINE * 100),
-        (True, LINE * 10),
-        (False, 0),
-        (True, LINE * 40),
-        (True, LINE * 50),
-    ]
-    for _ in range(2):
-        perform(pool, steps)
-    assert pool.peak_bytes < pool.held_bytes <= pool.peak_bytes * (1 + 1 / 64)
-    with mock.patch.object(buffer_module, "_allocate", side_effect=allocate_nothing):
-        perform(pool, steps)
-
-
-def test_who_keeps_lent_memory_does_not_keep_the_arena() -> None:
-    pool = Pool(CPU)
-    for _ in range(2):
-        first, second = pool.take(LINE * 50), pool.take(LINE)
-        pool.give(first)
-        pool.give(second)
-    kept, other = pool.take(LINE), pool.take(LINE * 50)
-    pool.write_off(kept)
-    address = kept.data_ptr()
-    pool.give(other)
-    assert pool.held_bytes == 0, "what is left of the arena belongs to whoever keeps a part"
-    for _ in range(3):
-        storages = [pool.take(LINE * lines) for lines in (50, 1, 1)]
-        assert not any(s.data_ptr() <= address < s.data_ptr() + s.nbytes() for s in storages)
-        kept, *rest = storages
-        pool.write_off(kept)
-        for storage in rest:
-            pool.give(storage)
-    assert pool.held_bytes == LINE * 2
+    kept, other = pool.allocate(LINE), pool.allocate(LINE * 50)
+    pool.disown(kept)
+    pool.free(other)
+    assert (pool.allocated_bytes, pool.held_bytes) == (0, LINE * 50)
+    assert pool.allocate(LINE).data_ptr() != kept.data_ptr()
 
 
 def test_a_pool_that_keeps_nothing_has_no_more_idle_than_lent() -> None:
     pool = Pool(CPU, keep=False)
     for _ in range(3):
-        one, other = pool.take(LINE * 40), pool.take(LINE * 50)
-        pool.give(one)
-        assert pool.take(LINE * 40).data_ptr() == one.data_ptr(), "until then it is used again"
-        pool.give(one)
+        one, other = pool.allocate(LINE * 40), pool.allocate(LINE * 50)
+        pool.free(one)
+        assert pool.allocate(LINE * 40).data_ptr() == one.data_ptr(), "until then it is used again"
+        pool.free(one)
         assert pool.held_bytes == LINE * 90
-        again = pool.take(LINE * 40)
-        pool.give(other)
+        again = pool.allocate(LINE * 40)
+        pool.free(other)
         assert pool.held_bytes == LINE * 40, "it would be more than what is lent"
-        pool.give(again)
+        pool.free(again)
         assert (pool.held_bytes, pool.peak_bytes, pool.idle_storages) == (0, LINE * 90, [])
 
 
@@ -225,7 +221,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
         return
     # Shadows the builtin in that file alone: an attribute of a C type cannot be taken away.
-    with mock.patch.object(buffer_module, "hasattr", return_value=False, create=True):
+    with mock.patch.object(memory, "hasattr", return_value=False, create=True):
         yield request.param
 
 

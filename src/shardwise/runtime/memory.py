@@ -1,0 +1,415 @@
+"""Memory of a step without an allocator: flat buffers over pools.
+
+A `FlatBuffer` is one Storage object for life, and tensors that view it. Its memory is swapped in
+from a pool and out again, so everything that holds a view (a parameter, or what autograd saved)
+sees the memory that is there now. A fresh 64 MB allocation costs about 33 ms in page faults;
+a swap costs nothing.
+
+Gathered parameters live in an `Arena`, at offsets that follow from the schedule. Whole gradients
+live in a `Pool` of blocks.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from shardwise.plan.layout import Layout, ParameterExtent
+from shardwise.schedule.memory import MemoryPlan
+from shardwise.transport.device import host_tensor
+from shardwise.transport.host.shared_memory import Claim, CommonMemory, is_offered
+
+__all__ = ["CAN_SWAP", "Arena", "FlatBuffer", "Pool", "Pools", "is_shared"]
+
+ALIGNMENT = 64  # bytes: a cache line, and what vector loads want
+# How much larger than the request a block may be. With twice as large, the scratch of a reduction
+# (half a unit on two ranks) took whole units just when everything was in use: 20 % more at the
+# peak, and steps of units of different sizes were no faster for it (docs/log.md).
+_SLACK = 1 + 1 / 64
+_TRUSTED_STEPS = 2  # in which an arena may be larger than what is allocated
+
+CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # private, and new in torch 2.13
+
+
+class PeakCounter:
+    """Allocated bytes of one pool, or of several."""
+
+    def __init__(self) -> None:
+        self.allocated_bytes = 0
+        self.peak_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.allocated_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+
+
+class Pool:
+    """Blocks of memory of one device, which are used again.
+
+    It never holds more than was once allocated at the same time: the blocks that were idle longest
+    make room. A pool that is not to ``keep`` its memory has no more idle than allocated.
+    All sizes are rounded up to a multiple of 64 bytes.
+    """
+
+    shared: CommonMemory | None = None  # where other ranks can write to it
+    in_use = 0  # flat buffers: the same number on ranks where the same ones are
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        is_pinned: bool = False,
+        keep: bool = True,
+        together: PeakCounter | None = None,  # with other pools
+    ) -> None:
+        self.device = device
+        self._own = PeakCounter()
+        self._counters = (self._own,) if together is None else (self._own, together)
+        self._keep = keep
+        self._is_pinned = is_pinned
+        self._idle: list[torch.UntypedStorage] = []  # oldest first
+        self._block_bytes = 0  # allocated
+
+    @property
+    def held_bytes(self) -> int:
+        """Allocated and idle bytes."""
+        return self._block_bytes + sum(block.nbytes() for block in self._idle)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was allocated at once."""
+        return self._own.peak_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._own.allocated_bytes
+
+    @property
+    def idle_storages(self) -> list[torch.UntypedStorage]:
+        """Storages through which no tensor sees memory now."""
+        return list(self._idle)
+
+    def allocate(self, num_bytes: int, owner: str = "") -> torch.UntypedStorage:  # noqa: ARG002
+        """At least ``num_bytes`` of memory with undefined content.
+
+        Args:
+            num_bytes: may be 0.
+            owner: who asks; an `Arena` has planned an offset for it.
+        """
+        if not num_bytes:
+            return _allocate(0, self.device)
+        storage = self._allocate_block(aligned(num_bytes))
+        self._count(storage.nbytes())
+        return storage
+
+    def allocate_tensor(self, num_elements: int, dtype: torch.dtype, owner: str = "") -> Tensor:
+        """A tensor [num_elements] in memory of the pool; free its storage."""
+        storage = self.allocate(num_elements * dtype.itemsize, owner)
+        # A collective writes to it, on a thread of its own.
+        with torch.inference_mode(mode=False):
+            return torch.empty(0, dtype=dtype, device=self.device).set_(
+                storage, 0, (num_elements,), (1,)
+            )
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        if storage.nbytes():
+            self._count(-storage.nbytes())
+            self._block_bytes -= storage.nbytes()
+            self._idle.append(storage)
+            self._trim()
+
+    def disown(self, storage: torch.UntypedStorage) -> None:
+        """Leave an allocated block to whoever else holds it."""
+        self._count(-storage.nbytes())
+        self._block_bytes -= storage.nbytes()
+
+    def _count(self, num_bytes: int) -> None:
+        for counter in self._counters:
+            counter.add(num_bytes)
+
+    def _allocate_block(self, num_bytes: int) -> torch.UntypedStorage:
+        largest = int(num_bytes * _SLACK)
+        fitting = [s for s in self._idle if num_bytes <= s.nbytes() <= largest]
+        if fitting:
+            storage = min(fitting, key=lambda s: s.nbytes())
+            self._idle = [idle for idle in self._idle if idle is not storage]
+        else:
+            self._trim(room_for=num_bytes)
+            storage = self._new_block(num_bytes)
+        self._block_bytes += storage.nbytes()
+        return storage
+
+    def _new_block(self, num_bytes: int) -> torch.UntypedStorage:
+        if self._is_pinned:
+            return host_tensor(num_bytes, torch.uint8, pinned=True).untyped_storage()
+        return _allocate(num_bytes, self.device)
+
+    def _trim(self, room_for: int = 0) -> None:
+        limit = max(self.peak_bytes, self.allocated_bytes + room_for)
+        if not self._keep:
+            limit = min(limit, 2 * self.allocated_bytes + room_for)
+        while self._idle and self.held_bytes + room_for > limit:
+            del self._idle[0]
+
+
+class Arena(Pool):
+    """One piece of memory in which each owner has an offset, planned from the schedule.
+
+    An allocation that the plan did not foresee gets a block of its own. Then, when all is free the
+    next time, offsets are planned anew, for what really was allocated together. So a step that
+    repeats allocates nothing. Other ranks may write to ``shared`` memory once it was freed.
+    """
+
+    def __init__(self, device: torch.device, *, shared: CommonMemory | None = None) -> None:
+        super().__init__(device, keep=False)
+        self.shared = shared
+        self._plan: MemoryPlan[str] = MemoryPlan()  # of the schedule, and later of `_observed`
+        self._observed: MemoryPlan[str] = MemoryPlan()
+        self._foreseen_bytes = 0  # the most at once, in the schedule
+        self._num_steps = 0  # from a moment with nothing allocated to the next one
+        self._bytes: Tensor | None = None  # uint8, [extent of the plan]
+        self._ranges: dict[str, torch.UntypedStorage] = {}  # of `_bytes`, by owner
+        self._alive: dict[int, str] = {}  # owners, by the address of what they were given
+
+    @property
+    def held_bytes(self) -> int:
+        return super().held_bytes + self._arena_bytes
+
+    @property
+    def idle_storages(self) -> list[torch.UntypedStorage]:
+        whole = [] if self._bytes is None else [self._bytes.untyped_storage()]
+        ranges = [s for owner, s in self._ranges.items() if owner not in self._alive.values()]
+        return [*super().idle_storages, *whole, *ranges]
+
+    def foresee(self, owner: str, num_bytes: int, alive: Mapping[str, int]) -> None:
+        """Expect that ``owner`` will allocate while ``alive``, with their bytes, are allocated."""
+        self._plan.observe(owner, aligned(num_bytes), alive)
+        in_use = aligned(num_bytes) + sum(map(aligned, alive.values()))
+        self._foreseen_bytes = max(self._foreseen_bytes, in_use)
+
+    def allocate(self, num_bytes: int, owner: str = "") -> torch.UntypedStorage:
+        assert owner, "in an arena every allocation has an owner"
+        if not num_bytes:
+            return _allocate(0, self.device)
+        if not self._alive:
+            self._begin_step()
+        offset = self._plan.observe(owner, aligned(num_bytes), self._alive.values())
+        if self._plan is not self._observed:
+            self._observed.observe(owner, aligned(num_bytes), self._alive.values())
+        # Without swapping, buffers get their memory from the allocator all the same.
+        if offset is None or not CAN_SWAP:
+            storage = self._allocate_block(aligned(num_bytes))
+        else:
+            storage = self._range(owner, offset, aligned(num_bytes))
+        self._alive[storage.data_ptr()] = owner
+        self._count(storage.nbytes())
+        return storage
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        if not storage.nbytes():
+            return
+        address = storage.data_ptr()
+        if not self._owns(address):
+            self._block_bytes -= storage.nbytes()
+            self._idle.append(storage)
+        del self._alive[address]
+        self._count(-storage.nbytes())
+        self._trim()
+
+    def _owns(self, address: int) -> bool:
+        start = 0 if self._bytes is None else self._bytes.data_ptr()
+        return start <= address < start + self._arena_bytes
+
+    @property
+    def _arena_bytes(self) -> int:
+        return 0 if self._bytes is None else self._bytes.numel()
+
+    def _begin_step(self) -> None:
+        self._num_steps += 1
+        # With units that no step uses, the schedule foresees more than is ever allocated.
+        is_oversized = self._num_steps > _TRUSTED_STEPS and self.peak_bytes < self._foreseen_bytes
+        if self._plan is not self._observed and is_oversized:
+            self._plan = self._observed
+        if self._plan.is_stale:
+            self._place()
+
+    def _place(self) -> None:
+        """Plan offsets in no more bytes than are ever allocated together (and 1/64)."""
+        if self.peak_bytes:  # steps are not what was foreseen
+            self._plan = self._observed
+        most = self.peak_bytes or self._foreseen_bytes
+        self._plan.update(most, int(most * _SLACK))
+        self._ranges.clear()
+        if self._arena_bytes != self._plan.extent:
+            self._bytes = None
+            self._idle.clear()
+
+    def _range(self, owner: str, offset: int, num_bytes: int) -> torch.UntypedStorage:
+        if self._bytes is None:
+            whole = self._new_block(self._plan.extent)
+            self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device).set_(whole)
+        if owner not in self._ranges:
+            # The public way to a Storage of its own over a part of another, which it keeps alive.
+            part = from_dlpack(self._bytes[offset : offset + num_bytes])
+            self._ranges[owner] = part.untyped_storage()
+        return self._ranges[owner]
+
+    def _new_block(self, num_bytes: int) -> torch.UntypedStorage:
+        if self.shared is not None:
+            return self.shared.allocate(num_bytes)
+        return super()._new_block(num_bytes)
+
+
+class Pools:
+    """Where a step's memory comes from.
+
+    Gathered units may be in memory that all ranks they are gathered from share. Small ones are in
+    this rank's own, and those that are gathered again from a part of them, with that part.
+
+    Gradients are whole in backward alone. What they take would be idle just when activations are
+    at their peak, so it is allocated when backward begins and freed when it ends. Units with child
+    units may hold theirs all the time, which says nothing of how much is used again soon.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        can_share = is_offered and CAN_SWAP and device.type == "cpu"
+        self.gathered = Arena(device, shared=CommonMemory() if can_share else None)
+        self.own = Arena(device)
+        self._of_gradients = PeakCounter()
+        self.gradients = Pool(device, keep=False, together=self._of_gradients)
+        self.outer_gradients = Pool(device, keep=False, together=self._of_gradients)
+
+    def __iter__(self) -> Iterator[Pool]:
+        return iter((self.gathered, self.own, self.gradients, self.outer_gradients))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was allocated for parameters, and the most for gradients."""
+        of_parameters = self.gathered.peak_bytes + self.own.peak_bytes
+        return of_parameters + self._of_gradients.peak_bytes
+
+
+class FlatBuffer:
+    """The flat buffer of a layout: ``flat`` [world_size * S] and one view for each parameter.
+
+    ``flat`` and the views may be kept for ever and read between `acquire` and `release`; with
+    ``owns_memory`` they may be read at any time, and neither is called.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        pool: Pool,
+        *,
+        dtype: str | None = None,
+        owns_memory: bool = False,
+    ) -> None:
+        self.layout = layout
+        of: torch.dtype = getattr(torch, dtype or layout.dtype)
+        self.num_bytes = layout.num_elements * of.itemsize
+        self.owner = layout.extents[0].parameter.name  # no other buffer of the pool holds it
+        self._pool = pool
+        self._memory: torch.UntypedStorage | None = None  # while acquired
+        self._is_of_pool = True
+        self._private: torch.UntypedStorage | None = None  # in place of shared memory
+        self._key = zlib.crc32(repr([one.parameter.names for one in layout.extents]).encode())
+        storage = _allocate(self.num_bytes, pool.device)
+        self.flat = torch.empty(0, dtype=of, device=storage.device).set_(
+            storage, 0, (layout.num_elements,), (1,)
+        )
+        # `.data`: a version counter of its own, so refilling the buffer does not look to autograd
+        # like a change of what it saved; and no reference to `flat`.
+        self.views = tuple(self._view(extent) for extent in layout.extents)
+        self._storage = storage
+        if owns_memory:
+            self.flat.zero_()
+        else:
+            _swap(storage, _allocate(0, storage.device))
+
+    @property
+    def is_acquired(self) -> bool:
+        return self._memory is not None
+
+    def slot_of(self, rank: int) -> Tensor:
+        """The part [S] of ``flat`` that ``rank`` owns."""
+        size = self.layout.shard_elements
+        return self.flat[rank * size : (rank + 1) * size]
+
+    def acquire(self, memory: torch.UntypedStorage | None = None) -> None:
+        """Give the buffer memory with undefined content, which it empties until `release`.
+
+        Args:
+            memory: of its size; by default the pool's.
+        """
+        assert self._memory is None, "acquired twice"
+        assert memory is None or (CAN_SWAP and memory.nbytes() == self.num_bytes)
+        self._is_of_pool = memory is None
+        self._memory = self._pool.allocate(self.num_bytes, self.owner) if memory is None else memory
+        self._pool.in_use ^= self._key
+        _swap(self._storage, self._memory)
+
+    def claim(self) -> Claim | None:
+        """What lets ranks gather the buffer in shared memory; None if they cannot."""
+        shared, num_bytes = self._pool.shared, self.num_bytes
+        if shared is None or not num_bytes:
+            return None
+        return Claim(
+            shared.word(self._storage.data_ptr(), self._pool.in_use),
+            lambda process, word: self._move(shared.open(process, word, num_bytes)),
+            lambda: self._move(_allocate(num_bytes, self._pool.device)),
+        )
+
+    def release(self) -> None:
+        """Take its memory away."""
+        assert self._memory is not None, "released without being acquired"
+        if self._private is not None:
+            _swap(self._storage, self._private)
+            self._private = None
+        else:
+            _swap(self._storage, self._memory)
+        if self._is_of_pool:
+            self._pool.free(self._memory)
+        self._pool.in_use ^= self._key
+        self._memory = None
+
+    def _move(self, elsewhere: torch.UntypedStorage) -> None:
+        """Exchange the memory that it was given, which stays as it is, for other memory."""
+        assert self._memory is not None
+        self._private = elsewhere
+        _swap(self._storage, self._memory)
+        _swap(self._storage, elsewhere)
+
+    def _view(self, extent: ParameterExtent) -> Tensor:
+        return self.flat[extent.offset : extent.stop].view(extent.parameter.shape).data
+
+
+def is_shared(tensor: Tensor, own_references: int) -> bool:
+    """Whether tensors other than ``own_references`` known ones hold the storage of ``tensor``."""
+    storage = tensor.untyped_storage()
+    # There is no public count; torch's own CUDA graph pools ask in the same way.
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count > own_references + 1  # `storage` itself
+
+
+def aligned(num_bytes: int) -> int:
+    """``num_bytes``, rounded up."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _allocate(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
+    return torch.UntypedStorage(num_bytes, device=device)  # type: ignore[no-untyped-call]
+
+
+def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Exchange the memory of two Storages, one of which is empty."""
+    if CAN_SWAP:
+        one._swap_data_ptr_(other)  # type: ignore[attr-defined]
+        return
+    # The same through the allocator.
+    num_bytes = max(one.nbytes(), other.nbytes())
+    full, empty = (one, other) if one.nbytes() else (other, one)
+    full.resize_(0)
+    empty.resize_(num_bytes)
