@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint import directory
 from shardwise.checkpoint.directory import MARKER, is_complete
 from shardwise.checkpoint.doctor import examine
 from shardwise.checkpoint.remote import folder_at
@@ -46,6 +47,7 @@ def main(folder: Path) -> None:
         remains += sum((path / MARKER).exists() for path in folder.iterdir())
     assert reached > 0, "never came to the end of a save"
     assert remains > 0, "never killed in the middle of a save"
+    directory.EMPTY_MARKER_SECONDS = 0.0  # nobody else is creating one
     save(folder, reached + 1, make(reached + 1))
     assert sorted(path.name for path in folder.iterdir()) == [
         f"step-{reached:06}",

@@ -162,10 +162,10 @@ def test_what_is_no_checkpoint_is_told(s3: FakeS3) -> None:
     sw.save("s3://bucket/run/step-1/", model=model)
     with pytest.raises(sw.CheckpointError, match="some inside it, such as s3://bucket/run/step-1 "):
         sw.load("s3://bucket/run", model=model)
-    with pytest.raises(sw.CheckpointError, match="complete checkpoint is there already"):
+    with pytest.raises(sw.CheckpointError, match="contains a complete checkpoint"):
         sw.save("s3://bucket/run/step-1", model=model)
     s3.objects["other/model.safetensors"] = s3.objects["run/step-1/model.safetensors"]
-    with pytest.raises(sw.CheckpointError, match=r"has model\.safetensors"):
+    with pytest.raises(sw.CheckpointError, match=r"contains model\.safetensors"):
         sw.save("s3://bucket/other", model=model)
     for url in ("s3://bucket/other", "s3://bucket/other/model.safetensors"):
         loaded = sw.load(url, model=model, source="hf")

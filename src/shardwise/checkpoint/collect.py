@@ -1,20 +1,35 @@
 """What is saved: modules, optimizers and other state as components with named tensors."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import tree
+from shardwise.checkpoint.files import Spec, spec_of
 from shardwise.errors import CheckpointError
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.runtime.mesh import Axis, resolve_mesh
 from shardwise.runtime.module import FSDPModule
 from shardwise.runtime.tensor import ShardedTensor
 
-__all__ = ["Collected", "axis_of", "check_idle", "collect", "parameter_names", "tensors_of"]
+__all__ = [
+    "Collected",
+    "axis_of",
+    "check_idle",
+    "check_name",
+    "collect",
+    "parameter_names",
+    "specs_of",
+    "tensors_of",
+]
+
+_MAX_NAME_BYTES = 200  # file systems take 255
 
 
 @dataclass
@@ -25,6 +40,34 @@ class Collected:
     tree: Any
     tensors: dict[str, Tensor]
     aliases: dict[str, str] = field(default_factory=dict)
+
+
+def specs_of(name: str, collected: Collected) -> list[Spec]:
+    """The tensors of the component ``name`` as files describe them.
+
+    Raises:
+        CheckpointError: one of them cannot be saved; names it.
+    """
+    try:
+        for key, tensor in collected.tensors.items():
+            _check_storable(key, tensor)
+        return [spec_of(key, tensor) for key, tensor in collected.tensors.items()]
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+
+
+def check_name(name: str) -> None:
+    """Refuse the name of a component that cannot be part of a file's name.
+
+    Raises:
+        CheckpointError: names it.
+    """
+    is_valid = re.fullmatch(r"[^\x00-\x1f/\\.][^\x00-\x1f/\\]*", name)
+    if not is_valid or len(name.encode(errors="replace")) > _MAX_NAME_BYTES:
+        raise CheckpointError(
+            f"{name!r}: the name of a state is part of a file's name, and this is not a valid file "
+            f"name; use at most {_MAX_NAME_BYTES} bytes without slashes or a leading dot"
+        )
 
 
 def collect(name: str, value: Any, model: nn.Module) -> Collected:
@@ -39,7 +82,7 @@ def collect(name: str, value: Any, model: nn.Module) -> Collected:
             tensors, aliases = tensors_of(value)
             return Collected("module", None, tensors, aliases)
         case Optimizer():
-            return _encoded("optimizer", _by_name(value, model))
+            return _encoded("optimizer", _by_name(value, model), name)
         case _ if callable(getattr(value, "state_dict", None)):
             return _encoded("object", value.state_dict(), name)
         case _:
@@ -113,6 +156,14 @@ def check_idle(module: nn.Module) -> None:
                 )
 
 
+def _check_storable(key: str, tensor: Tensor) -> None:
+    if type(tensor) is DTensor:  # a ShardedTensor is not one of these
+        raise CheckpointError(f"{key}: a DTensor cannot be saved; pass its full_tensor()")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
+        raise CheckpointError(f"{key}: a {kind} tensor cannot be saved; expected a dense one")
+
+
 def _by_name(optimizer: Optimizer, model: nn.Module) -> Mapping[str, Any]:
     """Its state and its groups, with names of parameters in the place of parameters."""
     parameters = parameter_names(optimizer, model)
@@ -127,9 +178,11 @@ def _by_name(optimizer: Optimizer, model: nn.Module) -> Mapping[str, Any]:
     }
 
 
-def _encoded(kind: str, value: Any, name: str = "") -> Collected:
+def _encoded(kind: str, value: Any, name: str) -> Collected:
     tensors: dict[str, Tensor] = {}
     try:
         return Collected(kind, tree.encode(value, tensors), tensors)
+    except RecursionError as error:
+        raise CheckpointError(f"{name}: nested too deeply, or contains itself") from error
     except CheckpointError as error:
-        raise CheckpointError(f"{name}: {error}" if name else str(error)) from error
+        raise CheckpointError(f"{name}: {error}") from error

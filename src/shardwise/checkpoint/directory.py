@@ -1,17 +1,23 @@
-"""The directory of a checkpoint: complete, or the remains of a save that did not end.
+"""The life of a checkpoint's directory: begun, complete, removed.
 
-It is complete if it has a manifest. Before anything else a save puts a marker there, which becomes
-the manifest when everything is on disk: by a rename, so at once, or where there is none, by putting
-the manifest beside it. A directory with a marker and without a manifest is what a killed process
-left behind.
+A directory is a checkpoint if it contains a manifest. A save first creates a marker that names its
+owner. Once every file is on disk, the manifest replaces the marker. A directory that contains a
+marker but no manifest belongs to a save that is in progress or that was killed; the owner named in
+the marker tells which.
 """
 
+import json
 import os
 import re
+import socket
+import time
+import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import overload
+
+import psutil
 
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.remote import folder_at
@@ -20,28 +26,87 @@ from shardwise.errors import CheckpointError
 
 __all__ = [
     "MARKER",
+    "Owner",
     "Retention",
+    "checkpoint_files",
     "commit",
     "complete",
     "discard",
     "is_complete",
     "latest",
-    "ours",
     "prepare",
     "remove_remains",
 ]
 
 MARKER = MANIFEST + ".partial"
-_OURS = (".safetensors", ".safetensors.index.json")  # how the names of files end
+# Whether a save on another host still runs is unknown. Its files are kept for this long.
+FOREIGN_HOST_SECONDS = 24 * 3600.0
+# A local marker is created and then filled. One that stays empty for this long has no owner.
+EMPTY_MARKER_SECONDS = 10.0
+_SUFFIXES = (".safetensors", ".safetensors.index.json")
+
+# Tokens of the saves in progress in this process, whichever rank or model they belong to.
+_in_progress: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The save that created a marker.
+
+    A process is identified by its host, PID and start time, since PIDs are reused, and a save
+    within the process by a token.
+    """
+
+    host: str
+    pid: int
+    created: float  # start time of the process, in seconds since the epoch
+    token: str
+    saved_at: float
+
+    @staticmethod
+    def current() -> "Owner":
+        """A new save by this process."""
+        created = psutil.Process().create_time()
+        return Owner(_host(), os.getpid(), created, uuid.uuid4().hex, time.time())
+
+    @staticmethod
+    def of(folder: Folder) -> "Owner | None":
+        """The owner named in the marker of ``folder``; None if it names none."""
+        try:
+            return Owner(**json.loads(folder.read(MARKER)))
+        except (FileNotFoundError, ValueError, TypeError, RecursionError):
+            return None
+
+    @property
+    def is_on_this_host(self) -> bool:
+        return self.host == _host()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the save is over; on another host, whether that is safe to assume."""
+        if not self.is_on_this_host:
+            return time.time() - self.saved_at > FOREIGN_HOST_SECONDS
+        try:
+            created = psutil.Process(self.pid).create_time()
+        except psutil.NoSuchProcess:
+            return True
+        if abs(created - self.created) > 1.0:
+            return True
+        return self.pid == os.getpid() and self.token not in _in_progress
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay beside a new one: its siblings whose names end with a number.
+    """Which older checkpoints stay when a new one is saved.
+
+    It applies to the series of the new checkpoint: the directories next to it whose names differ
+    from its name only in the number at the end. Checkpoints with higher numbers, as after a
+    rollback, are neither counted nor removed. Neither are symbolic links, and a checkpoint that a
+    link in the same directory points to (``best -> step-300``) is kept.
 
     Attributes:
-        last: the newest so many, by number, the new one included.
-        every: and those whose number is a multiple of it; None for no others.
+        last: keep this many of the highest numbers up to that of the new checkpoint, which counts.
+        every: also keep the checkpoints whose number is a multiple of this; None for no others.
     """
 
     last: int
@@ -49,21 +114,32 @@ class Retention:
 
     def __post_init__(self) -> None:
         if self.last < 1 or (self.every is not None and self.every < 1):
-            raise CheckpointError(f"{self}: expected numbers from 1 on")
+            raise CheckpointError(f"{self}: expected positive integers")
 
-    def apply(self, root: Folder) -> None:
-        """Remove the others under ``root``, and remains of saves that did not end."""
+    def apply(self, saved: Folder) -> None:
+        """Remove older checkpoints of the series of ``saved``, and what killed saves left."""
+        root = saved.parent
+        linked = root.link_targets()
         for folder in root.folders():
-            if not is_complete(folder):
-                remove_remains(folder, whole=True)
-                # What a save leaves that is killed before its marker is there, or after it has gone
-                if _number(folder) is not None:
-                    folder.remove_empty()
-        numbered = [(n, folder) for folder in complete(root) if (n := _number(folder)) is not None]
-        numbered.sort(key=lambda found: (found[0], found[1].name))
-        for number, folder in numbered[: -self.last]:
-            if self.every is None or number % self.every:
+            if not folder.is_link and not is_complete(folder):
+                _remove_if_abandoned(folder)
+        for number, folder in self._older(saved):
+            is_kept = self.every is not None and number % self.every == 0
+            if not is_kept and folder.name not in linked:
                 discard(folder)
+
+    def _older(self, saved: Folder) -> list[tuple[int, Folder]]:
+        """The checkpoints of the series that are beyond the last ones, by number."""
+        series, number = _split(saved.name)
+        if number is None:
+            return []
+        found = []
+        for folder in complete(saved.parent):
+            own_series, own_number = _split(folder.name)
+            if own_number is not None and own_series == series and not folder.is_link:
+                found.append((own_number, folder))
+        found.sort(key=lambda each: (each[0], each[1].name))
+        return [each for each in found if each[0] <= number][: -self.last]
 
 
 @overload
@@ -75,13 +151,13 @@ def latest(root: str) -> Path | str | None: ...
 
 
 def latest(root: str | os.PathLike[str]) -> Path | str | None:
-    """The complete checkpoint under ``root`` whose name ends with the highest number, if any.
+    """The complete checkpoint under ``root`` whose name ends with the highest number, or None.
 
-    A URL if ``root`` is one.
+    A path, or a URL if ``root`` is one.
     """
-    found = [folder for folder in complete(folder_at(root)) if _number(folder) is not None]
-    newest = max(found, key=lambda folder: (_number(folder), folder.name), default=None)
-    return None if newest is None else newest.target
+    numbered = [(_split(folder.name)[1], folder) for folder in complete(folder_at(root))]
+    found = [(number, folder.name, folder) for number, folder in numbered if number is not None]
+    return max(found, key=lambda each: each[:2])[2].target if found else None
 
 
 def complete(root: Folder) -> Iterator[Folder]:
@@ -93,59 +169,137 @@ def is_complete(folder: Folder) -> bool:
     return folder.has(MANIFEST)
 
 
-def ours(folder: Folder) -> list[str]:
-    """The names there that files of a checkpoint may have."""
-    return [name for name in folder.sizes() if name.endswith(_OURS)]
+def checkpoint_files(folder: Folder) -> list[str]:
+    """The names in ``folder`` that files of a checkpoint may have."""
+    return [name for name in folder.sizes() if name.endswith(_SUFFIXES)]
 
 
-def prepare(folder: Folder) -> None:
-    """Make an empty checkpoint of ``folder``; what a killed save left there is removed.
+def prepare(folder: Folder) -> Owner:
+    """Begin a checkpoint in ``folder``, where the files of a killed save are removed.
+
+    Returns:
+        The owner of the new save, for `commit` and `release`.
 
     Raises:
-        CheckpointError: something else is there.
+        CheckpointError: the directory holds a checkpoint, other files, or a save in progress.
     """
     if is_complete(folder):
         raise CheckpointError(
-            f"{folder}: a complete checkpoint is there already and is not written over; save to "
-            "another path, such as one with the number of the step, and keep the last ones with "
-            "retention=sw.Retention(last=2)"
+            f"{folder}: contains a complete checkpoint, which is never overwritten; save to "
+            "another path, such as one that ends with the number of the step, and limit the "
+            "number of checkpoints with retention=sw.Retention(last=2)"
         )
+    _refuse_if_in_progress(folder)
     remove_remains(folder)
-    foreign = ours(folder)
-    if foreign:
+    others = checkpoint_files(folder)
+    if others:
         raise CheckpointError(
-            f"{folder}: has {foreign[0]}, which is no checkpoint's; choose another"
+            f"{folder}: contains {others[0]}, which no unfinished save wrote; choose another path"
         )
-    folder.make(MARKER)
+    owner = Owner.current()
+    _in_progress.add(owner.token)
+    try:
+        folder.make(MARKER, json.dumps(asdict(owner)).encode())
+    except BaseException:
+        release(owner)
+        raise
+    return owner
 
 
-def commit(folder: Folder, manifest: bytes) -> None:
-    """Let the checkpoint exist: everything that ``manifest`` names is there to stay by now."""
+def commit(folder: Folder, manifest: bytes, owner: Owner) -> None:
+    """Make the checkpoint complete. Every file that ``manifest`` names must be on disk.
+
+    Raises:
+        CheckpointError: another save has begun in ``folder``.
+    """
+    if not is_owned(folder, owner):
+        raise CheckpointError(
+            f"{folder}: another process began a save to this path or removed it; save each model "
+            "to a path of its own"
+        )
     folder.publish(MANIFEST, manifest, MARKER)
 
 
+def is_owned(folder: Folder, owner: Owner) -> bool:
+    """Whether the unfinished checkpoint in ``folder`` is that of ``owner``."""
+    found = Owner.of(folder)
+    return found is not None and found.token == owner.token
+
+
+def release(owner: Owner) -> None:
+    """The save has ended: what it may have left can be removed."""
+    _in_progress.discard(owner.token)
+
+
 def discard(folder: Folder) -> None:
-    """Remove a complete checkpoint; first of all it is none any more, whatever happens next."""
+    """Remove a complete checkpoint; of a symbolic link, only the link.
+
+    The manifest goes first, so that a removal that is interrupted leaves no damaged checkpoint.
+    """
+    if folder.is_link:
+        folder.parent.remove(folder.name)
+        return
     folder.retract(MANIFEST, MARKER)
     remove_remains(folder, whole=True)
 
 
 def remove_remains(folder: Folder, *, whole: bool = False) -> None:
-    """Remove what a save left that did not end; nothing if it did, or if none was begun.
-
-    The files of a checkpoint, or with ``whole`` the directory with all that is in it.
-    """
+    """Remove the files of an unfinished save, or with ``whole`` everything in the directory."""
     if is_complete(folder) or not folder.has(MARKER):
         return
-    # The marker goes last, so that whoever is killed here leaves remains, too.
+    # The marker goes last, so that a removal that is interrupted can be finished later.
     if whole:
         folder.remove_all_but(MARKER)
-    for name in ours(folder):
+    for name in checkpoint_files(folder):
         folder.remove(name)
     folder.remove(MARKER)
     folder.remove_empty()
 
 
-def _number(folder: Folder) -> int | None:
-    found = re.search(r"\d+$", folder.name)
-    return int(found[0]) if found else None
+def _refuse_if_in_progress(folder: Folder) -> None:
+    """Refuse a path that another save on this host is writing to.
+
+    Remains of another host are taken over: a job that restarts elsewhere saves the same steps to
+    the same paths. Should that other save be alive after all, it fails in `commit`.
+    """
+    owner = Owner.of(folder) if folder.has(MARKER) else None
+    if owner is None or not owner.is_on_this_host or owner.has_ended:
+        return
+    if owner.pid == os.getpid():
+        raise CheckpointError(
+            f"{folder}: another save to this path is in progress; wait for it, or choose another "
+            "path"
+        )
+    raise CheckpointError(
+        f"{folder}: process {owner.pid} is writing a checkpoint to this path; choose another path"
+    )
+
+
+def _remove_if_abandoned(folder: Folder) -> None:
+    if not folder.has(MARKER):
+        # A save that was killed before it created its marker leaves an empty directory.
+        if _split(folder.name)[1] is not None:
+            folder.remove_empty()
+        return
+    owner = Owner.of(folder)
+    if owner is None:
+        is_abandoned = folder.age_seconds(MARKER) > EMPTY_MARKER_SECONDS
+    else:
+        is_abandoned = owner.has_ended
+    if is_abandoned:
+        remove_remains(folder, whole=True)
+
+
+def _host() -> str:
+    """This host, and the PID namespace, so that containers are told apart."""
+    try:
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # not Linux
+        namespace = ""
+    return f"{socket.gethostname()} {namespace}".strip()
+
+
+def _split(name: str) -> tuple[str, int | None]:
+    """``name`` without the number at its end, and that number."""
+    found = re.search(r"\d+$", name)
+    return (name[: found.start()], int(found[0])) if found else (name, None)

@@ -16,12 +16,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
+from pathlib import PurePosixPath
 
 import torch
 
 from shardwise.errors import CheckpointDamaged, CheckpointError
 
-__all__ = ["DTYPES", "File", "Spec", "index_of", "pack", "parse_header", "spec_of"]
+__all__ = [
+    "DTYPES",
+    "File",
+    "Spec",
+    "index_of",
+    "is_plain_file_name",
+    "pack",
+    "parse_header",
+    "spec_of",
+]
 
 # The names of safetensors.
 DTYPES: dict[str, torch.dtype] = {
@@ -143,6 +153,11 @@ def pack(component: str, specs: Iterable[Spec], max_bytes: int) -> list[File]:
     return files
 
 
+def is_plain_file_name(name: str) -> bool:
+    """Whether ``name`` is that of a file in a directory, and does not lead out of it."""
+    return "\0" not in name and name not in ("", ".", "..") and name == PurePosixPath(name).name
+
+
 def index_of(files: Sequence[File]) -> bytes:
     """The JSON that says which of several files has a tensor, as Hugging Face writes it."""
     where = {spec.name: file.name for file in files for spec in file.specs}
@@ -165,7 +180,7 @@ def parse_header(name: str, header: bytes) -> dict[str, tuple[Spec, int]]:
                 start, stop = entry["data_offsets"]
                 found[key] = spec, start
                 _check(name, spec, start, stop)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(f"{name}: not a safetensors header ({error})") from error
     return found
 

@@ -83,7 +83,7 @@ def load(
             missing, unexpected, reshaped and re-typed tensors.
         CheckpointDamaged: a byte is not the one that was saved; names the tensor.
     """
-    where = os.fspath(path)
+    where = str(folder_at(path))
     given = {"model": model, "optimizer": optimizer, **state}
     values = {name: value for name, value in given.items() if value is not None}
     modules = [value for value in values.values() if isinstance(value, nn.Module)]

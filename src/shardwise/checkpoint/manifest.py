@@ -1,16 +1,21 @@
-"""The manifest: what a checkpoint consists of, and the checksums of it. Pure data."""
+"""The manifest: what a checkpoint consists of, with checksums. No tensors, only names."""
 
 import json
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+
+from shardwise.checkpoint import tree
 from shardwise.checkpoint.crc import BLOCK_BYTES, crc32
-from shardwise.checkpoint.files import File, Spec
+from shardwise.checkpoint.files import DTYPES, File, Spec, is_plain_file_name
 from shardwise.errors import CheckpointDamaged, CheckpointError
 
-__all__ = ["MANIFEST", "Component", "Manifest", "numbers"]
+__all__ = ["MANIFEST", "Component", "Manifest", "tensor_ids"]
 
 MANIFEST = "checkpoint.json"
 VERSION = 1
@@ -18,7 +23,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Component:
-    """A part of a checkpoint: the model, an optimizer, or what else was named at `save`."""
+    """A part of a checkpoint: the model, an optimizer or another value given to `save`."""
 
     kind: str  # "module", "optimizer", "object" (with a state_dict) or "data"
     tree: Any  # JSON, with the names of its tensors; see `tree`
@@ -32,9 +37,9 @@ class Component:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All parts by name, and the checksum of every block of every tensor by part and name.
+    """The components by name, and the checksums of each tensor's blocks by component and name.
 
-    ``others`` are whole files beside them: the bytes and the checksum of each.
+    ``others`` are files without tensors, such as the index: the size and checksum of each.
     """
 
     components: Mapping[str, Component]
@@ -47,10 +52,10 @@ class Manifest:
 
     @property
     def files(self) -> list[File]:
-        return [file for part in self.components.values() for file in part.files]
+        return [file for component in self.components.values() for file in component.files]
 
     def render(self) -> bytes:
-        """Its file: the same bytes for the same content."""
+        """The bytes of the manifest's file, which depend on its content alone."""
         body = {
             "format": "shardwise",
             "version": VERSION,
@@ -65,31 +70,31 @@ class Manifest:
 
     @staticmethod
     def parse(content: bytes, where: str) -> "Manifest":
-        """Read what `render` made.
+        """Read what `render` returned.
 
         Raises:
-            CheckpointDamaged: a byte of it is another one.
-            CheckpointError: a later version wrote it.
+            CheckpointDamaged: it is damaged or malformed; names the entry.
+            CheckpointError: another release wrote it.
         """
         try:
             body = json.loads(content)["manifest"]
             is_whole = _seal(body) == content
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointDamaged(f"{where}: not a manifest ({error})") from error
         if not is_whole:
             raise CheckpointDamaged(f"{where}: the manifest is damaged: its checksum differs")
-        if body["version"] != VERSION or body["block_bytes"] != BLOCK_BYTES:
-            raise CheckpointError(
-                f"{where}: written as version {body['version']} with blocks of "
-                f"{body['block_bytes']} bytes; this release reads version {VERSION} with "
-                f"{BLOCK_BYTES}; use the release that wrote it"
-            )
-        parts = body["components"]
-        return Manifest(
-            {name: _component(part) for name, part in parts.items()},
-            {name: _sums(part) for name, part in parts.items()},
-            {name: (x["bytes"], int(x["crc32"], 16)) for name, x in body["others"].items()},
-        )
+        try:
+            header = _Header.model_validate(body)
+            if (header.version, header.block_bytes) != (VERSION, BLOCK_BYTES):
+                raise CheckpointError(
+                    f"{where}: written as version {header.version} with blocks of "
+                    f"{header.block_bytes} bytes; this release reads version {VERSION} with "
+                    f"{BLOCK_BYTES}; use the release that wrote it"
+                )
+            return _manifest(_Body.model_validate(body))
+        except (ValidationError, ValueError, RecursionError) as error:
+            reason = _first(error) if isinstance(error, ValidationError) else error
+            raise CheckpointDamaged(f"{where}: malformed manifest: {reason}") from error
 
     def _component(self, name: str) -> dict[str, Any]:
         part, sums = self.components[name], self.sums[name]
@@ -101,7 +106,7 @@ class Manifest:
                 file.name: {
                     "bytes": file.num_bytes,
                     "head_crc32": _hex(crc32(file.head)),
-                    # Lists, for the order of a file's tensors is that of their bytes.
+                    # Lists, because the order of a file's tensors is that of their bytes.
                     "tensors": [
                         [spec.name, spec.dtype, spec.shape, " ".join(map(_hex, sums[spec.name]))]
                         for spec in file.specs
@@ -112,10 +117,122 @@ class Manifest:
         }
 
 
-def numbers(components: Mapping[str, Component]) -> dict[tuple[str, str], int]:
-    """A number for every tensor, by component and name; the same on every rank."""
+def tensor_ids(components: Mapping[str, Component]) -> dict[tuple[str, str], int]:
+    """A number for each tensor, by component and name; the same on every rank."""
     keys = sorted((name, key) for name, part in components.items() for key in part.specs)
     return {key: number for number, key in enumerate(keys)}
+
+
+# -- the schema of the JSON ----------------------------------------------------------------------
+
+_Size = Annotated[int, Field(ge=0)]
+_Crc = Annotated[str, StringConstraints(pattern="^[0-9a-f]{8}$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Header(_Strict):
+    version: int
+    block_bytes: int
+
+
+class _Tensors(_Strict):
+    bytes: _Size
+    head_crc32: _Crc
+    # name, dtype, shape, checksums
+    tensors: list[Annotated[tuple[str, str, list[_Size], str], Field(strict=False)]]
+
+
+class _Component(_Strict):
+    kind: Literal["module", "optimizer", "object", "data"]
+    tree: Any
+    aliases: dict[str, str]
+    files: dict[str, _Tensors]
+
+
+class _Other(_Strict):
+    bytes: _Size
+    crc32: _Crc
+
+
+class _Body(_Strict):
+    components: dict[str, _Component]
+    others: dict[str, _Other]
+
+
+class _Group(BaseModel):
+    params: list[str]
+
+
+class _OptimizerTree(BaseModel):
+    state: dict[str, dict[str, Any]]
+    param_groups: list[_Group]
+
+
+_OPTIMIZERS = TypeAdapter(dict[str, _OptimizerTree])  # by component, which errors then name
+
+
+def _manifest(body: _Body) -> Manifest:
+    """The checked content of ``body``.
+
+    Raises:
+        ValueError: it contradicts itself.
+    """
+    for name in (*body.others, *(file for part in body.components.values() for file in part.files)):
+        if not is_plain_file_name(name):
+            raise ValueError(f"{name!r} is not a file in the checkpoint's directory")
+    return Manifest(
+        {name: _component(name, part) for name, part in body.components.items()},
+        {name: _sums(part) for name, part in body.components.items()},
+        {name: (other.bytes, int(other.crc32, 16)) for name, other in body.others.items()},
+    )
+
+
+def _component(name: str, entry: _Component) -> Component:
+    counts = Counter(key for tensors in entry.files.values() for key, *_ in tensors.tensors)
+    repeated = [key for key, count in counts.items() if count > 1]
+    if repeated:
+        raise ValueError(f"{name}: {repeated[0]} is listed twice")
+    files = tuple(_file(file, tensors) for file, tensors in entry.files.items())
+    component = Component(entry.kind, entry.tree, files, entry.aliases)
+    if entry.kind == "optimizer":
+        _OPTIMIZERS.validate_python({name: entry.tree})
+    for key in (*entry.aliases.values(), *tree.tensor_names(entry.tree, name)):
+        if key not in component.specs:
+            raise ValueError(f"{name}: {key} is in none of its files")
+    return component
+
+
+def _file(name: str, entry: _Tensors) -> File:
+    for key, dtype, *_ in entry.tensors:
+        if dtype not in DTYPES:
+            raise ValueError(f"{name}: {key} has the unknown dtype {dtype}")
+    specs = (Spec(key, dtype, tuple(shape)) for key, dtype, shape, _ in entry.tensors)
+    file = File(name, tuple(specs))
+    if file.num_bytes != entry.bytes:
+        raise ValueError(f"{name}: bytes is {entry.bytes}, its tensors take {file.num_bytes}")
+    if _hex(crc32(file.head)) != entry.head_crc32:
+        raise ValueError(f"{name}: head_crc32 is not that of its tensors' names and shapes")
+    return file
+
+
+def _sums(entry: _Component) -> dict[str, list[int]]:
+    sums: dict[str, list[int]] = {}
+    for file in entry.files.values():
+        for key, dtype, shape, text in file.tensors:
+            sums[key] = [_parse_crc(key, crc) for crc in text.split()]
+            num_blocks = -(-Spec(key, dtype, tuple(shape)).num_bytes // BLOCK_BYTES)
+            if len(sums[key]) != num_blocks:
+                raise ValueError(f"{key}: has {len(sums[key])} checksums for {num_blocks} blocks")
+    return sums
+
+
+def _parse_crc(key: str, text: str) -> int:
+    if not re.fullmatch("[0-9a-f]{8}", text):
+        raise ValueError(f"{key}: {text!r} is not a checksum")
+    return int(text, 16)
 
 
 def _seal(body: Any) -> bytes:
@@ -124,21 +241,11 @@ def _seal(body: Any) -> bytes:
     return (json.dumps(sealed, sort_keys=True, indent=1) + "\n").encode()
 
 
-def _component(part: Any) -> Component:
-    files = tuple(
-        File(name, tuple(Spec(key, dtype, tuple(shape)) for key, dtype, shape, _ in x["tensors"]))
-        for name, x in part["files"].items()
-    )
-    return Component(part["kind"], part["tree"], files, part["aliases"])
-
-
-def _sums(part: Any) -> dict[str, list[int]]:
-    return {
-        name: [int(crc, 16) for crc in sums.split()]
-        for file in part["files"].values()
-        for name, _, _, sums in file["tensors"]
-    }
-
-
 def _hex(crc: int) -> str:
     return f"{crc:08x}"
+
+
+def _first(error: ValidationError) -> str:
+    """The first of the errors that pydantic found, with its place."""
+    found = error.errors()[0]
+    return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"

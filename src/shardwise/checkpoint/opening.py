@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.checkpoint import crc
 from shardwise.checkpoint.files import Spec
-from shardwise.checkpoint.manifest import numbers
+from shardwise.checkpoint.manifest import tensor_ids
 from shardwise.checkpoint.reader import Reader, check_parts
 from shardwise.checkpoint.sources import check_files, open_component, read_manifest
 from shardwise.checkpoint.storage import Folder
@@ -67,7 +67,7 @@ def open_checkpoint(folder: Folder, cleanup: contextlib.ExitStack) -> Opened:
     """
     manifest = read_manifest(folder)
     check_files(folder, manifest)
-    numbered = numbers(manifest.components)
+    numbered = tensor_ids(manifest.components)
     parts = {}
     blocks: dict[int, tuple[str, int, Sequence[int]]] = {}
     for name, component in manifest.components.items():

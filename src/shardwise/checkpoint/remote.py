@@ -6,6 +6,7 @@ dropped before each look.
 """
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,9 +31,14 @@ def folder_at(place: str | os.PathLike[str]) -> Folder:
     Raises:
         CheckpointError: nobody knows the protocol, or its package is not installed.
     """
-    url = os.fspath(place)
+    if not isinstance(place, str | os.PathLike) or not isinstance(os.fspath(place), str):
+        hint = "; sw.latest found no checkpoint" if place is None else ""
+        raise CheckpointError(f"expected the path or URL of a checkpoint, got {place!r}{hint}")
+    url = str(os.fspath(place))
+    if not url:
+        raise CheckpointError("expected the path or URL of a checkpoint, got an empty string")
     if "://" not in url:
-        return Local(Path(url))
+        return Local(Path(url).absolute())
     try:
         store, path = url_to_fs(url)
     except ImportError as error:
@@ -101,13 +107,21 @@ class Remote:
     def open(self, name: str) -> Reading:
         return _Ranges(self / name)
 
-    def make(self, marker: str) -> None:
+    is_link = False
+
+    def link_targets(self) -> set[str]:
+        return set()
+
+    def age_seconds(self, name: str) -> float:  # noqa: ARG002 - an object appears in one piece
+        return math.inf
+
+    def make(self, marker: str, content: bytes) -> None:
         with _named(self.url):
             try:
-                self.store.pipe_file(f"{self.path}/{marker}", b"")
+                self.store.pipe_file(f"{self.path}/{marker}", content)
             except FileNotFoundError:  # there are directories, or the bucket is missing
                 _make_directory(self.store, self.path)
-                self.store.pipe_file(f"{self.path}/{marker}", b"")
+                self.store.pipe_file(f"{self.path}/{marker}", content)
 
     def put(self, name: str, content: bytes) -> None:
         """Store an object of that name, in one request."""
@@ -124,7 +138,7 @@ class Remote:
         self.remove(name)
 
     def remove(self, name: str) -> None:
-        with _named(f"{self.url}/{name}"):
+        with _named(f"{self.url}/{name}"), contextlib.suppress(FileNotFoundError):
             self.store.rm_file(f"{self.path}/{name}")
 
     def remove_all_but(self, name: str) -> None:

@@ -14,15 +14,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.collect import Collected, axis_of, collect
+from shardwise.checkpoint.collect import Collected, axis_of, check_name, collect, specs_of
 from shardwise.checkpoint.directory import Retention
-from shardwise.checkpoint.files import File, pack, spec_of
+from shardwise.checkpoint.files import File, pack
 from shardwise.checkpoint.manifest import Component
 from shardwise.checkpoint.peers import Peers, peers_of
 from shardwise.checkpoint.remote import folder_at
 from shardwise.checkpoint.shares import Share, share_to_write
 from shardwise.checkpoint.storage import Folder
 from shardwise.checkpoint.write import Task, write
+from shardwise.errors import CheckpointError
 
 __all__ = ["MAX_FILE_BYTES", "Save", "save"]
 
@@ -70,7 +71,8 @@ def save(
             cannot be saved or written, or an earlier ``wait=False`` failed. The model is as it
             was, and training may go on.
     """
-    where = os.fspath(path)
+    folder = folder_at(path)
+    where = str(folder)
     axis = axis_of([model])
     peers = peers_of(axis, model)
     peers.meet(axis, _device_of(model), f"save to {where}")
@@ -79,12 +81,12 @@ def save(
     if optimizer is None:
         del values["optimizer"]
     with peers.together("collect its state"):
+        for name in values:
+            check_name(name)
         found = {name: collect(name, value, model) for name, value in sorted(values.items())}
-        files = {
-            name: pack(name, (spec_of(*item) for item in part.tensors.items()), max_file_bytes)
-            for name, part in found.items()
-        }
-        task = _task(folder_at(where), found, files, peers.rank, retention)
+        files = {name: pack(name, specs_of(name, x), max_file_bytes) for name, x in found.items()}
+        _check_unique(files)
+        task = _task(folder, found, files, peers.rank, retention)
         if wait:
             peers.staging.release()
         else:
@@ -146,6 +148,17 @@ def _run(box: list[Callable[[], None]], errors: list[Exception], done: threading
 def _tell(path: Path | str, errors: list[Exception]) -> None:
     if errors:
         warnings.warn(f"the save to {path} failed: {errors[0]}", stacklevel=2)
+
+
+def _check_unique(files: Mapping[str, list[File]]) -> None:
+    owners: dict[str, str] = {}
+    for name in sorted(files, key=lambda name: len(files[name]), reverse=True):
+        for file in files[name]:
+            other = owners.setdefault(file.name, name)
+            if other != name:
+                raise CheckpointError(
+                    f"{name}: {file.name} is also a file of {other}; use another name"
+                )
 
 
 def _task(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shardwise.checkpoint.crc import crc32
-from shardwise.checkpoint.directory import MARKER, complete, is_complete, ours
-from shardwise.checkpoint.files import Spec, parse_header
+from shardwise.checkpoint.directory import MARKER, checkpoint_files, complete, is_complete
+from shardwise.checkpoint.files import Spec, is_plain_file_name, parse_header
 from shardwise.checkpoint.manifest import MANIFEST, Component, Manifest
 from shardwise.checkpoint.storage import Folder, Reading
 from shardwise.errors import CheckpointDamaged, CheckpointError
@@ -111,7 +111,7 @@ def file_problems(folder: Folder, manifest: Manifest) -> Iterator[str]:
         elif crc32(head) != crc:
             yield f"{folder / name}: damaged or foreign"
     known = {MANIFEST, *manifest.file_names}
-    for name in ours(folder):
+    for name in checkpoint_files(folder):
         if name not in known:
             yield f"{folder / name}: foreign: the manifest does not know it"
 
@@ -144,14 +144,24 @@ def open_hf(place: Folder) -> Places:
 
 def _hf_files(folder: Folder) -> Sequence[str]:
     if folder.has("model.safetensors.index.json"):
-        weight_map = json.loads(folder.read("model.safetensors.index.json"))["weight_map"]
-        return sorted(set(weight_map.values()))
+        return _files_in_index(folder, "model.safetensors.index.json")
     if folder.has("model.safetensors"):
         return ["model.safetensors"]
     raise CheckpointError(
         f"{folder}: no Hugging Face checkpoint: expected model.safetensors, or several such files "
         "with a model.safetensors.index.json"
     )
+
+
+def _files_in_index(folder: Folder, index: str) -> list[str]:
+    try:
+        files = set(json.loads(folder.read(index))["weight_map"].values())
+        if all(map(is_plain_file_name, files)):
+            return sorted(files)
+        reason = "weight_map names files outside the directory"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"expected a weight_map from names to files ({error})"
+    raise CheckpointDamaged(f"{folder / index}: {reason}")
 
 
 def _foreign_tensors(folder: Folder, file: str) -> dict[str, tuple[Spec, int]]:
@@ -187,6 +197,6 @@ def _what_instead(folder: Folder) -> str:
     inside = [str(found) for found in complete(folder)]
     if inside:
         return f"there are some inside it, such as {inside[-1]} (sw.latest)"
-    if ours(folder):
+    if checkpoint_files(folder):
         return f"{MANIFEST} is missing; for weights alone, unchecked, pass source='hf'"
     return f"{MANIFEST} is missing"

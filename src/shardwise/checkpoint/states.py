@@ -12,6 +12,7 @@ from shardwise.checkpoint.collect import parameter_names
 from shardwise.checkpoint.files import Spec
 from shardwise.checkpoint.report import Report
 from shardwise.checkpoint.targets import Choice, Target
+from shardwise.errors import CheckpointError
 from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = ["States"]
@@ -40,6 +41,7 @@ class States:
     def match(self, choice: Choice, report: Report) -> None:
         """Make tensors for all that is to be read."""
         saved = self._encoded["state"]
+        _check_kind(self._optimizer, self._encoded)
         for name, state in saved.items():
             if name in self._parameters and choice.takes(name):
                 parameter = self._parameters[name]
@@ -113,6 +115,37 @@ class States:
                 if key == "step" and not on_gpu:
                     return torch.device("cpu")
         return parameter.device
+
+
+# Options that choose an implementation, and those that schedulers add: every optimizer may have
+# them, and releases of torch differ in them.
+_SWITCHES = {"foreach", "fused", "capturable", "differentiable", "maximize"}
+_SCHEDULED = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+_COMMON_OPTIONS = {"params", "decoupled_weight_decay"} | _SWITCHES | _SCHEDULED
+
+
+def _check_kind(optimizer: Optimizer, encoded: Mapping[str, Any]) -> None:
+    """Refuse the states of another kind of optimizer, which fail in its first step.
+
+    A checkpoint does not name the class, so that Adam's states can be loaded into AdamW. The kind
+    is another one if each side has options that the other lacks.
+
+    Raises:
+        CheckpointError: names the options and states.
+    """
+    groups = encoded["param_groups"]
+    saved = {key for group in groups for key in group} - _COMMON_OPTIONS
+    own = {key for group in optimizer.param_groups for key in group} - _COMMON_OPTIONS
+    unknown, lacking = sorted(saved - own), sorted(set(optimizer.defaults) & own - saved)
+    if groups and unknown and lacking:
+        states = sorted({key for state in encoded["state"].values() for key in state})
+        kind = type(optimizer).__name__
+        raise CheckpointError(
+            "optimizer: the checkpoint is that of another kind of optimizer, with the options "
+            f"{', '.join(unknown)} and the states {', '.join(states) or '(none)'}; {kind} has "
+            f"the options {', '.join(lacking)} instead; build the optimizer that was saved, or "
+            "load without optimizer="
+        )
 
 
 def _can_hold(known: Any, spec: Spec, parameter: Tensor) -> bool:

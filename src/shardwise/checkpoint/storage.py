@@ -7,6 +7,7 @@ Only writing differs: into files here all ranks write in place; a store takes wh
 import contextlib
 import os
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -58,7 +59,20 @@ class Folder(Protocol):
         ...
 
     def folders(self) -> "list[Folder]":
-        """Those directly in it, sorted by name."""
+        """Those directly in it, sorted by name, symbolic links to directories included."""
+        ...
+
+    @property
+    def is_link(self) -> bool:
+        """Whether it is a symbolic link."""
+        ...
+
+    def link_targets(self) -> set[str]:
+        """The names of entries that symbolic links in it point to."""
+        ...
+
+    def age_seconds(self, name: str) -> float:
+        """The time since a file was last changed; inf if files appear in one piece."""
         ...
 
     def read(self, name: str, num_bytes: int | None = None) -> bytes:
@@ -67,8 +81,8 @@ class Folder(Protocol):
 
     def open(self, name: str) -> Reading: ...
 
-    def make(self, marker: str) -> None:
-        """Let it exist, with an empty file in it."""
+    def make(self, marker: str, content: bytes) -> None:
+        """Create it, with a file in it."""
         ...
 
     def publish(self, name: str, content: bytes, marker: str) -> None:
@@ -132,6 +146,22 @@ class Local:
             return []
         return [Local(path) for path in self._entries() if path.is_dir()]
 
+    @property
+    def is_link(self) -> bool:
+        return self.path.is_symlink()
+
+    def link_targets(self) -> set[str]:
+        root = self.path.resolve()
+        targets = [path.resolve() for path in self._entries() if path.is_symlink()]
+        return {
+            target.relative_to(root).parts[0]
+            for target in targets
+            if target != root and target.is_relative_to(root)
+        }
+
+    def age_seconds(self, name: str) -> float:
+        return time.time() - (self.path / name).stat().st_mtime
+
     def read(self, name: str, num_bytes: int | None = None) -> bytes:
         with (self.path / name).open("rb") as file:
             return file.read() if num_bytes is None else file.read(num_bytes)
@@ -139,9 +169,12 @@ class Local:
     def open(self, name: str) -> Reading:
         return _Descriptor(self.path / name)
 
-    def make(self, marker: str) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / marker).touch()
+    def make(self, marker: str, content: bytes) -> None:
+        while True:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # a Retention removed the empty directory
+                (self.path / marker).write_bytes(content)
+                return
 
     def publish(self, name: str, content: bytes, marker: str) -> None:
         with (self.path / marker).open("wb") as file:
@@ -154,20 +187,21 @@ class Local:
         sync(self.path.parent)
 
     def retract(self, name: str, marker: str) -> None:
-        (self.path / name).rename(self.path / marker)
-        sync(self.path)
+        with contextlib.suppress(FileNotFoundError):  # another process removes it, too
+            (self.path / name).rename(self.path / marker)
+            sync(self.path)
 
     def remove(self, name: str) -> None:
-        (self.path / name).unlink()
+        (self.path / name).unlink(missing_ok=True)
 
     def remove_all_but(self, name: str) -> None:
         for entry in self._entries():
             if entry.name == name:
                 continue
-            if entry.is_dir():
-                shutil.rmtree(entry)
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
             else:
-                entry.unlink()
+                entry.unlink(missing_ok=True)
 
     def remove_empty(self) -> None:
         with contextlib.suppress(OSError):  # the user put something there

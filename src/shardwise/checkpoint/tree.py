@@ -5,7 +5,7 @@ tensor ``ema/0``. What JSON does not have is marked in the same way: tuples, arr
 dicts whose keys are not plain strings.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "tensor_names"]
 
 _ARRAY, _DICT, _TENSOR, _TUPLE = "$array", "$dict", "$tensor", "$tuple"
 
@@ -32,8 +32,7 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
         case Tensor():
             encoded = {_TENSOR: _name(path, value, tensors)}
         case np.ndarray():
-            # Copied, for an array is often changed in place.
-            encoded = {_ARRAY: _name(path, torch.from_numpy(value.copy()), tensors)}
+            encoded = {_ARRAY: _name(path, _tensor_of(value, path), tensors)}
         case np.generic():
             encoded = encode(value.item(), tensors, path)
         case tuple() | list():
@@ -42,10 +41,10 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
         case dict():
             encoded = _encode_dict(value, tensors, path)
         case _:
-            raise CheckpointError(
-                f"{path or 'it'}: a {type(value).__name__} cannot be saved; expected numbers, "
-                "strings, tensors, and lists, tuples and dicts of them, or an object with "
-                "state_dict()"
+            raise _error(
+                path,
+                f"a {type(value).__name__} cannot be saved; expected numbers, strings, tensors, "
+                "and lists, tuples and dicts of them, or an object with state_dict()",
             )
     return encoded
 
@@ -60,6 +59,46 @@ def decode(encoded: Any, read: Callable[[str], Tensor]) -> Any:
     if not mark.startswith("$"):
         return {key: decode(x, read) for key, x in encoded.items()}
     return _decode_marked(mark, inner, read)
+
+
+def tensor_names(encoded: Any, path: str = "") -> Iterator[str]:
+    """The names of the tensors in a tree that was read from a file.
+
+    Raises:
+        ValueError: it is not what `encode` returns; names the path.
+    """
+    if isinstance(encoded, list):
+        for number, item in enumerate(encoded):
+            yield from tensor_names(item, _join(path, number))
+    elif isinstance(encoded, dict):
+        mark, inner = next(iter(encoded.items()), ("", None))
+        if not mark.startswith("$"):
+            for key, item in encoded.items():
+                yield from tensor_names(item, _join(path, key))
+        elif len(encoded) == 1 and mark in (_TENSOR, _ARRAY) and isinstance(inner, str):
+            yield inner
+        elif len(encoded) == 1 and mark == _TUPLE and isinstance(inner, list):
+            yield from tensor_names(inner, path)
+        elif (
+            len(encoded) == 1
+            and mark == _DICT
+            and isinstance(inner, list)
+            and all(map(_is_pair, inner))
+        ):
+            yield from tensor_names([item for _, item in inner], path)
+        else:
+            raise ValueError(f"{path}: {mark} is not a mark of this format, or has another value")
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _is_pair(value: Any) -> bool:
+    match value:
+        case [None | bool() | int() | float() | str(), _]:
+            return True
+    return False
 
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -81,8 +120,9 @@ def _encode_dict(value: dict[Any, Any], tensors: dict[str, Tensor], path: str) -
         return {key: encode(x, tensors, _join(path, key)) for key, x in value.items()}
     for key in value:
         if type(key) not in _PLAIN:
-            raise CheckpointError(
-                f"{_join(path, key)}: keys are numbers or strings, got a {type(key).__name__}"
+            raise _error(
+                _join(path, key),
+                f"a {type(key).__name__} cannot be saved as a key; expected a number or a string",
             )
     return {_DICT: [[key, encode(x, tensors, _join(path, key))] for key, x in value.items()]}
 
@@ -90,9 +130,21 @@ def _encode_dict(value: dict[Any, Any], tensors: dict[str, Tensor], path: str) -
 def _name(path: str, tensor: Tensor, tensors: dict[str, Tensor]) -> str:
     name = path or "value"
     if name in tensors:
-        raise CheckpointError(f"{name}: two tensors have this path; rename one of them")
+        raise _error(name, "two tensors have this path; rename one of them")
     tensors[name] = tensor
     return name
+
+
+def _tensor_of(array: np.ndarray[Any, Any], path: str) -> Tensor:
+    """A copy of ``array``, which is often changed in place."""
+    try:
+        return torch.from_numpy(array.copy())
+    except (TypeError, ValueError) as error:
+        raise _error(path, f"an array of {array.dtype} cannot be saved; {error}") from error
+
+
+def _error(path: str, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {reason}" if path else reason)
 
 
 def _join(path: str, key: object) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.crc import BLOCK_BYTES, Part, blocks, crc32
 from shardwise.checkpoint.files import File
-from shardwise.checkpoint.manifest import Component, numbers
+from shardwise.checkpoint.manifest import Component, tensor_ids
 from shardwise.checkpoint.peers import Peers
 from shardwise.checkpoint.remote import Remote, Upload
 from shardwise.checkpoint.shares import Share, bytes_of
@@ -60,7 +60,7 @@ def upload(
     Raises:
         CheckpointError: on all ranks; no upload goes on.
     """
-    numbered = numbers(components)
+    numbered = tensor_ids(components)
     own = {numbered[name, key]: x for name, by_key in shares.items() for key, x in by_key.items()}
     holders = _holders(own, peers)
     tensors = {

@@ -8,15 +8,23 @@ from pathlib import Path
 
 from shardwise.checkpoint import crc
 from shardwise.checkpoint.crc import Part, block_sums
-from shardwise.checkpoint.directory import Retention, commit, prepare, remove_remains
+from shardwise.checkpoint.directory import (
+    Owner,
+    Retention,
+    commit,
+    is_owned,
+    prepare,
+    release,
+    remove_remains,
+)
 from shardwise.checkpoint.files import File, index_of
-from shardwise.checkpoint.manifest import Component, Manifest, numbers
+from shardwise.checkpoint.manifest import Component, Manifest, tensor_ids
 from shardwise.checkpoint.peers import Peers
 from shardwise.checkpoint.remote import Remote
 from shardwise.checkpoint.shares import Share, bytes_of
 from shardwise.checkpoint.storage import Folder
 from shardwise.checkpoint.upload import upload
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, StepError
 
 __all__ = ["Task", "write"]
 
@@ -48,27 +56,32 @@ def write(task: Task, peers: Peers) -> None:
     Raises:
         CheckpointError: what was written is removed, as far as that goes.
     """
-    is_first = peers.rank == 0
+    owner: Owner | None = None  # on rank 0
     try:
         with peers.together("prepare the directory"):
-            if is_first:
-                prepare(task.directory)
+            if peers.rank == 0:
+                owner = prepare(task.directory)
         if isinstance(task.directory, Remote):
             own = upload(task.directory, task.components, task.shares, task.others, peers)
         else:
             own = _write_in_place(task, peers)
         parts = [part for told in peers.exchange(crc.encode(own)) for part in crc.decode(told)]
         with peers.together("complete the checkpoint"):
-            if is_first:
-                commit(task.directory, _manifest(task, parts).render())
-    except CheckpointError:
-        if is_first:
-            with contextlib.suppress(OSError, CheckpointError):  # for the same reason, perhaps
+            if owner is not None:
+                commit(task.directory, _manifest(task, parts).render(), owner)
+    except StepError:  # other ranks may still be writing
+        raise
+    except Exception:
+        with contextlib.suppress(OSError, CheckpointError):  # for the same reason, perhaps
+            if owner is not None and is_owned(task.directory, owner):
                 remove_remains(task.directory)
         raise
+    finally:
+        if owner is not None:
+            release(owner)
     with peers.together("remove older checkpoints; the new one is complete"):
-        if is_first and task.retention is not None:
-            task.retention.apply(task.directory.parent)
+        if peers.rank == 0 and task.retention is not None:
+            task.retention.apply(task.directory)
 
 
 def _write_in_place(task: Task, peers: Peers) -> list[Part]:
@@ -83,7 +96,7 @@ def _write_in_place(task: Task, peers: Peers) -> list[Part]:
 
 def _write_shares(path: Path, task: Task, peers: Peers) -> list[Part]:
     """Write this rank's bytes, bring them to disk, and return their checksums."""
-    numbered = numbers(task.components)
+    numbered = tensor_ids(task.components)
     parts: list[Part] = []
     with contextlib.ExitStack() as files:
         for name, file in _in_turn(task.components, peers):
@@ -165,7 +178,7 @@ def _manifest(task: Task, parts: list[Part]) -> Manifest:
     by_tensor: dict[int, list[Part]] = {}
     for part in parts:
         by_tensor.setdefault(part.tensor, []).append(part)
-    numbered = numbers(task.components)
+    numbered = tensor_ids(task.components)
     sums: dict[str, dict[str, list[int]]] = {}
     for name, component in task.components.items():
         sums[name] = {}
