@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,12 +23,11 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.runtime.mesh import Axis
+from shardwise.runtime.engine import runtime_of_root
 from shardwise.schedule.events import EventKind
 from shardwise.train.models import GPT, Block, Shape
-from shardwise.transport.collectives import Link
-from shardwise.transport.communicator import Communicator
-from shardwise.transport.health.status import Scope, Ticket
+from shardwise.transport.communicator import communicator
+from shardwise.transport.host.collectives import Exchange, HostCollectives
 
 SHAPE = Shape(vocabulary=256, context=128, width=384, layers=6, heads=4)  # 10.7 million parameters
 CPU = torch.device("cpu")
@@ -109,32 +109,31 @@ def measure(model: torch.nn.Module) -> list[Chore]:
         scheduler._note(f"forward of {unit.label}")
 
     def enter() -> None:
-        links.trail.append(7, unit.label)
+        links.recent_units.append(7, unit.label)
 
-    # Of one rank, so that nothing but the books is timed.
-    links = Communicator(Axis(size=1, rank=0, group=None), CPU)
-    link = links.gather
-    watched = microseconds(lambda: submit(link))
-    plain = microseconds(lambda: link.lane.submit(nothing))
+    links = communicator(runtime_of_root(model).axis.world, CPU)
+    queue = links.gather
+    assert isinstance(queue, HostCollectives)
+    note_one = partial(note_collective, queue)
     return [
-        Chore("ticket, tags and state of a collective", watched - plain, collectives),
+        Chore(
+            "id, tags and state of a collective",
+            microseconds(note_one),
+            collectives,
+        ),
         Chore("note where the rank is", microseconds(note), forwards + backwards + 1),
         Chore("note the unit that is entered", microseconds(enter), forwards),
         Chore("ask whether to recover", microseconds(links.recover), forwards),
     ]
 
 
-def submit(link: Link) -> None:
-    # Two phases of a collective put the tag on the wire.
-    link._submit("gather blocks.0", 1 << 20, Scope.SHARDS, tag_twice)
-
-
-def tag_twice(ticket: Ticket) -> None:
-    _ = ticket.tag, ticket.tag
-
-
-def nothing() -> None:
-    pass
+def note_collective(queue: HostCollectives) -> None:
+    """What is noted of a collective of two exchanges."""
+    exchange = Exchange(queue.world, 1 << 20, lambda _: None)
+    collective = queue._next_id("gather blocks.0", exchange)
+    queue._begin(collective)
+    _ = collective.tag, collective.tag
+    queue._end(collective)
 
 
 def microseconds(chore: Callable[[], object]) -> float:

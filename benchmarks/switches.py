@@ -51,8 +51,8 @@ from shardwise.runtime.tensor import ShardedTensor
 from shardwise.runtime.unit import Unit
 from shardwise.schedule.events import EventKind
 from shardwise.train.models import GPT, Block, Shape
+from shardwise.transport.api import Work
 from shardwise.transport.communicator import communicator
-from shardwise.transport.device import Mark
 
 SIZES = {
     "50M": Shape(vocabulary=4096, context=128, width=640, layers=10, heads=10),
@@ -153,12 +153,12 @@ class Trainee:
 
     def planned_bytes(self) -> int:
         runtime = runtime_of_root(self.model)
-        link = communicator(runtime.axis, runtime.pools.device).reduce
+        link = communicator(runtime.axis.world, runtime.pools.device).reduce
         several, holds = self.combination.num_parts > 1, self.combination.holds
         accumulates = several and not holds
         memory = step_memory(
             runtime.plan,
-            on_wire=not link.reads_memory,
+            transport=link.capabilities,
             accumulates=accumulates,
             holds=holds,
             on_cpu=True,
@@ -209,7 +209,7 @@ def sampled(held_bytes: Callable[[], int]) -> Iterator[list[int]]:
     samples: list[int] = []
     do, hand_over = Scheduler._do, Gradients._hand_over
 
-    def sample(scheduler: Scheduler, kind: EventKind, unit: Unit) -> tuple[Mark, ...]:
+    def sample(scheduler: Scheduler, kind: EventKind, unit: Unit) -> tuple[Work, ...]:
         samples.append(held_bytes())
         marks = do(scheduler, kind, unit)
         samples.append(held_bytes())

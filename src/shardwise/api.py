@@ -26,7 +26,7 @@ from shardwise.runtime.attach import check_initialized, device_for, is_on_meta
 from shardwise.runtime.casting import apply_precision
 from shardwise.runtime.engine import Handle, Runtime
 from shardwise.runtime.memory import Pool
-from shardwise.runtime.mesh import Axis, resolve_mesh
+from shardwise.runtime.mesh import DataParallelMesh, resolve_mesh
 from shardwise.runtime.module import FSDPModule, handle_of, mark
 from shardwise.runtime.tensor import ShardedTensor
 from shardwise.runtime.unused import UNUSED, Unused
@@ -158,7 +158,7 @@ def _check_module(module: object, place: Callable[[nn.Parameter], Any] | None) -
 def _shard(
     module: nn.Module,
     *,
-    axis: Axis,
+    axis: DataParallelMesh,
     strategy: Strategy,
     units: Units,
     prefetch: int,
@@ -180,7 +180,7 @@ def _shard(
         strategy=strategy,
         prefetch=prefetch,
         reshard_after_forward=reshard_after_forward,
-        replicas=len(axis.rows),
+        replicas=axis.column.size,
         granularity=granularity,
         manual=manual,
         precision=mp_policy,
@@ -200,7 +200,11 @@ def _shard(
 
 
 def _build(
-    root: nn.Module, plan: Plan, axis: Axis, unused: Unused, init: Initialization | None = None
+    root: nn.Module,
+    plan: Plan,
+    axis: DataParallelMesh,
+    unused: Unused,
+    init: Initialization | None = None,
 ) -> Runtime:
     """Shard the parameters of ``root`` and attach what works beside the engine."""
     device = device_for(root, axis)
@@ -223,7 +227,7 @@ def _specs_before(root: nn.Module) -> dict[str, ParameterSpec]:
     return {name: sharding.extent.parameter for name, sharding in sharded.items()}
 
 
-def _warn_of_padding(plan: Plan, axis: Axis) -> None:
+def _warn_of_padding(plan: Plan, axis: DataParallelMesh) -> None:
     told = padding_report(plan.units) if axis.group_rank == 0 else ""
     if told:
         warnings.warn(f"granularity costs padding\n{told}", stacklevel=4)

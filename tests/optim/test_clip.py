@@ -49,7 +49,7 @@ def _clip(strategy: str) -> list[float]:
         reference, model = build(name), build(name)
         sw.fully_shard(model, units=CASES[name].units, **_options(strategy))
         runtime = runtime_of(model)
-        link = communicator(runtime.axis, runtime.pools.device).reduce
+        reduce = communicator(runtime.axis.world, runtime.pools.device).reduce
         batch = CASES[name].batch(12)
         # Torch refuses an infinite norm of a gradient without elements, which "tiny" has.
         orders = [order for order in ORDERS if name == "stack" or math.isfinite(order)]
@@ -59,12 +59,12 @@ def _clip(strategy: str) -> list[float]:
                     one.zero_grad()
                     CASES[name].loss(one(part)).backward()  # type: ignore[no-untyped-call]
                 expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01, order)
-                before = link.state().issued
+                before = reduce.sent[0]
                 norm = clip(model.parameters(), 0.01, order)
                 # Torch's own takes the norms one by one on a CPU, unless it is told otherwise.
                 one_by_one = clip is nn.utils.clip_grad_norm_
                 gradients = sum(p.grad is not None for p in model.parameters())
-                exchanges = link.state().issued - before
+                exchanges = reduce.sent[0] - before
                 assert exchanges == (gradients if one_by_one else 1), "one for all units"
                 assert_close(norm, expected, f"norm {order}")
                 assert_equal_models(model, reference, 0)

@@ -36,7 +36,7 @@ def test_units_of_one_shape_are_told_apart(strategy: str, ranks: int) -> None:
         assert f"rank {rank}: step 1, " in texts[0]
     *others, odd = map(str, range(ranks))
     parted = f"rank {', '.join(others)} entered experts.1; rank {odd} entered experts.2."
-    assert f"They parted at call 3 of the step: {parted}" in texts[0]
+    assert f"They differ from call 3 of the step on: {parted}" in texts[0]
 
 
 @on_ranks(3, deadline=40.0)

@@ -9,17 +9,17 @@ import pytest
 
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.schedule.events import Event, EventKind
-from shardwise.transport.device import Mark
+from shardwise.transport.api import Work
 
 
-def mark(started: float, finished: float) -> Mark:
-    made = Mark()
-    made.started, made.finished = started, finished
+def mark(started: float, finished: float) -> Work:
+    made = Work()
+    made.span = (started, finished)
     return made
 
 
 def record(
-    kind: EventKind, began: float, ended: float, *marks: Mark, unit: str = "a", num_bytes: int = 0
+    kind: EventKind, began: float, ended: float, *marks: Work, unit: str = "a", num_bytes: int = 0
 ) -> Record:
     return Record(Event(kind, unit, num_bytes), 0, began, ended, marks)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 import shardwise as sw
-from shardwise.transport.host.point_to_point import Wire
+from shardwise.transport.host.point_to_point import PointToPoint
 from tests.ranks import run_on
 
 WIRE_SECONDS = 0.03
@@ -60,17 +60,20 @@ class Slow(nn.Module):
 
 @contextmanager
 def slow_wire() -> Iterator[None]:
-    exchange, tell = Wire.exchange, Wire.tell
+    exchange, swap = PointToPoint.exchange, PointToPoint.swap_messages
 
-    def slow(wire: Wire, *arguments: Any, **options: Any) -> None:
+    def slow(wire: PointToPoint, *arguments: Any, **options: Any) -> None:
         time.sleep(WIRE_SECONDS)
         exchange(wire, *arguments, **options)
 
-    def tell_slowly(wire: Wire, *arguments: Any) -> dict[int, bytes]:
-        time.sleep(WIRE_SECONDS / 2)  # before and after a gather in common memory
-        return tell(wire, *arguments)
+    def swap_slowly(wire: PointToPoint, *arguments: Any) -> dict[int, bytes]:
+        time.sleep(WIRE_SECONDS / 2)  # before and after a gather in shared memory
+        return swap(wire, *arguments)
 
-    with mock.patch.object(Wire, "exchange", slow), mock.patch.object(Wire, "tell", tell_slowly):
+    with (
+        mock.patch.object(PointToPoint, "exchange", slow),
+        mock.patch.object(PointToPoint, "swap_messages", swap_slowly),
+    ):
         yield
 
 

@@ -20,6 +20,7 @@ from shardwise.plan.units import Units
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.memory import Pool
 from shardwise.transport.communicator import communicator
+from shardwise.transport.host.collectives import HostCollectives
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import world_size
 from tests.runtime.test_memory import runtime_of
@@ -177,7 +178,7 @@ def _measure(
         _step(model, holds=holds)
     planned = step_memory(
         runtime.plan,
-        on_wire=not communicator(runtime.axis, runtime.pools.device).reduce.reads_memory,
+        transport=communicator(runtime.axis.world, runtime.pools.device).reduce.capabilities,
         accumulates=accumulates,
         holds=holds,
         steps_in_backward=steps_in_backward,
@@ -207,7 +208,9 @@ def _live_bytes(runtime: Runtime) -> int:
     """Of all tensors that this test has made, but for idle memory of pools and a link's window."""
     live: dict[int, int] = {}
     idle = {storage._cdata for pool in pools_of(runtime) for storage in pool.idle_storages}
-    window = communicator(runtime.axis, runtime.pools.device).reduce._window
+    reduce = communicator(runtime.axis.world, runtime.pools.device).reduce
+    assert isinstance(reduce, HostCollectives)
+    window = reduce._sums._window
     assert window.nbytes < 1 << 20, "for the pieces of all reductions together"
     idle.add(window.untyped_storage()._cdata)
     for thing in gc.get_objects():

@@ -3,8 +3,9 @@
 import itertools
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +14,20 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.plan.strategy import PRESETS
-from shardwise.runtime.mesh import Axis, resolve_mesh
-from shardwise.transport import communicator as waits
-from shardwise.transport.collectives import Pending, Reduction
+from shardwise.runtime.mesh import DataParallelMesh, resolve_mesh
+from shardwise.transport.api import (
+    CollectiveId,
+    Collectives,
+    Operation,
+    RankGroup,
+    Reduction,
+    Stage,
+    Work,
+)
 from shardwise.transport.communicator import Communicator, communicator
-from shardwise.transport.health.status import Ticket
+from shardwise.transport.health.heartbeat import Patience
+from shardwise.transport.health.status import QueueState
+from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.host.point_to_point import _PIECE_BYTES
 from tests.ranks import run_on
 from tests.transport.test_point_to_point import only
@@ -112,26 +122,32 @@ def test_links_go_with_their_group() -> None:
     run_on(2, _forget)
 
 
-def test_one_rank_needs_no_wire() -> None:
-    links = Communicator(Axis(size=1, rank=0, group=None), CPU)
+def test_one_rank_needs_no_backend() -> None:
+    alone = RankGroup((0,), 0)
+    links = Communicator(alone, CPU)
     flat, out, filled = torch.arange(5.0), torch.zeros(5), torch.zeros(5)
-    assert (links.gather.has_wire, links.reduce.scratch_elements(64)) == (False, 0)
-    links.wait(links.gather.all_gather(filled, lambda: _fill(filled, 3), "gather"))
-    links.wait(links.reduce.reduce(Reduction(flat, out, None, out, flat[:0]), "reduce"))
+    assert not links.gather.capabilities.point_to_point
+    links.wait(links.gather.all_gather(filled, alone, "gather", lambda: _fill(filled, 3)))
+    stages = (Stage(Operation.REDUCE_SCATTER, alone),)
+    links.wait(links.reduce.reduce(Reduction(flat, out, None, out, flat[:0], stages), "reduce"))
     assert torch.equal(filled, torch.full((5,), 3.0))
     assert torch.equal(out, flat)
-    failing = links.gather.all_gather(flat, _raise, "gather")
+    failing = links.gather.all_gather(flat, alone, "gather", _raise)
     with pytest.raises(ZeroDivisionError):
         links.wait(failing)
     links.recover()
-    links.wait(links.gather.all_gather(flat, lambda: None, "gather"))
+    links.wait(links.gather.all_gather(flat, alone, "gather"))
 
 
 # -- in a rank -----------------------------------------------------------------------------------
 
 
+def _mesh(preset: str) -> DataParallelMesh:
+    return resolve_mesh(None, PRESETS[preset])
+
+
 def _links() -> Communicator:
-    links = communicator(resolve_mesh(None, PRESETS["fsdp"]), CPU)
+    links = communicator(_mesh("fsdp").world, CPU)
     links.step, links.where = 5, "testing"
     return links
 
@@ -144,23 +160,25 @@ def _raise() -> None:
     raise ZeroDivisionError("it hurts")
 
 
-def _gather(links: Communicator, own: Tensor, label: str = "gather") -> tuple[Pending, Tensor]:
+def _gather(links: Communicator, own: Tensor, label: str = "gather") -> tuple[Work, Tensor]:
     """Launch a gather of ``own`` [S]: the result [ranks * S] is -1 where nothing came yet."""
     flat = torch.zeros(links.num_ranks * own.numel(), dtype=own.dtype).sub_(1)
     slot = flat.view(links.num_ranks, -1)[links.rank] if own.numel() else flat
-    return links.gather.all_gather(flat, lambda: _copy(slot, own), label), flat
+    return links.gather.all_gather(flat, links.world, label, lambda: _copy(slot, own)), flat
 
 
 def _copy(to: Tensor, of: Tensor) -> None:
     to.copy_(of)
 
 
-def _reduce(links: Communicator, flat: Tensor, label: str = "reduce") -> tuple[Pending, Tensor]:
+def _reduce(links: Communicator, flat: Tensor, label: str = "reduce") -> tuple[Work, Tensor]:
     """Launch a sum of ``flat`` [ranks * S]: the result is this rank's slot [S]."""
     size = flat.numel() // links.num_ranks
     out = torch.zeros(size, dtype=flat.dtype).sub_(1)
-    scratch = torch.zeros(links.reduce.scratch_elements(flat.numel()), dtype=flat.dtype)
-    return links.reduce.reduce(Reduction(flat, out, None, out, scratch), label), out
+    stages = (Stage(Operation.REDUCE_SCATTER, links.world),)
+    num_scratch = links.reduce.capabilities.reduction_scratch(flat.numel(), stages)
+    scratch = torch.zeros(num_scratch, dtype=flat.dtype)
+    return links.reduce.reduce(Reduction(flat, out, None, out, scratch, stages), label), out
 
 
 def _check_gather(links: Communicator, size: int = 3) -> None:
@@ -171,13 +189,18 @@ def _check_gather(links: Communicator, size: int = 3) -> None:
     assert torch.equal(flat, expected)
 
 
-def _hurried() -> "mock._patch[float]":
-    return mock.patch.object(waits, "POLL_SECONDS", IMPATIENT)
+@contextmanager
+def _hurried(links: Communicator) -> Iterator[None]:
+    usual, links.patience = links.patience, Patience(poll_seconds=IMPATIENT)
+    try:
+        yield
+    finally:
+        links.patience = usual
 
 
 def _compare() -> None:
     links = _links()
-    assert links.gather.has_wire
+    assert links.gather.capabilities.point_to_point
     for dtype in DTYPES:
         for size in SIZES:
             # Small integers: their sums are exact in every dtype, in whatever order.
@@ -200,12 +223,13 @@ def _compare() -> None:
 
 def _compare_all_reduce() -> None:
     """Whole; and in parts, with a rest that no part has."""
-    links = communicator(resolve_mesh(None, PRESETS["ddp"]), CPU)
+    mesh = _mesh("ddp")
+    links, stages = communicator(mesh.world, CPU), mesh.reduction
     for size in (*SIZES[1:], 20_003, 4 * WINDOWS + 3):
         flat = torch.randint(0, 50, (size,)).add_(links.rank).float()
         out = torch.empty_like(flat)
-        scratch = torch.empty(links.reduce.scratch_elements(size))
-        links.wait(links.reduce.reduce(Reduction(flat, out, None, out, scratch), "reduce"))
+        scratch = torch.empty(links.reduce.capabilities.reduction_scratch(size, stages))
+        links.wait(links.reduce.reduce(Reduction(flat, out, None, out, scratch, stages), "reduce"))
         expected = flat.clone()
         dist.all_reduce(expected)
         assert torch.equal(out, expected), size
@@ -227,31 +251,34 @@ def _sum_in_order() -> None:
 def _sum_and_cast(preset: str, way: str) -> None:
     strategy, size = PRESETS[preset], dist.get_world_size()
     factor = size // 2 if strategy.num_axes > 1 else None
-    axis = resolve_mesh(None, strategy, sharding_factor=factor)
+    mesh = resolve_mesh(None, strategy, sharding_factor=factor)
     with only(way):
-        links = Communicator(axis, CPU)
+        links = Communicator(mesh.world, CPU)
     for (of, to), num_elements in itertools.product(CASTS, (33, 20_001, WINDOWS)):
-        _check_cast(axis, links, of, to, num_elements)
+        _check_cast(mesh, links, of, to, num_elements)
 
 
 def _check_cast(
-    axis: Axis, links: Communicator, of: torch.dtype, to: torch.dtype, size: int
+    mesh: DataParallelMesh, links: Communicator, of: torch.dtype, to: torch.dtype, size: int
 ) -> None:
-    own, row = axis.group_rank, axis.row
-    slots = len(axis.shard_ranks) if axis.is_two_level else len(row)
-    everyone = torch.randn(axis.num_ranks, slots * size).to(of)  # the same on every rank
+    own, row, column = mesh.group_rank, mesh.row, mesh.column
+    slots = mesh.shards.size if mesh.is_two_level else row.size
+    everyone = torch.randn(mesh.num_ranks, slots * size).to(of)  # the same on every rank
     flat = everyone[own].clone()
-    inner = flat.view(len(row), -1)[row.index(own)]
-    carried = torch.randn(len(inner)).to(of) if len(axis.column) == 1 else None
+    inner = flat.view(row.size, -1)[row.index]
+    carried = torch.randn(len(inner)).to(of) if column.size == 1 else None
     out = torch.empty(size, dtype=to)
-    scratch = torch.empty(links.reduce.scratch_elements(len(flat), is_cast=True), dtype=of)
-    links.wait(links.reduce.reduce(Reduction(flat, inner, carried, out, scratch, 0.3), "reduce"))
+    capabilities, stages = links.reduce.capabilities, mesh.reduction
+    num_scratch = capabilities.reduction_scratch(len(flat), stages, is_cast=True)
+    scratch = torch.empty(num_scratch, dtype=of)
+    reduction = Reduction(flat, inner, carried, out, scratch, stages, 0.3)
+    links.wait(links.reduce.reduce(reduction, "reduce"))
 
-    parts = everyone.view(axis.num_ranks, len(row), -1)[:, row.index(own)]
-    if axis.is_two_level:
-        parts = parts.view(axis.num_ranks, len(axis.column), -1)[:, axis.column.index(own)]
+    parts = everyone.view(mesh.num_ranks, row.size, -1)[:, row.index]
+    if mesh.is_two_level:
+        parts = parts.view(mesh.num_ranks, column.size, -1)[:, column.index]
     terms = [*parts, carried] if carried is not None else list(parts)
-    what = f"{axis.num_ranks} ranks, {of} to {to}, {size}"
+    what = f"{mesh.num_ranks} ranks, {of} to {to}, {size}"
     if carried is not None:
         total = terms[0].clone()
         for term in terms[1:]:
@@ -260,16 +287,21 @@ def _check_cast(
     exact = torch.stack(terms).double().sum(0) * 0.3
     coarsest = max(torch.finfo(of).eps, torch.finfo(to).eps)
     torch.testing.assert_close(out.double(), exact, rtol=4 * coarsest, atol=8 * coarsest, msg=what)
-    if not axis.is_two_level and len(axis.column) > 1:
-        replicas = [torch.empty_like(out) for _ in range(axis.num_ranks)]
+    if not mesh.is_two_level and column.size > 1:
+        replicas = [torch.empty_like(out) for _ in range(mesh.num_ranks)]
         dist.all_gather(replicas, out)
-        for rank in axis.column:
+        for rank in column.ranks:
             assert torch.equal(out, replicas[rank]), f"replicas get the same bits, {what}"
+
+
+def _state(queue: Collectives) -> QueueState:
+    assert isinstance(queue, HostCollectives)
+    return queue.state()
 
 
 def _order() -> list[int]:
     links = _links()
-    before, other = links.gather.state(), links.reduce.state()
+    before, other = _state(links.gather), _state(links.reduce)
     launched = [
         _gather(links, torch.full((number,), float(number)), f"gather {number}")
         for number in range(8)
@@ -277,20 +309,23 @@ def _order() -> list[int]:
     pendings = [pending for pending, _ in launched]
     links.wait(pendings[-1])
     for number, (pending, flat) in enumerate(launched):
-        assert pending.marks[0].is_done, "those before it have ended"
+        assert pending.done, "those before it have ended"
         assert torch.equal(flat, torch.full_like(flat, number))
-    times = [moment for p in pendings for moment in (p.marks[0].started, p.marks[0].finished)]
+    times = [moment for pending in pendings for moment in pending.span]
     assert times == sorted(times)
     numbers = range(before.issued + 1, before.issued + 9)
-    assert [p.tickets[0] for p in pendings] == [
-        Ticket(number, f"gather {size}", 4 * size) for size, number in enumerate(numbers)
+    collectives = [pending.collective for pending in pendings]
+    ranks = links.world.ranks
+    assert collectives == [
+        CollectiveId(number, f"gather {size}", 4 * size, ranks)
+        for size, number in enumerate(numbers)
     ]
-    after = links.gather.state()
+    after = _state(links.gather)
     assert after.issued == before.issued + 8
-    tags = [pending.tickets[0].tag for pending in pendings]
+    tags = [collective.tag for collective in collectives if collective is not None]
     assert list(after.ended)[-8:] == tags
-    assert all(after.took(pending.tickets[0]) for pending in pendings)
-    assert links.reduce.state() == other, "the other link has its own numbers"
+    assert all(after.has_begun(one) for one in collectives if one is not None)
+    assert _state(links.reduce) == other, "the other link has its own numbers"
     return tags
 
 
@@ -305,14 +340,14 @@ def _launch_early() -> None:
     gathering, gathered = _gather(links, torch.ones(3))
     reducing, reduced = _reduce(links, torch.ones(3 * links.num_ranks))
     if not is_last:
-        assert not gathering.marks[0].is_done
-        assert not reducing.marks[0].is_done
+        assert not gathering.done
+        assert not reducing.done
         arrived = time.perf_counter()
         dist.barrier()
     for pending, result, expected in ((gathering, gathered, 1.0), (reducing, reduced, 3.0)):
         links.wait(pending)
         assert torch.equal(result, torch.full_like(result, expected))
-        assert pending.marks[0].finished > arrived
+        assert pending.span[1] > arrived
 
 
 def _two_links() -> None:
@@ -320,7 +355,7 @@ def _two_links() -> None:
     if links.rank == 0:
         reducing, out = _reduce(links, torch.ones(6))
         _check_gather(links)
-        assert not reducing.marks[0].is_done
+        assert not reducing.done
     else:
         _check_gather(links)
         dist.barrier()
@@ -337,7 +372,7 @@ def _fill_late() -> None:
     if links.rank == 0:
         first, _ = _gather(links, torch.ones(3))
         second, flat = _gather(links, torch.ones(3))
-        assert not first.marks[0].wait(0.1)
+        assert not first.wait(0.1)
         assert torch.equal(flat, torch.full((6,), -1.0))
         dist.barrier()
     else:
@@ -353,10 +388,11 @@ def _diverge(difference: str) -> str:
     _check_gather(links)
     odd = links.rank == 1
     if odd and difference == "number":
+        assert isinstance(links.gather, HostCollectives)
         links.gather._issued += 1
     size = 5 if odd and difference == "size" else 3
     label = "gather b" if odd and difference == "label" else "gather a"
-    with _hurried():
+    with _hurried(links):
         pending, flat = _gather(links, torch.full((size,), 8.0), label)
         with pytest.raises(sw.RanksDiverged) as caught:
             links.wait(pending)
@@ -364,17 +400,18 @@ def _diverge(difference: str) -> str:
         assert torch.equal(own, torch.full((size,), 8.0))
         assert torch.equal(flat.view(2, -1)[1 - links.rank], torch.full((size,), -1.0))
         links.recover()
-        assert pending.marks[0].is_done
+        assert pending.done
         for _ in range(3):
             _check_gather(links)
-    states = links.gather.swap_reports(links._report(0))
-    assert len({state.links[0].issued for state in states}) == 1, "back in step"
+    issued = [0, 0]
+    dist.all_gather_object(issued, _state(links.gather).issued)
+    assert issued[0] == issued[1], "back in step"
     return str(caught.value)
 
 
 def _abort(aborting: int) -> None:
     links = _links()
-    with _hurried():
+    with _hurried(links):
         for round_ in range(2):
             _check_gather(links)
             if links.rank == aborting:
@@ -402,7 +439,7 @@ def _fail_to_fill() -> None:
     fills: list[Callable[[], None]] = [_raise, lambda: None]
     for fill in fills:
         flat = torch.zeros(6)
-        pending = links.gather.all_gather(flat, fill, "gather")
+        pending = links.gather.all_gather(flat, links.world, "gather", fill)
         if fill is _raise:
             with pytest.raises(ZeroDivisionError, match="it hurts"):
                 links.wait(pending)
@@ -415,8 +452,8 @@ def _fail_to_fill() -> None:
 def _fail_to_fill_on_one() -> None:
     links = _links()
     fill, error = (_raise, ZeroDivisionError) if links.rank else (lambda: None, sw.PeerAborted)
-    pending = links.gather.all_gather(torch.zeros(6), fill, "gather")
-    with _hurried(), pytest.raises(error):
+    pending = links.gather.all_gather(torch.zeros(6), links.world, "gather", fill)
+    with _hurried(links), pytest.raises(error):
         links.wait(pending)
     links.recover()
     _check_gather(links)
@@ -425,7 +462,7 @@ def _fail_to_fill_on_one() -> None:
 def _be_slow() -> None:
     """Many beats pass, and nobody despairs: the slow rank has not spoken, for it computes."""
     links = _links()
-    with _hurried():
+    with _hurried(links):
         if links.rank == 1:
             time.sleep(8 * IMPATIENT)
         for _ in range(20):  # more than a link remembers: what rank 0 last waited for is forgotten
@@ -438,17 +475,18 @@ def _be_slow() -> None:
 def _share() -> None:
     links = _links()
     assert _links() is links
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    other = communicator(Axis(1, 0, alone), CPU)
+    alone = RankGroup((0,), 0, dist.new_group([dist.get_rank()], use_local_synchronization=True))
+    other = communicator(alone, CPU)
     assert other is not links
-    assert other is communicator(Axis(1, 0, alone), CPU)
+    assert other is communicator(alone, CPU)
 
 
 def _forget() -> None:
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    links = communicator(Axis(1, 0, alone), CPU)
-    links.wait(links.gather.all_gather(torch.zeros(3), lambda: None, "gather"))
-    watched: list[weakref.ref[Any]] = [weakref.ref(links), weakref.ref(links.gather.lane)]
-    dist.destroy_process_group(alone)
-    del alone, links
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    alone = RankGroup((0,), 0, group)
+    links = communicator(alone, CPU)
+    links.wait(links.gather.all_gather(torch.zeros(3), alone, "gather"))
+    watched: list[weakref.ref[Any]] = [weakref.ref(links), weakref.ref(links.gather.stream)]
+    dist.destroy_process_group(group)
+    del group, alone, links
     assert [reference() for reference in watched] == [None, None]

@@ -1,4 +1,4 @@
-"""Lanes: jobs in order beside the caller, and nothing kept once they are done."""
+"""CommStreams: jobs in order beside the caller, and nothing kept once they are done."""
 
 import gc
 import threading
@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.transport.api import CommStream, Work
 from shardwise.transport.device import (
-    InlineLane,
-    Lane,
-    Mark,
-    ThreadLane,
+    InlineStream,
+    ThreadStream,
     local_device,
-    make_lane,
+    make_stream,
     peak_memory_bytes,
 )
 
@@ -40,43 +39,43 @@ def fail() -> None:
 
 
 @pytest.fixture(params=["inline", "thread"])
-def lane(request: pytest.FixtureRequest) -> Lane:
-    return InlineLane() if request.param == "inline" else ThreadLane("lane of a test")
+def stream(request: pytest.FixtureRequest) -> CommStream:
+    return InlineStream() if request.param == "inline" else ThreadStream("stream of a test")
 
 
 # -- both ----------------------------------------------------------------------------------------
 
 
-def test_jobs_run_in_order(lane: Lane) -> None:
+def test_jobs_run_in_order(stream: CommStream) -> None:
     done: list[int] = []
-    marks = [lane.submit(lambda number=number: done.append(number)) for number in range(100)]  # type: ignore[misc]
-    assert marks[-1].wait(PATIENCE_SECONDS)
+    works = [stream.submit(lambda number=number: done.append(number)) for number in range(100)]  # type: ignore[misc]
+    assert works[-1].wait(PATIENCE_SECONDS)
     assert done == list(range(100))
-    assert all(mark.is_done for mark in marks)
-    times = [moment for mark in marks for moment in (mark.started, mark.finished)]
+    assert all(work.done for work in works)
+    times = [moment for work in works for moment in work.span]
     assert times == sorted(times), "one after the other"
 
 
-def test_a_mark_says_when_its_job_ran(lane: Lane) -> None:
+def test_a_work_says_when_its_job_ran(stream: CommStream) -> None:
     before = time.perf_counter()
-    mark = lane.submit(lambda: time.sleep(0.02))
-    assert mark.wait(PATIENCE_SECONDS)
-    assert before <= mark.started <= mark.finished <= time.perf_counter()
-    assert mark.finished - mark.started >= 0.02
-    assert mark.error is None
+    work = stream.submit(lambda: time.sleep(0.02))
+    assert work.wait(PATIENCE_SECONDS)
+    assert before <= work.span[0] <= work.span[1] <= time.perf_counter()
+    assert work.span[1] - work.span[0] >= 0.02
+    assert work.error is None
 
 
-def test_an_error_is_carried_by_its_mark_and_the_lane_goes_on(lane: Lane) -> None:
-    failing, fine = lane.submit(fail), lane.submit(lambda: None)
+def test_an_error_is_carried_by_its_work_and_the_stream_goes_on(stream: CommStream) -> None:
+    failing, fine = stream.submit(fail), stream.submit(lambda: None)
     assert failing.wait(PATIENCE_SECONDS), "waiting for it does not raise"
     assert fine.wait(PATIENCE_SECONDS)
     assert isinstance(failing.error, ValueError)
     assert str(failing.error) == "it hurts"
-    assert failing.finished >= failing.started > 0
+    assert failing.span[1] >= failing.span[0] > 0
     assert fine.error is None
 
 
-def test_an_idle_lane_keeps_no_tensor_alive(lane: Lane) -> None:
+def test_an_idle_stream_keeps_no_tensor_alive(stream: CommStream) -> None:
     gc.disable()
     try:
         tensor: Tensor | None = torch.zeros(3)
@@ -86,18 +85,18 @@ def test_an_idle_lane_keeps_no_tensor_alive(lane: Lane) -> None:
             assert tensor is not None
             tensor.add_(1)
 
-        assert lane.submit(job).wait(PATIENCE_SECONDS)
+        assert stream.submit(job).wait(PATIENCE_SECONDS)
         del job, tensor
         assert eventually(lambda: watched() is None)
     finally:
         gc.enable()
 
 
-# -- ThreadLane ----------------------------------------------------------------------------------
+# -- ThreadStream ----------------------------------------------------------------------------------
 
 
-def test_a_thread_lane_does_not_block_its_caller() -> None:
-    lane = ThreadLane("lane of a test")
+def test_a_thread_stream_does_not_block_its_caller() -> None:
+    stream = ThreadStream("stream of a test")
     go_on = threading.Event()
     ran_on: list[str] = []
 
@@ -105,60 +104,59 @@ def test_a_thread_lane_does_not_block_its_caller() -> None:
         go_on.wait(PATIENCE_SECONDS)
         ran_on.append(threading.current_thread().name)
 
-    mark = lane.submit(job)
-    later = lane.submit(lambda: None)
-    assert not mark.wait(0.01)
-    assert not mark.is_done
-    assert not later.is_done
+    work = stream.submit(job)
+    later = stream.submit(lambda: None)
+    assert not work.wait(0.01)
+    assert not work.done
+    assert not later.done
     go_on.set()
     assert later.wait(PATIENCE_SECONDS)
-    assert ran_on == ["lane of a test"]
+    assert ran_on == ["stream of a test"]
 
 
-def test_the_thread_ends_when_the_lane_is_dropped_and_not_before() -> None:
-    lane = ThreadLane("lane to drop")
-    (thread,) = threads("lane to drop")
+def test_the_thread_ends_when_the_stream_is_dropped_and_not_before() -> None:
+    stream = ThreadStream("stream to drop")
+    (thread,) = threads("stream to drop")
     assert thread.daemon, "it never keeps Python from ending"
-    assert lane.submit(lambda: None).wait(PATIENCE_SECONDS)
+    assert stream.submit(lambda: None).wait(PATIENCE_SECONDS)
     assert thread.is_alive()
-    del lane
+    del stream
     thread.join(PATIENCE_SECONDS)
-    assert not threads("lane to drop")
+    assert not threads("stream to drop")
 
 
-def test_what_was_submitted_still_runs_when_the_lane_is_dropped() -> None:
-    lane = ThreadLane("lane to drop")
+def test_what_was_submitted_still_runs_when_the_stream_is_dropped() -> None:
+    stream = ThreadStream("stream to drop")
     go_on = threading.Event()
     ended: list[bool] = []
-    lane.submit(lambda: ended.append(go_on.wait(PATIENCE_SECONDS)))
-    last = lane.submit(lambda: None)
-    del lane
+    stream.submit(lambda: ended.append(go_on.wait(PATIENCE_SECONDS)))
+    last = stream.submit(lambda: None)
+    del stream
     go_on.set()
     assert last.wait(PATIENCE_SECONDS)
     assert ended == [True]
-    assert eventually(lambda: not threads("lane to drop"))
+    assert eventually(lambda: not threads("stream to drop"))
 
 
-# -- InlineLane and the rest ---------------------------------------------------------------------
+# -- InlineStream and the rest ---------------------------------------------------------------------
 
 
-def test_an_inline_lane_is_done_at_once_on_the_callers_thread() -> None:
+def test_an_inline_stream_done_at_once_on_the_callers_thread() -> None:
     ran_on: list[threading.Thread] = []
-    mark = InlineLane().submit(lambda: ran_on.append(threading.current_thread()))
-    assert mark.is_done
-    assert mark.wait(0.0)
+    work = InlineStream().submit(lambda: ran_on.append(threading.current_thread()))
+    assert work.done
+    assert work.wait(0.0)
     assert ran_on == [threading.current_thread()]
 
 
-def test_a_mark_without_a_job_is_not_done() -> None:
-    mark = Mark()
-    assert not mark.is_done
-    assert not mark.wait(0.0)
+def test_a_work_without_a_job_is_not_done() -> None:
+    work = Work()
+    assert not work.done
+    assert not work.wait(0.0)
 
 
-def test_the_lane_of_a_cpu_is_a_thread_if_there_is_a_wire() -> None:
-    assert isinstance(make_lane(CPU, threaded=True, name="lane of a test"), ThreadLane)
-    assert isinstance(make_lane(CPU, threaded=False, name="lane of a test"), InlineLane)
+def test_a_stream_on_the_cpu_is_inline() -> None:
+    assert isinstance(make_stream(CPU), InlineStream)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

@@ -13,72 +13,79 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
-from shardwise.transport.health import heartbeat as pulse
-from shardwise.transport.health.heartbeat import Pulse
+from shardwise.plan.strategy import PRESETS
+from shardwise.runtime.mesh import resolve_mesh
+from shardwise.transport.communicator import communicator
+from shardwise.transport.health.heartbeat import Heartbeat, Patience
 from tests.ranks import run_on
 
+HURRIED = Patience(beat_seconds=0.02, silent_seconds=0.06)
 
-def test_a_counter_that_stays_is_a_rank_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "BEAT_SECONDS", 0.05)
+
+def test_a_rank_whose_counter_stays_the_same_is_silent() -> None:
     store = HashStore()
-    own, _other = Pulse(store, "group", 0, 3), Pulse(store, "group", 1, 3)
-    own.check(0.0)
-    time.sleep(0.09)
-    own.check(0.0)  # it beats, and the third rank has not come so far
-    del _other
-    own.check(10.0)
-    time.sleep(0.05)
-    with pytest.raises(sw.PeerLost, match=r"rank 0 lost rank 1: .* no sign of life"):
-        own.check(0.04)
+    own, other = (Heartbeat(store, "group", rank, 3, HURRIED) for rank in (0, 1))
+    for _ in range(10):  # the other beats, and the third rank has not come so far
+        assert own.find_silent() is None
+        time.sleep(0.01)
+    del other
+    silent = None
+    until = time.monotonic() + 10
+    while silent is None and time.monotonic() < until:
+        silent = own.find_silent()
+        time.sleep(0.01)
+    assert str(silent).startswith("rank 0 lost rank 1: its process gave no sign of life")
 
 
-def test_a_wait_that_is_long_ago_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "BEAT_SECONDS", 0.02)
+def test_what_was_seen_in_an_earlier_wait_is_ignored() -> None:
     store = HashStore()
-    own = Pulse(store, "group", 0, 2)
-    store.set("shardwise/group/pulse/1", "7")
-    own.check(0.01)
+    own = Heartbeat(store, "group", 0, 2, Patience(beat_seconds=0.02, silent_seconds=0.01))
+    store.set("shardwise/group/heartbeat/1", "7")
+    assert own.find_silent() is None
     time.sleep(0.06)  # a job that was stopped as a whole and goes on is not taken for dead
-    own.check(0.01)
+    assert own.find_silent() is None
 
 
-def test_who_waits_for_a_rank_that_was_stopped_is_told(tmp_path: Path) -> None:
-    both = run_on(2, _wait_for_a_stopped_rank, tmp_path / "over", deadline=60.0)
-    assert both[0].startswith("rank 0 lost rank 1: its process gave no sign of life for 3 s")
+def test_a_rank_that_was_stopped_is_lost_until_it_comes_back(tmp_path: Path) -> None:
+    both = run_on(2, _stop_a_rank, tmp_path / "over", deadline=60.0)
+    assert both[0].startswith("rank 0 lost rank 1: its process gave no sign of life for 1 s")
     assert both[1] == both[0]
 
 
-def _wait_for_a_stopped_rank(over: Path) -> str:
+def _stop_a_rank(over: Path) -> str:
     rank = dist.get_rank()
     pids: list[int] = [0, 0]
     dist.all_gather_object(pids, os.getpid())
-    group = dist.new_group([0, 1])  # which the test leaves in ruins
-    model = sw.fully_shard(nn.Linear(8, 8), mesh=DeviceMesh.from_group(group, "cpu"))
-    model(torch.ones(1, 8))
+    mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
+    world = resolve_mesh(mesh, PRESETS["fsdp"]).world
+    patience = Patience(poll_seconds=0.05, beat_seconds=0.25, silent_seconds=0.9)
+    links = communicator(world, torch.device("cpu"), patience)
+    model = sw.fully_shard(nn.Linear(8, 8), mesh=mesh)
+    expected = model(torch.ones(1, 8))
     dist.barrier()  # or the other one is stopped in that call, which raises then
     if rank == 0:
         os.kill(pids[1], signal.SIGSTOP)
         try:
-            return _lost(model, patience_seconds=3.0)
+            lost = _lost(model)
         finally:
             os.kill(pids[1], signal.SIGCONT)
             over.touch()
-    while not over.exists():  # it is stopped here, and goes on
-        time.sleep(0.01)
-    return _lost(model, patience_seconds=pulse.STOPPED_SECONDS)
+    else:
+        while not over.exists():  # it is stopped here, and goes on
+            time.sleep(0.01)
+        lost = _lost(model)
+    assert torch.equal(model(torch.ones(1, 8)), expected), "it has come back"
+    assert links.epoch == 1
+    return lost
 
 
-def _lost(model: nn.Module, patience_seconds: float) -> str:
-    usual, pulse.STOPPED_SECONDS = pulse.STOPPED_SECONDS, patience_seconds
-    try:
-        with pytest.raises(sw.PeerLost) as lost:
-            _twice(model)
-        return str(lost.value)
-    finally:
-        pulse.STOPPED_SECONDS = usual
-
-
-def _twice(model: nn.Module) -> None:
+def _lost(model: nn.Module) -> str:
     """The rank that was stopped finds what the other had sent, and then that it is alone."""
+    with pytest.raises(sw.PeerLost) as lost:
+        _run_twice(model)
+    return str(lost.value)
+
+
+def _run_twice(model: nn.Module) -> None:
     for _ in range(2):
         model(torch.ones(1, 8))

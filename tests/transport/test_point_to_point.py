@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import PeerLost
-from shardwise.transport.host import peers as neighbours
-from shardwise.transport.host.point_to_point import _PIECE_BYTES, Wire, _Errors, _Pairs
+from shardwise.transport.host import peers
+from shardwise.transport.host.point_to_point import _PIECE_BYTES, PointToPoint, _Errors, _Pairs
 from tests.ranks import run_on
 from tests.runtime.one_process import assert_equal_training, rank
 
-SMALL = neighbours.INLINE_BYTES
+SMALL = peers.INLINE_BYTES
 SIZES = [0, 1, SMALL - 1, SMALL, SMALL + 1, 3 * _PIECE_BYTES + 5]  # bytes
 WAYS = ["memory", "sockets", "gloo"]
 SECRET = b"s" * 32
@@ -79,34 +79,34 @@ def test_other_sizes_than_expected_are_an_error(sizes: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_training_is_right_without_neighbours(strategy: str) -> None:
+def test_training_is_right_without_peers(strategy: str) -> None:
     run_on(3, _train_through_gloo, strategy)
 
 
 def test_a_stranger_is_not_let_in() -> None:
-    door = neighbours._open_door(2)
-    assert door is not None
-    with door, neighbours._socket() as stranger:
-        stranger.connect(door.getsockname())
-        stranger.sendall(neighbours._HELLO.pack(1, b"x" * 32))
-        cards = [(0, 0, -1, SECRET, door.getsockname()), (0, 0, -1, b"", b"")]
-        calling = neighbours._call(1, cards)
-        channels = neighbours._answer(door, {1}, SECRET)
+    listener = peers._listen(2)
+    assert listener is not None
+    with listener, peers._socket() as stranger:
+        stranger.connect(listener.getsockname())
+        stranger.sendall(peers._HELLO.pack(1, b"x" * 32))
+        handshakes = [(0, 0, -1, SECRET, listener.getsockname()), (0, 0, -1, b"", b"")]
+        calling = peers._connect(1, handshakes)
+        channels = peers._accept(listener, {1}, SECRET)
         assert list(channels) == [1]
         calling[0].send(7, b"hello")
-        assert channels[1].receive(7) == b"hello"
+        assert channels[1].recv(7) == b"hello"
         assert stranger.recv(1) == b"", "it was shut out"
 
 
 def test_nobody_behind_a_name_is_another_host() -> None:
-    assert neighbours._call(1, [(0, 0, -1, SECRET, b"\0nobody"), (0, 0, -1, b"", b"")]) == {}
+    assert peers._connect(1, [(0, 0, -1, SECRET, b"\0nobody"), (0, 0, -1, b"", b"")]) == {}
 
 
 def test_a_process_is_read_only_if_it_has_the_secret() -> None:
     kept = ctypes.create_string_buffer(SECRET, len(SECRET))
-    assert neighbours._reads(os.getpid(), ctypes.addressof(kept), SECRET)
-    assert not neighbours._reads(os.getpid(), ctypes.addressof(kept), b"t" * 32)
-    assert not neighbours._reads(os.getpid(), 0, SECRET)
+    assert peers._reads(os.getpid(), ctypes.addressof(kept), SECRET)
+    assert not peers._reads(os.getpid(), ctypes.addressof(kept), b"t" * 32)
+    assert not peers._reads(os.getpid(), 0, SECRET)
 
 
 # -- in a rank -----------------------------------------------------------------------------------
@@ -115,11 +115,11 @@ def test_a_process_is_read_only_if_it_has_the_secret() -> None:
 @contextmanager
 def only(way: str) -> Iterator[None]:
     """Ranks meet there as on a system that offers nothing better."""
-    read = neighbours._process_vm_readv if way == "memory" else None
-    open_door = (lambda _: None) if way == "gloo" else neighbours._open_door
+    read = peers._process_vm_readv if way == "memory" else None
+    open_listener = (lambda _: None) if way == "gloo" else peers._listen
     with (
-        mock.patch.object(neighbours, "_process_vm_readv", read),
-        mock.patch.object(neighbours, "_open_door", open_door),
+        mock.patch.object(peers, "_process_vm_readv", read),
+        mock.patch.object(peers, "_listen", open_listener),
     ):
         yield
 
@@ -129,7 +129,7 @@ def _wire(way: str = "memory") -> "_Counting":
         return _Counting()
 
 
-class _Counting(Wire):
+class _Counting(PointToPoint):
     """The ranks of this test; counts what goes through Gloo."""
 
     def __init__(self) -> None:
@@ -143,17 +143,17 @@ class _Counting(Wire):
         return super()._start(tensors, tag, lost)
 
     @property
-    def neighbours(self) -> neighbours.Neighbours:
-        return self._neighbours
+    def peers(self) -> peers.HostPeers:
+        return self._peers
 
 
-def _is_forbidden(wire: Wire) -> bool:
+def _is_forbidden(wire: PointToPoint) -> bool:
     """Whether the system lets no process read another one."""
     found, kept = ctypes.create_string_buffer(8), ctypes.create_string_buffer(8)
     place = torch.tensor([os.getpid(), ctypes.addressof(kept)])
     process, address = wire.swap(place, 1)[1 - rank() % 2].tolist()
     try:
-        neighbours._read(process, address, ctypes.addressof(found), 8)
+        peers._read(process, address, ctypes.addressof(found), 8)
         forbidden = False
     except OSError as error:
         forbidden = error.errno in {errno.EPERM, errno.ENOSYS}
@@ -169,9 +169,9 @@ def _message(sender: int, to: int, num_bytes: int) -> Tensor:
 def _exchange_all(way: str) -> None:
     wire, own = _wire(way), rank()
     others = [other for other in range(dist.get_world_size()) if other != own]
-    assert set(wire.neighbours._channels) == (set() if way == "gloo" else set(others))
+    assert set(wire.peers._channels) == (set() if way == "gloo" else set(others))
     reads = way == "memory" and not _is_forbidden(wire)
-    assert set(wire.neighbours._processes) == (set(others) if reads else set())
+    assert set(wire.peers._processes) == (set(others) if reads else set())
     for tag, num_bytes in enumerate(SIZES):
         wire.through_gloo.clear()
         pairs = {
@@ -252,7 +252,7 @@ def _add(total: Tensor, tensors: list[Tensor], piece: slice) -> None:
 def _train_through_gloo(strategy: str) -> None:
     group = dist.new_group(list(range(dist.get_world_size())))  # one without links
     mesh = DeviceMesh.from_group(group, "cpu")
-    with only("gloo"), mock.patch.object(neighbours, "_call", side_effect=AssertionError):
+    with only("gloo"), mock.patch.object(peers, "_connect", side_effect=AssertionError):
         assert_equal_training("stack", strategy=strategy, mesh=mesh)
 
 
@@ -270,7 +270,7 @@ def _exchange_dtype(dtype: torch.dtype) -> None:
 
 def _forbid_on_one() -> None:
     wire = _wire("memory" if rank() else "sockets")
-    assert not wire.neighbours._processes
+    assert not wire.peers._processes
     sent, received = torch.full((1 << 20,), float(rank())), torch.zeros(1 << 20)
     wire.exchange({1 - rank(): (sent, received)}, 0)
     assert torch.equal(received, torch.full_like(sent, 1.0 - rank()))
@@ -302,7 +302,7 @@ def _cross_threads() -> None:
 def _leave(num_bytes: int) -> None:
     wire = _wire()
     if rank():
-        wire.neighbours._channels[0]._connection.shutdown(socket.SHUT_RDWR)
+        wire.peers._channels[0]._connection.shutdown(socket.SHUT_RDWR)
         return
     sent = torch.zeros(num_bytes, dtype=torch.uint8)
     with pytest.raises(PeerLost, match="rank 0 lost rank 1"):

@@ -18,12 +18,13 @@ from shardwise.plan.strategy import PRESETS
 from shardwise.runtime import unit
 from shardwise.runtime.memory import FlatBuffer, Pools
 from shardwise.runtime.mesh import resolve_mesh
-from shardwise.transport.collectives import Link, Pending
+from shardwise.transport.api import Work
 from shardwise.transport.communicator import Communicator, communicator
-from shardwise.transport.host import peers as neighbours
+from shardwise.transport.host import peers
+from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.host.shared_memory import (
     _MOST_SEGMENTS,
-    CommonMemory,
+    SharedMemory,
     _can_offer,
     is_place,
     offer_secret,
@@ -92,11 +93,11 @@ def test_memory_goes_with_the_model() -> None:
 
 
 def test_a_place_is_found_by_what_is_told_of_it() -> None:
-    here, there = CommonMemory(), CommonMemory()
+    here, there = SharedMemory(), SharedMemory()
     storages = [here.allocate(size) for size in (4096, 1 << 20, 64)]
     for storage in storages:
         own = _bytes(storage)
-        word = here.word(own[32:].data_ptr(), 0)
+        word = here.message(own[32:].data_ptr(), 0)
         other = _bytes(there.open(os.getpid(), word, 16))
         own[32:48] = 7
         assert other.tolist() == [7] * 16
@@ -106,47 +107,47 @@ def test_a_place_is_found_by_what_is_told_of_it() -> None:
 
 
 def test_memory_that_was_freed_is_not_kept() -> None:
-    here, there = CommonMemory(), CommonMemory()
+    here, there = SharedMemory(), SharedMemory()
     first = here.allocate(4096)
-    word = here.word(first.data_ptr(), 0)
+    word = here.message(first.data_ptr(), 0)
     there.open(os.getpid(), word, 64)
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     del first
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors - 2, "its file's, and mmap's"
     second = here.allocate(4096)
-    there.open(os.getpid(), here.word(second.data_ptr(), 0), 64)
+    there.open(os.getpid(), here.message(second.data_ptr(), 0), 64)
     assert len(there._opened) == 1, "the first is older than any that is there"
     with pytest.raises(OSError, match="fd"):
-        CommonMemory().open(os.getpid(), _of_closed_file(), 64)
+        SharedMemory().open(os.getpid(), _of_closed_file(), 64)
 
 
 def test_few_files_are_open_however_much_is_allocated() -> None:
-    here, there = CommonMemory(), CommonMemory()
+    here, there = SharedMemory(), SharedMemory()
     before = len(list(Path("/proc/self/fd").iterdir()))
     kept = [here.allocate(4096) for _ in range(3 * _MOST_SEGMENTS)]
-    words = [here.word(storage.data_ptr(), 0) for storage in kept]
+    words = [here.message(storage.data_ptr(), 0) for storage in kept]
     assert [is_place(word) for word in words] == [n < _MOST_SEGMENTS for n in range(len(kept))]
     first = kept[0]  # is the oldest one all the time
     for _ in range(3 * _MOST_SEGMENTS):
         kept = []
         kept.append(here.allocate(4096))
-        there.open(os.getpid(), here.word(kept[0].data_ptr(), 0), 64)
+        there.open(os.getpid(), here.message(kept[0].data_ptr(), 0), 64)
     assert len(there._opened) <= _MOST_SEGMENTS
     assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3 * _MOST_SEGMENTS + 4
-    assert is_place(here.word(first.data_ptr(), 0))
+    assert is_place(here.message(first.data_ptr(), 0))
 
 
 def test_an_open_place_outlives_who_offered_it() -> None:
-    here, there = CommonMemory(), CommonMemory()
+    here, there = SharedMemory(), SharedMemory()
     storage = here.allocate(4096)
     _bytes(storage).fill_(5)
-    other = _bytes(there.open(os.getpid(), here.word(storage.data_ptr(), 0), 4096))
+    other = _bytes(there.open(os.getpid(), here.message(storage.data_ptr(), 0), 4096))
     del storage, here, there
     assert other.tolist() == [5] * 4096
 
 
 def test_ranks_agree_on_who_shares() -> None:
-    ranks = neighbours.Neighbours()
+    ranks = peers.HostPeers()
     assert not ranks.can_share((0, 1)), "before they met"
     ranks._opens = [{1, 2}, {0}, {0, 1}]
     assert ranks.can_share((0, 1))
@@ -156,12 +157,12 @@ def test_ranks_agree_on_who_shares() -> None:
 
 
 def test_without_files_memory_is_ones_own() -> None:
-    memory = CommonMemory()
+    memory = SharedMemory()
     with mock.patch.object(os, "memfd_create", side_effect=OSError(24, "Too many open files")):
         storage = memory.allocate(4096)
         assert not _can_offer()
     assert storage.nbytes() == 4096
-    assert not is_place(memory.word(storage.data_ptr(), 0))
+    assert not is_place(memory.message(storage.data_ptr(), 0))
 
 
 def test_a_file_is_shared_only_if_it_has_the_secret() -> None:
@@ -181,13 +182,13 @@ class Buffers:
 
     def __init__(self, *sizes: int) -> None:
         self.pools = Pools(CPU)
-        self.links: Communicator = communicator(resolve_mesh(None, PRESETS["fsdp"]), CPU)
+        self.links: Communicator = communicator(resolve_mesh(None, PRESETS["fsdp"]).world, CPU)
         self.all = [
             FlatBuffer(_layout(number, size), self.pools.gathered)
             for number, size in enumerate(sizes)
         ]
 
-    def launch(self, number: int, value: float) -> Pending:
+    def launch(self, number: int, value: float) -> Work:
         """Rank r fills its slot with ``value + r``."""
         buffer = self.all[number]
         buffer.acquire()
@@ -197,9 +198,10 @@ class Buffers:
         def fill() -> None:
             own.fill_(own_value)
 
-        claim = buffer.claim()
-        assert claim is not None
-        return self.links.gather.all_gather(buffer.flat, fill, f"gather {number}", claim=claim)
+        shared = buffer.shared_range()
+        assert shared is not None
+        gather = self.links.gather
+        return gather.all_gather(buffer.flat, gather.world, f"gather {number}", fill, shared)
 
     def gather(self, number: int, value: float) -> None:
         self.links.wait(self.launch(number, value))
@@ -240,9 +242,9 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _of_closed_file() -> bytes:
-    memory = CommonMemory()
+    memory = SharedMemory()
     storage = memory.allocate(64)
-    return memory.word(storage.data_ptr(), 0)
+    return memory.message(storage.data_ptr(), 0)
 
 
 def _gather_once() -> None:
@@ -326,7 +328,7 @@ def _come_late() -> None:
     if rank() == 0:
         buffers.free(0)
         pending = buffers.launch(1, 20.0)
-        assert not pending.marks[0].wait(0.1)
+        assert not pending.wait(0.1)
         dist.barrier()
     else:
         time.sleep(0.05)
@@ -347,7 +349,10 @@ def _fail_to_fill() -> None:
         buffer.acquire()
         error = ZeroDivisionError if rank() == odd else sw.PeerAborted
         fill = _raise if rank() == odd else (lambda: None)
-        pending = buffers.links.gather.all_gather(buffer.flat, fill, "gather", claim=buffer.claim())
+        gather = buffers.links.gather
+        pending = gather.all_gather(
+            buffer.flat, gather.world, "gather", fill, buffer.shared_range()
+        )
         with pytest.raises(error) as caught:
             buffers.links.wait(pending)
         assert rank() == odd or f"rank {odd}" in str(caught.value)
@@ -384,12 +389,13 @@ def _stay_away() -> None:
 
 def _train_without_files() -> None:
     all_ranks = range(world_size())
-    with mock.patch.object(neighbours, "shares", return_value=rank() == 0):
-        links = Communicator(resolve_mesh(None, PRESETS["fsdp"]), CPU)
-    assert links.gather._wire is not None
-    assert not links.gather._wire.can_share(all_ranks), "nor does the one that could"
-    assert links.gather._wire.can_read([other for other in all_ranks if other != rank()])
-    with mock.patch.object(Link, "_can_share", return_value=False):
+    with mock.patch.object(peers, "shares", return_value=rank() == 0):
+        links = Communicator(resolve_mesh(None, PRESETS["fsdp"]).world, CPU)
+    assert isinstance(links.gather, HostCollectives)
+    wire = links.gather.point_to_point
+    assert not wire.can_share(all_ranks), "nor does the one that could"
+    assert wire.can_read([other for other in all_ranks if other != rank()])
+    with mock.patch.object(HostCollectives, "_shares_memory", return_value=False):
         assert_equal_training("gpt")
 
 

@@ -30,9 +30,8 @@ from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
 from shardwise.runtime.module import runtime_of_root
-from shardwise.transport.collectives import Link
+from shardwise.transport.api import Collectives, CommStream
 from shardwise.transport.communicator import communicator
-from shardwise.transport.device import Lane
 
 __all__ = ["Traffic", "watch_traffic"]
 
@@ -68,22 +67,22 @@ class Traffic:
 def watch_traffic(model: nn.Module) -> Iterator[Traffic]:
     """Fill in what is yielded with what happens within, at its end."""
     traffic = Traffic()
-    links = _links(model)
-    lanes = [link.lane for link in links]
-    before = [link.sent for link in links]
-    watches = [_Watch() for _ in range(1 + len(lanes))]
-    for lane, watch in zip(lanes, watches[1:], strict=True):
-        _run_on(lane, watch.__enter__)
+    queues = _queues(model)
+    streams = [queue.stream for queue in queues]
+    before = [queue.sent for queue in queues]
+    watches = [_Watch() for _ in range(1 + len(streams))]
+    for stream, watch in zip(streams, watches[1:], strict=True):
+        _run_on(stream, watch.__enter__)
     with watches[0]:
         yield traffic
-    for lane, watch in zip(lanes, watches[1:], strict=True):
-        _run_on(lane, partial(watch.__exit__, None, None, None))
+    for stream, watch in zip(streams, watches[1:], strict=True):
+        _run_on(stream, partial(watch.__exit__, None, None, None))
     traffic.copied_bytes = sum(watch.copied_bytes for watch in watches)
     traffic.sent_bytes = round(sum(watch.sent_bytes for watch in watches))
     traffic.num_collectives = sum(watch.num_calls for watch in watches)
-    for link, (calls, num_bytes) in zip(links, before, strict=True):
-        traffic.num_collectives += link.sent[0] - calls
-        traffic.sent_bytes += link.sent[1] - num_bytes
+    for queue, (calls, num_bytes) in zip(queues, before, strict=True):
+        traffic.num_collectives += queue.sent[0] - calls
+        traffic.sent_bytes += queue.sent[1] - num_bytes
 
 
 @dataclass
@@ -182,16 +181,16 @@ _SENT: dict[str, Callable[[tuple[Any, ...]], float]] = {
 # -- the threads of shardwise --------------------------------------------------------------------
 
 
-def _links(model: nn.Module) -> list[Link]:
+def _queues(model: nn.Module) -> list[Collectives]:
     if not isinstance(model, sw.FSDPModule):
         return []
     runtime = runtime_of_root(model)
-    links = communicator(runtime.axis, runtime.pools.device)
+    links = communicator(runtime.axis.world, runtime.pools.device)
     return [links.gather, links.reduce]
 
 
-def _run_on(lane: Lane, job: Callable[[], object]) -> None:
-    mark = lane.submit(lambda: (job(), None)[1])
-    assert mark.wait(_WAIT_SECONDS), "a lane did not become idle"
-    if mark.error is not None:
-        raise mark.error
+def _run_on(stream: CommStream, job: Callable[[], object]) -> None:
+    work = stream.submit(lambda: (job(), None)[1])
+    assert work.wait(_WAIT_SECONDS), "a stream did not become idle"
+    if work.error is not None:
+        raise work.error

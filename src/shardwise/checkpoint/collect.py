@@ -14,7 +14,7 @@ from shardwise.checkpoint import tree
 from shardwise.checkpoint.files import Spec, spec_of
 from shardwise.errors import CheckpointError
 from shardwise.plan.strategy import STRATEGIES
-from shardwise.runtime.mesh import Axis, resolve_mesh
+from shardwise.runtime.mesh import DataParallelMesh, resolve_mesh
 from shardwise.runtime.module import FSDPModule
 from shardwise.runtime.tensor import ShardedTensor
 
@@ -131,7 +131,7 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
     return found
 
 
-def axis_of(modules: list[nn.Module]) -> Axis:
+def axis_of(modules: list[nn.Module]) -> DataParallelMesh:
     """The ranks that save or load them: those of their shards, or all, which then are replicas."""
     for module in modules:
         for parameter in module.parameters():

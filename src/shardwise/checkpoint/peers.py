@@ -5,21 +5,22 @@ import errno
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.staging import Staging
 from shardwise.errors import CheckpointDamaged, CheckpointError
-from shardwise.runtime.mesh import Axis
+from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.reductions import across
-from shardwise.transport.collectives import POLL_SECONDS, Link
-from shardwise.transport.collectives import Pending as Exchange
-from shardwise.transport.communicator import Communicator, communicator
-from shardwise.transport.health.status import Scope
+from shardwise.transport.api import Work
+from shardwise.transport.communicator import (
+    POLL_SECONDS,
+    Communicator,
+    communicator,
+    make_collectives,
+)
 
 __all__ = ["Peers", "peers_of"]
 
@@ -28,7 +29,7 @@ _CPU = torch.device("cpu")
 _known: "weakref.WeakKeyDictionary[object, Peers]" = weakref.WeakKeyDictionary()
 
 
-def peers_of(axis: Axis, owner: object | None) -> "Peers":
+def peers_of(axis: DataParallelMesh, owner: object | None) -> "Peers":
     """The ranks of ``axis``; the first call makes their link, on all of them."""
     key = owner if axis.group is None else axis.group
     if key is None:
@@ -49,15 +50,15 @@ class Pending(Protocol):
 class Peers:
     """A link of its own, so that a save can go on beside the exchanges of a step."""
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: DataParallelMesh) -> None:
         self.size = axis.num_ranks
         self.rank = axis.group_rank
         self.pending: Pending | None = None  # a save that is still being written
         self.staging = Staging()
-        self._link = None if axis.group is None else Link(_on_cpu(axis), _CPU, "checkpoint")
+        self._link = make_collectives(axis.world, _CPU, "checkpoint") if self.size > 1 else None
         self._guard: Communicator | None = None  # of the ranks' life, while they wait here
 
-    def meet(self, axis: Axis, device: torch.device, doing: str) -> None:
+    def meet(self, axis: DataParallelMesh, device: torch.device, doing: str) -> None:
         """Return when all ranks are about to do the same.
 
         Raises:
@@ -67,8 +68,8 @@ class Peers:
         if self.size == 1:
             return
         digest = torch.tensor(zlib.crc32(doing.encode()), device=device)
-        self._guard = communicator(axis, device)
-        by_rank = across([digest], axis, Scope.ALL)[:, 0].tolist()
+        self._guard = communicator(axis.world, device)
+        by_rank = across([digest], axis, axis.world)[:, 0].tolist()
         others = [rank for rank, other in enumerate(by_rank) if other != by_rank[self.rank]]
         if others:
             raise CheckpointError(
@@ -106,7 +107,7 @@ class Peers:
                 for rank in sorted(sent.keys() | received.keys())
             }
         if self._link is not None:
-            self._wait(self._link.swap(pairs, "checkpoint"))
+            self._wait(self._link.exchange(pairs, "checkpoint"))
         return received
 
     @contextlib.contextmanager
@@ -141,29 +142,19 @@ class Peers:
         def fill() -> None:
             rows[self.rank].copy_(row)
 
-        self._wait(self._link.all_gather(rows.view(-1), fill, "checkpoint", scope=Scope.ALL))
+        self._wait(self._link.all_gather(rows.view(-1), self._link.world, "checkpoint", fill))
         return rows
 
-    def _wait(self, pending: Exchange) -> None:
+    def _wait(self, pending: Work) -> None:
         while not pending.wait(POLL_SECONDS):
             if self._guard is not None:
-                self._guard.check_pulses()
+                self._guard.check_peers()
         if pending.error is not None:
             raise pending.error
 
 
 def _empty(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device=_CPU)
-
-
-def _on_cpu(axis: Axis) -> Axis:
-    """``axis`` with a group that moves host memory."""
-    if axis.backend("cpu") in ("gloo", "fake"):
-        return axis
-    assert axis.group is not None
-    ranks = dist.get_process_group_ranks(axis.group)
-    group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return replace(axis, group=group, on_cpu=True)
 
 
 _WAYS_OUT = {

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.crc import BLOCK_BYTES
 from shardwise.plan.layout import Run
-from shardwise.runtime.mesh import Axis
+from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = ["Share", "bytes_of", "own_run", "share_to_write"]
@@ -58,12 +58,12 @@ def bytes_of(elements: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _part(num_elements: int, num_bytes: int, number: int, axis: Axis) -> Run:
+def _part(num_elements: int, num_bytes: int, number: int, axis: DataParallelMesh) -> Run:
     """This replica's part of a run of that length."""
     copies = axis.num_ranks // axis.size
     if copies == 1:
         return Run(0, num_elements)
-    place = next(i for i, row in enumerate(axis.rows) if axis.group_rank in row)
+    place = axis.column.index
     if num_bytes < BLOCK_BYTES:  # too small to be cut
         return Run(0, num_elements if number % copies == place else 0)
     return Run(num_elements * place // copies, num_elements * (place + 1) // copies)

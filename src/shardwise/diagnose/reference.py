@@ -16,7 +16,7 @@ from shardwise.diagnose.batches import SEED, Part
 from shardwise.diagnose.peers import Peers
 from shardwise.errors import PlanError
 from shardwise.runtime.attach import device_for
-from shardwise.runtime.mesh import Axis
+from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.module import FSDPModule
 
 __all__ = ["LossFn", "Outcome", "Reference", "Training"]
@@ -85,7 +85,7 @@ class Outcome:
 class Reference:
     """The model in one process, before training and after each step."""
 
-    def __init__(self, training: Training, axis: Axis, peers: Peers) -> None:
+    def __init__(self, training: Training, axis: DataParallelMesh, peers: Peers) -> None:
         """Build the model once for each part.
 
         Ranks have one model in common as far as parameters go, and all else apart: buffers, such

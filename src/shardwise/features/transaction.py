@@ -13,7 +13,6 @@ from shardwise.features.snapshot import ModelSnapshot, OptimizerSnapshot
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import runtime_of_root
 from shardwise.transport.communicator import Communicator, communicator
-from shardwise.transport.health.status import Scope
 
 __all__ = ["transaction"]
 
@@ -87,7 +86,7 @@ class _Step:
     def __init__(self, runtime: Runtime) -> None:
         self._scheduler = runtime.scheduler
         self._device = runtime.pools.device
-        self._links: Communicator = communicator(runtime.axis, self._device)
+        self._links: Communicator = communicator(runtime.axis.world, self._device)
         self._epoch = self._links.epoch
         self._model: ModelSnapshot | None = None
         self._optimizers: list[OptimizerSnapshot] = []
@@ -124,7 +123,11 @@ class _Step:
         # an optimizer's step has issued every other collective of this step.
         has_stepped = any(optimizer.is_complete for optimizer in self._optimizers)
         has_stepped = has_stepped and not self._scheduler.steps_in_backward
-        if has_stepped and not self._links.gather.has_wire and not self._has_voted:
+        if (
+            has_stepped
+            and not self._links.gather.capabilities.point_to_point
+            and not self._has_voted
+        ):
             with contextlib.suppress(StepError):
                 self._vote(failed=True)
 
@@ -159,7 +162,7 @@ class _Step:
         votes = torch.zeros(links.num_ranks, dtype=torch.uint8, device=self._device)
         votes[links.rank] = failed
         links.where = "end of the transaction"
-        pending = links.reduce.all_gather(votes, _nothing, "vote on the step", scope=Scope.ALL)
+        pending = links.reduce.all_gather(votes, links.world, "vote on the step")
         try:
             links.wait(pending)
         except StepError:
@@ -184,7 +187,3 @@ def _check_optimizers(optimizers: Sequence[object]) -> None:
 
 def _completing(snapshot: OptimizerSnapshot) -> Callable[[Optimizer, Any, Any], None]:
     return lambda _optimizer, _args, _kwargs: snapshot.complete()
-
-
-def _nothing() -> None:
-    """The slot is filled already."""

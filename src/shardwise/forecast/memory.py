@@ -16,12 +16,11 @@ Not in them: activations, what autograd keeps on the way, optimizer states and t
 
 from dataclasses import dataclass
 
-from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import schedule
-from shardwise.transport.scratch import scratch_elements
+from shardwise.transport.api import Capabilities, Operation, RankGroup, Stage
 
 __all__ = ["StepMemory", "step_memory"]
 
@@ -43,7 +42,7 @@ class StepMemory:
 def step_memory(
     plan: Plan,
     *,
-    on_wire: bool = False,
+    transport: Capabilities | None = None,
     accumulates: bool = False,
     holds: bool = False,
     steps_in_backward: bool = False,
@@ -57,15 +56,14 @@ def step_memory(
 
     Args:
         plan: of the model.
-        on_wire: ranks send each other what they reduce, as on Gloo, which takes scratch; those of
-            one host that read each other's memory take none.
+        transport: what moves gradients; by default one whose reductions take no scratch.
         accumulates: gradients of earlier backwards are there to be added to.
         holds: these are whole on every rank, for they were not reduced yet.
         steps_in_backward: gradient shards live from a unit's reduction to its step, as with
             `sw.optimizer_in_backward`.
         on_cpu: it computes, so gradients that are reduced where they are keep their memory.
     """
-    way = _Way(on_wire, accumulates, holds, steps_in_backward, on_cpu)
+    way = _Way(transport or Capabilities(), accumulates, holds, steps_in_backward, on_cpu)
     replay = _Replay(plan, way)
     events = schedule(plan, steps_in_backward=steps_in_backward)
     peak_event = events[0]
@@ -89,7 +87,7 @@ def step_memory(
 class _Way:
     """How a step is made; see `step_memory`."""
 
-    on_wire: bool
+    transport: Capabilities
     accumulates: bool
     holds: bool
     steps_in_backward: bool
@@ -174,7 +172,7 @@ class _Replay:
             self._held += num_bytes
 
     def _beside(self, unit: UnitPlan) -> int:
-        return _reduction_bytes(self._plan, unit, self._way.on_wire, self._way.accumulates)
+        return _reduction_bytes(self._plan, unit, self._way.transport, self._way.accumulates)
 
 
 def _kept_bytes(unit: UnitPlan, way: _Way) -> int:
@@ -238,14 +236,14 @@ def _landing(unit: UnitPlan, way: _Way) -> _Landing:
     )
 
 
-def _reduction_bytes(plan: Plan, unit: UnitPlan, on_wire: bool, accumulates: bool) -> int:
+def _reduction_bytes(plan: Plan, unit: UnitPlan, transport: Capabilities, accumulates: bool) -> int:
     """Beside its buffer: scratch, and targets that are not the gradients."""
     total = 0
     for layout in unit.trainable_layouts:
         cast = layout.cast
-        if on_wire:
-            is_cast = layout.casts_sums and not layout.is_offloaded
-            total += _scratch_elements(plan, layout, is_cast=is_cast) * cast.reduce_itemsize
+        is_cast = layout.casts_sums and not layout.is_offloaded
+        scratch = transport.reduction_scratch(layout.num_elements, _stages(plan), is_cast=is_cast)
+        total += scratch * cast.reduce_itemsize
         if layout.is_offloaded:  # cast on its way to the host
             total += layout.shard_elements * cast.reduce_itemsize
         elif accumulates:
@@ -253,8 +251,9 @@ def _reduction_bytes(plan: Plan, unit: UnitPlan, on_wire: bool, accumulates: boo
     return total
 
 
-def _scratch_elements(plan: Plan, layout: Layout, *, is_cast: bool) -> int:
-    two_level = plan.strategy.is_two_level
-    return scratch_elements(
-        layout.num_elements, plan.row, plan.replicas, two_level=two_level, is_cast=is_cast
-    )
+def _stages(plan: Plan) -> tuple[Stage, ...]:
+    """How gradients are summed, as `DataParallelMesh.reduction`."""
+    row, column = (RankGroup(tuple(range(size)), 0) for size in (plan.row, plan.replicas))
+    in_column = Operation.REDUCE_SCATTER if plan.strategy.is_two_level else Operation.ALL_REDUCE
+    stages = (Stage(Operation.REDUCE_SCATTER, row), Stage(in_column, column))
+    return stages if column.size > 1 else stages[:1]

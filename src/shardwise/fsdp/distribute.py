@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import PlanError
 from shardwise.runtime.tensor import ShardedTensor
-from shardwise.transport.collectives import copy_from_first, tell_from_first
+from shardwise.transport.process_group import broadcast_object, broadcast_tensors
 
 __all__ = ["cut", "distribute", "group_of"]
 
@@ -24,7 +24,7 @@ def distribute(states: Any, like: Any, source: dist.ProcessGroup | None = None) 
         source: the group whose first rank has ``states`` and sends them, one tensor at a time, so
             that the other ranks hold one whole tensor at a time. None if every rank has them.
     """
-    outline = states if source is None else tell_from_first(_outline(states), source)
+    outline = states if source is None else broadcast_object(_outline(states), source)
     return _cut_all(outline, states, like, source)
 
 
@@ -82,5 +82,5 @@ def _cut_all(outline: Any, states: Any, like: Any, source: dist.ProcessGroup | N
         whole = torch.empty_like(outline, device=like.device if isinstance(like, Tensor) else "cpu")
         if isinstance(states, Tensor):
             whole.copy_(states)
-        copy_from_first([whole], source)
+        broadcast_tensors([whole], source)
     return cut(whole, like) if isinstance(like, Tensor) else whole

@@ -30,7 +30,7 @@ from shardwise.plan.units import NEVER_CALLED
 from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.module import FSDPModule, is_root_unit
 from shardwise.runtime.tensor import ShardedTensor
-from shardwise.transport.collectives import copy_from_first
+from shardwise.transport.process_group import broadcast_tensors
 
 __all__ = ["FullyShardedDataParallel"]
 
@@ -123,7 +123,7 @@ class FullyShardedDataParallel(nn.Module):
         if device is not None:
             module.to(device)
         if sync_module_states:
-            copy_from_first(_plain_states(module, self._ignored_params), ranks.axis().group)
+            broadcast_tensors(_plain_states(module, self._ignored_params), ranks.axis().group)
         self._modules[WRAPPED] = module
         if isinstance(module, NEVER_CALLED):
             return  # what it holds belongs to the wrapper around it

@@ -14,7 +14,7 @@ from shardwise.fsdp.api import MixedPrecision, ShardingStrategy, TorchCPUOffload
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import resolve_strategy
-from shardwise.runtime.mesh import Axis, resolve_mesh
+from shardwise.runtime.mesh import DataParallelMesh, resolve_mesh
 
 __all__ = ["Ignored", "Ranks", "offload_policy", "precision_policy", "ranks_of", "resolve_device"]
 
@@ -30,7 +30,7 @@ class Ranks:
     reshard_after_forward: bool | None  # None: all but the root
     sharding_factor: int | None = None
 
-    def axis(self) -> Axis:
+    def axis(self) -> DataParallelMesh:
         """As the engine will see them."""
         return resolve_mesh(self.mesh, resolve_strategy(self.strategy), self.sharding_factor)
 

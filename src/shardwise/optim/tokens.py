@@ -9,7 +9,6 @@ from torch.amp.grad_scaler import GradScaler
 
 from shardwise.runtime.module import FSDPModule, runtime_of_root
 from shardwise.runtime.reductions import across
-from shardwise.transport.health.status import Scope
 
 __all__ = ["backward", "token_weight"]
 
@@ -72,7 +71,11 @@ def backward(
     finally:
         if accumulate == "whole":
             model.set_requires_gradient_sync(True)
-    return across([total], runtime.axis, Scope.ALL).mean() if runtime.axis.num_ranks > 1 else total
+    return (
+        across([total], runtime.axis, runtime.axis.world).mean()
+        if runtime.axis.num_ranks > 1
+        else total
+    )
 
 
 def token_weight(model: nn.Module, num_tokens: int) -> float:
@@ -105,5 +108,5 @@ def token_weight(model: nn.Module, num_tokens: int) -> float:
     runtime = runtime_of_root(model)
     axis = runtime.axis
     own = torch.tensor(num_tokens, dtype=torch.int64, device=runtime.pools.device)
-    total = num_tokens if axis.num_ranks == 1 else int(across([own], axis, Scope.ALL).sum())
+    total = num_tokens if axis.num_ranks == 1 else int(across([own], axis, axis.world).sum())
     return axis.num_ranks / total if total else 0.0

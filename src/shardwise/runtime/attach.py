@@ -13,14 +13,13 @@ from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.memory import Pools
-from shardwise.runtime.mesh import Axis
+from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.offload import Ferry
 from shardwise.runtime.parameters import FSDPParameter, ParameterOwner, split_shard
 from shardwise.runtime.reductions import across
 from shardwise.runtime.tensor import ShardedTensor, Sharding
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.transport.device import current_gpu
-from shardwise.transport.health.status import Scope
 
 __all__ = [
     "check_initialized",
@@ -63,7 +62,7 @@ def is_on_meta(root: nn.Module) -> bool:
     return True in by_meta
 
 
-def check_same_plan(plan: Plan, axis: Axis) -> None:
+def check_same_plan(plan: Plan, axis: DataParallelMesh) -> None:
     """Refuse to put together what ranks have cut in different ways.
 
     Raises:
@@ -72,7 +71,7 @@ def check_same_plan(plan: Plan, axis: Axis) -> None:
     if not _can_compare(axis):
         return
     digest = torch.tensor(zlib.crc32(repr(plan).encode()))
-    by_rank = across([digest], axis, Scope.ALL)  # [ranks, 1]
+    by_rank = across([digest], axis, axis.world)  # [ranks, 1]
     different = (by_rank[:, 0] != by_rank[0, 0]).nonzero()
     if different.numel():
         raise PlanError(
@@ -81,7 +80,7 @@ def check_same_plan(plan: Plan, axis: Axis) -> None:
         )
 
 
-def check_same_values(root: nn.Module, plan: Plan, axis: Axis) -> None:
+def check_same_values(root: nn.Module, plan: Plan, axis: DataParallelMesh) -> None:
     """Shards of different initialisations would make one weight that nobody initialised."""
     planned = {spec.name for unit in plan.units for spec in unit.parameters}
     named = [
@@ -95,21 +94,21 @@ def check_same_values(root: nn.Module, plan: Plan, axis: Axis) -> None:
 
 def check_same_sums(
     sums: Mapping[str, Tensor],
-    axis: Axis,
+    axis: DataParallelMesh,
     advice: str = "build the model from the same seed, or load the same weights, on every rank "
     "before fully_shard",
 ) -> None:
     """Refuse `checksum`s, by parameter, that differ between ranks."""
     if not sums or not _can_compare(axis):
         return
-    by_rank = across(list(sums.values()), axis, Scope.ALL)  # [ranks, parameters]
+    by_rank = across(list(sums.values()), axis, axis.world)  # [ranks, parameters]
     for position, name in enumerate(sums):
         different = (by_rank[:, position] != by_rank[0, position]).nonzero()
         if different.numel():
             raise PlanError(f"{name} differs between ranks 0 and {different[0].item()}; {advice}")
 
 
-def device_for(root: nn.Module, axis: Axis) -> torch.device:
+def device_for(root: nn.Module, axis: DataParallelMesh) -> torch.device:
     """Where the shards live: with the model, or on this rank's GPU if NCCL moves them.
 
     Those of a model on the meta device otherwise on torch's default device.
@@ -135,7 +134,7 @@ def move_buffers(root: nn.Module, device: torch.device) -> None:
 def make_unit(
     root: nn.Module,
     plan: UnitPlan,
-    axis: Axis,
+    axis: DataParallelMesh,
     pools: Pools,
     ferry: Ferry | None = None,
     fill: Callable[[UnitPlan], None] = lambda _plan: None,
@@ -168,7 +167,7 @@ def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) ->
     return FSDPParameter(sharding, sharded, sharded.to_local(), dense, owners)
 
 
-def _can_compare(axis: Axis) -> bool:
+def _can_compare(axis: DataParallelMesh) -> bool:
     return axis.num_ranks > 1 and axis.backend("cpu") != "fake"
 
 

@@ -2,7 +2,7 @@
 
 From here to the first all-gather: `FSDPModule.__call__` comes to `Runtime.call`, which enters the
 unit in `scheduler`, which asks `schedule.sequencer` what must happen and has `unit` launch the
-gather on a link of `transport.collectives`.
+gather in a queue of `transport.communicator`.
 """
 
 import weakref
@@ -27,7 +27,7 @@ from shardwise.runtime.attach import (
 )
 from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.memory import Pools
-from shardwise.runtime.mesh import Axis
+from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.offload import Ferry
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import FlatParameters, Unit, foresee_memory
@@ -72,7 +72,7 @@ class Runtime:
         self,
         root: nn.Module,
         plan: Plan,
-        axis: Axis,
+        axis: DataParallelMesh,
         device: torch.device,
         unused: Unused,
         materializer: "Materializer | None" = None,

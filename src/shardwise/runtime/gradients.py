@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
 from shardwise.runtime.memory import CAN_SWAP, FlatBuffer, Pool, is_shared
-from shardwise.runtime.mesh import Axis
+from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.offload import Ferry
 from shardwise.runtime.parameters import FSDPParameter, split_shard
 from shardwise.runtime.tensor import (
@@ -19,8 +19,8 @@ from shardwise.runtime.tensor import (
     apply_gradient_hooks,
     run_accumulated_hooks,
 )
-from shardwise.transport.collectives import Link, Pending, Reduction, copy_scaled
-from shardwise.transport.device import Mark
+from shardwise.transport.api import Collectives, Reduction, Work
+from shardwise.transport.device import copy_scaled_
 
 __all__ = ["Gradients"]
 
@@ -45,7 +45,7 @@ class Gradients:
         self,
         layout: Layout,
         parameters: Sequence[FSDPParameter],
-        axis: Axis,
+        axis: DataParallelMesh,
         pool: Pool,
         ferry: Ferry | None = None,
         *,
@@ -134,7 +134,7 @@ class Gradients:
         self._claimed.pop(position, None)
         self._written[position] = True
 
-    def launch_reduce(self, link: Link, label: str, *, crosses: bool) -> Pending:
+    def launch_reduce(self, collectives: Collectives, label: str, *, crosses: bool) -> Work:
         """Reduce what was written; slots that nothing was written to count as zeros."""
         assert self._reduced is None, "its last reduction is under way"
         self._open()
@@ -149,6 +149,7 @@ class Gradients:
             self._borrowed.append(carried.untyped_storage())
             self._partial = None
         flat, row = self._buffer.flat, self._axis.row
+        stages = self._axis.reduction if crosses else self._axis.reduction[:1]
         out: Tensor | None = None
         if crosses and self._is_in_place and not self._has_gradients:
             out, self._reduced = flat, self._shard
@@ -156,15 +157,15 @@ class Gradients:
             out = self._reduced = self._target()
         is_cast = out is not None and out.dtype != flat.dtype
         if out is None:
-            inner = self._partial = self._pool.allocate_tensor(len(flat) // len(row), flat.dtype)
+            inner = self._partial = self._pool.allocate_tensor(len(flat) // row.size, flat.dtype)
         elif is_cast or self._axis.is_two_level:
-            inner = flat.view(len(row), -1)[row.index(self._axis.group_rank)]
+            inner = flat.view(row.size, -1)[row.index]
         else:
             inner = out
-        scratch = self._borrow(link.scratch_elements(len(flat), is_cast=is_cast), flat.dtype)
-        return link.reduce(
-            Reduction(flat, inner, carried, out, scratch, self._scale_reduced), label
-        )
+        num_scratch = collectives.capabilities.reduction_scratch(len(flat), stages, is_cast=is_cast)
+        scratch = self._borrow(num_scratch, flat.dtype)
+        reduction = Reduction(flat, inner, carried, out, scratch, stages, self._scale_reduced)
+        return collectives.reduce(reduction, label)
 
     def collect(self) -> None:
         """Hand the reduced gradients, if they are complete, to the parameters."""
@@ -182,7 +183,7 @@ class Gradients:
         if self._landing is not None:
             self._landing.mark.synchronize()
             arrived = self._landing.arrived
-            copy_scaled(arrived, arrived, self._scale_after / self._scale_reduced)
+            copy_scaled_(arrived, arrived, self._scale_after / self._scale_reduced)
             self._hand_over(arrived)
             self._end_landing()
 
@@ -361,7 +362,7 @@ class _Landing:
 
     reduced: Tensor  # [S], on the device, of the pool
     arrived: Tensor  # [S], on the host
-    mark: Mark
+    mark: Work
 
 
 def _divisor_before_the_sum(dtype: torch.dtype, divisor: float) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.schedule.events import Event, EventKind
-from shardwise.transport.device import Mark
+from shardwise.transport.api import Work
 
 __all__ = ["Ledger", "Record"]
 
@@ -21,12 +21,12 @@ class Record:
     step: int
     began: float  # when the engine turned to it
     ended: float = 0.0  # when it went on; for a wait the difference is exposed communication
-    marks: tuple[Mark, ...] = ()  # of the communication that it launched
+    marks: tuple[Work, ...] = ()  # of the communication that it launched
 
     @property
     def busy_seconds(self) -> float:
         """How long its communication ran, if it launched one."""
-        return sum(mark.finished - mark.started for mark in self.marks)
+        return sum(mark.span[1] - mark.span[0] for mark in self.marks)
 
 
 class Ledger:
@@ -128,7 +128,7 @@ def _trace_events(records: Sequence[Record]) -> Iterable[dict[str, Any]]:
         kind = record.event.kind
         if kind in _LINKS:
             for mark in record.marks:
-                start, stop = mark.started - origin, mark.finished - origin
+                start, stop = mark.span[0] - origin, mark.span[1] - origin
                 yield _span(_LINKS[kind], record.event, start, stop)
         elif kind in (EventKind.WAIT, EventKind.COLLECT, EventKind.STEP):
             yield _span("compute", record.event, record.began - origin, record.ended - origin)

@@ -19,7 +19,7 @@ from torch.utils.dlpack import from_dlpack
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.schedule.memory import MemoryPlan
 from shardwise.transport.device import host_tensor
-from shardwise.transport.host.shared_memory import Claim, CommonMemory, is_offered
+from shardwise.transport.host.shared_memory import SharedMemory, SharedRange, is_offered
 
 __all__ = ["CAN_SWAP", "Arena", "FlatBuffer", "Pool", "Pools", "is_shared"]
 
@@ -53,7 +53,7 @@ class Pool:
     All sizes are rounded up to a multiple of 64 bytes.
     """
 
-    shared: CommonMemory | None = None  # where other ranks can write to it
+    shared: SharedMemory | None = None  # where other ranks can write to it
     in_use = 0  # flat buffers: the same number on ranks where the same ones are
 
     def __init__(
@@ -162,7 +162,7 @@ class Arena(Pool):
     repeats allocates nothing. Other ranks may write to ``shared`` memory once it was freed.
     """
 
-    def __init__(self, device: torch.device, *, shared: CommonMemory | None = None) -> None:
+    def __init__(self, device: torch.device, *, shared: SharedMemory | None = None) -> None:
         super().__init__(device, keep=False)
         self.shared = shared
         self._plan: MemoryPlan[str] = MemoryPlan()  # of the schedule, and later of `_observed`
@@ -276,7 +276,7 @@ class Pools:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         can_share = is_offered and CAN_SWAP and device.type == "cpu"
-        self.gathered = Arena(device, shared=CommonMemory() if can_share else None)
+        self.gathered = Arena(device, shared=SharedMemory() if can_share else None)
         self.own = Arena(device)
         self._of_gradients = PeakCounter()
         self.gradients = Pool(device, keep=False, together=self._of_gradients)
@@ -351,14 +351,14 @@ class FlatBuffer:
         self._pool.in_use ^= self._key
         _swap(self._storage, self._memory)
 
-    def claim(self) -> Claim | None:
+    def shared_range(self) -> SharedRange | None:
         """What lets ranks gather the buffer in shared memory; None if they cannot."""
         shared, num_bytes = self._pool.shared, self.num_bytes
         if shared is None or not num_bytes:
             return None
-        return Claim(
-            shared.word(self._storage.data_ptr(), self._pool.in_use),
-            lambda process, word: self._move(shared.open(process, word, num_bytes)),
+        return SharedRange(
+            shared.message(self._storage.data_ptr(), self._pool.in_use),
+            lambda process, message: self._move(shared.open(process, message, num_bytes)),
             lambda: self._move(_allocate(num_bytes, self._pool.device)),
         )
 

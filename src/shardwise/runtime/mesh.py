@@ -1,88 +1,95 @@
-"""Which ranks share a model, and how: from a device mesh, or nothing at all, to one axis."""
+"""Which ranks share a model, and how: from a device mesh, or nothing at all, to groups of ranks."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import PlanError
 from shardwise.plan.strategy import Strategy
-from shardwise.transport.health.status import Topology
+from shardwise.transport.api import Operation, RankGroup, Stage
+from shardwise.transport.process_group import backend_of
 
-__all__ = ["Axis", "resolve_mesh"]
+__all__ = ["DataParallelMesh", "resolve_mesh"]
 
 
 @dataclass(frozen=True, eq=False)
-class Axis:
-    """The ranks that a model is sharded over, and this one among them.
+class DataParallelMesh:
+    """The ranks that a model is sharded over, and what each group of them does.
 
-    Ranks are numbered within ``group``. In ``blocks[i][j]``, i counts the replicas: the ranks of a
-    row have the whole model between them, and those of a column hold the same, or, with
-    ``is_two_level``, what would be the same is cut once more among them::
+    The ranks of a row hold the whole model between them. Those of a column hold the same part of
+    it, or, with two levels of sharding, cut that part once more among them::
 
-        blocks ((0, 1), (2, 3))      shard of rank   0  1  2  3
-        is_two_level=False, size=2                   0  1  0  1
-        is_two_level=True,  size=4                   0  2  1  3
+        rows [[0, 1], [2, 3]]        shard of rank   0  1  2  3
+        one level, size=2                            0  1  0  1
+        two levels, size=4                           0  2  1  3
     """
 
-    size: int  # shards
-    rank: int  # the shard that is here
-    group: dist.ProcessGroup | None  # of all ranks; None where there is one only
-    on_cpu: bool = False  # the user said so, by a mesh of CPUs
-    blocks: tuple[tuple[int, ...], ...] = ()  # () is one replica, of all ranks
-    is_two_level: bool = False
+    world: RankGroup  # all ranks
+    row: RankGroup  # those of this rank's replica, or of its part of one
+    column: RankGroup  # those at this rank's place in the other rows
+    shards: RankGroup  # those whose shards make the model with this one's, in order of shards
+    on_cpu: bool = False  # the user passed a mesh of CPUs
     mesh: DeviceMesh | None = None  # the user's, if there was one
 
     @property
-    def rows(self) -> tuple[tuple[int, ...], ...]:
-        return self.blocks or (tuple(range(self.size)),)
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of all ranks; None if there is one only."""
+        return self.world.parent
 
     @property
-    def topology(self) -> Topology:
-        return Topology(self.rows, self.is_two_level)
+    def size(self) -> int:
+        """The number of shards."""
+        return self.shards.size
+
+    @property
+    def rank(self) -> int:
+        """The shard that is here."""
+        return self.shards.index
 
     @property
     def num_ranks(self) -> int:
-        return len(self.rows) * len(self.rows[0])
+        return self.world.size
 
     @property
     def group_rank(self) -> int:
-        """This rank's number in the group."""
-        return 0 if self.group is None else dist.get_rank(self.group)
+        """This rank's number in the process group."""
+        return self.world.own_rank
 
     @property
-    def row(self) -> tuple[int, ...]:
-        """The ranks of this one's replica."""
-        return next(row for row in self.rows if self.group_rank in row)
+    def is_two_level(self) -> bool:
+        """Whether shards are cut in the column as well as in the row."""
+        return self.size > self.row.size
 
-    @property
-    def column(self) -> tuple[int, ...]:
-        """The ranks that stand at the same place in the other replicas, and this one."""
-        place = self.row.index(self.group_rank)
-        return tuple(row[place] for row in self.rows)
+    @cached_property
+    def reduction(self) -> tuple[Stage, ...]:
+        """How gradients are summed over all ranks: over the row, and then over the column."""
+        over_row = Stage(Operation.REDUCE_SCATTER, self.row)
+        if self.column.size == 1:
+            return (over_row,)
+        in_column = Operation.REDUCE_SCATTER if self.is_two_level else Operation.ALL_REDUCE
+        return over_row, Stage(in_column, self.column)
 
-    @property
-    def shard_ranks(self) -> tuple[int, ...]:
-        """The ranks whose shards make the model with this one's, by shard."""
-        return _by_shard(self.rows) if self.is_two_level else self.row
+    def subgroup(self, size: int) -> RankGroup:
+        """The ``size`` neighbors in the row of which this rank is one."""
+        first = self.row.index // size * size
+        return self.row.select(*self.row.ranks[first : first + size])
 
-    def is_same(self, other: "Axis") -> bool:
-        """Whether both are the same ranks of the same group, in the same roles."""
-        roles = [(axis.rows, axis.rank, axis.is_two_level) for axis in (self, other)]
-        return self.group is other.group and roles[0] == roles[1]
+    def is_same(self, other: "DataParallelMesh") -> bool:
+        """Whether both have the same ranks of the same process group, in the same roles."""
+        groups = [(mesh.world, mesh.row, mesh.column, mesh.shards) for mesh in (self, other)]
+        return groups[0] == groups[1]
 
     def backend(self, device_type: str) -> str | None:
         """What moves the bytes of tensors on ``device_type``: "gloo", "nccl", "fake" or None."""
-        if self.group is None:
-            return None
-        pairs = dist.get_backend_config(self.group).split(",")  # "cpu:gloo,cuda:nccl"
-        return dict(pair.split(":") for pair in pairs).get(device_type)
+        return backend_of(self.group, device_type)
 
 
 def resolve_mesh(
     mesh: DeviceMesh | None, strategy: Strategy, sharding_factor: int | None = None
-) -> Axis:
-    """The axis of ``mesh``; without one, all ranks, or this process alone if there are no others.
+) -> DataParallelMesh:
+    """The groups of ``mesh``; without one, of all ranks, or of this process if it is alone.
 
     Raises:
         PlanError: the mesh does not have the dimensions that ``strategy`` wants, or this rank is
@@ -103,10 +110,10 @@ def resolve_mesh(
     group = _group_of(mesh)
     members = dist.get_process_group_ranks(group)
     numbered = [[members.index(rank) for rank in row] for row in rows]
-    return _axis(numbered, group, strategy, on_cpu=mesh.device_type == "cpu", mesh=mesh)
+    return _groups(numbered, group, strategy, on_cpu=mesh.device_type == "cpu", mesh=mesh)
 
 
-def _without_mesh(strategy: Strategy, sharding_factor: int | None) -> Axis:
+def _without_mesh(strategy: Strategy, sharding_factor: int | None) -> DataParallelMesh:
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if strategy.num_axes == 1 and sharding_factor not in (None, num_ranks):
         raise PlanError(
@@ -124,34 +131,34 @@ def _without_mesh(strategy: Strategy, sharding_factor: int | None) -> Axis:
         fitting = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
         raise PlanError(f"sharding_factor={factor}: expected one that divides the ranks: {fitting}")
     rows = [list(range(i, i + factor)) for i in range(0, num_ranks, factor)]
-    return _axis(rows, dist.group.WORLD if num_ranks > 1 else None, strategy, on_cpu=False)
+    return _groups(rows, dist.group.WORLD if num_ranks > 1 else None, strategy, on_cpu=False)
 
 
-def _axis(
+def _groups(
     rows: list[list[int]],
     group: dist.ProcessGroup | None,
     strategy: Strategy,
     *,
     on_cpu: bool,
     mesh: DeviceMesh | None = None,
-) -> Axis:
+) -> DataParallelMesh:
     ranks = [rank for row in rows for rank in row]
     if len(ranks) == 1:
-        return Axis(size=1, rank=0, group=None, on_cpu=on_cpu, mesh=mesh)
+        alone = RankGroup((0,), 0)
+        return DataParallelMesh(alone, alone, alone, alone, on_cpu, mesh)
     if not strategy.shards:
         rows = [[rank] for rank in ranks]
     elif strategy.is_flat:
         rows = [ranks]
-    blocks = tuple(tuple(row) for row in rows)
-    is_two_level = strategy.is_two_level and len(blocks) > 1
     own = dist.get_rank(group)
-    shards = _by_shard(blocks) if is_two_level else next(row for row in blocks if own in row)
-    return Axis(len(shards), shards.index(own), group, on_cpu, blocks, is_two_level, mesh)
-
-
-def _by_shard(rows: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """Column by column: those of a column have neighbouring shards, which make one of a row."""
-    return tuple(row[place] for place in range(len(rows[0])) for row in rows)
+    world = RankGroup(tuple(range(len(ranks))), own, group)
+    row = next(world.select(*row) for row in rows if own in row)
+    columns = list(zip(*rows, strict=True))
+    column = world.select(*columns[row.index])
+    # Column by column: the ranks of a column have neighboring shards, which make one of a row.
+    by_column = [rank for column in columns for rank in column]
+    shards = world.select(*by_column) if strategy.is_two_level else row
+    return DataParallelMesh(world, row, column, shards, on_cpu, mesh)
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -19,7 +19,8 @@ from torch import Tensor
 from shardwise.plan.layout import Layout
 from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.runtime.memory import Pool
-from shardwise.transport.device import Mark, copy, host_tensor, make_lane
+from shardwise.transport.api import Work
+from shardwise.transport.device import copy_, host_tensor, make_stream
 
 __all__ = ["Ferry"]
 
@@ -31,8 +32,8 @@ class Ferry:
         self._is_gpu = device.type == "cuda"
         self._is_pinned = self._is_gpu and policy.pin_memory
         self.staging = Pool(torch.device("cpu"), is_pinned=self._is_pinned)
-        self._bring = make_lane(device, threaded=False, name="bring")
-        self._take = make_lane(device, threaded=False, name="take")
+        self._bring = make_stream(device)
+        self._take = make_stream(device)
 
     def host_shard(self, layout: Layout) -> Tensor:
         """Zeros [S] that stay."""
@@ -42,10 +43,10 @@ class Ferry:
     def bring(self, to: Tensor, of: Tensor) -> Callable[[], None]:
         """Begin to fill ``to`` on the device; what a link has to call before it sends that."""
         if not self._is_gpu:
-            return partial(copy, to, of)
-        mark = self._bring.submit(partial(copy, to, of))
+            return partial(copy_, to, of)
+        mark = self._bring.submit(partial(copy_, to, of))
         return mark.wait_on_device
 
-    def take(self, to: Tensor, of: Tensor) -> Mark:
-        """Begin to fill ``to`` on the host; `Mark.synchronize` before that is read."""
-        return self._take.submit(partial(copy, to, of))
+    def take(self, to: Tensor, of: Tensor) -> Work:
+        """Begin to fill ``to`` on the host; `Work.synchronize` before that is read."""
+        return self._take.submit(partial(copy_, to, of))

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from shardwise.plan.layout import Run
-from shardwise.runtime.mesh import Axis
+from shardwise.runtime.mesh import DataParallelMesh
+from shardwise.transport.api import RankGroup
 from shardwise.transport.communicator import communicator
 from shardwise.transport.device import current_gpu
-from shardwise.transport.health.status import Scope
 
 __all__ = ["across", "combine", "gather_runs", "norms"]
 
 
-def combine(kind: str, run: Tensor, num_elements: int, axis: Axis) -> Tensor:
+def combine(kind: str, run: Tensor, num_elements: int, axis: DataParallelMesh) -> Tensor:
     """Reduce a tensor of ``num_elements``, of which ``run`` is here, to a scalar.
 
     ``kind`` is "sum", "mean", "max", "min", "all" or "any".
@@ -42,7 +42,7 @@ def combine(kind: str, run: Tensor, num_elements: int, axis: Axis) -> Tensor:
             return extreme
 
 
-def norms(runs: Sequence[Tensor], axis: Axis, order: float) -> list[Tensor]:
+def norms(runs: Sequence[Tensor], axis: DataParallelMesh, order: float) -> list[Tensor]:
     """Vector norms of tensors of which every rank has a run, in one exchange."""
     local = [_run_norm(run, order) for run in runs]
     by_tensor = across([norm.to(local[0].dtype) for norm in local], axis).unbind(1)
@@ -52,32 +52,38 @@ def norms(runs: Sequence[Tensor], axis: Axis, order: float) -> list[Tensor]:
     ]
 
 
-def across(values: Sequence[Tensor], axis: Axis, scope: Scope = Scope.SHARDS) -> Tensor:
-    """Gather scalars of one dtype: [ranks, values], from the ranks of a replica or from all."""
+def across(
+    values: Sequence[Tensor], axis: DataParallelMesh, group: RankGroup | None = None
+) -> Tensor:
+    """Gather scalars of one dtype: [ranks, values], from those that share a model or ``group``."""
     own = torch.stack(list(values))
-    runs = [Run(0, own.numel())] * (axis.num_ranks if scope is Scope.ALL else axis.size)
-    return gather_runs(own, runs, axis, "scalars", scope)
+    runs = [Run(0, own.numel())] * (axis.shards if group is None else group).size
+    return gather_runs(own, runs, axis, "scalars", group)
 
 
 def gather_runs(
-    run: Tensor, runs: Sequence[Run], axis: Axis, what: str, scope: Scope = Scope.SHARDS
+    run: Tensor,
+    runs: Sequence[Run],
+    axis: DataParallelMesh,
+    what: str,
+    group: RankGroup | None = None,
 ) -> Tensor:
     """Gather 1-D pieces of the lengths of ``runs``: [ranks, longest], padded with zeros."""
     device = run.device
     if device.type == "cpu" and axis.backend("cuda") == "nccl" and not axis.on_cpu:
         run = run.to(current_gpu())  # a shard on the host
     longest = max(len(other) for other in runs)
-    with torch.inference_mode(mode=False):  # a link writes to it, on a thread of its own
+    with torch.inference_mode(mode=False):  # a stream writes to it, on a thread of its own
         gathered = run.new_zeros(len(runs), longest)
-    own = axis.group_rank if scope is Scope.ALL else axis.rank
-    links = communicator(axis, run.device)
+    group = axis.shards if group is None else group
+    links = communicator(axis.world, run.device)
     links.recover()
 
     def fill() -> None:
-        gathered[own, : run.numel()].copy_(run)
+        gathered[group.index, : run.numel()].copy_(run)
 
     label = f"gather {what}"
-    links.wait(links.reduce.all_gather(gathered.view(-1), fill, label, scope=scope))
+    links.wait(links.reduce.all_gather(gathered.view(-1), group, label, fill))
     return gathered.to(device)
 
 

@@ -13,16 +13,15 @@ from shardwise.plan.plan import Plan
 from shardwise.runtime.attach import check_same_sums
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.ledger import Ledger, Record
-from shardwise.runtime.mesh import Axis
+from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.stepping import Stepper
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.unused import Agreement, Unused, check_all_used, launch_agreement
 from shardwise.runtime.write_back import ADVICE, collect_changes
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, Sequencer
-from shardwise.transport.collectives import POLL_SECONDS
-from shardwise.transport.communicator import Communicator, communicator
-from shardwise.transport.device import Mark
+from shardwise.transport.api import Work
+from shardwise.transport.communicator import POLL_SECONDS, Communicator, communicator
 
 __all__ = ["Scheduler"]
 
@@ -34,7 +33,7 @@ class Scheduler:
         self,
         plan: Plan,
         units: Sequence[Unit],
-        axis: Axis,
+        axis: DataParallelMesh,
         device: torch.device,
         unused: Unused,
     ) -> None:
@@ -61,7 +60,7 @@ class Scheduler:
     @cached_property
     def _links(self) -> Communicator:
         """Made on first use, which all ranks reach together."""
-        return communicator(self._axis, self._device)
+        return communicator(self._axis.world, self._device)
 
     @property
     def is_idle(self) -> bool:
@@ -82,7 +81,7 @@ class Scheduler:
             raise StepError("this step has failed already; let its exception leave the model")
         self._note(f"forward of {self.units[index].plan.label}")
         if not recomputed:
-            self._links.trail.append(self.ledger.step, self.units[index].plan.label)
+            self._links.recent_units.append(self.ledger.step, self.units[index].plan.label)
         grad = torch.is_grad_enabled()
         call, events = self._sequencer.enter(index, grad=grad, recomputed=recomputed)
         self._depth += 1
@@ -356,7 +355,7 @@ class Scheduler:
             self.ledger.append(record)
         self._is_broken = False
 
-    def _do(self, kind: EventKind, unit: Unit) -> tuple[Mark, ...]:
+    def _do(self, kind: EventKind, unit: Unit) -> tuple[Work, ...]:
         links = self._links
         match kind:
             case EventKind.GATHER:
@@ -380,7 +379,7 @@ class Scheduler:
                 self._step(unit)
         return ()
 
-    def _reduce(self, unit: Unit) -> tuple[Mark, ...]:
+    def _reduce(self, unit: Unit) -> tuple[Work, ...]:
         links, crosses = self._links, self._sequencer.crosses[self.units.index(unit)]
         if self._stepper is not None:
             self._stepper.before_reduce(unit)

@@ -26,10 +26,9 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import ShardedTensorError
 from shardwise.plan.layout import Layout, ParameterExtent, Run
 from shardwise.runtime.distributed_checkpoint import chunks_of, items_of
-from shardwise.runtime.mesh import Axis
+from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.reductions import across, combine, gather_runs, norms
 from shardwise.transport.device import random_states
-from shardwise.transport.health.status import Scope
 
 __all__ = [
     "ShardedTensor",
@@ -47,7 +46,7 @@ class Sharding:
 
     layout: Layout
     extent: ParameterExtent
-    axis: Axis
+    axis: DataParallelMesh
 
     @property
     def name(self) -> str:
@@ -281,7 +280,7 @@ def _draw(
     generator = kwargs.get("generator")
     state = random_states(x.device)[-1] if generator is None else generator.get_state()
     digest = torch.tensor(zlib.crc32(bytes(state.tolist())))
-    digests = across([digest], axis, Scope.ALL).view(-1).tolist()
+    digests = across([digest], axis, axis.world).view(-1).tolist()
     if axis.backend("cpu") != "fake" and len(set(digests)) > 1:
         raise ShardedTensorError(
             f"{x._sharding.name}: {func} on ranks whose generators are in different states would "

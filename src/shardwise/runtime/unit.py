@@ -24,15 +24,14 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.memory import Arena, FlatBuffer, Pool, Pools
-from shardwise.runtime.mesh import Axis
+from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.offload import Ferry
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.tensor import ShardedTensor
 from shardwise.schedule.events import Event, EventKind
-from shardwise.transport.collectives import Link, Pending
+from shardwise.transport.api import Collectives, Work
 from shardwise.transport.communicator import Communicator
-from shardwise.transport.device import Mark, copy
-from shardwise.transport.health.status import Scope
+from shardwise.transport.device import copy_
 from shardwise.transport.host.peers import INLINE_BYTES
 
 __all__ = ["FlatParameters", "Unit", "UnitState", "foresee_memory"]
@@ -60,7 +59,12 @@ class FlatParameters:
     """The parameters of one layout."""
 
     def __init__(
-        self, layout: Layout, axis: Axis, pools: Pools, plan: UnitPlan, ferry: Ferry | None = None
+        self,
+        layout: Layout,
+        axis: DataParallelMesh,
+        pools: Pools,
+        plan: UnitPlan,
+        ferry: Ferry | None = None,
     ) -> None:
         self.layout = layout
         self._plan = plan
@@ -104,20 +108,19 @@ class FlatParameters:
         elif kind in (EventKind.FREE, EventKind.DROP):
             alive[self._pool].pop(owner, None)
 
-    def launch_gather(self, link: Link, label: str) -> Pending:
+    def launch_gather(self, collectives: Collectives, label: str) -> Work:
         self.buffer.acquire()
         flat, part = self.buffer.flat, self._part
         if part is not None:
-            subgroup = self._plan.subgroup
-            place = self._place_in_subgroup
-            return link.all_gather_in_subgroup(
-                flat, partial(copy, flat.view(subgroup, -1)[place], part), label, subgroup
-            )
+            subgroup = self.axis.subgroup(self._plan.subgroup)
+            own = flat.view(subgroup.size, -1)[subgroup.index]
+            return collectives.all_gather(flat, subgroup, label, partial(copy_, own, part))
         self.reclaim_locals()
         own_slot = self.buffer.slot_of(self.axis.rank)
-        return link.all_gather(flat, self._bring(own_slot), label, claim=self.buffer.claim())
+        fill, shared = self._bring(own_slot), self.buffer.shared_range()
+        return collectives.all_gather(flat, self.axis.shards, label, fill, shared)
 
-    def launch_keep(self, link: Link, label: str) -> Pending | None:
+    def launch_keep(self, collectives: Collectives, label: str) -> Work | None:
         """Get what the subgroup gathers from: out of what is gathered, or from the other rows."""
         part = self._pool.allocate_tensor(
             self.layout.num_elements // self._plan.subgroup,
@@ -126,27 +129,26 @@ class FlatParameters:
         )
         self._part = part
         if not self._plan.two_level_gather:
-            copy(part, self.buffer.flat.view(self._plan.subgroup, -1)[self._place_in_subgroup])
+            subgroup = self.axis.subgroup(self._plan.subgroup)
+            copy_(part, self.buffer.flat.view(subgroup.size, -1)[subgroup.index])
             return None
         self.reclaim_locals()
-        own = part.view(len(self.axis.column), -1)[self.axis.column.index(self.axis.group_rank)]
-        return link.all_gather(part, self._bring(own), label, scope=Scope.COLUMN)
+        column = self.axis.column
+        own = part.view(column.size, -1)[column.index]
+        return collectives.all_gather(part, column, label, self._bring(own))
 
     def drop_part(self) -> None:
         if self._part is not None:
             self._pool.free(self._part.untyped_storage())
             self._part = None
 
-    @property
-    def _place_in_subgroup(self) -> int:
-        return self.axis.row.index(self.axis.group_rank) % self._plan.subgroup
-
-    def launch_hold(self, link: Link, label: str) -> Pending:
+    def launch_hold(self, collectives: Collectives, label: str) -> Work:
         self.reclaim_locals()
         held = self._held = FlatBuffer(self.layout, Pool(self._pool.device, keep=False))
         held.acquire()
         own_slot = held.slot_of(self.axis.rank)
-        return link.all_gather(held.flat, partial(copy, own_slot, self.shard), label)
+        fill = partial(copy_, own_slot, self.shard)
+        return collectives.all_gather(held.flat, self.axis.shards, label, fill)
 
     def expose_held(self) -> None:
         for parameter, view in self.held_parameters():
@@ -161,7 +163,7 @@ class FlatParameters:
         """Forget what was written into the parameters that are held, or take it over."""
         if self._held is not None:
             if write_back:
-                copy(self.shard, self._held.slot_of(self.axis.rank))
+                copy_(self.shard, self._held.slot_of(self.axis.rank))
             self._held.release()
             self._held = None
 
@@ -176,12 +178,12 @@ class FlatParameters:
         return self._ferry.host_shard(self.layout)
 
     def _bring(self, to: Tensor) -> Callable[[], None]:
-        """What a link has to call before it sends ``to`` [S], this rank's slot."""
+        """What writes ``to`` [S], this rank's slot, before it is sent."""
         if self._ferry is None:
-            return partial(copy, to, self.shard)
+            return partial(copy_, to, self.shard)
         if self._near is None:
             return self._ferry.bring(to, self.shard)
-        from_near = partial(copy, to, self._near)
+        from_near = partial(copy_, to, self._near)
         if not self.near_is_stale:
             return from_near
         self.near_is_stale = False
@@ -216,8 +218,8 @@ class Unit:
         self.flats = tuple(flats)
         self.state = UnitState.SHARDED
         self.expects_gradients = False
-        self._gathering: list[Pending] = []
-        self._reducing: list[Pending] = []
+        self._gathering: list[Work] = []
+        self._reducing: list[Work] = []
         self._is_exposed = False
 
     @property
@@ -231,20 +233,20 @@ class Unit:
 
     # -- parameters ------------------------------------------------------------------------------
 
-    def launch_gather(self, link: Link) -> tuple[Mark, ...]:
+    def launch_gather(self, collectives: Collectives) -> tuple[Work, ...]:
         self._move(UnitState.GATHERING)
         label = f"gather {self.plan.label}"
         cut = [flat for flat in self.flats if not flat.is_whole]
-        pending = [flat.launch_gather(link, label) for flat in cut]
+        pending = [flat.launch_gather(collectives, label) for flat in cut]
         self._gathering += pending
-        return _marks(pending)
+        return tuple(pending)
 
-    def launch_keep(self, link: Link) -> tuple[Mark, ...]:
+    def launch_keep(self, collectives: Collectives) -> tuple[Work, ...]:
         label = f"keep {self.plan.label}"
         cut = [flat for flat in self.flats if not flat.is_whole]
-        pending = [one for flat in cut if (one := flat.launch_keep(link, label)) is not None]
+        pending = [one for flat in cut if (one := flat.launch_keep(collectives, label)) is not None]
         self._gathering += pending
-        return _marks(pending)
+        return tuple(pending)
 
     def drop(self) -> None:
         for flat in self.flats:
@@ -295,9 +297,11 @@ class Unit:
                 "whole ones in sw.gathered(model, write_back=True)"
             )
 
-    def launch_hold(self, link: Link) -> None:
+    def launch_hold(self, collectives: Collectives) -> None:
         """Gather the parameters as they are kept, for use between steps."""
-        self._gathering = [flat.launch_hold(link, f"hold {self.plan.label}") for flat in self.flats]
+        self._gathering = [
+            flat.launch_hold(collectives, f"hold {self.plan.label}") for flat in self.flats
+        ]
 
     def await_hold(self, links: Communicator) -> None:
         for pending in self._gathering:
@@ -346,16 +350,17 @@ class Unit:
         flat.gradients.write(position, gradient)
         parameter.dense.grad = None
 
-    def launch_reduce(self, link: Link, *, crosses: bool) -> tuple[Mark, ...]:
+    def launch_reduce(self, collectives: Collectives, *, crosses: bool) -> tuple[Work, ...]:
         """Reduce the gradients over the row and, if it ``crosses``, over the column."""
         label = f"reduce {self.plan.label}"
         for flat in self.flats:
             self._write_kept(flat)
         self._reducing = [
-            gradients.launch_reduce(link, label, crosses=crosses) for gradients in self.gradients
+            gradients.launch_reduce(collectives, label, crosses=crosses)
+            for gradients in self.gradients
         ]
         self.expects_gradients = False
-        return _marks(self._reducing)
+        return tuple(self._reducing)
 
     def end_backward(self) -> None:
         """What is held for a later one adds up in the dtype of reductions, not of compute."""
@@ -380,14 +385,13 @@ class Unit:
     @property
     def is_quiet(self) -> bool:
         """Whether no communication of this unit is under way."""
-        return all(pending.is_done for pending in (*self._gathering, *self._reducing))
+        return all(work.done for work in (*self._gathering, *self._reducing))
 
     def quiesce(self, seconds: float) -> bool:
         """Wait a little for its communication to end, successfully or not."""
         until = time.monotonic() + seconds
-        for pending in (*self._gathering, *self._reducing):
-            for mark in pending.marks:
-                mark.wait(max(0.0, until - time.monotonic()))
+        for work in (*self._gathering, *self._reducing):
+            work.wait(max(0.0, until - time.monotonic()))
         return self.is_quiet
 
     def reset(self) -> None:
@@ -422,7 +426,3 @@ class Unit:
     def _move(self, to: UnitState) -> None:
         assert (self.state, to) in _TRANSITIONS, f"{self.plan.label}: {self.state} -> {to}"
         self.state = to
-
-
-def _marks(several: Sequence[Pending]) -> tuple[Mark, ...]:
-    return tuple(mark for pending in several for mark in pending.marks)

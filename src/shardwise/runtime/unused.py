@@ -9,9 +9,8 @@ from torch import Tensor
 
 from shardwise.errors import StepError
 from shardwise.runtime.parameters import FSDPParameter
-from shardwise.transport.collectives import Pending
+from shardwise.transport.api import Work
 from shardwise.transport.communicator import Communicator
-from shardwise.transport.health.status import Scope
 
 __all__ = ["UNUSED", "Agreement", "Unused", "check_all_used", "launch_agreement"]
 
@@ -25,7 +24,7 @@ _MOST_SHOWN = 20
 class Agreement:
     """The exchange in which ranks tell which parameters they used: flags [ranks, parameters]."""
 
-    pending: Pending | None  # None if this rank is alone
+    pending: Work | None  # None if this rank is alone
     flags: Tensor
 
     def settle(self, links: Communicator) -> list[list[int]]:
@@ -44,12 +43,8 @@ def launch_agreement(
     flags[links.rank] = torch.tensor(own, dtype=torch.uint8)
     if links.num_ranks == 1 or not own:
         return Agreement(None, flags)
-    pending = links.reduce.all_gather(flags.view(-1), _nothing, label, scope=Scope.ALL)
+    pending = links.reduce.all_gather(flags.view(-1), links.world, label)
     return Agreement(pending, flags)
-
-
-def _nothing() -> None:
-    """The slot is filled already."""
 
 
 def check_all_used(

@@ -31,7 +31,6 @@ from shardwise.train.stopping import StopRequest
 from shardwise.train.switches import weigh
 from shardwise.train.update import Update
 from shardwise.transport.device import peak_memory_bytes
-from shardwise.transport.health.status import Scope
 
 __all__ = ["Trainer", "train"]
 
@@ -175,7 +174,7 @@ class Trainer:
             for part in self._parts(self._held_out, batch):
                 total += self._loss(part)
         self.model.train()
-        return float(across([total], self._axis, Scope.ALL).mean()) / num_batches
+        return float(across([total], self._axis, self._axis.world).mean()) / num_batches
 
     def sample(self) -> str:
         """Text that the model writes, the same on every rank."""
@@ -204,7 +203,7 @@ class Trainer:
         self._overlapped_shares.append(sw.ledger(self.model).overlapped_share())
         norm = self.update.finish()
         # All ranks hear of a signal in the same step, in the exchange that the loss takes anyway.
-        told = across([total, total.new_tensor(self.stop.signal)], self._axis, Scope.ALL)
+        told = across([total, total.new_tensor(self.stop.signal)], self._axis, self._axis.world)
         loss, stopped_by = torch.stack([told[:, 0].mean(), told[:, 1].amax()]).tolist()
         grad_norm = None if norm is None else float(norm)
         outcome = StepOutcome(loss, grad_norm, int(stopped_by))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from shardwise.forecast.memory import StepMemory, step_memory
 from shardwise.plan.plan import Plan
 from shardwise.train.config import Config
+from shardwise.transport.api import Capabilities
 
 __all__ = ["Footprint", "foresee", "one_process", "one_rank"]
 
@@ -59,7 +60,7 @@ def foresee(plan: Plan, config: Config, device: str) -> StepMemory:
     several = config.micro_batch < config.share
     return step_memory(
         plan,
-        on_wire=device == "cpu" and config.shard.nproc > 1,
+        transport=Capabilities(point_to_point=device == "cpu" and config.shard.nproc > 1),
         accumulates=several and not holds,
         holds=several and holds,
         steps_in_backward=config.memory.step_in_backward,

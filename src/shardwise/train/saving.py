@@ -21,7 +21,6 @@ from shardwise.train.data import read_corpus
 from shardwise.train.settings import to_toml
 from shardwise.train.update import Update
 from shardwise.transport.device import random_states, set_random_states
-from shardwise.transport.health.status import Scope
 
 __all__ = ["Saver", "check_same", "step_of"]
 
@@ -94,7 +93,7 @@ class Saver:
         lengths = [len(state) for state in own]
         runs = [Run(0, sum(lengths))] * self._ranks.size
         axis = runtime_of_root(model).axis
-        by_rank = gather_runs(torch.cat(own), runs, axis, "random states", Scope.ALL)
+        by_rank = gather_runs(torch.cat(own), runs, axis, "random states", axis.world)
         return [list(row.split(lengths)) for row in by_rank]
 
 

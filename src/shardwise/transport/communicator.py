@@ -1,8 +1,7 @@
-"""The pair of links of an axis, and what keeps its ranks from waiting for each other for ever."""
+"""The collectives of a group of ranks, and what keeps these from waiting for each other forever."""
 
 import contextlib
 import weakref
-import zlib
 from dataclasses import replace
 from datetime import timedelta
 
@@ -10,87 +9,119 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from shardwise.errors import PeerLost, RanksDiverged
-from shardwise.runtime.mesh import Axis
-from shardwise.transport.collectives import POLL_SECONDS, Link, Pending
-from shardwise.transport.health.heartbeat import STOPPED_SECONDS, Pulse
-from shardwise.transport.health.status import Board, LinkState, Report, Topology, Trail, verdict
+from shardwise.errors import PeerLost
+from shardwise.transport.api import CollectiveId, Collectives, RankGroup, Work
+from shardwise.transport.device import ThreadStream
+from shardwise.transport.health.heartbeat import POLL_SECONDS, Heartbeat, Patience
+from shardwise.transport.health.status import (
+    Failure,
+    QueueState,
+    RecentUnits,
+    Report,
+    StatusStore,
+    verdict,
+)
+from shardwise.transport.host.collectives import HostCollectives
+from shardwise.transport.process_group import ProcessGroupCollectives, backend_of
 
-__all__ = ["Communicator", "communicator"]
+__all__ = ["POLL_SECONDS", "Communicator", "communicator", "make_collectives"]
 
-# One pair of links for each process group and way to shard over it, however many models use them.
-# Keyed by the group object, so ranks that live as threads of one process have their own.
-_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Topology, Communicator]]" = (
+# One for each process group and device, however many models use it. Keyed by the group object, so
+# ranks that live as threads of one process have their own.
+_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Communicator]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
-def communicator(axis: Axis, device: torch.device) -> "Communicator":
-    """The links of ``axis``; the first call makes them, on all its ranks."""
-    if axis.group is None:
-        return Communicator(axis, device)
-    # No lock: a group belongs to one rank, and making links waits for the others of the axis.
-    of_group = _communicators.setdefault(axis.group, {})
-    if axis.topology not in of_group:
-        of_group[axis.topology] = Communicator(axis, device)
-    return of_group[axis.topology]
+def communicator(
+    world: RankGroup, device: torch.device, patience: Patience | None = None
+) -> "Communicator":
+    """The communicator of all ranks of a mesh; the first call makes it, on all of them."""
+    if world.parent is None:
+        return Communicator(world, device)
+    # No lock: a group belongs to one rank, and a new communicator waits for the other ranks.
+    of_group = _communicators.setdefault(world.parent, {})
+    if device not in of_group:
+        of_group[device] = Communicator(world, device, patience)
+    return of_group[device]
+
+
+def make_collectives(world: RankGroup, device: torch.device, name: str) -> Collectives:
+    """A queue of collectives of one kind among the ranks of ``world``; all of them call this."""
+    backend = backend_of(world.parent, device.type)
+    if device.type == "cpu" and backend is None:
+        backend = "gloo"  # the group is of GPUs alone
+    if world.size > 1 and backend == "gloo":
+        return HostCollectives(world, name)
+    return ProcessGroupCollectives(world, device, backend)
 
 
 class Communicator:
-    """A link for gathers and one for reductions, whose waits end."""
+    """A queue for gathers and one for reductions, so that neither waits behind the other.
 
-    def __init__(self, axis: Axis, device: torch.device) -> None:
-        # Not the axis: it holds the group, under which this object is kept weakly.
-        self.num_ranks = axis.num_ranks
-        self.rank = axis.group_rank
-        self._topology = axis.topology
-        self.gather = Link(axis, device, "gather")
-        self.reduce = Link(axis, device, "reduce")
-        self._links = (self.gather, self.reduce)
-        store = _store() if self.gather.has_wire else None
-        where = (_name(axis), axis.group_rank, axis.num_ranks)
-        self._board = None if store is None else Board(store, *where)
-        self._pulse = None if store is None else Pulse(store, *where)
+    A wait for either ends: with the result, or with an error that says what the ranks wait for.
+    """
+
+    def __init__(
+        self, world: RankGroup, device: torch.device, patience: Patience | None = None
+    ) -> None:
+        self.num_ranks = world.size
+        self.rank = world.own_rank
+        self.patience = Patience() if patience is None else patience
+        self.gather = make_collectives(world, device, "gather")
+        self.reduce = make_collectives(world, device, "reduce")
+        self._monitored = [q for q in (self.gather, self.reduce) if isinstance(q, HostCollectives)]
+        self._status: StatusStore | None = None
+        self._heartbeat: Heartbeat | None = None
+        if self._monitored and world.parent is not None:
+            store, name = _store(self.patience), world.parent.group_name
+            self._status = StatusStore(store, name, self.rank, self.num_ranks)
+            self._heartbeat = Heartbeat(store, name, self.rank, self.num_ranks, self.patience)
         self.epoch = 0  # how often the ranks were brought back into step
         self._broken = False
-        self._lost: PeerLost | None = None
+        self._lost: PeerLost | None = None  # for good
+        self._recovery: Work | None = None  # under way
         self.step = 0
         self.where = "before the first step"
-        self.trail = Trail()
+        self.recent_units = RecentUnits()
 
-    def wait(self, pending: Pending) -> None:
+    def wait(self, work: Work) -> None:
         """Return when compute may use the result.
 
         Raises:
             RanksDiverged: the ranks wait for different things.
             PeerAborted: another rank raised.
-            PeerLost: another rank is gone.
+            PeerLost: another rank is gone, or gives no sign of life.
         """
-        beat = 0
-        last: tuple[LinkState, ...] = ()
-        while not pending.wait(POLL_SECONDS):
-            states = tuple(link.state() for link in self._links)
-            # Its thread may have ended it and not come to say so yet, on a busy machine.
-            is_over = any(pending.tickets[-1].tag in state.ended for state in states)
-            beat = beat + 1 if states == last and not is_over else 0
+        looks = 0
+        last: tuple[QueueState, ...] = ()
+        while not work.wait(self.patience.poll_seconds):
+            states = self._queues()
+            # On a busy machine its thread may have ended it and not yet had the time to say so.
+            is_over = any(_ends(state, work.collective) for state in states)
+            looks = looks + 1 if states == last and not is_over else 0
             last = states
-            report = self._report(beat, waits_for=pending.label)
-            trail = self.trail
-            self._confer(replace(report, num_entered=trail.num_entered, entered=trail.entered))
-        if last and self._board is not None:
-            self._board.post(self._report(beat=0))
-        if pending.error is not None:
-            self.abort(pending.error)
-            raise pending.error
+            self._look_around(looks, work)
+        if last and self._status is not None:
+            self._status.publish(self._report())
+        if work.error is not None:
+            self.abort(work.error)
+            raise work.error
 
-    def check_pulses(self) -> None:
+    def check_peers(self) -> None:
         """To be called every now and then while this rank waits for others.
 
         Raises:
-            PeerLost: a process was stopped; see `Pulse`.
+            PeerLost: another process gives no sign of life; see `Heartbeat`.
         """
-        if self._pulse is not None:
-            self._pulse.check()
+        silent = None if self._heartbeat is None else self._heartbeat.find_silent()
+        if silent is not None:
+            raise silent
+
+    @property
+    def world(self) -> RankGroup:
+        """All ranks."""
+        return self.gather.world
 
     @property
     def is_broken(self) -> bool:
@@ -99,75 +130,99 @@ class Communicator:
 
     def abort(self, error: BaseException) -> None:
         """Tell the others that this rank raised, so that they need not wait for it."""
-        if self._board is None or self._broken:
+        if self._status is None or self._broken:
             return
-        self._broken = True
         text = str(error) if isinstance(error, PeerLost) else f"{type(error).__name__}: {error}"
-        self._tell(replace(self._report(0), error=text[:500]), error)
+        self._give_up(Failure.of(error), text[:500], error)
 
     def recover(self) -> None:
-        """After an error: bring all ranks back into step. Costs nothing when there was none."""
-        if not self._broken or self._board is None:
+        """After an error: bring all ranks back into step. Costs nothing when there was none.
+
+        Raises:
+            PeerLost: another rank is gone; or gives no sign of life, and the next call tries again.
+        """
+        if not self._broken or self._status is None:
             return
         if self._lost is not None:
             raise PeerLost(str(self._lost))
-        for link in self._links:
-            link.stop()
-        try:
-            reports = self.gather.swap_reports(self._report(0))
-        except PeerLost as error:
-            self._lost = error
-            raise
-        for position, link in enumerate(self._links):
-            link.release([report.links[position] for report in reports])
+        if self._recovery is None:
+            for queue in self._monitored:
+                queue.stop()
+            self._recovery = ThreadStream("shardwise-recovery").submit(self._synchronize)
+        while not self._recovery.wait(self.patience.poll_seconds):
+            self.check_peers()
+        recovery, self._recovery = self._recovery, None
+        if recovery.error is not None:
+            if isinstance(recovery.error, PeerLost):
+                self._lost = recovery.error
+            raise recovery.error
         self.epoch += 1
         self._broken = False
-        self.trail.clear()
+        self.recent_units.clear()
 
-    def _confer(self, report: Report) -> None:
-        if self._board is None:
+    def _synchronize(self) -> None:
+        """Exchange reports with all ranks, and end what only some of them have begun."""
+        peers = self._monitored[0].point_to_point
+        tag = CollectiveId(self.epoch, "swap reports", 0).tag
+        payloads = peers.swap_bytes(self._report().to_json().encode(), tag)
+        reports = [Report.from_json(payload) for payload in payloads]
+        for number, queue in enumerate(self._monitored):
+            states = [report.queues[number] for report in reports]
+            queue.release(states)
+            queue.stream.submit(lambda: None).synchronize()
+            queue.restart(states)
+
+    def _look_around(self, looks: int, work: Work) -> None:
+        """Publish where this rank is, and give up if the others' reports leave no hope."""
+        if self._status is None:
             return
+        label = "" if work.collective is None else work.collective.label
+        units = self.recent_units
+        report = replace(
+            self._report(looks),
+            where=f"{self.where}, waits for {label}",
+            num_entered=units.num_entered,
+            entered=units.entered,
+        )
         try:
-            self._board.post(report)
-            error = verdict(self._board.read(), self.epoch, self._topology)
-            if error is None:
-                self.check_pulses()
+            self._status.publish(report)
+            found = verdict(self._status.read(), self.epoch)
+            silent = None if self._heartbeat is None else self._heartbeat.find_silent()
         except PeerLost as lost:
-            error = lost
-        if error is None:
-            return
+            found, silent = (Failure.LOST, lost), None
+        if found is None and silent is not None:
+            found = Failure.SILENT, silent
+        if found is not None:
+            failure, error = found
+            self._give_up(failure, str(error), error)
+            raise error
+
+    def _give_up(self, failure: Failure, text: str, error: BaseException) -> None:
+        assert self._status is not None
         self._broken = True
-        diverged = isinstance(error, RanksDiverged)
-        report = replace(self._report(0), error=str(error), relayed=True, diverged=diverged)
-        self._tell(report, error)
-        raise error
-
-    def _tell(self, report: Report, error: BaseException) -> None:
-        if isinstance(error, PeerLost):
+        if failure is Failure.LOST and isinstance(error, PeerLost):
             self._lost = error
-            report = replace(report, lost=True)
-        assert self._board is not None
-        with contextlib.suppress(PeerLost):  # then nobody can be told
-            self._board.post(report)
+        with contextlib.suppress(PeerLost):  # the store is gone, so no rank can be told
+            self._status.publish(replace(self._report(), failure=failure, error=text))
 
-    def _report(self, beat: int, *, waits_for: str | None = None) -> Report:
-        where = self.where if waits_for is None else f"{self.where}, waits for {waits_for}"
-        links = tuple(link.state() for link in self._links)
-        return Report(self.epoch, beat, self.step, where, links)
+    def _report(self, looks: int = 0) -> Report:
+        return Report(self.epoch, looks, self.step, self.where, self._queues())
+
+    def _queues(self) -> tuple[QueueState, ...]:
+        return tuple(queue.state() for queue in self._monitored)
 
 
-def _store() -> Store:
+def _ends(state: QueueState, collective: CollectiveId | None) -> bool:
+    return collective is not None and collective.tag in state.ended
+
+
+def _store(patience: Patience) -> Store:
     """The job's store, by a connection of our own.
 
-    So nobody's wait on it stops the sign of life, and where the process that holds it was stopped,
-    we do not wait as long as the job would.
+    So no other wait on it blocks the heartbeat, and if the process that holds it was stopped, calls
+    do not wait as long as the job's own would.
     """
     # It has no public accessor; a store of our own would need an address of its own.
     store: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-    store.set_timeout(timedelta(seconds=STOPPED_SECONDS))
+    store.set_timeout(timedelta(seconds=patience.silent_seconds))
     return store
-
-
-def _name(axis: Axis) -> str:
-    group = "" if axis.group is None else axis.group.group_name
-    return f"{group}/{zlib.crc32(repr(axis.topology).encode())}"

@@ -1,34 +1,36 @@
-"""Where communication runs while compute goes on: the only file that knows CUDA from CPU.
+"""Streams that communication runs on, and all else in which CUDA and the CPU differ.
 
-A `Lane` runs jobs one after the other, beside the caller, and hands back a `Mark` for each. On
-CUDA a lane is a stream and a mark an event, so nothing here blocks the host. On CPU a lane is a
-thread: Gloo's point-to-point works neither poll nor chain, so somebody has to sit and wait for
-them, and it must not be the thread that computes (measured: the hand-over costs nothing that
-shows next to the 1 to 1.6 ms of a small exchange). Without peers a lane just runs the job.
+A `CommStream` runs jobs one after the other, concurrently with the caller, and returns a `Work` for
+each. On CUDA it is a stream of the device and a work holds an event, so the host never blocks. On
+the CPU it is a thread: Gloo's point-to-point works can be neither polled nor chained, so a thread
+has to wait for them, and it must not be the one that computes (the hand-over is lost in the 1 to
+1.6 ms of a small exchange). Without communication an `InlineStream` runs the job at once.
 """
 
+import contextlib
 import os
 import resource
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from shardwise.transport.api import Work
+
 __all__ = [
-    "InlineLane",
-    "Lane",
-    "Mark",
-    "copy",
+    "DeviceStream",
+    "InlineStream",
+    "ThreadStream",
+    "copy_",
+    "copy_scaled_",
     "current_gpu",
     "host_tensor",
     "local_device",
-    "make_lane",
+    "make_stream",
     "num_local_gpus",
     "peak_memory_bytes",
     "random_states",
@@ -38,71 +40,26 @@ __all__ = [
 ]
 
 
-class Mark:
-    """The end of one job: ``started`` and ``finished`` are seconds of `time.perf_counter`."""
+_CACHED_ELEMENTS = 1 << 17  # a copy of so many is still in the processor's cache
 
-    def __init__(self) -> None:
-        self.started = 0.0
-        self.finished = 0.0
-        self.error: BaseException | None = None
-        self.is_done = False
-        # A bare lock: each collective has a mark, and an Event takes several times as long.
-        self._running = threading.Lock()
-        self._running.acquire()
 
-    def wait(self, timeout_seconds: float) -> bool:
-        """Whether the job ended, after at most ``timeout_seconds``; its error is not raised."""
-        if not self.is_done and self._running.acquire(timeout=timeout_seconds):
-            self._running.release()  # for whoever else waits
-        return self.is_done
+class InlineStream:
+    """Runs a job at once: for a single rank, and for process groups of the CPU."""
 
-    def wait_on_device(self) -> None:
-        """Have the current stream wait for it; on the CPU, the caller."""
-        self._await()
+    @contextlib.contextmanager
+    def enqueue(self) -> Iterator[Work]:
+        """`submit` of the body of the ``with``, without a frame of its own."""
+        with Work().running() as work:
+            yield work
 
-    def synchronize(self) -> None:
-        """Return when the host may read what the job wrote, or raise the job's error."""
-        self._await()
-        if self.error is not None:
-            raise self.error
-
-    def run(self, job: Callable[[], None]) -> None:
-        """Run ``job``, and let go of it before anybody is told that it ended."""
-        self.started = time.perf_counter()
-        try:
+    def submit(self, job: Callable[[], None]) -> Work:
+        with self.enqueue() as work:
             job()
-        except Exception as error:  # noqa: BLE001 - it is raised where the result is needed
-            self.error = error
-        del job  # and the memory that it holds, or the peak would depend on this thread's luck
-        self.finished = time.perf_counter()
-        self.is_done = True
-        self._running.release()
-
-    def _await(self) -> None:
-        if not self.is_done:
-            with self._running:
-                pass
+        return work
 
 
-class Lane(Protocol):
-    """Jobs in order, beside the caller."""
-
-    def submit(self, job: Callable[[], None]) -> Mark:
-        """Run ``job`` after all that the caller has computed and all that was submitted before."""
-        ...
-
-
-class InlineLane:
-    """Runs a job at once: for a single rank, and for process groups that have no wire."""
-
-    def submit(self, job: Callable[[], None]) -> Mark:
-        mark = Mark()
-        mark.run(job)
-        return mark
-
-
-class ThreadLane:
-    """Runs jobs on a thread of its own, which ends when the lane is dropped."""
+class ThreadStream:
+    """Runs jobs on a thread of its own, which ends when the stream is dropped."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[_Submitted | None] = SimpleQueue()
@@ -110,60 +67,83 @@ class ThreadLane:
         weakref.finalize(self, self._jobs.put, None)
         worker.start()
 
-    def submit(self, job: Callable[[], None]) -> Mark:
-        mark = Mark()
-        self._jobs.put(([job], mark))
-        return mark
+    def submit(self, job: Callable[[], None], work: Work | None = None) -> Work:
+        work = Work() if work is None else work
+        self._jobs.put(([job], work))
+        return work
 
 
-class _CudaMark(Mark):
-    """Compute waits on the device; the host does not, for which a job is done when it is queued."""
+class DeviceWork(Work):
+    """Work of a `DeviceStream`: for the host it is done when it is queued."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._event = event
+        self._device = device
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        self._event.record(stream)
 
     def wait(self, timeout_seconds: float) -> bool:  # noqa: ARG002 - the host never waits
-        self.wait_on_device()
+        if self.error is None:
+            self.wait_on_device()
         return True
 
     def wait_on_device(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        if self.error is not None:
+            raise self.error
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
+        if self.error is not None:
+            raise self.error
         self._event.synchronize()
 
 
-class CudaLane:
-    """Runs jobs on a stream of its own."""
+class DeviceStream:
+    """Runs jobs on a CUDA stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def submit(self, job: Callable[[], None]) -> Mark:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        mark = _CudaMark(torch.cuda.Event())  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            mark.run(job)
-            mark._event.record(self._stream)
-        if mark.error is not None:
-            raise mark.error
-        return mark
+    @contextlib.contextmanager
+    def enqueue(self) -> Iterator[Work]:
+        """As `InlineStream.enqueue`."""
+        # Of the stream's device: the caller may have another one current.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        work = DeviceWork(self._device)
+        with torch.cuda.stream(self._stream), work.running():
+            yield work
+        work.record(self._stream)
+
+    def submit(self, job: Callable[[], None]) -> Work:
+        with self.enqueue() as work:
+            job()
+        return work
 
 
-def make_lane(device: torch.device, *, threaded: bool, name: str) -> Lane:
-    """A lane for tensors on ``device``; ``threaded`` where communication blocks its caller."""
-    if device.type == "cuda":
-        return CudaLane(device)
-    return ThreadLane(name) if threaded else InlineLane()
+def make_stream(device: torch.device) -> InlineStream | DeviceStream:
+    """A stream whose jobs do not block the caller, for tensors on ``device``."""
+    return DeviceStream(device) if device.type == "cuda" else InlineStream()
 
 
 @torch.no_grad()
-def copy(to: Tensor, of: Tensor) -> None:
-    """Copy and cast; between devices, beside what is computed, if the host's memory is pinned."""
-    if to.is_cuda and not of.is_cuda:
-        of = of.to(to.device, non_blocking=True)  # or the host would do the cast, and wait for it
-    to.copy_(of, non_blocking=to.device != of.device)
+def copy_(dst: Tensor, src: Tensor) -> None:
+    """Copy and cast; between devices asynchronously, if the host's memory is pinned."""
+    if dst.is_cuda and not src.is_cuda:
+        src = src.to(dst.device, non_blocking=True)  # or the host would cast, and block
+    dst.copy_(src, non_blocking=dst.device != src.device)
+
+
+def copy_scaled_(dst: Tensor, src: Tensor, scale: float) -> None:
+    """Fill ``dst`` [n] with ``scale`` times ``src`` [n], cast first; both may be the same."""
+    size = max(1, len(dst)) if dst.is_cuda else _CACHED_ELEMENTS
+    for into, piece in zip(torch.split(dst, size), torch.split(src, size), strict=True):
+        if into.data_ptr() != piece.data_ptr():
+            into.copy_(piece)
+        if scale != 1.0:
+            into.mul_(scale)
 
 
 def host_tensor(num_elements: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
@@ -229,11 +209,11 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor.detach(), non_blocking=is_pinned)
 
 
-_Submitted = tuple[list[Callable[[], None]], Mark]  # one job, to be taken out
+_Submitted = tuple[list[Callable[[], None]], Work]  # a box with one job, to be emptied
 
 
 def _work(jobs: "SimpleQueue[_Submitted | None]") -> None:
     while (submitted := jobs.get()) is not None:
-        box, mark = submitted
-        mark.run(box.pop())
-        del submitted, box, mark  # an idle lane keeps no tensor alive
+        box, work = submitted
+        work.run(box.pop())
+        del submitted, box, work  # an idle stream keeps no tensor alive

@@ -1,109 +1,52 @@
-"""What ranks tell each other when a wait takes long, and what follows from it.
+"""What ranks publish when a wait takes long, and what follows from it.
 
-Nothing here costs a step anything: a rank speaks only once it has waited a second. It then posts
-a `Report` to the job's store, reads the others', and asks `verdict`. Reports are posted at every
-*beat* of waiting, so a report that stays the same over two beats is a rank that does not move.
+This costs a healthy step nothing: a rank publishes only once it has waited for a second. It then
+puts a `Report` into the job's store, reads the others', and asks `verdict`. A report is published
+at every *look* at a wait, so a report that stays the same over two looks is a rank that is stuck.
 
-Ranks are stuck for good if none of them moves and no ticket that runs was taken by all that take
-part in it: what they all took will end, however slow the wire.
+No rank can go on if none of them moves and no exchange that runs was begun by all its ranks: what
+all have begun will end, however slow the network.
 """
 
 import contextlib
 import json
-import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
 from shardwise.errors import PeerAborted, PeerLost, RanksDiverged, StepError
+from shardwise.transport.api import CollectiveId
 
-__all__ = ["Board", "LinkState", "Report", "Scope", "Ticket", "Topology", "Trail", "verdict"]
+__all__ = ["Failure", "QueueState", "RecentUnits", "Report", "StatusStore", "verdict"]
 
-BEATS = 2
-TRAIL_LENGTH = 64  # a rank stalls a few units after it took another way than the others
-
-
-class Scope(StrEnum):
-    """Who exchanges something in a collective, seen from one rank."""
-
-    SHARDS = "shards"  # those whose shards make the model with its own
-    ROW = "row"  # those of its replica
-    COLUMN = "column"  # those that stand at its place in the other replicas
-    CROSS = "cross"  # its row, and then its column
-    ALL = "all"
+LOOKS = 2
+RECENT_UNITS = 64  # a rank stalls a few units after it took another way than the others
 
 
 @dataclass(frozen=True, slots=True)
-class Topology:
-    """Who stands where; see `mesh.Axis`."""
-
-    rows: tuple[tuple[int, ...], ...]
-    is_two_level: bool = False
-
-    def partners(self, scope: str, rank: int) -> set[int]:
-        """The ranks that ``rank`` exchanges something with."""
-        row = next(row for row in self.rows if rank in row)
-        place = row.index(rank)
-        column = {other[place] for other in self.rows}
-        everyone = {other for row in self.rows for other in row}
-        match scope:
-            case Scope.ROW:
-                partners = set(row)
-            case Scope.COLUMN:
-                partners = column
-            case Scope.CROSS:
-                partners = set(row) | column
-            case Scope.SHARDS:
-                partners = everyone if self.is_two_level else set(row)
-            case Scope.ALL:
-                partners = everyone
-            case _:
-                size = int(scope)  # so many neighbours of its row
-                first = place // size * size
-                partners = set(row[first : first + size])
-        return partners - {rank}
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """One collective: the ``number``-th of its link; ``slot_bytes`` pass between any two ranks."""
-
-    number: int
-    label: str
-    slot_bytes: int
-    scope: str = Scope.SHARDS
-    is_claimed: bool = False  # it may be in memory that its ranks have in common
-
-    @property
-    def tag(self) -> int:
-        """Names the collective on the wire, so that two different ones can never mix."""
-        text = f"{self.number} {self.label} {self.slot_bytes}"
-        return zlib.crc32(text.encode()) & 0x7FFFFFFF
-
-
-@dataclass(frozen=True, slots=True)
-class LinkState:
-    """How far a rank has come on one link."""
+class QueueState:
+    """How far a rank has come in one queue of collectives."""
 
     issued: int
-    running: Ticket | None
-    ended: tuple[int, ...]  # tags of the last tickets
+    running: CollectiveId | None
+    ended: tuple[int, ...]  # tags of the last ones
 
-    def took(self, ticket: Ticket) -> bool:
-        return ticket.tag in self.ended or (
-            self.running is not None and self.running.tag == ticket.tag
+    def has_begun(self, collective: CollectiveId) -> bool:
+        return collective.tag in self.ended or (
+            self.running is not None and self.running.tag == collective.tag
         )
 
 
-class Trail:
+class RecentUnits:
     """The units whose forwards a rank began in the step under way, in order."""
 
     def __init__(self) -> None:
         self._step = 0
-        self._units: deque[str] = deque(maxlen=TRAIL_LENGTH)
+        self._units: deque[str] = deque(maxlen=RECENT_UNITS)
         self.num_entered = 0
 
     @property
@@ -123,26 +66,37 @@ class Trail:
         self.num_entered = 0
 
 
+class Failure(StrEnum):
+    """What made a rank give up."""
+
+    RAISED = "raised"  # it raised
+    ABORTED = "aborted"  # another rank raised
+    DIVERGED = "diverged"  # ranks wait for different things
+    LOST = "lost"  # a connection broke
+    SILENT = "silent"  # a process gives no sign of life, and may come back
+
+    @staticmethod
+    def of(error: BaseException) -> "Failure":
+        """Of an error that other ranks have not published."""
+        return Failure.LOST if isinstance(error, PeerLost) else Failure.RAISED
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where one rank stands.
+    """Where one rank stands, and why it gave up, if it did.
 
-    ``error`` says why it gave up; ``relayed`` that the words are those of another rank's error,
-    ``diverged`` that the ranks had diverged, and ``lost`` that one of them is gone.
     ``entered`` are the last of ``num_entered`` units that it began in this step.
     """
 
     epoch: int
-    beat: int
+    looks: int
     step: int
     where: str
-    links: tuple[LinkState, ...]
-    error: str | None = None
-    relayed: bool = False
-    diverged: bool = False
+    queues: tuple[QueueState, ...]
+    failure: Failure | None = None
+    error: str = ""
     num_entered: int = 0
     entered: tuple[str, ...] = ()
-    lost: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -150,38 +104,39 @@ class Report:
     @staticmethod
     def from_json(text: str | bytes) -> "Report":
         fields = json.loads(text)
-        fields["links"] = tuple(
-            LinkState(
-                issued=link["issued"],
-                running=link["running"] and Ticket(**link["running"]),
-                ended=tuple(link["ended"]),
-            )
-            for link in fields["links"]
-        )
+        fields["queues"] = tuple(map(_queue_state, fields["queues"]))
         fields["entered"] = tuple(fields["entered"])
+        fields["failure"] = fields["failure"] and Failure(fields["failure"])
         return Report(**fields)
 
 
-class Board:
-    """The place of one group's reports in the store that all its ranks can read."""
+def _queue_state(fields: dict[str, Any]) -> QueueState:
+    running = fields["running"]
+    if running is not None:
+        running = CollectiveId(**{**running, "ranks": tuple(running["ranks"])})
+    return QueueState(fields["issued"], running, tuple(fields["ended"]))
+
+
+class StatusStore:
+    """The reports of one group's ranks, in a store that all of them can read."""
 
     def __init__(self, store: Store, name: str, rank: int, size: int) -> None:
         self._store = store
         self._keys = [f"shardwise/{name}/{other}" for other in range(size)]
         self._own = self._keys[rank]
 
-    def post(self, report: Report) -> None:
+    def publish(self, report: Report) -> None:
         """Show ``report`` to the others.
 
         Raises:
             PeerLost: the process that holds the store is gone; so does `read`.
         """
-        with _store_answers():
+        with store_errors():
             self._store.set(self._own, report.to_json())
 
     def read(self) -> list[Report | None]:
-        """The last report of every rank, None for those that never posted one."""
-        with _store_answers():
+        """The last report of every rank, None for those that never published one."""
+        with store_errors():
             return [
                 Report.from_json(self._store.get(key)) if self._store.check([key]) else None
                 for key in self._keys
@@ -189,63 +144,63 @@ class Board:
 
 
 @contextlib.contextmanager
-def _store_answers() -> Iterator[None]:
+def store_errors() -> Iterator[None]:
+    """Raise a PeerLost where the store does not answer."""
     try:
         yield
     except RuntimeError as error:
         raise PeerLost(f"the process that holds the job's store is gone: {error}") from error
 
 
-def verdict(
-    reports: Sequence[Report | None], epoch: int, topology: Topology | None = None
-) -> StepError | None:
-    """The error to raise on every rank, or None while there is hope.
+def verdict(reports: Sequence[Report | None], epoch: int) -> tuple[Failure, StepError] | None:
+    """The error to raise on every rank, or None if the ranks may still go on.
 
     Args:
         reports: of all ranks.
-        epoch: reports of an earlier one are old.
-        topology: who stands where; None for one replica over all ranks.
+        epoch: reports of an earlier one are ignored.
     """
     current = {rank: r for rank, r in enumerate(reports) if r is not None and r.epoch == epoch}
     for rank, report in current.items():
-        if report.error is not None:
-            return _relay(rank, report)
-    if len(current) < len(reports) or any(report.beat < BEATS for report in current.values()):
+        if report.failure is not None:
+            return _relay(rank, report, report.failure)
+    if len(current) < len(reports) or any(report.looks < LOOKS for report in current.values()):
         return None
-    if _can_move(current, topology or Topology((tuple(range(len(reports))),))):
+    if _can_move(current):
         return None
     places = (f"  rank {rank}: step {r.step}, {r.where}" for rank, r in current.items())
-    return RanksDiverged(
+    return Failure.DIVERGED, RanksDiverged(
         "ranks wait for different things, so none can go on:\n"
         + "\n".join(places)
-        + _parting(current)
+        + _first_difference(current)
         + "\nEvery rank must run the same units in the same order; look for a branch, a loop "
         "length or an exception that differs by rank."
     )
 
 
-def _relay(rank: int, report: Report) -> StepError:
-    if report.diverged:
-        return RanksDiverged(report.error)
-    if report.lost:
-        return PeerLost(report.error)
-    if report.relayed:
-        return PeerAborted(report.error)
-    return PeerAborted(f"rank {rank} gave up in step {report.step}: {report.error}")
+def _relay(rank: int, report: Report, failure: Failure) -> tuple[Failure, StepError]:
+    match failure:
+        case Failure.RAISED:
+            text = f"rank {rank} gave up in step {report.step}: {report.error}"
+            return Failure.ABORTED, PeerAborted(text)
+        case Failure.ABORTED:
+            return failure, PeerAborted(report.error)
+        case Failure.DIVERGED:
+            return failure, RanksDiverged(report.error)
+        case _:
+            return failure, PeerLost(report.error)
 
 
-def _can_move(reports: Mapping[int, Report], topology: Topology) -> bool:
-    """Whether some rank's ticket was taken by all that it exchanges something with."""
-    for rank, report in reports.items():
-        for link, state in enumerate(report.links):
-            if state.running is not None:
-                partners = topology.partners(state.running.scope, rank)
-                if all(reports[other].links[link].took(state.running) for other in partners):
-                    return True
-    return False
+def _can_move(reports: Mapping[int, Report]) -> bool:
+    """Whether some exchange that runs was begun by all its ranks."""
+    return any(
+        all(reports[rank].queues[number].has_begun(state.running) for rank in state.running.ranks)
+        for report in reports.values()
+        for number, state in enumerate(report.queues)
+        if state.running is not None
+    )
 
 
-def _parting(reports: Mapping[int, Report]) -> str:
+def _first_difference(reports: Mapping[int, Report]) -> str:
     """The first units in which the ranks differ, if that is what they differ in."""
     if len({report.step for report in reports.values()}) > 1:
         return ""
@@ -257,6 +212,6 @@ def _parting(reports: Mapping[int, Report]) -> str:
             unit = report.entered[position - skipped[rank]]
             by_unit.setdefault(unit, []).append(str(rank))
         if len(by_unit) > 1:
-            ways = (f"rank {', '.join(ranks)} entered {unit}" for unit, ranks in by_unit.items())
-            return f"\nThey parted at call {position + 1} of the step: {'; '.join(ways)}."
+            units = (f"rank {', '.join(ranks)} entered {unit}" for unit, ranks in by_unit.items())
+            return f"\nThey differ from call {position + 1} of the step on: {'; '.join(units)}."
     return ""

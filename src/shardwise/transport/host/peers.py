@@ -29,21 +29,23 @@ from torch import Tensor
 
 from shardwise.transport.host.shared_memory import offer_secret, shares
 
-__all__ = ["INLINE_BYTES", "Neighbours", "Offer"]
+__all__ = ["INLINE_BYTES", "HostPeers", "Offer"]
 
 INLINE_BYTES = 1 << 15  # what is larger is read from memory; two of these fit into a socket
-_MEETING_SECONDS = 60.0
+_CONNECT_SECONDS = 60.0
 _PATIENCE_SECONDS = 1800  # as long as Gloo waits
 _TAG = struct.Struct("<q")
 _OFFER = struct.Struct("<qq")  # address and bytes
-_CARD = struct.Struct("<qqq32s32s")  # process, address and file of the secret, it, name of socket
+_HANDSHAKE = struct.Struct(
+    "<qqq32s32s"
+)  # process, address and file of the secret, it, name of socket
 _HELLO = struct.Struct("<q32s")  # rank, secret of the one that is called
 _READS, _OPENS = 1, 2  # what a rank can do to another one: its memory, its files
 _Swap = Callable[[Tensor], list[Tensor]]  # sends a tensor to all ranks, and returns theirs by rank
 
 
-class Neighbours:
-    """The ranks of a group that live on this host; none before they `meet`."""
+class HostPeers:
+    """The ranks of a group that live on this host; none before they `connect`."""
 
     def __init__(self) -> None:
         self._channels: dict[int, _Channel] = {}
@@ -51,22 +53,22 @@ class Neighbours:
         self._processes_of_all: tuple[int, ...] = ()
         self._opens: list[set[int]] = []  # by rank, which others' files it can open
 
-    def meet(self, own: int, num_ranks: int, swap: _Swap) -> None:
+    def connect(self, own: int, num_ranks: int, swap: _Swap) -> None:
         """Find them; all ranks of the group do this together."""
         secret = ctypes.create_string_buffer(secrets.token_bytes(32), 32)
-        door = _open_door(num_ranks)
-        name = b"" if door is None else door.getsockname()
+        listener = _listen(num_ranks)
+        name = b"" if listener is None else listener.getsockname()
         file = offer_secret(secret.raw)
-        card = _CARD.pack(os.getpid(), ctypes.addressof(secret), file, secret.raw, name)
-        cards = [_CARD.unpack(bytes(one.tolist())) for one in swap(_tensor(card))]
-        channels = {} if door is None else _call(own, cards)
+        handshake = _HANDSHAKE.pack(os.getpid(), ctypes.addressof(secret), file, secret.raw, name)
+        handshakes = [_HANDSHAKE.unpack(bytes(one.tolist())) for one in swap(_tensor(handshake))]
+        channels = {} if listener is None else _connect(own, handshakes)
         called = swap(_tensor(rank in channels for rank in range(num_ranks)))
-        if door is not None:
+        if listener is not None:
             callers = {rank for rank in range(num_ranks) if called[rank][own]}
-            channels |= _answer(door, callers, secret.raw)
-            door.close()
+            channels |= _accept(listener, callers, secret.raw)
+            listener.close()
         # A process of that number may be another one, seen from within a container.
-        process, address, files, secrets_, _ = zip(*cards, strict=True)
+        process, address, files, secrets_, _ = zip(*handshakes, strict=True)
         reads = {rank for rank in channels if _reads(process[rank], address[rank], secrets_[rank])}
         opens = {rank for rank in channels if shares(process[rank], files[rank], secrets_[rank])}
         ways = (_READS * (rank in reads) + _OPENS * (rank in opens) for rank in range(num_ranks))
@@ -105,14 +107,14 @@ class Neighbours:
             content = _OFFER.pack(tensor.data_ptr(), tensor.nbytes)
         self._channels[rank].send(tag, content)
 
-    def receive(self, rank: int, into: Tensor, tag: int) -> "Offer | None":
+    def recv(self, rank: int, into: Tensor, tag: int) -> "Offer | None":
         """Fill ``into`` if it is small with what ``rank`` sends, or return the offer to read that.
 
         Raises:
             OSError: it is gone.
         """
         channel = self._channels[rank]
-        content = channel.receive(tag)
+        content = channel.recv(tag)
         if into.nbytes <= INLINE_BYTES:
             _check(len(content), into.nbytes)
             ctypes.memmove(into.data_ptr(), content, into.nbytes)
@@ -122,16 +124,16 @@ class Neighbours:
         accept = partial(channel.send, tag, b"")
         return Offer(self._processes[rank], address, num_bytes, into, accept)
 
-    def tell(self, rank: int, word: bytes, tag: int) -> None:
-        self._channels[rank].send(tag, word)
+    def send_message(self, rank: int, message: bytes, tag: int) -> None:
+        self._channels[rank].send(tag, message)
 
-    def hear(self, rank: int, tag: int) -> bytes:
+    def recv_message(self, rank: int, tag: int) -> bytes:
         """What ``rank`` tells.
 
         Raises:
             OSError: it is gone.
         """
-        return self._channels[rank].receive(tag)
+        return self._channels[rank].recv(tag)
 
     def end(self, rank: int, sent: Tensor, tag: int) -> None:
         """Return when ``rank`` has ``sent``.
@@ -140,7 +142,7 @@ class Neighbours:
             OSError: it is gone.
         """
         if sent.nbytes > INLINE_BYTES:
-            self._channels[rank].receive(tag)
+            self._channels[rank].recv(tag)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,7 @@ class _Channel:
     def send(self, tag: int, content: bytes) -> None:
         self._connection.sendall(_TAG.pack(tag) + content)
 
-    def receive(self, tag: int) -> bytes:
+    def recv(self, tag: int) -> bytes:
         """The next message of that tag.
 
         Raises:
@@ -222,7 +224,7 @@ class _Channel:
 
 # -- how they meet -------------------------------------------------------------------------------
 
-_Card = tuple[int, int, int, bytes, bytes]
+_Handshake = tuple[int, int, int, bytes, bytes]
 
 
 def _socket() -> socket.socket:
@@ -235,19 +237,19 @@ def _tensor(numbers: Iterable[int]) -> Tensor:
     return torch.tensor(list(numbers), dtype=torch.uint8, device="cpu")
 
 
-def _open_door(num_ranks: int) -> socket.socket | None:
+def _listen(num_ranks: int) -> socket.socket | None:
     if sys.platform != "linux":  # such sockets are files elsewhere, if there are any
         return None
-    door = _socket()
-    door.bind(b"\0" + secrets.token_hex(15).encode())
-    door.listen(num_ranks)
-    return door
+    listener = _socket()
+    listener.bind(b"\0" + secrets.token_hex(15).encode())
+    listener.listen(num_ranks)
+    return listener
 
 
-def _call(own: int, cards: list[_Card]) -> dict[int, _Channel]:
+def _connect(own: int, handshakes: list[_Handshake]) -> dict[int, _Channel]:
     """Connect to the ranks before ``own``, as far as they are here."""
     channels = {}
-    for rank, (_, _, _, secret, padded) in enumerate(cards[:own]):
+    for rank, (_, _, _, secret, padded) in enumerate(handshakes[:own]):
         name = padded.rstrip(b"\0")
         with contextlib.ExitStack() as cleanup:
             # Not if there is no socket of that name on this host, or no more may be opened.
@@ -260,13 +262,13 @@ def _call(own: int, cards: list[_Card]) -> dict[int, _Channel]:
     return channels
 
 
-def _answer(door: socket.socket, callers: set[int], secret: bytes) -> dict[int, _Channel]:
+def _accept(listener: socket.socket, callers: set[int], secret: bytes) -> dict[int, _Channel]:
     """Let those ranks in that have connected, and no stranger."""
     channels: dict[int, _Channel] = {}
-    door.settimeout(_MEETING_SECONDS)
+    listener.settimeout(_CONNECT_SECONDS)
     while callers - set(channels):
-        connection, _ = door.accept()
-        connection.settimeout(_MEETING_SECONDS)
+        connection, _ = listener.accept()
+        connection.settimeout(_CONNECT_SECONDS)
         hello = connection.recv(_HELLO.size)
         if len(hello) == _HELLO.size and hello[-len(secret) :] == secret:
             connection.settimeout(None)

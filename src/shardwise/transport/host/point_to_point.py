@@ -1,6 +1,6 @@
 """Sends and receives between pairs of ranks, which collectives on the CPU are made of.
 
-Ranks of one host have a way of their own (`neighbours`), the others send through Gloo.
+Ranks of one host have a way of their own (`peers`), the others send through Gloo.
 """
 
 import contextlib
@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import PeerLost
-from shardwise.transport.host.peers import INLINE_BYTES, Neighbours, Offer
+from shardwise.transport.host.peers import INLINE_BYTES, HostPeers, Offer
 
-__all__ = ["Use", "Wire", "window_elements"]
+__all__ = ["PointToPoint", "Use", "window_elements"]
 
 _PIECE_BYTES = 1 << 19  # three of them fit into the cache of a processor
 _HELLO = 0  # the tag of what is exchanged first
@@ -22,7 +22,7 @@ _Errors = dict[int, Exception]
 Use = Callable[[slice], None]
 
 
-class Wire:
+class PointToPoint:
     """The ranks of ``group``; all of them make it together."""
 
     def __init__(self, group: dist.ProcessGroup, own: int, num_ranks: int) -> None:
@@ -31,20 +31,20 @@ class Wire:
         self._num_ranks = num_ranks
         self.num_exchanges = 0
         self.sent_bytes = 0
-        self._neighbours = Neighbours()
-        self._neighbours.meet(own, num_ranks, lambda tensor: self.swap(tensor, _HELLO))
+        self._peers = HostPeers()
+        self._peers.connect(own, num_ranks, lambda tensor: self.swap(tensor, _HELLO))
 
     def can_read(self, ranks: Iterable[int]) -> bool:
         """Whether this rank reads large tensors from the memory of all of these."""
-        return all(map(self._neighbours.can_read, ranks))
+        return all(map(self._peers.can_read, ranks))
 
     def can_share(self, ranks: Sequence[int]) -> bool:
         """Whether all of these can open each other's files; each of them has the same answer."""
-        return self._neighbours.can_share(ranks)
+        return self._peers.can_share(ranks)
 
     def process_of(self, rank: int) -> int:
         """Of one on this host."""
-        return self._neighbours.process_of(rank)
+        return self._peers.process_of(rank)
 
     def swap(self, own: Tensor, tag: int) -> list[Tensor]:
         """Every rank's tensor, by rank.
@@ -94,10 +94,21 @@ class Wire:
                     offer.accept()
             for rank, (sent, _) in near.items():
                 with _noting(lost, rank):
-                    self._neighbours.end(rank, sent, tag)
+                    self._peers.end(rank, sent, tag)
         self._raise(lost)
 
-    def tell(self, ranks: Iterable[int], word: bytes, tag: int) -> dict[int, bytes]:
+    def swap_bytes(self, own: bytes, tag: int) -> list[bytes]:
+        """Every rank's bytes, by rank.
+
+        Raises:
+            PeerLost: as `exchange`.
+        """
+        sizes = self.swap(torch.tensor([len(own)], device="cpu"), tag)
+        padded = bytearray(own.ljust(max(int(size) for size in sizes), b"\0"))
+        received = self.swap(torch.frombuffer(padded, dtype=torch.uint8), tag)
+        return [bytes(one[: int(size)].tolist()) for one, size in zip(received, sizes, strict=True)]
+
+    def swap_messages(self, ranks: Iterable[int], message: bytes, tag: int) -> dict[int, bytes]:
         """Send a few bytes to ranks of this host, and return what they send; not an exchange.
 
         Raises:
@@ -107,13 +118,13 @@ class Wire:
         lost: _Errors = {}
         for rank in ranks:
             with _noting(lost, rank):
-                self._neighbours.tell(rank, word, tag)
-        words = {}
+                self._peers.send_message(rank, message, tag)
+        messages = {}
         for rank in ranks:
             with _noting(lost, rank):
-                words[rank] = self._neighbours.hear(rank, tag)
+                messages[rank] = self._peers.recv_message(rank, tag)
         self._raise(lost)
-        return words
+        return messages
 
     def count(self, num_bytes: int) -> None:
         """Note an exchange in which this rank sent so many."""
@@ -125,20 +136,20 @@ class Wire:
             raise PeerLost(f"rank {self._own} lost rank {rank}: {error}") from error
 
     def _sort(self, tensors: _Pairs) -> tuple[_Pairs, _Pairs]:
-        """What neighbours exchange, and what goes through Gloo."""
-        take = self._neighbours.take
+        """What peers exchange, and what goes through Gloo."""
+        take = self._peers.take
         near = {rank: pair for rank, pair in tensors.items() if take(rank, *pair)}
         return near, {rank: pair for rank, pair in tensors.items() if rank not in near}
 
     def _meet(self, tensors: _Pairs, tag: int, lost: _Errors) -> list[tuple[int, Offer]]:
-        """Exchange small tensors with neighbours, and offers of large ones."""
+        """Exchange small tensors with peers, and offers of large ones."""
         offers: list[tuple[int, Offer]] = []
         for rank, (sent, _) in tensors.items():
             with _noting(lost, rank):
-                self._neighbours.send(rank, sent, tag)
+                self._peers.send(rank, sent, tag)
         for rank, (_, received) in tensors.items():
             with _noting(lost, rank):
-                offer = self._neighbours.receive(rank, received, tag)
+                offer = self._peers.recv(rank, received, tag)
                 if offer is not None:
                     offers.append((rank, offer))
         return offers

@@ -21,7 +21,15 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["DISAGREES", "Claim", "CommonMemory", "is_offered", "is_place", "offer_secret", "shares"]
+__all__ = [
+    "DISAGREES",
+    "SharedMemory",
+    "SharedRange",
+    "is_offered",
+    "is_place",
+    "offer_secret",
+    "shares",
+]
 
 _MOST_SEGMENTS = 16  # each takes two descriptors, of which a process may have 1024
 _WORD = struct.Struct("<qqqqq")  # descriptor, number and oldest number of segments, offset, in use
@@ -41,16 +49,16 @@ is_offered = _can_offer()  # whether another process can open it has to be tried
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class SharedRange:
     """The place that a rank has taken for what it is about to gather."""
 
-    word: bytes  # where that is, and what else is in use
+    message: bytes  # where that is, and what else is in use
     move: Callable[[int, bytes], None]  # to the place that a process has told of
-    part: Callable[[], None]  # to memory that nobody else uses
+    use_private_memory: Callable[[], None]  # to memory that nobody else uses
 
     def agrees(self, word: bytes) -> bool:
         """Whether another rank has the same in use."""
-        return bool(_WORD.unpack(self.word)[-1] == _WORD.unpack(word)[-1])
+        return bool(_WORD.unpack(self.message)[-1] == _WORD.unpack(word)[-1])
 
 
 def is_place(word: bytes) -> bool:
@@ -78,7 +86,7 @@ def _make_segment(num_bytes: int) -> _Segment:
     return segment
 
 
-class CommonMemory:
+class SharedMemory:
     """Memory of this process that others may compute in, and theirs that this one does."""
 
     def __init__(self) -> None:
@@ -100,7 +108,7 @@ class CommonMemory:
         self._own[storage.data_ptr()] = segment
         return storage
 
-    def word(self, address: int, in_use: int) -> bytes:
+    def message(self, address: int, in_use: int) -> bytes:
         """Tell others of a place in memory of `allocate`, and what else is in use here."""
         segments = dict(self._own)
         start = max((start for start in segments if start <= address), default=0)
