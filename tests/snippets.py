@@ -1,0 +1,57 @@
+"""Code blocks of Markdown files: which of them run, and what they are."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+LANGUAGES = ("python", "console", "text")
+# A fenced block, with the HTML comment right above it if there is one.
+BLOCK = re.compile(
+    r"(?:^<!--(?P<comment>.*?)-->\n)?^```(?P<language>\S*)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+NOT_RUN = re.compile(r"\s*not run: (?P<reason>.*\S)\s*", re.DOTALL)
+FILE_NAME = re.compile(r"# (\S+\.py)\n")
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """One fenced code block."""
+
+    line: int  # of its first line of code, from 1
+    language: str
+    code: str
+    reason: str = ""  # why it does not run; empty if it does
+
+    @property
+    def runs(self) -> bool:
+        return self.language != "text" and not self.reason
+
+    @property
+    def file_name(self) -> str:
+        """The file that a block of Python is the content of: its first line, as in `# check.py`."""
+        found = FILE_NAME.match(self.code)
+        return found[1] if found else ""
+
+    @property
+    def commands(self) -> list[str]:
+        """The lines of a console block after `$ `."""
+        return [line[2:] for line in self.code.splitlines() if line.startswith("$ ")]
+
+
+def snippets_in(text: str) -> list[Snippet]:
+    return [_snippet(text, found) for found in BLOCK.finditer(text)]
+
+
+def snippets_of(path: Path) -> list[Snippet]:
+    return snippets_in(path.read_text(encoding="utf-8"))
+
+
+def _snippet(text: str, found: re.Match[str]) -> Snippet:
+    mark = NOT_RUN.fullmatch(found["comment"] or "")
+    return Snippet(
+        line=text.count("\n", 0, found.start("code")) + 1,
+        language=found["language"],
+        code=found["code"],
+        reason=mark["reason"] if mark else "",
+    )
