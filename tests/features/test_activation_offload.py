@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from tests.models import CASES, WIDTH, Block, build
 from tests.ranks import on_ranks
-from tests.runtime.one_process import adamw, assert_close, assert_equal_models, own_part
-from tests.runtime.test_memory import runtime_of
+from tests.runtime.one_process import adamw, assert_close, assert_equal_models, own_part, runtime_of
 
 ROWS = 240  # so that activations are more than what is not worth moving
 

@@ -18,9 +18,15 @@ from shardwise.train import models as gpt
 from shardwise.transport.device import peak_memory_bytes
 from tests.models import CASES, WIDTH, Block, Stack
 from tests.ranks import on_ranks, run_on
-from tests.runtime.one_process import assert_equal_models, full, own_part, rank, world_size
-from tests.runtime.test_memory import runtime_of
-from tests.runtime.test_strategies import _options
+from tests.runtime.one_process import (
+    assert_equal_models,
+    full,
+    options_of,
+    own_part,
+    rank,
+    runtime_of,
+    world_size,
+)
 
 SEED = 11
 
@@ -297,7 +303,7 @@ def _from_meta(name: str, strategy: str) -> nn.Module:
     with torch.device("meta"):
         model = make()
     init = sw.Initialization(SEED, init_fn)
-    options = _options(strategy) if world_size() > 1 else {"strategy": strategy}
+    options = options_of(strategy) if world_size() > 1 else {"strategy": strategy}
     return sw.fully_shard(model, units=units, init=init, **options)
 
 

@@ -2,22 +2,19 @@
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shardwise as sw
-from shardwise.runtime.tensor import ShardedTensor
-from tests.models import WIDTH, Block
+from tests.features.training import SECONDS, Training
+from tests.models import WIDTH
 from tests.ranks import on_ranks, run_on
-from tests.runtime.one_process import rank, world_size
-from tests.runtime.test_failures import Touchy
-from tests.runtime.test_strategies import _options
+from tests.runtime.one_process import rank
 
-SECONDS = 15  # within which every rank has the error
 PLACES = (
     "middle of step", "data", "forward", "backward", "after backward", "clip", "before step",
     "middle of step", "after step", "interrupt",
@@ -96,7 +93,7 @@ def test_an_exception_that_others_know_of_cannot_be_caught_inside() -> None:
     before = training.fingerprint()
     expected = "caught inside" if rank() == 0 else "gave up"
     with pytest.raises(sw.StepError, match=expected), _transaction(training):  # noqa: PT012
-        training.touchy.where = "forward" if rank() == 0 else ""
+        training.failing.where = "forward" if rank() == 0 else ""
         if rank() == 0:
             with pytest.raises(ValueError, match="it hurts"):
                 training.model(torch.randn(5, WIDTH))
@@ -115,7 +112,7 @@ def test_a_rank_that_is_interrupted_in_the_vote_does_what_the_others_do() -> Non
     training = Training()
     if rank() == 1:
         with _transaction(training):
-            training._body("")
+            training.body("")
             time.sleep(2.0)
     else:
         signal.signal(signal.SIGALRM, _interrupt)
@@ -129,12 +126,12 @@ def test_a_rank_that_is_interrupted_in_the_vote_does_what_the_others_do() -> Non
 @on_ranks(2, deadline=40.0)
 def test_the_next_step_may_be_a_plain_one() -> None:
     undisturbed = Training()
-    undisturbed._body("")
+    undisturbed.body("")
     expected = undisturbed.fingerprint()
     training = Training()
     with pytest.raises(ValueError if rank() == 1 else sw.PeerAborted):
         training.step("data" if rank() == 1 else "")
-    training._body("")
+    training.body("")
     assert training.fingerprint() == expected
 
 
@@ -155,116 +152,6 @@ def test_mistakes_are_named() -> None:
     run_on(2, _mistakes)
 
 
-class Net(nn.Module):
-    """With all that a forward changes: batch statistics, and the generator by dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.blocks = nn.Sequential(Block(), Touchy(), Block())
-        self.dropout = nn.Dropout(0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.blocks(self.dropout(self.norm(self.first(x))))
-        return y
-
-
-class Tripping(torch.optim.Optimizer):
-    """Raises when it has updated half of its parameters, if told to."""
-
-    trips = False
-    num_steps = 0  # that were made whole; torch calls hooks of a step that calls another twice
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if not self.trips:
-            super().step(closure)
-            self.num_steps += 1
-            return
-        (group,) = self.param_groups
-        parameters = group["params"]
-        group["params"] = parameters[: len(parameters) // 2]
-        super().step(closure)
-        group["params"] = parameters
-        raise ValueError("it hurts")
-
-
-class TrippingAdamW(Tripping, torch.optim.AdamW):
-    pass
-
-
-class TrippingSGD(Tripping, torch.optim.SGD):
-    pass
-
-
-OPTIMIZERS: dict[str, Callable[[nn.Module], Tripping]] = {
-    "adamw": lambda model: TrippingAdamW(model.parameters(), lr=1e-2, fused=True),
-    "sgd": lambda model: TrippingSGD(model.parameters(), lr=1e-2, momentum=0.9),
-}
-
-
-class Training:
-    """A model and its optimizer, and the places at which their steps can fail."""
-
-    def __init__(self, strategy: str = "fsdp", optimizer: str = "adamw") -> None:
-        torch.manual_seed(7)
-        net = Net()
-        options = _options(strategy) if world_size() > 1 else {}
-        self.model = sw.fully_shard(net, units={Block, Touchy}, **options)
-        self.optimizer = OPTIMIZERS[optimizer](self.model)
-        touchy = net.blocks[1]
-        assert isinstance(touchy, Touchy)
-        self.touchy = touchy
-        torch.manual_seed(100 + rank())
-
-    def step(self, place: str = "") -> None:
-        """One step, which fails at ``place``."""
-        self.touchy.where = place
-        self.optimizer.trips = place == "middle of step"
-        hook = self.optimizer.register_step_pre_hook(lambda *_: _trip(place, "before step"))
-        try:
-            with sw.transaction(self.model, self.optimizer):
-                self._body(place)
-        finally:
-            hook.remove()
-
-    def _body(self, place: str) -> None:
-        _trip(place, "data")
-        batch = torch.randn(5, WIDTH)  # from the generator that is put back
-        self.model(batch).square().mean().backward()
-        _trip(place, "after backward")
-        if place == "interrupt":
-            raise KeyboardInterrupt
-        sw.clip_grad_norm_((_trip(place, "clip", p) for p in self.model.parameters()), 0.1)
-        self.optimizer.param_groups[0]["lr"] *= 0.9
-        self.optimizer.step()
-        _trip(place, "after step")
-        self.optimizer.zero_grad()
-
-    def fingerprint(self) -> list[bytes]:
-        """The bits of everything that a step changes."""
-        (group,) = self.optimizer.param_groups
-        states = [x for state in self.optimizer.state.values() for x in state.values()]
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        tensors = [*self.model.parameters(), *self.model.buffers(), *gradients, *states]
-        texts = [str(group["lr"]), str(len(gradients)), str(len(states))]
-        return [
-            *(_bits(x) for x in (*tensors, torch.get_rng_state())),
-            *(text.encode() for text in texts),
-        ]
-
-
-def _trip(place: str, here: str, value: Any = None) -> Any:
-    if place == here:
-        raise ValueError("it hurts")
-    return value
-
-
-def _bits(tensor: Tensor) -> bytes:
-    local = tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor
-    return local.detach().numpy().tobytes()
-
-
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -275,7 +162,7 @@ def _mistakes() -> None:
     with pytest.raises(sw.PlanError, match="not sharded"):
         sw.transaction(nn.Linear(2, 2)).__enter__()
     with pytest.raises(sw.PlanError, match=r"blocks\.1 is a unit inside"):
-        sw.transaction(training.touchy).__enter__()
+        sw.transaction(training.failing).__enter__()
     with pytest.raises(sw.PlanError, match="got function"):
         sw.transaction(model, _mistakes).__enter__()  # type: ignore[arg-type]
     with pytest.raises(sw.StepError, match="open already"), _transaction(training):
@@ -288,10 +175,10 @@ def _mistakes() -> None:
         pass
     missing = pytest.raises(sw.StepError, match=r"first\.weight.*pass every optimizer")
     with missing, sw.transaction(model):
-        training._body("")
+        training.body("")
     assert not optimizer._optimizer_step_pre_hooks
     with sw.transaction(model, optimizer):
-        training._body("")
+        training.body("")
         with torch.no_grad():
             next(model.parameters()).clamp_(-1, 1)  # after the optimizer's step, so it is undone
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import shardwise as sw
-from tests.features.test_transaction import TrippingAdamW
+from tests.features.training import TrippingAdamW
 from tests.models import WIDTH, Block, build
 
 RANKS = 2

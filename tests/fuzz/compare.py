@@ -26,8 +26,7 @@ from tests.fuzz.build import Fork, Net, build, settle_forks, trainable
 from tests.fuzz.faults import Boom, arm
 from tests.fuzz.programs import Case, Fault, Step
 from tests.fuzz.shard import shard
-from tests.runtime.one_process import TOLERANCE
-from tests.runtime.test_memory import runtime_of
+from tests.runtime.one_process import TOLERANCE, runtime_of
 
 __all__ = ["Report", "check", "warm_up"]
 

@@ -13,9 +13,13 @@ import shardwise as sw
 from shardwise.transport.communicator import communicator
 from tests.models import CASES, build
 from tests.ranks import run_on
-from tests.runtime.one_process import assert_close, assert_equal_models, own_part
-from tests.runtime.test_memory import runtime_of
-from tests.runtime.test_strategies import _options
+from tests.runtime.one_process import (
+    assert_close,
+    assert_equal_models,
+    options_of,
+    own_part,
+    runtime_of,
+)
 
 ORDERS = (1.0, 2.0, 3.0, 0.5, math.inf, -math.inf, 0.0)
 CLIPS: tuple[Callable[..., Any], ...] = (
@@ -47,7 +51,7 @@ def _clip(strategy: str) -> list[float]:
     found = []
     for name in ("stack", "tiny"):  # of "tiny", some ranks hold nothing
         reference, model = build(name), build(name)
-        sw.fully_shard(model, units=CASES[name].units, **_options(strategy))
+        sw.fully_shard(model, units=CASES[name].units, **options_of(strategy))
         runtime = runtime_of(model)
         reduce = communicator(runtime.axis.world, runtime.pools.device).reduce
         batch = CASES[name].batch(12)

@@ -14,18 +14,18 @@ from shardwise.schedule.events import EventKind
 from shardwise.schedule.sequencer import schedule
 from tests.models import CASES, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks, run_on
+from tests.runtime.modules import Choosing
 from tests.runtime.one_process import (
     adamw,
     assert_close,
     full,
     mean_over_ranks,
+    options_of,
     own_part,
     rank,
+    runtime_of,
     world_size,
 )
-from tests.runtime.test_memory import runtime_of
-from tests.runtime.test_strategies import _options
-from tests.runtime.test_unused import Choosing
 
 PRESETS = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "hfsdp")
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
@@ -186,7 +186,7 @@ def test_unused_parameters_that_are_an_error_are_named() -> None:
 @pytest.mark.parametrize("method", ["set_requires_gradient_sync", "set_requires_all_reduce"])
 def test_gradients_may_wait_for_the_last_micro_batch(strategy: str, method: str) -> None:
     reference, model = build("gpt"), build("gpt")
-    sw.fully_shard(model, units="auto", **_options(strategy))
+    sw.fully_shard(model, units="auto", **options_of(strategy))
     optimizers = [adamw(one.parameters()) for one in (reference, model)]
     sw.optimizer_in_backward(model, optimizers[1])
     for _ in range(2):
@@ -265,7 +265,7 @@ def assert_same(
 def _train(
     strategy: str, optimizers: list[str], names: list[str], policy: sw.OffloadPolicy = NO_OFFLOAD
 ) -> None:
-    options = _options(strategy) | {"offload_policy": policy}
+    options = options_of(strategy) | {"offload_policy": policy}
     for name in names:
         case = CASES[name]
         for optimizer in optimizers:
@@ -307,7 +307,7 @@ def _experts() -> tuple[list[int], list[list[int]]]:
 def _choose(unused: Any, strategy: str) -> None:
     reference, model = Choosing().double(), Choosing().double()
     model.load_state_dict(reference.state_dict())
-    sw.fully_shard(model, units=Block, unused=unused, **_options(strategy))
+    sw.fully_shard(model, units=Block, unused=unused, **options_of(strategy))
     own, of_all = _experts()
 
     def forward(one: nn.Module, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from tests.features.test_transaction import Training
+from tests.features.training import Training
 from tests.models import WIDTH, Block, Lora, LoraLinear, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw, assert_equal_models, own_part, rank
@@ -43,10 +43,10 @@ def test_after_an_exception_the_next_step_is_right() -> None:
     training = StepsInBackward("fsdp")
     x = torch.randn(4, WIDTH)
     for place in ("backward", "second step"):
-        training.touchy.where, training.place = (place, place) if rank() == 1 else ("", "")
+        training.failing.where, training.place = (place, place) if rank() == 1 else ("", "")
         with pytest.raises(ValueError if rank() == 1 else sw.PeerAborted):
             training.model(x).square().mean().backward()
-        training.touchy.where, training.place = "", ""
+        training.failing.where, training.place = "", ""
         training.optimizer.trips = False
         assert all(p.grad is None for p in training.model.parameters())
         training.model.zero_grad()

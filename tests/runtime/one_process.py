@@ -6,8 +6,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
+from shardwise.plan.strategy import STRATEGIES
+from shardwise.runtime.engine import Runtime
 from shardwise.runtime.tensor import ShardedTensor
 from tests.models import CASES, build
 
@@ -32,6 +35,22 @@ def rank() -> int:
 
 def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
+
+
+def options_of(strategy: str) -> dict[str, Any]:
+    """The strategy, with a mesh of two rows for one that has two axes."""
+    if STRATEGIES[strategy].num_axes == 1:
+        return {"strategy": strategy}
+    shape = (2, world_size() // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return {"strategy": strategy, "mesh": mesh}
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime of a sharded model."""
+    runtime = model.__dict__["_shardwise"].runtime
+    assert isinstance(runtime, Runtime)
+    return runtime
 
 
 def own_part(batch: Tensor) -> Tensor:

@@ -17,9 +17,8 @@ import shardwise as sw
 from shardwise.plan.strategy import STRATEGIES, Strategy
 from shardwise.runtime.memory import Pool
 from tests.ranks import on_ranks
-from tests.runtime.one_process import world_size
-from tests.runtime.test_memory import runtime_of
-from tests.runtime.test_step_memory import SHAPES
+from tests.runtime.one_process import runtime_of, world_size
+from tests.runtime.towers import SHAPES
 
 TWO = 2
 PRESETS = {strategy.name: strategy for strategy in STRATEGIES.values()}

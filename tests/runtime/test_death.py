@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import shardwise as sw
-from tests.features.test_transaction import SECONDS, Training
+from tests.features.training import SECONDS, Training
 
 RANKS = 3
 LAST = RANKS - 1
@@ -49,9 +49,9 @@ def _start(rank: int, dying: int, place: str, folder: Path) -> "subprocess.Popen
 class Mortal(Training):
     """Its process dies where another's step raises."""
 
-    def _body(self, place: str) -> None:
+    def body(self, place: str) -> None:
         try:
-            super()._body(place)
+            super().body(place)
         except ValueError:
             os.kill(os.getpid(), signal.SIGKILL)
 

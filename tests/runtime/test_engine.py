@@ -19,8 +19,8 @@ from tests.runtime.one_process import (
     assert_equal_models,
     assert_equal_training,
     own_part,
+    runtime_of,
 )
-from tests.runtime.test_memory import runtime_of
 
 
 @on_ranks(2)

@@ -17,8 +17,7 @@ from shardwise.plan.granularity import Granularities, granule_elements
 from shardwise.runtime.tensor import ShardedTensor
 from tests.models import CASES, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks, run_on
-from tests.runtime.one_process import assert_close, assert_equal_training, own_part
-from tests.runtime.test_memory import runtime_of
+from tests.runtime.one_process import assert_close, assert_equal_training, own_part, runtime_of
 
 CHOICES: dict[str, Any] = {
     "row": "row",

@@ -10,8 +10,7 @@ import shardwise as sw
 from shardwise.plan.strategy import PRESETS
 from tests.models import WIDTH, Block, build
 from tests.ranks import on_ranks, run_on
-from tests.runtime.one_process import assert_equal_models, full, rank, world_size
-from tests.runtime.test_strategies import _options as options_of
+from tests.runtime.one_process import assert_equal_models, full, options_of, rank, world_size
 
 HALF = sw.MixedPrecisionPolicy(param_dtype=torch.float16)
 BROKEN = (1, 4)  # steps

@@ -11,11 +11,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwise as sw
 from shardwise.plan.plan import Plan
-from shardwise.runtime.engine import Runtime
 from shardwise.schedule.events import EventKind
 from tests.models import CASES, WIDTH, Block, build
 from tests.ranks import on_ranks
-from tests.runtime.one_process import own_part, world_size
+from tests.runtime.one_process import own_part, runtime_of, world_size
 
 
 @on_ranks(2)
@@ -168,12 +167,6 @@ def test_frozen_parameters_own_no_gradient_buffer() -> None:
         for flat in unit.flats:
             trainable = all(p.sharded.requires_grad for p in flat.parameters)
             assert (flat.gradients is not None) == trainable
-
-
-def runtime_of(model: nn.Module) -> Runtime:
-    runtime = model.__dict__["_shardwise"].runtime
-    assert isinstance(runtime, Runtime)
-    return runtime
 
 
 def _bound(plan: Plan, prefetch: int) -> int:

@@ -10,9 +10,14 @@ import shardwise as sw
 from shardwise.plan.strategy import PRESETS
 from tests.models import CASES, Stack, build
 from tests.ranks import on_ranks
-from tests.runtime.one_process import adamw, assert_close, assert_equal_training, own_part
-from tests.runtime.test_memory import runtime_of
-from tests.runtime.test_strategies import _options
+from tests.runtime.one_process import (
+    adamw,
+    assert_close,
+    assert_equal_training,
+    options_of,
+    own_part,
+    runtime_of,
+)
 
 POLICIES = {
     "all": sw.CPUOffloadPolicy(),
@@ -33,7 +38,7 @@ POLICIES = {
     ],
 )
 def test_every_strategy_trains_as_in_one_process(strategy: str, policy: str) -> None:
-    options = _options(strategy) | {"offload_policy": POLICIES[policy]}
+    options = options_of(strategy) | {"offload_policy": POLICIES[policy]}
     for name in ("gpt", "unused and reused", "lora"):
         assert_equal_training(name, **options)
     assert_equal_training("stack", accumulate=2, clip=0.01, set_to_none=False, **options)

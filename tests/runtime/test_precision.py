@@ -12,8 +12,7 @@ import shardwise as sw
 from shardwise.plan.strategy import PRESETS
 from tests.models import WIDTH, Block, Stack
 from tests.ranks import on_ranks
-from tests.runtime.one_process import full, own_part
-from tests.runtime.test_strategies import _options as options_of
+from tests.runtime.one_process import full, options_of, own_part
 
 BF16 = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 # Wider than the shards, so that compute and reduction do not round what is compared.

@@ -13,9 +13,8 @@ from shardwise.plan.strategy import STRATEGIES, Strategy
 from shardwise.runtime.tensor import ShardedTensor
 from tests.models import WIDTH, Block
 from tests.ranks import run_on
-from tests.runtime.one_process import own_part
-from tests.runtime.test_memory import runtime_of
-from tests.runtime.traps.test_branches import Experts
+from tests.runtime.modules import Experts
+from tests.runtime.one_process import own_part, runtime_of
 
 PRESETS = {strategy.name: strategy for strategy in STRATEGIES.values()}
 STEPS = 50

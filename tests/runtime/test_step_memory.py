@@ -1,9 +1,8 @@
 """C3: what a rank holds is what the plan says, to 2 %: every tensor that lives is counted."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,14 +15,13 @@ import shardwise as sw
 from shardwise.forecast.memory import step_memory
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.strategy import STRATEGIES, Level, Strategy
-from shardwise.plan.units import Units
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.memory import Pool
 from shardwise.transport.communicator import communicator
 from shardwise.transport.host.collectives import HostCollectives
 from tests.ranks import on_ranks, run_on
-from tests.runtime.one_process import world_size
-from tests.runtime.test_memory import runtime_of
+from tests.runtime.one_process import runtime_of, world_size
+from tests.runtime.towers import SHAPES, Shape
 
 PRESETS = {strategy.name: strategy for strategy in STRATEGIES.values()}
 TOLERANCE = 0.02
@@ -58,69 +56,6 @@ def test_live_bytes_with_steps_in_backward(strategy: str) -> None:
         options = {"strategy": strategy, "offload_policy": policy}
         with _only_new_objects():
             _measure("even", SHAPES["even"], options, steps_in_backward=True)
-
-
-class Tower(nn.Module):
-    """Units of given widths on a narrow stream, so that activations weigh nothing."""
-
-    def __init__(self, widths: tuple[int, ...], head: int = 0) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, width), nn.Linear(width, width), nn.Linear(width, 16))
-            for width in widths
-        )
-        self.head = nn.Linear(16, head) if head else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        y: Tensor = self.head(x)
-        return y
-
-
-class Tied(nn.Module):
-    """A tower between an embedding and a head that have one weight, large enough for its slot."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5000, 16)
-        self.tower = Tower((150, 150, 150))
-        self.head = nn.Linear(16, 5000, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.tower(self.embedding(x[:, 0].long())))
-        return y
-
-
-class TwoHeads(nn.Module):
-    """Two weights of the root, neither of which is worth to open the memory of both for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = Tower((150, 150, 150))
-        self.heads = nn.ModuleList(nn.Linear(16, size, bias=False) for size in (5000, 4500))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.tower(x)
-        return torch.cat([head(y) for head in self.heads], 1)
-
-
-@dataclass(frozen=True)
-class Shape:
-    build: Callable[[], nn.Module]
-    units: Units = "auto"
-
-
-SHAPES = {
-    "even": Shape(lambda: Tower((160,) * 5)),
-    "uneven": Shape(lambda: Tower((150, 101, 203, 128, 165, 75, 250, 256))),
-    "large root": Shape(lambda: Tower((150, 150, 150), head=1500)),
-    "tied": Shape(Tied, units=nn.Sequential),
-    "wide": Shape(lambda: Tower((850,) * 3)),  # more than a window from each rank
-    "two heads": Shape(TwoHeads, units=nn.Sequential),
-    "one unit": Shape(lambda: Tower((150, 150)), units=None),
-}
 
 
 def _measure_all(strategy: Strategy, offload_policy: sw.OffloadPolicy = NO_OFFLOAD) -> None:

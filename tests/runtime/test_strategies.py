@@ -11,14 +11,20 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.plan.plan import Plan, make_plan
-from shardwise.plan.strategy import PRESETS, STRATEGIES, Strategy
+from shardwise.plan.strategy import PRESETS, Strategy
 from shardwise.schedule.events import EventKind
 from shardwise.schedule.sequencer import schedule
 from tests.models import CASES, WIDTH, Block, build
 from tests.ranks import on_ranks, run_on
-from tests.runtime.one_process import adamw, assert_close, assert_equal_training, own_part
-from tests.runtime.test_failures import Touchy
-from tests.runtime.test_memory import runtime_of
+from tests.runtime.modules import FailingLinear
+from tests.runtime.one_process import (
+    adamw,
+    assert_close,
+    assert_equal_training,
+    options_of,
+    own_part,
+    runtime_of,
+)
 
 
 @on_ranks(deadline=120.0)
@@ -37,7 +43,7 @@ from tests.runtime.test_memory import runtime_of
     ],
 )
 def test_every_model_trains_as_in_one_process(strategy: str) -> None:
-    options = _options(strategy)
+    options = options_of(strategy)
     for name in CASES:
         assert_equal_training(name, **options)
     assert_equal_training("gpt", accumulate=2, clip=0.01, **options)
@@ -85,7 +91,7 @@ def test_parameters_are_gathered_again_from_a_smaller_group(size: int, prefetch:
 @pytest.mark.parametrize("method", ["set_requires_gradient_sync", "set_requires_all_reduce"])
 def test_gradients_may_wait_for_the_last_micro_batch(strategy: str, method: str) -> None:
     reference, model = build("gpt"), build("gpt")
-    sw.fully_shard(model, units="auto", **_options(strategy))
+    sw.fully_shard(model, units="auto", **options_of(strategy))
     assert isinstance(model, sw.FSDPModule)
     optimizers = [adamw(one.parameters()) for one in (reference, model)]
     for _ in range(3):
@@ -106,7 +112,7 @@ def test_gradients_may_wait_for_the_last_micro_batch(strategy: str, method: str)
 @on_ranks(4)
 def test_hfsdp_crosses_the_outer_axis_once_a_step() -> None:
     model = build("stack")
-    sw.fully_shard(model, units=Block, **_options("hfsdp"))
+    sw.fully_shard(model, units=Block, **options_of("hfsdp"))
     plan = runtime_of(model).plan
     assert isinstance(model, sw.FSDPModule)
     x = torch.randn(4, WIDTH).double()
@@ -208,18 +214,18 @@ def test_a_mesh_that_does_not_fit_the_strategy() -> None:
 @pytest.mark.parametrize("raising", [0, 3])
 @pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
 def test_an_exception_reaches_every_replica(strategy: str, raising: int) -> None:
-    reference = nn.Sequential(Block(), Touchy(), Block()).double()
-    model = nn.Sequential(Block(), Touchy(), Block()).double()
+    reference = nn.Sequential(Block(), FailingLinear(), Block()).double()
+    model = nn.Sequential(Block(), FailingLinear(), Block()).double()
     model.load_state_dict(reference.state_dict())
-    sw.fully_shard(model, units={Block, Touchy}, **_options(strategy))
-    touchy = model[1]
-    assert isinstance(touchy, Touchy)
+    sw.fully_shard(model, units={Block, FailingLinear}, **options_of(strategy))
+    failing = model[1]
+    assert isinstance(failing, FailingLinear)
     own = dist.get_rank() == raising
     for where in ("forward", "backward"):
-        touchy.where = where if own else ""
+        failing.where = where if own else ""
         with pytest.raises(ValueError if own else sw.PeerAborted):
             model(torch.randn(4, WIDTH).double()).square().mean().backward()
-        touchy.where = ""
+        failing.where = ""
         batch = torch.randn(12, WIDTH).double()
         model.zero_grad()
         reference.zero_grad()
@@ -232,7 +238,7 @@ def test_an_exception_reaches_every_replica(strategy: str, raising: int) -> None
 @on_ranks(4, deadline=40.0)
 def test_diverging_replicas_are_named() -> None:
     model = nn.Sequential(*(Block() for _ in range(3))).double()
-    sw.fully_shard(model, units=Block, **_options("hsdp"))
+    sw.fully_shard(model, units=Block, **options_of("hsdp"))
     x = torch.randn(4, WIDTH).double()
     model(x).sum().backward()
     with pytest.raises(sw.RanksDiverged, match=r"rank 3: step 1.*waits for"):  # noqa: PT012
@@ -250,14 +256,6 @@ def row_of(levels: tuple[int, int]) -> Strategy:
         for needed in (3, 2, 1)
     )
     return Strategy(parameters, gradients, optimizer)
-
-
-def _options(strategy: str) -> dict[str, Any]:
-    if STRATEGIES[strategy].num_axes == 1:
-        return {"strategy": strategy}
-    shape = (2, dist.get_world_size() // 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    return {"strategy": strategy, "mesh": mesh}
 
 
 def _train_some(options: dict[str, Any]) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from tests.models import WIDTH, Block
 from tests.ranks import on_ranks, run_on
+from tests.runtime.modules import Choosing
 from tests.runtime.one_process import assert_close, assert_equal_models, own_part, world_size
 
 
@@ -81,21 +81,6 @@ def test_the_list_of_parameters_and_ranks_is_short_enough_to_read() -> None:
     assert "experts.20:" not in text
     assert "and 10 more" in text
     assert len(text.splitlines()) < 26
-
-
-class Choosing(nn.Module):
-    """Uses one matrix of several, and a block."""
-
-    def __init__(self, num_experts: int = 3) -> None:
-        super().__init__()
-        self.experts = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(num_experts))
-        self.last = Block()
-
-    def forward(self, x: Tensor, experts: list[int]) -> Tensor:
-        for expert in experts:
-            x = torch.tanh(x @ self.experts[expert])
-        y: Tensor = self.last(x)
-        return y
 
 
 def _pair(**options: Any) -> tuple[Choosing, Choosing]:

@@ -32,8 +32,7 @@ from shardwise.transport.host.shared_memory import (
 )
 from tests.models import WIDTH, Block, build
 from tests.ranks import run_on
-from tests.runtime.one_process import assert_equal_training, rank, world_size
-from tests.runtime.test_memory import runtime_of
+from tests.runtime.one_process import assert_equal_training, rank, runtime_of, world_size
 
 CPU = torch.device("cpu")
 SECRET = b"s" * 32

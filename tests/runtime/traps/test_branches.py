@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from tests.models import WIDTH, Block
 from tests.ranks import on_ranks
+from tests.runtime.modules import Experts
 from tests.runtime.one_process import (
     BATCH,
     adamw,
@@ -89,25 +90,6 @@ def test_only_one_rank_may_have_gradients_at_all() -> None:
     (reference(batch.chunk(3)[1]).square().mean() / 3).backward()
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert_close(p.grad, q.grad, name)
-
-
-class Experts(nn.Module):
-    """A mixture of experts in one unit; each row of the batch goes to one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
-        self.gate = nn.Linear(WIDTH, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.gate(x).softmax(1)
-        chosen = scores.argmax(1)
-        y = torch.zeros_like(x)
-        for number in chosen.unique().tolist():  # experts without rows are not called
-            rows = (chosen == number).nonzero()[:, 0]
-            weight = scores[rows, number][:, None]
-            y = y.index_add(0, rows, self.experts[number](x[rows]) * weight)
-        return y
 
 
 class Pair(nn.Module):
