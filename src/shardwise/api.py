@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -22,7 +23,12 @@ from shardwise.plan.plan import Plan, UnitChoice, make_plan
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy, as_precision_policy
 from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.units import Units, check_is_unit
-from shardwise.runtime.attach import check_initialized, device_for, is_on_meta
+from shardwise.runtime.attach import (
+    check_initialized,
+    check_not_renormalized,
+    device_for,
+    is_on_meta,
+)
 from shardwise.runtime.casting import apply_precision
 from shardwise.runtime.engine import Handle, Runtime
 from shardwise.runtime.memory import Pool
@@ -142,6 +148,11 @@ def _check_module(module: object, place: Callable[[nn.Parameter], Any] | None) -
         raise PlanError(f"fully_shard takes a torch.nn.Module or a list of them, got {kind}")
     if isinstance(module, FSDPModule):
         raise PlanError(f"{type(module).__name__} is sharded already; shard the root last and once")
+    if torch.is_inference_mode_enabled():
+        raise PlanError(
+            "fully_shard was called under torch.inference_mode, where no tensor can be trained "
+            "later; shard the model outside it"
+        )
     check_is_unit(module, "")
     check_initialized(module)
     if place is None:
@@ -171,6 +182,7 @@ def _shard(
     ignored_params: Collection[nn.Parameter],
 ) -> None:
     """Plan one module and shard it."""
+    check_not_renormalized(module, ignored_params)
     _check_init(module, init)
     manual = _sharded_before(module)
     plan = make_plan(
@@ -197,6 +209,7 @@ def _shard(
         mark(module.get_submodule(unit.name), Handle(runtime, index, choice))
     apply_precision(module, mp_policy, settled=manual)
     fused_wgrad.replace_layers(module)
+    runtime.watch_structure(module)
 
 
 def _build(

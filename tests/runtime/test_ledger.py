@@ -93,6 +93,28 @@ def test_what_is_handed_out_is_a_copy() -> None:
     assert len(ledger.records()) == 1
 
 
+def test_a_forward_without_a_backward_is_kept_until_the_next_forward() -> None:
+    ledger = Ledger()
+    gathers(ledger, "by hand")
+    for is_trained, unit in [(True, "a"), (False, "b"), (False, "c"), (True, "d"), (False, "e")]:
+        ledger.begin_forward()
+        gathers(ledger, unit)
+        ledger.end_forward(awaits_backward=is_trained)
+    assert [event.unit for event in ledger.events(0)] == ["by hand", "a", "d", "e"]
+    ledger.begin_step()
+    ledger.begin_forward()
+    assert ledger.events(1) == []
+
+
+def test_forwards_that_no_backward_follows_are_forgotten() -> None:
+    ledger = Ledger()
+    for _ in range(300):
+        ledger.begin_forward()
+        gathers(ledger, *"abcdefgh" * 10)
+        ledger.end_forward(awaits_backward=True)
+    assert len(ledger.records(0)) < 300 * 80
+
+
 # -- gathered bytes ------------------------------------------------------------------------------
 
 

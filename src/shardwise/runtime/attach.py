@@ -3,7 +3,7 @@
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from shardwise.transport.device import current_gpu
 
 __all__ = [
     "check_initialized",
+    "check_not_renormalized",
     "check_same_plan",
     "check_same_sums",
     "check_same_values",
@@ -45,6 +46,24 @@ def check_initialized(root: nn.Module) -> None:
     for name, parameter in root.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise PlanError(f"{name} has no shape yet; run one forward before fully_shard")
+
+
+def check_not_renormalized(root: nn.Module, ignored: Collection[nn.Parameter]) -> None:
+    """Refuse embeddings that change their weight in forward, each rank the rows that it reads.
+
+    Raises:
+        PlanError: names the first of them.
+    """
+    left_alone = {id(parameter) for parameter in ignored}
+    for name, module in root.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
+            continue
+        if id(module.weight) not in left_alone:
+            raise PlanError(
+                f"{name or type(module).__name__}.weight: max_norm={module.max_norm} rescales rows "
+                "in forward, on each rank those that it reads, so ranks would hold different "
+                "values; pass max_norm=None and rescale rows between steps on every rank"
+            )
 
 
 def is_on_meta(root: nn.Module) -> bool:

@@ -30,6 +30,7 @@ from shardwise.runtime.memory import Pools
 from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.offload import Ferry
 from shardwise.runtime.scheduler import Scheduler
+from shardwise.runtime.structure import Structure
 from shardwise.runtime.unit import FlatParameters, Unit, foresee_memory
 from shardwise.runtime.unused import Unused
 from shardwise.schedule.sequencer import Call, Outcome, schedule
@@ -108,6 +109,8 @@ class Runtime:
         task = hooks.current_task()
         if task != hooks.NO_TASK:
             _join_backward(scheduler, task)
+        elif not scheduler.is_held:
+            self._structures[index].check(module)
         call = scheduler.enter(index, recomputed=task != hooks.NO_TASK)
         if call is None:
             with torch.no_grad():
@@ -129,6 +132,12 @@ class Runtime:
             raise
         scheduler.leave(call, outcome)
         return output
+
+    def watch_structure(self, root: nn.Module) -> None:
+        """Have forward refuse parameters that are added to ``root`` from now on."""
+        self._structures = [
+            Structure(root.get_submodule(unit.name), unit.name, HANDLE) for unit in self.plan.units
+        ]
 
     def _materialize(self, root: nn.Module, materializer: "Materializer") -> list[Unit]:
         """The units of a model on the meta device, those inside others first."""

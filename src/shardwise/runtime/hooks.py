@@ -15,6 +15,7 @@ The only file that touches them, and what each hook rests on:
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ __all__ = [
 
 NO_TASK = -1
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_FIRST_PARTS = 64
 _LEAVES = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, nn.Module)
 
 
@@ -69,12 +71,14 @@ def tensors_left_in(module: nn.Module, mark: str) -> Iterator[Tensor]:
 
     A unit has an attribute named ``mark``.
 
-    Attributes are tensors or lists, tuples and dicts of them; looking deeper, at every call, would
-    walk through whatever else a module holds.
+    Tensors may be buffers, or up to three containers or objects deep in an attribute. Of long
+    containers that begin with something else only the first parts are looked at: this runs at every
+    call, and modules hold vocabularies, too.
     """
+    yield from (buffer for buffer in module._buffers.values() if buffer is not None)
     for name, value in vars(module).items():
-        if name not in _OF_EVERY_MODULE:
-            yield from _plain_tensors(value)
+        if name not in _OF_EVERY_MODULE and not isinstance(value, _LEAVES):
+            yield from _tensors_within(value, depth=3)
     for child in module.children():
         if mark not in vars(child):
             yield from tensors_left_in(child, mark)
@@ -140,13 +144,19 @@ class _End:
             self._abandon(RuntimeError("an exception in backward"))
 
 
-def _plain_tensors(value: Any) -> Iterator[Tensor]:
+def _tensors_within(value: Any, depth: int) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (list, tuple, dict)) and value:
-        parts = value.values() if isinstance(value, dict) else value
-        if isinstance(next(iter(parts)), Tensor):
+    elif depth:
+        parts = iter(_parts(value))
+        first = next(parts, None)
+        if isinstance(first, Tensor):
+            yield first
             yield from (part for part in parts if isinstance(part, Tensor))
+            return
+        for part in (first, *islice(parts, _FIRST_PARTS)):
+            if not isinstance(part, _LEAVES):
+                yield from _tensors_within(part, depth - 1)
 
 
 def _nodes_of(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:

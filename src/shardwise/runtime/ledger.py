@@ -12,6 +12,8 @@ from shardwise.transport.api import Work
 
 __all__ = ["Ledger", "Record"]
 
+_MAX_RECORDS = 1 << 14  # of forwards that wait for their backward: more than 100 layers x 32 passes
+
 
 @dataclass(slots=True)
 class Record:
@@ -33,7 +35,8 @@ class Ledger:
     """The events of the last ``max_steps`` steps.
 
     A step is one forward and the backward that follows it, so accumulation makes several of one
-    optimizer step.
+    optimizer step. A forward that no backward can follow, as under `torch.no_grad`, is part of the
+    step under way until the next forward begins.
     """
 
     def __init__(self, max_steps: int = 8) -> None:
@@ -41,6 +44,7 @@ class Ledger:
         self._step = 0
         self._gathered_bytes = 0
         self._peak_gathered_bytes = 0
+        self._forward = slice(0, 0)  # of the step under way: records that the next forward replaces
 
     @property
     def step(self) -> int:
@@ -56,14 +60,29 @@ class Ledger:
             self._gathered_bytes -= event.bytes
         self._peak_gathered_bytes = max(self._peak_gathered_bytes, self._gathered_bytes)
 
+    def begin_forward(self) -> None:
+        """An outermost forward begins."""
+        records = self._steps[-1]
+        del records[self._forward]
+        # Forwards with gradients that no backward follows, as in an evaluation without `no_grad`.
+        del records[: max(0, len(records) - _MAX_RECORDS)]
+        self._forward = slice(len(records), len(records))
+
+    def end_forward(self, *, awaits_backward: bool) -> None:
+        """It has ended, and a backward may follow or not."""
+        if not awaits_backward:
+            self._forward = slice(self._forward.start, len(self._steps[-1]))
+
     def begin_step(self) -> None:
         self._step += 1
         self._steps.append([])
+        self._forward = slice(0, 0)
 
     def abandon_step(self) -> None:
         """The step under way raised: everything was freed, and its records mean little."""
         self._gathered_bytes = 0
         self._steps[-1].clear()
+        self._forward = slice(0, 0)
 
     def records(self, step: int = -1) -> list[Record]:
         """What happened in a step that is still kept; -1 is the last complete one.

@@ -1,5 +1,6 @@
 """Which ranks share a model, and how: from a device mesh, or nothing at all, to groups of ranks."""
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -114,6 +115,9 @@ def resolve_mesh(
 
 
 def _without_mesh(strategy: Strategy, sharding_factor: int | None) -> DataParallelMesh:
+    is_launched = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    if is_launched and not dist.is_initialized():
+        dist.init_process_group()  # as torch's fully_shard does; or each rank would be alone
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if strategy.num_axes == 1 and sharding_factor not in (None, num_ranks):
         raise PlanError(

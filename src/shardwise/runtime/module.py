@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import PlanError
+from shardwise.runtime import compiler
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.scheduler import Scheduler
@@ -111,9 +112,9 @@ class FSDPModule(nn.Module):
     All ranks have to call the same methods, as with any collective.
     """
 
+    @compiler.break_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        handle = handle_of(self)
-        return handle.runtime.call(handle, self, super().__call__, args, kwargs)
+        return _call_unit(self, super().__call__, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A sharded copy of its own; the root of the model has to be in what is copied."""
@@ -314,10 +315,23 @@ def _fsdp_class(plain: Any, methods: frozenset[str]) -> type[nn.Module]:
 def _as_forward(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        handle = handle_of(self)
-        return handle.runtime.call(handle, self, partial(method, self), args, kwargs)
+        return _call_unit(self, partial(method, self), args, kwargs)
 
-    return call
+    return compiler.break_graph(call)
+
+
+@compiler.break_graph
+def _call_unit(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    paused = compiler.pause()
+    try:
+        handle = handle_of(module)
+        if paused is not None:
+            forward = partial(compiler.run_resumed, paused, forward)
+        return handle.runtime.call(handle, module, forward, args, kwargs)
+    finally:
+        compiler.resume(paused)
 
 
 def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
@@ -331,6 +345,7 @@ def _shard_copy(twin: nn.Module, root: nn.Module, runtime: Runtime) -> None:
         original = root.get_submodule(unit.name)
         handle = Handle(of_twin, index, handle_of(original).choice)
         mark(twin.get_submodule(unit.name), handle, getattr(type(original), _METHODS))
+    of_twin.watch_structure(twin)
 
 
 def is_root_unit(module: nn.Module) -> bool:

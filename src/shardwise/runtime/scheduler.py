@@ -1,5 +1,6 @@
 """Carries out the schedule: asks the sequencer what must follow, does it, and writes it down."""
 
+import contextlib
 import operator
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,6 +51,8 @@ class Scheduler:
         self._depth = 0
         self._tasks: set[int] = set()  # autograd graph tasks under way
         self._condemned: list[Unit] = []  # an exception left communication of theirs behind
+        self._agreement: Agreement | None = None  # under way
+        self._orphans: list[Agreement] = []  # that were under way when a step failed
         self._is_held = False
         self._is_broken = False  # an event failed, so units are not where the sequencer has them
         self._landing: Unit | None = None
@@ -67,6 +70,11 @@ class Scheduler:
         """Whether no forward or backward is under way."""
         return self._depth == 0 and not self._tasks
 
+    @property
+    def is_held(self) -> bool:
+        """Whether `hold` keeps everything gathered."""
+        return self._is_held
+
     # -- forward ---------------------------------------------------------------------------------
 
     def enter(self, index: int, *, recomputed: bool) -> Call | None:
@@ -77,6 +85,8 @@ class Scheduler:
             self.recover()
             for unit in self._with_copies:
                 unit.expect_changes()
+            self._notice_changes()
+            self.ledger.begin_forward()
         if self._is_broken:
             raise StepError("this step has failed already; let its exception leave the model")
         self._note(f"forward of {self.units[index].plan.label}")
@@ -108,6 +118,8 @@ class Scheduler:
             if self.is_idle:
                 self._fail(failure)
             raise
+        if self.is_idle:
+            self.ledger.end_forward(awaits_backward=call.of.differentiable)
         if not self._sequencer.is_in_use(call.unit):
             self.units[call.unit].conceal()
 
@@ -120,6 +132,8 @@ class Scheduler:
 
     def join_backward(self, task: int) -> None:
         """Graph task ``task`` has come to something of this model, perhaps to recompute it."""
+        if self.is_idle:
+            self._notice_changes()
         self._tasks.add(task)
         self._sequencer.join_backward(task)
 
@@ -165,10 +179,11 @@ class Scheduler:
         after_reduces = max(reduces, default=-1) + 1
         self._perform(events[:after_reduces])
         # Here it has the same place on the link on every rank, wherever backward left off there.
-        agreement = self._launch_agreement()
+        self._agreement = self._launch_agreement()
         self._perform(events[after_reduces:])
         self._land()
-        self._settle(agreement)
+        self._settle(self._agreement)
+        self._agreement = None
 
     # -- steps in backward -----------------------------------------------------------------------
 
@@ -206,8 +221,7 @@ class Scheduler:
             for index, unit in enumerate(self.units)
             if sequencer.synchronizes[index] and sequencer.crosses[index]
         ]
-        for unit in stepper.finish(done):
-            sequencer.note_stepped(self.units.index(unit))
+        stepper.finish(done)
 
     # -- accumulation ----------------------------------------------------------------------------
 
@@ -232,30 +246,33 @@ class Scheduler:
         """Launch the gathers of units before they are entered; all ranks have to."""
         if self._is_held:
             return
-        if self.is_idle:
-            self.recover()
-        for index in indices:
+        with self._guarded():
             if self.is_idle:
-                self.units[index].expect_changes()
-            self._perform(self._sequencer.gather(index))
+                self.recover()
+            for index in indices:
+                if self.is_idle:
+                    self.units[index].expect_changes()
+                self._perform(self._sequencer.gather(index))
 
     def await_by_hand(self, indices: Sequence[int]) -> None:
         """Have the parameters of units whole in their modules."""
         if self._is_held:
             return
-        for index in indices:
-            self._perform(self._sequencer.wait(index))
-            if self._sequencer.is_gathered(index):  # and not freed meanwhile
-                self.units[index].expose()
+        with self._guarded():
+            for index in indices:
+                self._perform(self._sequencer.wait(index))
+                if self._sequencer.is_gathered(index):  # and not freed meanwhile
+                    self.units[index].expose()
 
     def free_by_hand(self, indices: Sequence[int]) -> None:
         """Leave shards only, of units that are not in use."""
         if self._is_held:
             return
-        for index in indices:
-            self._perform(self._sequencer.free(index))
-            if not self._sequencer.is_in_use(index):
-                self.units[index].conceal()
+        with self._guarded():
+            for index in indices:
+                self._perform(self._sequencer.free(index))
+                if not self._sequencer.is_in_use(index):
+                    self.units[index].conceal()
 
     # -- outside steps ---------------------------------------------------------------------------
 
@@ -267,18 +284,15 @@ class Scheduler:
         """
         if not self.is_idle or self._is_held:
             raise StepError("parameters cannot be gathered in the middle of a step")
-        self.recover()
-        self._perform(self._sequencer.rest())
-        self._note("gathered()")
-        links = self._links
-        try:
+        with self._guarded():
+            self.recover()
+            self._perform(self._sequencer.rest())
+            self._note("gathered()")
+            links = self._links
             for unit in self.units:
                 unit.launch_hold(links.gather)
             for unit in self.units:
                 unit.await_hold(links)
-        except BaseException as error:
-            self._fail(error)
-            raise
         self._is_held = True
 
     def release(self, *, write_back: bool, error: BaseException | None = None) -> None:
@@ -296,8 +310,11 @@ class Scheduler:
                 check_same_sums(self._collect_changes(), self._axis, ADVICE)
                 is_agreed = True
         finally:
-            for unit in self.units:
+            for index, unit in enumerate(self.units):
                 unit.end_hold(write_back=is_agreed)
+                if is_agreed:
+                    names = ", ".join(parameter.name for parameter in unit.parameters)
+                    self._sequencer.note_changed(index, names)
             self._is_held = False
 
     def _collect_changes(self) -> dict[str, Tensor]:
@@ -314,6 +331,7 @@ class Scheduler:
             unit.quiesce(POLL_SECONDS)
             unit.reset()
         self._condemned = []
+        self._orphans = []
 
     # -- transactions ----------------------------------------------------------------------------
 
@@ -343,6 +361,22 @@ class Scheduler:
         self._fail(error)
 
     # -- steps of the above ----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Have an exception outside forward and backward leave shards only; inside, they do."""
+        try:
+            yield
+        except BaseException as error:
+            if self.is_idle:
+                self._fail(error)
+            raise
+
+    def _notice_changes(self) -> None:
+        for index, unit in enumerate(self.units):
+            changed = unit.changed_parameters()
+            if changed:
+                self._sequencer.note_changed(index, ", ".join(changed))
 
     def _perform(self, events: Sequence[Event]) -> None:
         if self._is_broken:
@@ -398,8 +432,7 @@ class Scheduler:
     def _step(self, unit: Unit) -> None:
         assert self._stepper is not None
         self._land()
-        if self._stepper.step(unit, self._links):
-            self._sequencer.note_stepped(self.units.index(unit))
+        self._stepper.step(unit, self._links)
 
     def _land(self) -> None:
         """Hand over gradients that were collected before, where they are on the host."""
@@ -413,8 +446,11 @@ class Scheduler:
         self._links.abort(error)
         self._sequencer.abandon()
         self._landing = None
+        if self._agreement is not None:
+            self._orphans.append(self._agreement)  # other ranks may still write its flags
+            self._agreement = None
         if self._stepper is not None:
-            self._stepper.abandon()
+            self._orphans += self._stepper.abandon()
         self._is_broken = False
         # What all ranks launched ends in a moment; what only some did never will.
         patience = 0.0 if isinstance(error, StepError) else POLL_SECONDS

@@ -59,8 +59,8 @@ class Stepper:
         """The gradients of ``unit`` are with its parameters, and more may come."""
         self._collected[unit] = None
 
-    def step(self, unit: Unit, links: Communicator) -> bool:
-        """Step ``unit`` and free its gradients; whether there were any."""
+    def step(self, unit: Unit, links: Communicator) -> None:
+        """Step ``unit`` and free its gradients."""
         if self._unused == "zeros":
             rest = [True for _ in unit.parameters]
         else:
@@ -69,13 +69,12 @@ class Stepper:
         of_parameter = iter(rest)
         for gradients in unit.gradients:
             gradients.settle([next(of_parameter) for _ in gradients.parameters])
-        return self._update(unit)
+        self._update(unit)
 
-    def finish(self, units: Sequence[Unit]) -> list[Unit]:
+    def finish(self, units: Sequence[Unit]) -> None:
         """Backward is over for ``units``, whose gradients do not wait for a later one.
 
-        Returns:
-            Those that were stepped just now: with ``unused="zeros"``, units that did not run.
+        With ``unused="zeros"``, units that did not run are stepped now.
 
         Raises:
             StepError: with ``unused="error"``, a rank did not use some of the parameters.
@@ -85,25 +84,29 @@ class Stepper:
         if self._unused == "error":
             self._stepped.clear()
             _check_all_used(units, used)
-        stepped = [unit for unit in late if self._step_zeros(unit)]
+        if self._unused == "zeros":
+            for unit in late:  # one after the other: the optimizer steps whatever has gradients
+                self._step_zeros(unit)
         self._stepped.clear()
-        return stepped
 
-    def _step_zeros(self, unit: Unit) -> bool:
-        """One unit after the other: the optimizer steps whatever has gradients."""
-        if self._unused != "zeros":
-            return False
+    def _step_zeros(self, unit: Unit) -> None:
         for gradients in unit.gradients:
             gradients.fill_with_zeros()
             gradients.forget()
-        return self._update(unit)
+        self._update(unit)
 
-    def abandon(self) -> None:
-        """Backward raised."""
+    def abandon(self) -> list[Agreement]:
+        """Backward raised.
+
+        Returns:
+            The exchanges under way; other ranks may write to their memory.
+        """
+        under_way = [*self._agreements.values()]
         for state in (self._collected, self._stepped, self._agreements, self._used):
             state.clear()
+        return under_way
 
-    def _update(self, unit: Unit) -> bool:
+    def _update(self, unit: Unit) -> None:
         self._collected.pop(unit, None)
         with_gradients = [p for p in unit.parameters if p.sharded.grad is not None]
         try:
@@ -114,7 +117,6 @@ class Stepper:
         finally:
             for gradients in unit.gradients:
                 gradients.drop()
-        return bool(with_gradients)
 
     @contextlib.contextmanager
     def _without_others(self) -> Iterator[None]:

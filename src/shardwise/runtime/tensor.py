@@ -221,6 +221,7 @@ class ShardedTensor(torch.Tensor):
         if _works_on_runs(func, base) or _is_masked_fill(base, *args):
             return _on_runs(func, base, args, kwargs)
         if base in _SAME_SHAPE and tuple(args[1]) == tuple(args[0].shape):
+            _check_not_recorded(args[0])
             return torch.ops.aten.alias(args[0])
         sharded = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)]
         raise _refusal(func, sharded[0])
@@ -256,6 +257,20 @@ _RANDOM = {
 }  # fmt: skip
 _SAME_SHAPE = {"view", "_unsafe_view", "reshape", "expand", "view_as"}
 _NOT_ELEMENTWISE_BY_RANK = {"bernoulli", "dropout", "native_dropout", "rand_like"}
+
+
+def _check_not_recorded(x: Tensor) -> None:
+    """Refuse to reveal the AccumulateGrad node of a sharded parameter, which never runs.
+
+    Zero-bubble pipeline schedules and others find it through a view of the parameter's own shape.
+    """
+    if isinstance(x, ShardedTensor) and x.requires_grad and torch.is_grad_enabled():
+        raise ShardedTensorError(
+            f"{x._sharding.name}: autograd would record a view of a sharded parameter, which gets "
+            "its gradient from its unit and not from autograd. Take the view under "
+            "torch.no_grad(); register hooks with register_post_accumulate_grad_hook; instead of a "
+            "zero-bubble or ZBV pipeline schedule use Schedule1F1B or ScheduleInterleaved1F1B"
+        )
 
 
 def _works_on_runs(func: torch._ops.OpOverload, base: str) -> bool:

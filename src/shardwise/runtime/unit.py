@@ -221,6 +221,7 @@ class Unit:
         self._gathering: list[Work] = []
         self._reducing: list[Work] = []
         self._is_exposed = False
+        self._versions = self._shard_versions()
 
     @property
     def parameters(self) -> Iterator[FSDPParameter]:
@@ -315,6 +316,15 @@ class Unit:
         self.conceal()
         for flat in self.flats:
             flat.end_hold(write_back=write_back)
+
+    def changed_parameters(self) -> list[str]:
+        """Those whose shards were changed since this was last asked, by an optimizer or a user."""
+        before, self._versions = self._versions, self._shard_versions()
+        pairs = zip(self.parameters, before, self._versions, strict=True)
+        return [parameter.name for parameter, old, new in pairs if old != new]
+
+    def _shard_versions(self) -> list[tuple[int, int]]:
+        return [(p.sharded._version, p.local._version) for p in self.parameters]
 
     def forget_changes(self) -> None:
         """Do not mind that the gathered parameters were changed."""

@@ -160,7 +160,7 @@ class Sequencer:
         self.steps_in_backward = False
         self._calls_left: Counter[int] = Counter()  # of forward, that no backward has walked yet
         self._unstepped: set[int] = set()  # collected, and more may come
-        self._stepped: dict[int, int] = {}  # unit to the tick of its last step
+        self._changed: dict[int, tuple[int, str]] = {}  # unit to when, and which parameters
 
     # -- forward ---------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class Sequencer:
             pass
         call.exited = self._next_tick()
         call.outcome = outcome
-        if self.steps_in_backward and call.of.grad and not call.of.recomputed:
+        if call.of.grad and not call.of.recomputed:
             self._calls_left[call.unit] += 1  # a detached one, too: it may be recomputed
         if not self._is_kept_for_backward(call):
             self._end_lingering()
@@ -240,6 +240,8 @@ class Sequencer:
         self._collect_until(0)
         for unit in sorted(self._unstepped):
             self._step(unit)
+        if not self.steps_in_backward:
+            self._calls_left.clear()
         self._is_accumulating = not all((*self.synchronizes, *self.crosses))
         self._free_all()
         return self._flush()
@@ -255,9 +257,9 @@ class Sequencer:
         self._free_all()
         return self._flush()
 
-    def note_stepped(self, unit: int) -> None:
-        """The parameters of ``unit`` have changed in backward."""
-        self._stepped[unit] = self._next_tick()
+    def note_changed(self, unit: int, names: str) -> None:
+        """Parameters of ``unit`` have new values: the backward of an earlier forward is refused."""
+        self._changed[unit] = self._next_tick(), names
 
     def rest(self) -> list[Event]:
         """Somebody else will use the parameters now: keep shards only."""
@@ -474,12 +476,17 @@ class Sequencer:
             self._collect_until(len(self._reducing) - 1)
 
     def _check_unchanged(self, call: Call) -> None:
-        if call.entered < self._stepped.get(call.unit, -1):
+        changed, names = self._changed.get(call.unit, (-1, ""))
+        if call.entered < changed:
+            way_out = (
+                "sw.optimizer_in_backward steps in the first backward that reduces gradients; call "
+                "set_requires_gradient_sync(False) before all backwards of a step but the last"
+                if self.steps_in_backward
+                else "run the backward of a forward before the optimizer's step"
+            )
             raise StepError(
-                f"{self._units[call.unit].label}: backward of a forward from before the unit's "
-                "last step, which sw.optimizer_in_backward makes in the first backward that "
-                "reduces its gradients; call set_requires_gradient_sync(False) before all "
-                "backwards of a step but the last"
+                f"{names}: changed between a forward of {self._units[call.unit].label} and its "
+                f"backward, whose gradient would be of neither value; {way_out}"
             )
 
     def _emit(self, kind: EventKind, unit: int) -> None:

@@ -1,0 +1,312 @@
+"""Traps: what happens to a model between its forwards, backwards and steps."""
+
+import copy
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input
+
+import shardwise as sw
+from shardwise.runtime.unused import Agreement
+from shardwise.schedule.events import EventKind
+from tests.models import WIDTH, Block, build
+from tests.ranks import on_ranks
+from tests.runtime.one_process import BATCH, assert_equal_models, own_part
+
+STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
+
+
+def sharded(**options: Any) -> Any:
+    return sw.fully_shard(build("stack"), units=Block, **options)
+
+
+def batch() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(BATCH, WIDTH, generator=generator).double()
+
+
+def check_step(model: nn.Module) -> None:
+    """A step gives what one process on the same parameters computes."""
+    reference = build("stack")
+    with torch.no_grad():
+        for whole, own in zip(reference.parameters(), model.parameters(), strict=True):
+            whole.copy_(own.full_tensor())  # type: ignore[attr-defined]
+    model.zero_grad()
+    model(own_part(batch())).square().mean().backward()
+    reference(batch()).square().mean().backward()
+    assert_equal_models(model, reference, 0)
+
+
+# -- unshard and reshard ---------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_an_in_place_change_after_unshard_fails_reshard_alone() -> None:
+    model = sharded()
+    for _ in range(2):
+        model.layers[0].unshard()
+        with torch.no_grad():
+            model.layers[0].up.weight.add_(1.0)
+        with pytest.raises(sw.StepError, match=r"layers\.0\.up\.weight: changed in place"):
+            model.layers[0].reshard()
+        check_step(model)
+        with sw.gathered(model):
+            pass
+        check_step(model)
+
+
+# -- parameters that change ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_step_between_forward_and_backward_is_refused(strategy: str) -> None:
+    model = sharded(strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first, second = (model(own_part(batch())).square().mean() for _ in range(2))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(sw.StepError, match=r"first\.weight.*changed between a forward of"):
+        second.backward()
+    check_step(model)
+
+
+def change_local(model: nn.Module) -> None:
+    model.get_parameter("layers.1.up.weight").to_local().detach().mul_(2)  # type: ignore[attr-defined]
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict(model.state_dict())
+
+
+def write_back(model: nn.Module) -> None:
+    with sw.gathered(model, write_back=True), torch.no_grad():
+        model.get_parameter("layers.1.up.weight").mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(change_local, "layers.1.up.weight"), (load, "first.weight"), (write_back, "first.weight")],
+)
+@on_ranks(2)
+def test_any_change_between_forward_and_backward_is_refused(
+    change: Callable[[nn.Module], None], name: str
+) -> None:
+    model = sharded()
+    loss = model(own_part(batch())).square().mean()
+    change(model)
+    with pytest.raises(sw.StepError, match=name + ".*changed between a forward of"):
+        loss.backward()
+    change(model)
+    check_step(model)
+
+
+# -- modules that change ---------------------------------------------------------------------------
+
+
+def replace_head(model: Any) -> None:
+    model.norm = nn.LayerNorm(WIDTH).double()
+
+
+def add_adapter(model: Any) -> None:
+    model.layers[1].adapter = nn.Linear(WIDTH, 2)
+
+
+def add_parameter(model: Any) -> None:
+    model.layers[1].up.scale = nn.Parameter(torch.ones(1))
+
+
+def append_block(model: Any) -> None:
+    model.layers.append(Block().double())
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (replace_head, r"norm\.weight, norm\.bias"),
+        (add_adapter, r"layers\.1\.adapter\.weight"),
+        (add_parameter, r"layers\.1\.up\.scale"),
+        (append_block, r"layers\.3\.\w+\.weight"),
+    ],
+)
+@on_ranks(2)
+def test_parameters_that_are_added_after_fully_shard_are_named(
+    change: Callable[[Any], None], name: str
+) -> None:
+    model = sharded()
+    change(model)
+    with pytest.raises(sw.PlanError, match=name + r".*added or replaced after fully_shard"):
+        model(own_part(batch()))
+
+
+@on_ranks(2)
+def test_modules_without_parameters_may_come_and_go() -> None:
+    model = sharded()
+    model.layers[1].drop = nn.Dropout(0.5)
+    check_step(model)
+    del model.layers[1].drop
+    check_step(model)
+
+
+# -- tensors that are kept -------------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """Keeps a tensor of its forward somewhere, and returns another."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.where = where
+        self.kept: Any = SimpleNamespace()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x).tanh()
+        match self.where:
+            case "attribute":
+                self.kept = y
+            case "dict of lists":
+                self.kept = {"of": [None, y]}
+            case "object":
+                self.kept.y = y
+            case "buffer":
+                del self.kept
+                self.register_buffer("kept", y, persistent=False)
+        z: Tensor = self.second(y)
+        return z
+
+    @property
+    def tensor(self) -> Tensor:
+        kept = self.kept
+        match self.where:
+            case "dict of lists":
+                kept = kept["of"][1]
+            case "object":
+                kept = kept.y
+        assert isinstance(kept, Tensor)
+        return kept
+
+
+@pytest.mark.parametrize("where", ["attribute", "dict of lists", "object", "buffer"])
+@on_ranks(2)
+def test_a_tensor_kept_by_a_module_has_a_backward(where: str) -> None:
+    reference = nn.Sequential(Keeps(where), Keeps(where)).double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Keeps)
+    for step in range(3):
+        for m, x in ((model, own_part(batch())), (reference, batch())):
+            m.zero_grad()
+            m(x)
+            losses = [part.tensor.square().mean() for part in m if isinstance(part, Keeps)]
+            losses[step % 2].backward()  # type: ignore[no-untyped-call]
+        assert_equal_models(model, reference, step)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_an_embedding_that_rescales_rows_in_forward_is_refused() -> None:
+    for strategy in ("ddp", "fsdp"):
+        for kind in (nn.Embedding, nn.EmbeddingBag):
+            model = nn.Sequential(OrderedDict(words=kind(8, 4, max_norm=1.0)))
+            with pytest.raises(sw.PlanError, match=r"words\.weight: max_norm=1\.0"):
+                sw.fully_shard(model, strategy=strategy)
+
+
+def test_fully_shard_under_torchrun_joins_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a process group each rank would train a model of its own."""
+    joined: list[bool] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda: joined.append(True))
+    for size in ("1", "2"):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", size)
+        sharded()
+        assert joined == [True] * (size == "2")
+
+
+def test_fully_shard_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode(), pytest.raises(sw.PlanError, match=r"torch\.inference_mode"):
+        sharded()
+
+
+@on_ranks(2)
+def test_the_gradient_accumulator_of_a_sharded_parameter_is_not_revealed() -> None:
+    """Zero-bubble pipeline schedules take it for the way to the weight gradients."""
+    model = sharded()
+    x = own_part(batch()).requires_grad_()
+    loss = model(x).square().mean()
+    with pytest.raises(sw.ShardedTensorError, match=r"first\.weight.*Schedule1F1B"):
+        stage_backward_input([loss], None, [x], model.parameters())
+    with torch.no_grad():
+        assert model.first.weight.view_as(model.first.weight) is not None
+
+
+# -- steps in backward -----------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_the_first_step_with_an_optimizer_in_backward_holds_few_gradients() -> None:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(own_part(batch())).square().mean().backward()
+    optimizer.zero_grad()
+    sw.optimizer_in_backward(model, optimizer)
+    model(own_part(batch())).square().mean().backward()
+    kinds = [event.kind for event in sw.ledger(model).events()]
+    held = [
+        kinds[:i].count(EventKind.COLLECT) - kinds[:i].count(EventKind.STEP)
+        for i in range(len(kinds))
+    ]
+    assert max(held) <= 2
+
+
+# -- errors at the end of backward -----------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_an_exchange_under_way_outlives_the_step_that_failed() -> None:
+    model = sharded()
+    scheduler = model._shardwise.runtime.scheduler
+    seen: list[weakref.ref[Agreement]] = []
+
+    def settle(agreement: Agreement | None) -> None:
+        assert agreement is not None
+        seen.append(weakref.ref(agreement))
+        raise RuntimeError("here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "_settle", settle)
+        with pytest.raises(RuntimeError):
+            model(own_part(batch())).square().mean().backward()
+    assert seen[0]() is not None, "other ranks may write its flags"
+    check_step(model)
+    assert seen[0]() is None
+
+
+# -- the ledger ------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_evaluation_keeps_no_more_records_than_one_forward() -> None:
+    model = sharded()
+    for _ in range(2):
+        model(own_part(batch())).square().mean().backward()
+    trained = sw.ledger(model).events()
+    with torch.no_grad():
+        model(own_part(batch()))
+        once = len(sw.ledger(model).records(2))
+        for _ in range(10):
+            model(own_part(batch()))
+    assert once
+    assert len(sw.ledger(model).records(2)) == once
+    model(own_part(batch())).square().mean().backward()
+    assert sw.ledger(model).events() == trained
