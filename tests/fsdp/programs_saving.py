@@ -210,6 +210,17 @@ def full_optimizer_states(f: Any, name: str, how: str) -> list[Any]:
     return [sorted_states(states), *continued(f, net, other, first, second)]
 
 
+def optimizer_inputs(f: Any, name: str, how: str) -> list[Any]:
+    """``optim_input``, the parameters that an optimizer is made with, in the place of ``optim``."""
+    net, other, first, second = trained(f, name)
+    given = [{**group} for group in second.param_groups] if name == "groups" else other.parameters()
+    states = copy.deepcopy(cls(f).full_optim_state_dict(net, first, rank0_only=False))
+    other.load_state_dict(net.state_dict())
+    function = getattr(cls(f), f"{how}_full_optim_state_dict")
+    second.load_state_dict(function(states, other, optim_input=given))
+    return continued(f, net, other, first, second)
+
+
 def sharded_optimizer_states(f: Any, name: str) -> list[Any]:
     net, other, first, second = trained(f, name)
     states = cls(f).sharded_optim_state_dict(net, first)

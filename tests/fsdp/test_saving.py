@@ -45,6 +45,7 @@ OURS: list[tuple[Program, dict[str, Any]]] = [
         for n in OPTIMIZERS[1:]
         for how in HOW
     ),
+    *((programs.optimizer_inputs, {"name": n, "how": h}) for n in ("adam", "groups") for h in HOW),
     *((programs.into_one_process, {"name": n}) for n in OPTIMIZERS[1:]),
     *((programs.sharded, {"kind": "local", "offload": offload}) for offload in BOTH),
 ]

@@ -184,10 +184,6 @@ def test_parameters_keep_their_dtypes_in_the_drop_in() -> None:
             lambda: f.fully_shard(make_net()).set_custom_all_gather(print),  # type: ignore[operator]
             "set_custom_all_gather has no place",
         ),
-        (
-            lambda: FSDP.shard_full_optim_state_dict({}, make_net(), optim_input=[]),
-            "pass optim=..., the optimizer itself",
-        ),
     ],
 )
 def test_refusals(call: Any, told: str) -> None:

@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 States = dict[str, Any]
+Groups = list[list[nn.Parameter]]
 
 
 def optim_state_dict(
@@ -97,9 +98,10 @@ def optim_state_dict_to_load(
     config = get_state_dict_type(model).optim_state_dict_config
     if getattr(config, "rank0_only", False):
         return _finish(scatter_full_optim_state_dict(optim_state_dict, model, optim=optim), optim)
-    loadable = _loadable(model, optim, optim_state_dict)
+    groups = _groups_of(model, optim, None)
+    loadable = _loadable(model, groups, optim_state_dict)
     if is_named_optimizer:
-        return rekey_optim_state_dict(loadable, OptimStateKeyType.PARAM_NAME, model, optim=optim)
+        return _rekeyed(loadable, OptimStateKeyType.PARAM_NAME, _numbers(model, groups))
     return _finish(loadable, optim if load_directly else None)
 
 
@@ -110,14 +112,15 @@ def shard_full_optim_state_dict(
     optim: Optimizer | None = None,
 ) -> States:
     """What ``optim.load_state_dict`` takes, from whole states on every rank."""
-    return _loadable(model, _given(optim, optim_input), full_optim_state_dict)
+    groups = _groups_of(model, optim, optim_input)
+    return _loadable(model, groups, full_optim_state_dict)
 
 
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: States, model: nn.Module, optim: Optimizer
 ) -> States:
     """What ``optim.load_state_dict`` takes, from what `sharded_optim_state_dict` gave."""
-    return _loadable(model, optim, sharded_optim_state_dict)
+    return _loadable(model, _groups_of(model, optim, None), sharded_optim_state_dict)
 
 
 def scatter_full_optim_state_dict(
@@ -131,10 +134,9 @@ def scatter_full_optim_state_dict(
 
     They are sent one after the other, so the others have one whole tensor at a time.
     """
-    optim = _given(optim, optim_input)
     given = full_optim_state_dict or {"state": {}, "param_groups": []}
     states = distribute(given, {"state": clean_names(model)}, group_of(model))
-    return _loadable(model, optim, states)
+    return _loadable(model, _groups_of(model, optim, optim_input), states)
 
 
 def rekey_optim_state_dict(
@@ -144,20 +146,24 @@ def rekey_optim_state_dict(
     optim_input: Any = None,
     optim: Optimizer | None = None,
 ) -> States:
-    """The same states under names, or under the numbers that ``optim`` gives to parameters."""
-    numbers = _numbers(model, _given(optim, optim_input))
+    """The same states by names of parameters, or by the numbers that the optimizer gives them."""
+    numbers = _numbers(model, _groups_of(model, optim, optim_input))
+    return _rekeyed(optim_state_dict, optim_state_key_type, numbers)
+
+
+def _rekeyed(states: States, kind: OptimStateKeyType, numbers: dict[str, int]) -> States:
     table: dict[Any, Any] = dict(numbers)
-    if optim_state_key_type is OptimStateKeyType.PARAM_NAME:
+    if kind is OptimStateKeyType.PARAM_NAME:
         table = {number: name for name, number in numbers.items()}
 
     def renamed(key: Any) -> Any:
         return table.get(key, key)
 
     return {
-        "state": {renamed(key): value for key, value in optim_state_dict["state"].items()},
+        "state": {renamed(key): value for key, value in states["state"].items()},
         "param_groups": [
             {**group, "params": [renamed(key) for key in group["params"]]}
-            for group in optim_state_dict["param_groups"]
+            for group in states["param_groups"]
         ],
     }
 
@@ -173,7 +179,8 @@ def _saved(
 ) -> States:
     """Every rank gathers what is whole, tensor by tensor; the first one alone may keep it."""
     by_number = given if given is not None else optim.state_dict()
-    names = {number: name for name, number in _numbers(model, optim).items()}
+    numbers = _numbers(model, _groups_of(model, optim, None))
+    names = {number: name for name, number in numbers.items()}
     is_dropped = rank0_only and _rank_of(model) != 0
     states: States = {}
     for number, entries in by_number["state"].items():
@@ -190,7 +197,7 @@ def _saved(
     return {"state": states, "param_groups": groups}
 
 
-def _loadable(model: nn.Module, optim: Optimizer, states: Mapping[str, Any]) -> States:
+def _loadable(model: nn.Module, groups: Groups, states: Mapping[str, Any]) -> States:
     """States by number, cut as their parameters are."""
     parameters = clean_names(model)
     own = {
@@ -201,38 +208,41 @@ def _loadable(model: nn.Module, optim: Optimizer, states: Mapping[str, Any]) -> 
         for name, entries in states["state"].items()
         if name in parameters
     }
-    named = {"state": own, "param_groups": _groups_like(optim, model, states["param_groups"])}
-    return rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, model, optim=optim)
+    numbers = _numbers(model, groups)
+    named = {"state": own, "param_groups": _options_of(groups, model, states["param_groups"])}
+    return _rekeyed(named, OptimStateKeyType.PARAM_ID, numbers)
 
 
-def _groups_like(
-    optim: Optimizer, model: nn.Module, groups: list[dict[str, Any]]
+def _options_of(
+    groups: Groups, model: nn.Module, saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """``groups`` in the order of the optimizer's own, whose parameters they are told by."""
-    names = {number: name for name, number in _numbers(model, optim).items()}
+    """The saved options of each group; groups are matched by a parameter that they share."""
+    names = {id(parameter): name for name, parameter in clean_names(model).items()}
     ordered = []
-    for own in optim.state_dict()["param_groups"]:
-        members = [names[number] for number in own["params"] if number in names]
-        same = [group for group in groups if set(group["params"]) & set(members)]
+    for group in groups:
+        members = [names[id(p)] for p in group if id(p) in names]
+        same = [options for options in saved if set(options["params"]) & set(members)]
         if not same:
             raise PlanError(f"{', '.join(members)}: in no group of the state dict that is loaded")
         ordered.append({**same[0], "params": members})
     return ordered
 
 
-def _numbers(model: nn.Module, optim: Optimizer) -> dict[str, int]:
-    """Which number ``optim`` gives to a parameter of ``model``."""
+def _groups_of(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> Groups:
+    """The parameters of an optimizer, or those that it was or would be made with, by group."""
+    if optim is not None:
+        return [group["params"] for group in optim.param_groups]
+    given = list(model.parameters() if optim_input is None else optim_input)
+    if given and isinstance(given[0], dict):
+        return [list(group["params"]) for group in given]
+    return [given]
+
+
+def _numbers(model: nn.Module, groups: Groups) -> dict[str, int]:
+    """The number that the optimizer gives to each parameter of ``model``, by name."""
     names = {id(parameter): name for name, parameter in clean_names(model).items()}
-    members = [p for group in optim.param_groups for p in group["params"]]
+    members = [parameter for group in groups for parameter in group]
     return {names[id(p)]: number for number, p in enumerate(members) if id(p) in names}
-
-
-def _given(optim: Optimizer | None, optim_input: Any) -> Optimizer:
-    if optim is None:
-        raise PlanError(
-            f"optim_input={type(optim_input).__name__}: pass optim=..., the optimizer itself"
-        )
-    return optim
 
 
 def _finish(loadable: States, optim: Optimizer | None) -> States:
