@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -184,7 +185,7 @@ def _shard(
     """Plan one module and shard it."""
     check_not_renormalized(module, ignored_params)
     _check_init(module, init)
-    manual = _sharded_before(module)
+    manual = _sharded_before(module, axis)
     plan = make_plan(
         module,
         world_size=axis.size,
@@ -246,7 +247,7 @@ def _warn_of_padding(plan: Plan, axis: DataParallelMesh) -> None:
         warnings.warn(f"granularity costs padding\n{told}", stacklevel=4)
 
 
-def _sharded_before(root: nn.Module) -> dict[str, UnitChoice]:
+def _sharded_before(root: nn.Module, axis: DataParallelMesh) -> dict[str, UnitChoice]:
     """Units that were made one by one, as in FSDP2, and what was chosen for each."""
     handles = {
         name: handle_of(module)
@@ -260,7 +261,22 @@ def _sharded_before(root: nn.Module) -> dict[str, UnitChoice]:
                 "kind have the same values; shard a model on the meta device with one call, as in "
                 "sw.fully_shard(model, units=Block)"
             )
+        inner, outer = _ranks_of(handle.runtime.axis), _ranks_of(axis)
+        if inner != outer:
+            raise PlanError(
+                f"{name} is sharded over ranks {inner} and the module around it over {outer}; "
+                "gradients of one model are averaged over one set of ranks, so pass the same mesh "
+                "or process group for both"
+            )
     return {name: handle.choice for name, handle in handles.items()}
+
+
+def _ranks_of(axis: DataParallelMesh) -> list[int]:
+    """The global ranks that share a model."""
+    if axis.group is None:
+        return [dist.get_rank() if dist.is_initialized() else 0]
+    members = dist.get_process_group_ranks(axis.group)
+    return sorted(members[rank] for rank in axis.world.ranks)
 
 
 def _check_init(module: nn.Module, init: Initialization | None) -> None:

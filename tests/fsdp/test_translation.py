@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
@@ -19,7 +20,7 @@ from shardwise.plan.precision import as_precision_policy
 from shardwise.runtime.module import runtime_of_root
 from shardwise.schedule.events import EventKind
 from tests.fsdp.models import Block, batch, make_net
-from tests.ranks import run_on
+from tests.ranks import on_ranks, run_on
 
 FSDP = f.FullyShardedDataParallel
 NO_MODULE: Any = 3
@@ -137,6 +138,15 @@ def test_fully_shard_is_one_function() -> None:
     assert f.fully_shard.func is sw.fully_shard
     theirs = inspect.signature(torch_fsdp.fully_shard).parameters
     assert set(theirs) <= set(inspect.signature(sw.fully_shard).parameters)
+
+
+@on_ranks(2)
+def test_units_over_other_ranks_are_refused() -> None:
+    own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    model = nn.Sequential(nn.Linear(2, 2), FSDP(nn.Linear(2, 2), own))
+    told = rf"1\._fsdp_wrapped_module is sharded over ranks \[{dist.get_rank()}\].*over \[0, 1\]"
+    with pytest.raises(sw.PlanError, match=told):
+        FSDP(model)
 
 
 @pytest.mark.parametrize("cast_forward_inputs", [False, True])
