@@ -43,7 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from shardwise.forecast.memory import step_memory
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.gradients import Gradients
+from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.scheduler import Scheduler
@@ -207,7 +207,7 @@ def reference_losses(setting: Setting) -> list[float]:
 def sampled(held_bytes: Callable[[], int]) -> Iterator[list[int]]:
     """What ``held_bytes`` says before and after every event, and when gradients are there."""
     samples: list[int] = []
-    do, hand_over = Scheduler._do, Gradients._hand_over
+    do, hand_over = Scheduler._do, GradientShard._hand_over
 
     def sample(scheduler: Scheduler, kind: EventKind, unit: Unit) -> tuple[Work, ...]:
         samples.append(held_bytes())
@@ -215,13 +215,13 @@ def sampled(held_bytes: Callable[[], int]) -> Iterator[list[int]]:
         samples.append(held_bytes())
         return marks
 
-    def sample_handing(gradients: Gradients, reduced: Tensor) -> None:
+    def sample_handing(gradients: GradientShard, reduced: Tensor) -> None:
         hand_over(gradients, reduced)
         samples.append(held_bytes())
 
     with (
         mock.patch.object(Scheduler, "_do", sample),
-        mock.patch.object(Gradients, "_hand_over", sample_handing),
+        mock.patch.object(GradientShard, "_hand_over", sample_handing),
     ):
         yield samples
 
@@ -258,11 +258,11 @@ def engine_bytes(runtime: Runtime, waiting: Waiting) -> int:
     tensors: list[Tensor | None] = []
     for unit in runtime.units:
         for flat in unit.flats:
-            tensors += [flat.shard, flat._near]
+            tensors += [flat.shard, flat._device_copy]
             tensors += [parameter.dense.grad for parameter in flat.parameters]
             tensors += [_local(parameter.sharded.grad) for parameter in flat.parameters]
         for gradients in unit.gradients:
-            tensors += [gradients._shard]
+            tensors += [gradients.shard.current]
             has_own = gradients.owns_buffer or gradients._is_in_place
             tensors += [gradients._buffer.flat] if has_own else []
     storages = [t.untyped_storage() for t in tensors if t is not None]
@@ -277,8 +277,9 @@ def _local(gradient: Tensor | None) -> Tensor | None:
 
 def pools_of(runtime: Runtime) -> list[Pool]:
     """All from which a step takes memory, of the device and of the host."""
-    staging = [ferry.staging for ferry in runtime._ferries.values()]
-    return [*runtime.pools, *staging]
+    flats = [flat for unit in runtime.units for flat in unit.flats]
+    staging = {id(flat.offloader): flat.offloader.staging for flat in flats if flat.offloader}
+    return [*runtime.pools, *staging.values()]
 
 
 # -- the run -------------------------------------------------------------------------------------

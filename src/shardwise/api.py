@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from shardwise.errors import PlanError
 from shardwise.features import fused_wgrad
 from shardwise.features.deferred import defer, is_deferred
 from shardwise.features.initialize import Initialization, Materializer
+from shardwise.features.offload import HostOffloader
 from shardwise.plan.granularity import Granularities
 from shardwise.plan.layout import ParameterSpec
 from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy, as_offload_policy
@@ -223,7 +224,8 @@ def _build(
     """Shard the parameters of ``root`` and attach what works beside the engine."""
     device = device_for(root, axis)
     materializer = None if init is None else Materializer(root, plan, init, Pool(device))
-    runtime = Runtime(root, plan, axis, device, unused, materializer)
+    offloaders = cache(partial(HostOffloader, device))
+    runtime = Runtime(root, plan, axis, device, unused, offloaders, materializer)
     runtime.rebuild = partial(_build, plan=plan, axis=axis, unused=unused)
     fused_wgrad.offer_slots(runtime)
     return runtime

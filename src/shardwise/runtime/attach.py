@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
+from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.mesh import DataParallelMesh
-from shardwise.runtime.offload import Ferry
 from shardwise.runtime.parameters import FSDPParameter, ParameterOwner, split_shard
 from shardwise.runtime.reductions import across
 from shardwise.runtime.tensor import ShardedTensor, Sharding
@@ -155,11 +155,11 @@ def make_unit(
     plan: UnitPlan,
     axis: DataParallelMesh,
     pools: Pools,
-    ferry: Ferry | None = None,
+    offloader: ShardOffloader | None = None,
     fill: Callable[[UnitPlan], None] = lambda _plan: None,
 ) -> Unit:
     """Shard the parameters of ``plan`` in ``root``, to which ``fill`` has given values."""
-    flats = [FlatParameters(layout, axis, pools, plan, ferry) for layout in plan.layouts]
+    flats = [FlatParameters(layout, axis, pools, plan, offloader) for layout in plan.layouts]
     fill(plan)  # now that the memory in which the flat buffers were laid out is free again
     for flat, layout in zip(flats, plan.layouts, strict=True):
         locals_ = split_shard(flat.shard, layout, axis.rank)

@@ -26,9 +26,9 @@ from shardwise.runtime.attach import (
     move_buffers,
 )
 from shardwise.runtime.casting import cast_tensors
+from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.mesh import DataParallelMesh
-from shardwise.runtime.offload import Ferry
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.structure import Structure
 from shardwise.runtime.unit import FlatParameters, Unit, foresee_memory
@@ -76,6 +76,7 @@ class Runtime:
         axis: DataParallelMesh,
         device: torch.device,
         unused: Unused,
+        offloaders: Callable[[CPUOffloadPolicy], ShardOffloader],
         materializer: "Materializer | None" = None,
     ) -> None:
         self.gave_values = materializer is not None  # to the parameters, which had none
@@ -84,7 +85,7 @@ class Runtime:
         self.plan = plan
         self.axis = axis
         self.pools = Pools(device)
-        self._ferries: dict[CPUOffloadPolicy, Ferry] = {}
+        self._offloaders = offloaders
         if materializer is None:
             check_same_values(root, plan, axis)
             self.units = [self._make_unit(root, unit) for unit in plan.units]
@@ -151,13 +152,8 @@ class Runtime:
     def _make_unit(
         self, root: nn.Module, plan: UnitPlan, fill: Callable[[UnitPlan], None] = lambda _: None
     ) -> Unit:
-        ferry = None if plan.offload is None else self._ferry(plan.offload)
-        return make_unit(root, plan, self.axis, self.pools, ferry, fill)
-
-    def _ferry(self, policy: CPUOffloadPolicy) -> Ferry:
-        if policy not in self._ferries:
-            self._ferries[policy] = Ferry(self.pools.device, policy)
-        return self._ferries[policy]
+        offloader = None if plan.offload is None else self._offloaders(plan.offload)
+        return make_unit(root, plan, self.axis, self.pools, offloader, fill)
 
     def _listen(self, index: int, unit: Unit) -> None:
         scheduler = weakref.ref(self.scheduler)

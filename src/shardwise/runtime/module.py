@@ -223,7 +223,7 @@ class FSDPModule(nn.Module):
         scheduler = _scheduler_of(self)
         for index in _indices_in(self, recurse=False):
             for gradients in scheduler.units[index].gradients:
-                gradients.reduced_hook = hook
+                gradients.shard.reduced_hook = hook
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.errors import StepError
 from shardwise.plan.plan import Plan
 from shardwise.runtime.attach import check_same_sums
-from shardwise.runtime.gradients import Gradients
+from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.stepping import Stepper
@@ -212,7 +212,7 @@ class Scheduler:
         self._stepper = stepper
         self._sequencer.steps_in_backward = stepper is not None
         for gradients in self._gradients():
-            gradients.step_in_backward(stepper is not None)
+            gradients.shard.step_in_backward(stepper is not None)
 
     def _finish_steps(self, stepper: Stepper) -> None:
         sequencer = self._sequencer
@@ -439,7 +439,7 @@ class Scheduler:
         landing, self._landing = self._landing, None
         if landing is not None:
             for gradients in landing.gradients:
-                gradients.land()
+                gradients.finish_offload()
 
     def _fail(self, error: BaseException) -> None:
         """Tell the other ranks, and leave shards only."""
@@ -487,7 +487,7 @@ class Scheduler:
         if agreement is None:
             for gradients in self._gradients():
                 if self._hands_over:
-                    gradients.fill_with_zeros()
+                    gradients.shard.fill_with_zeros()
                 gradients.forget()
             return
         used = agreement.settle(self._links)
@@ -498,7 +498,7 @@ class Scheduler:
         for gradients in self._gradients():
             gradients.settle([next(rest) for _ in gradients.used])
 
-    def _gradients(self) -> Iterator[Gradients]:
+    def _gradients(self) -> Iterator[GradientBuffer]:
         for unit in self.units:
             yield from unit.gradients
 

@@ -91,7 +91,7 @@ class Stepper:
 
     def _step_zeros(self, unit: Unit) -> None:
         for gradients in unit.gradients:
-            gradients.fill_with_zeros()
+            gradients.shard.fill_with_zeros()
             gradients.forget()
         self._update(unit)
 
@@ -116,7 +116,7 @@ class Stepper:
                     self._step(with_gradients)
         finally:
             for gradients in unit.gradients:
-                gradients.drop()
+                gradients.shard.drop()
 
     @contextlib.contextmanager
     def _without_others(self) -> Iterator[None]:

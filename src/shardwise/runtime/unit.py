@@ -22,10 +22,10 @@ from torch import Tensor
 from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.units import UnitPlan
-from shardwise.runtime.gradients import Gradients
+from shardwise.runtime.gradient_shards import ShardOffloader
+from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.memory import Arena, FlatBuffer, Pool, Pools
 from shardwise.runtime.mesh import DataParallelMesh
-from shardwise.runtime.offload import Ferry
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.tensor import ShardedTensor
 from shardwise.schedule.events import Event, EventKind
@@ -64,13 +64,13 @@ class FlatParameters:
         axis: DataParallelMesh,
         pools: Pools,
         plan: UnitPlan,
-        ferry: Ferry | None = None,
+        offloader: ShardOffloader | None = None,
     ) -> None:
         self.layout = layout
         self._plan = plan
         is_small = layout.gathered_bytes <= SMALL_BYTES * layout.world_size
         pool = self._pool = pools.own if plan.subgroup or is_small else pools.gathered
-        self._ferry = ferry  # if the shard is on the host
+        self.offloader = offloader  # if the shard is on the host
         self._part: Tensor | None = None  # [world_size * S / subgroup]
         self._part_owner = f"part for {layout.extents[0].parameter.name}"
         self.axis = axis
@@ -78,18 +78,18 @@ class FlatParameters:
         compute_dtype = layout.cast.compute_dtype
         self.buffer = FlatBuffer(layout, pool, dtype=compute_dtype, owns_memory=self.is_whole)
         self._held: FlatBuffer | None = None  # in the dtype of the shard, between steps
-        self._near: Tensor | None = None  # [S], of a shard on the host, on the device
-        self.near_is_stale = True
+        self._device_copy: Tensor | None = None  # [S], of a shard on the host
+        self.device_copy_is_stale = True
         self.shard = self._allocate_shard()
         self.parameters: list[FSDPParameter] = []  # in the order of the layout's extents
         trainable = layout.extents[0].parameter.trainable
         self.gradients = (
-            Gradients(
+            GradientBuffer(
                 layout,
                 self.parameters,
                 axis,
                 pools.outer_gradients if plan.has_child_units else pools.gradients,
-                ferry,
+                offloader,
                 owns_buffer=plan.holds_gradients,
                 has_child_units=plan.has_child_units,
             )
@@ -117,7 +117,7 @@ class FlatParameters:
             return collectives.all_gather(flat, subgroup, label, partial(copy_, own, part))
         self.reclaim_locals()
         own_slot = self.buffer.slot_of(self.axis.rank)
-        fill, shared = self._bring(own_slot), self.buffer.shared_range()
+        fill, shared = self._copy_shard(own_slot), self.buffer.shared_range()
         return collectives.all_gather(flat, self.axis.shards, label, fill, shared)
 
     def launch_keep(self, collectives: Collectives, label: str) -> Work | None:
@@ -135,7 +135,7 @@ class FlatParameters:
         self.reclaim_locals()
         column = self.axis.column
         own = part.view(column.size, -1)[column.index]
-        return collectives.all_gather(part, column, label, self._bring(own))
+        return collectives.all_gather(part, column, label, self._copy_shard(own))
 
     def drop_part(self) -> None:
         if self._part is not None:
@@ -171,24 +171,24 @@ class FlatParameters:
         if self.is_whole:
             return self.buffer.flat
         size, device = self.layout.shard_elements, self._pool.device
-        if self._ferry is None or self._plan.offload is None:
+        if self.offloader is None or self._plan.offload is None:
             return torch.zeros(size, dtype=getattr(torch, self.layout.dtype), device=device)
         if not self._plan.offload.parameters:
-            self._near = torch.zeros(size, dtype=self.buffer.flat.dtype, device=device)
-        return self._ferry.host_shard(self.layout)
+            self._device_copy = torch.zeros(size, dtype=self.buffer.flat.dtype, device=device)
+        return self.offloader.allocate_shard(self.layout)
 
-    def _bring(self, to: Tensor) -> Callable[[], None]:
-        """What writes ``to`` [S], this rank's slot, before it is sent."""
-        if self._ferry is None:
+    def _copy_shard(self, to: Tensor) -> Callable[[], None]:
+        """What a collective has to call before it sends ``to`` [S], this rank's part."""
+        if self.offloader is None:
             return partial(copy_, to, self.shard)
-        if self._near is None:
-            return self._ferry.bring(to, self.shard)
-        from_near = partial(copy_, to, self._near)
-        if not self.near_is_stale:
-            return from_near
-        self.near_is_stale = False
-        bring_near = self._ferry.bring(self._near, self.shard)
-        return lambda: (bring_near(), from_near())[1]
+        if self._device_copy is None:
+            return self.offloader.to_device(to, self.shard)
+        copy_on_device = partial(copy_, to, self._device_copy)
+        if not self.device_copy_is_stale:
+            return copy_on_device
+        self.device_copy_is_stale = False
+        refresh = self.offloader.to_device(self._device_copy, self.shard)
+        return lambda: (refresh(), copy_on_device())[1]
 
     def reclaim_locals(self) -> None:
         """Notice parameters whose memory was replaced, as `Module.to` and `assign=True` do."""
@@ -229,7 +229,7 @@ class Unit:
             yield from flat.parameters
 
     @property
-    def gradients(self) -> Iterator[Gradients]:
+    def gradients(self) -> Iterator[GradientBuffer]:
         return (flat.gradients for flat in self.flats if flat.gradients is not None)
 
     # -- parameters ------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ class Unit:
     def claim_slot(
         self, flat: FlatParameters, position: int, *, in_slot: bool
     ) -> tuple[Tensor, bool] | None:
-        """Where to compute the gradient of a parameter; see `Gradients.claim`."""
+        """Where to compute the gradient of a parameter; see `GradientBuffer.claim`."""
         if flat.gradients is None or not self.expects_gradients:
             return None
         return flat.gradients.claim(position, waits=self._waits(flat.gradients), in_slot=in_slot)
@@ -381,7 +381,7 @@ class Unit:
     def expect_changes(self) -> None:
         """The shards may have been changed since they were last brought to the device."""
         for flat in self.flats:
-            flat.near_is_stale = True
+            flat.device_copy_is_stale = True
 
     def collect(self, links: Communicator) -> None:
         for pending in self._reducing:
@@ -422,7 +422,7 @@ class Unit:
             flat.end_hold(write_back=False)
         self.state = UnitState.SHARDED
 
-    def _waits(self, gradients: Gradients) -> bool:
+    def _waits(self, gradients: GradientBuffer) -> bool:
         """Whether its gradients do, for their buffer would be open while units inside compute."""
         return self.plan.has_child_units and not gradients.owns_buffer
 

@@ -175,7 +175,7 @@ def test_memory_that_was_given_back_is_used_by_nobody() -> None:
 @on_ranks(2, 4, deadline=60.0)
 def test_memory_in_common_is_used_by_nobody_when_it_is_filled() -> None:
     """Here it is spoilt first, for long enough that another rank would compute with that."""
-    bring = FlatParameters._bring
+    bring = FlatParameters._copy_shard
     spoilt = 0
 
     def bring_late(flat: FlatParameters, to: Tensor) -> Callable[[], None]:
@@ -190,7 +190,7 @@ def test_memory_in_common_is_used_by_nobody_when_it_is_filled() -> None:
 
         return spoil
 
-    with mock.patch.object(FlatParameters, "_bring", bring_late):
+    with mock.patch.object(FlatParameters, "_copy_shard", bring_late):
         _train_in_many_ways()
     assert (spoilt > 0) == (dist.get_rank() > 0), "all compute in the memory of the first"
 

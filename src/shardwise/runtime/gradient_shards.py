@@ -1,0 +1,239 @@
+"""Reduced gradients: from the end of a reduction to the parameters' ``.grad``."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import PlanError
+from shardwise.plan.layout import Layout
+from shardwise.runtime.memory import Pool, is_shared
+from shardwise.runtime.parameters import FSDPParameter, split_shard
+from shardwise.runtime.tensor import (
+    ShardedTensor,
+    apply_gradient_hooks,
+    run_accumulated_hooks,
+)
+from shardwise.transport.api import Work
+from shardwise.transport.device import copy_scaled_
+
+__all__ = ["GradientShard", "ShardOffloader"]
+
+
+class ShardOffloader(Protocol):
+    """Keeps shards in host memory, and copies them to the device and back."""
+
+    @property
+    def staging(self) -> Pool:
+        """Host memory for a while."""
+
+    def allocate_shard(self, layout: Layout) -> Tensor:
+        """Zeros [S] on the host."""
+
+    def to_device(self, to: Tensor, of: Tensor) -> Callable[[], None]:
+        """Begin to copy; what to call before ``to`` is sent by a collective."""
+
+    def to_host(self, to: Tensor, of: Tensor) -> Work:
+        """Begin to copy; `Work.synchronize` before ``to`` is read."""
+
+
+class GradientShard:
+    """This rank's shard [S] of the reduced gradients of one layout.
+
+    Its memory is new in each backward and freed with the gradients. In data-parallel training on
+    the CPU it is kept for the next backward (``keeps_memory``), as malloc would take other memory
+    for it each time, and the process would grow; so is page-locked memory of the host.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Sequence[FSDPParameter],
+        rank: int,
+        pool: Pool,
+        offloader: ShardOffloader | None,
+        *,
+        keeps_memory: bool,
+    ) -> None:
+        self.parameters = parameters
+        self.offloader = offloader
+        self.dtype: torch.dtype = getattr(torch, layout.dtype)
+        self.scale = 1.0  # of the sums, to make averages of them
+        self.reduced_hook: Callable[[Tensor], None] | None = None  # called with [S], may change it
+        self._layout = layout
+        self._rank = rank
+        self._pool = pool
+        self._keeps_memory = keeps_memory or offloader is not None
+        self._is_stepped = False  # in backward: then gradients are dropped there, by `drop`
+        self._is_handed_over = False
+        self._fresh: list[int] = []  # positions whose .grad was None before this backward
+        # [S], until it is handed over; if it is kept, until somebody holds the last .grad
+        self._memory: Tensor | None = None
+        self._offload: _PendingOffload | None = None
+
+    @property
+    def scale_on_device(self) -> float:
+        """How much of ``scale`` the reduction applies; after a cast on the host it rounds less."""
+        is_cast_later = self.offloader is not None and self._layout.casts_sums
+        return 1.0 if is_cast_later else self.scale
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no gradients to add to."""
+        return all(parameter.sharded.grad is None for parameter in self.parameters)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether its memory may be that of the reduce buffer."""
+        return not self._is_stepped and self.is_empty
+
+    @property
+    def current(self) -> Tensor | None:
+        """Its memory [S], if it has any."""
+        return self._memory
+
+    def memory(self) -> Tensor:
+        """[S], for the gradients of this backward."""
+        size = self._layout.shard_elements
+        if self._is_stepped:
+            if self._memory is None:
+                self._memory = self._step_pool.allocate_tensor(size, self.dtype)
+        elif self._memory is None or is_shared(self._memory, own_references=1):
+            if self.offloader is None:
+                with torch.inference_mode(mode=False):
+                    self._memory = torch.empty(size, dtype=self.dtype, device=self._pool.device)
+            else:
+                self._memory = self.offloader.allocate_shard(self._layout)  # takes long
+        return self._memory
+
+    def release_memory(self) -> None:
+        """The reduce buffer was in it, and its sums are not the gradients."""
+        if not self._keeps_memory:
+            self._memory = None
+
+    def deliver(self, reduced: Tensor) -> bool:
+        """Hand over ``reduced`` [S], or begin to copy it to the host; whether it is copied."""
+        if self.offloader is None:
+            self._hand_over(reduced)
+            return False
+        size = self._layout.shard_elements
+        staging = self.offloader.staging
+        to = self.memory() if self.is_empty else staging.allocate_tensor(size, self.dtype)
+        self._offload = _PendingOffload(reduced, to, self.offloader.to_host(to, reduced))
+        return True
+
+    def finish_offload(self) -> None:
+        """Hand over what has arrived at the host."""
+        assert self._offload is not None
+        self._offload.work.synchronize()
+        arrived = self._offload.arrived
+        copy_scaled_(arrived, arrived, self.scale / self.scale_on_device)
+        self._hand_over(arrived)
+        self._end_offload()
+
+    def settle(self, used_anywhere: Sequence[bool]) -> bool:
+        """Take back the gradients of parameters that no rank used; whether any were handed over."""
+        if not self._is_handed_over:
+            return False
+        for position in self._fresh:
+            if not used_anywhere[position]:
+                self.parameters[position].sharded.grad = None
+        for parameter, used in zip(self.parameters, used_anywhere, strict=True):
+            if used and parameter.sharded.requires_grad:
+                run_accumulated_hooks(parameter.sharded)
+        return True
+
+    def fill_with_zeros(self) -> None:
+        """Where there is no gradient, as in a unit that did not run."""
+        for parameter in self.parameters:
+            if parameter.sharded.requires_grad and parameter.sharded.grad is None:
+                parameter.sharded.grad = torch.zeros_like(parameter.sharded)
+
+    def forget(self) -> bool:
+        """The backward is over; whether its gradients were handed over."""
+        was_handed_over, self._is_handed_over = self._is_handed_over, False
+        self._fresh = []
+        return was_handed_over
+
+    def step_in_backward(self, is_stepped: bool) -> None:
+        """Whether gradients, of which there are none now, live until `drop`, in a pool's memory."""
+        self._is_stepped = is_stepped
+        self._memory = None
+
+    def drop(self) -> None:
+        """The optimizer has had the gradients: free them."""
+        for parameter in self.parameters:
+            parameter.sharded.grad = None
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            # A hook, or the optimizer, may have kept a gradient.
+            pool = self._step_pool
+            part_with = pool.disown if is_shared(memory, 1) else pool.free
+            part_with(memory.untyped_storage())
+
+    def discard(self) -> None:
+        """Drop what is under way, after an error."""
+        if self._offload is not None:
+            self._offload.work.synchronize()
+            self._end_offload()
+        self.forget()
+        if self._is_stepped:
+            self.drop()
+        elif self.offloader is None:
+            self._memory = None
+
+    @property
+    def _step_pool(self) -> Pool:
+        """Where gradients that are dropped in backward live, on the device of their parameters."""
+        return self._pool if self.offloader is None else self.offloader.staging
+
+    def _hand_over(self, reduced: Tensor) -> None:
+        if self.reduced_hook is not None:
+            self.reduced_hook(reduced)
+        is_own = reduced is self._memory
+        runs = split_shard(reduced, self._layout, self._rank)
+        with torch.no_grad():
+            for position, (parameter, run) in enumerate(zip(self.parameters, runs, strict=True)):
+                if not parameter.sharded.requires_grad:
+                    continue
+                own = run if is_own or parameter.sharded.grad is not None else run.clone()
+                gradient = ShardedTensor(own.to(self.dtype), parameter.sharding)
+                if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
+                    self._fresh.append(position)
+        if not self._is_stepped and not self._keeps_memory:
+            self._memory = None  # it is freed with the gradients
+        self._is_handed_over = True
+
+    def _end_offload(self) -> None:
+        offload, self._offload = self._offload, None
+        assert offload is not None
+        assert self.offloader is not None
+        self._pool.free(offload.reduced.untyped_storage())
+        if offload.arrived is not self._memory:
+            self.offloader.staging.free(offload.arrived.untyped_storage())
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingOffload:
+    """Reduced gradients on their way to the host."""
+
+    reduced: Tensor  # [S], on the device, of the pool
+    arrived: Tensor  # [S], on the host
+    work: Work
+
+
+def _accumulate(parameter: FSDPParameter, gradient: Tensor) -> bool:
+    """Add ``gradient`` to the parameter's; whether it is the first."""
+    sharded = parameter.sharded
+    if sharded.grad is None:
+        sharded.grad = gradient
+        return True
+    if not isinstance(sharded.grad, ShardedTensor):
+        raise PlanError(
+            f"{parameter.name}.grad is a {type(sharded.grad).__name__} of the user's, not a "
+            "ShardedTensor; set it to None before backward"
+        )
+    sharded.grad.add_(gradient)
+    return False
