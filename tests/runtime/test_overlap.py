@@ -1,91 +1,132 @@
-"""C4: gathers run while units compute. Both are slow by design, so that chance has no say."""
+"""C4: gathers run while units compute. Shown by the order of events, not by times."""
 
-import time
+import itertools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 import shardwise as sw
+from shardwise.runtime.ledger import Ledger
+from shardwise.schedule.events import EventKind
 from shardwise.transport.host.point_to_point import PointToPoint
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 
-WIRE_SECONDS = 0.03
-COMPUTE_SECONDS = 0.06
+SECONDS = 20.0
 NUM_UNITS = 6
+COMPUTING = threading.Event()  # exchanges between ranks go on only while it is set
 
 
+@on_ranks(2)
 def test_gathers_that_are_launched_ahead_overlap_compute() -> None:
-    # A machine that stalls hides overlap and cannot feign it: the best of three counts.
-    shares: list[float] = []
-    while len(shares) < 3 and max(shares, default=0.0) <= 0.8:
-        shares.append(min(run_on(2, _share_of_second_step, 1)))
-    assert max(shares) > 0.8, shares
+    """Exchanges stop between units, and a unit's compute ends only when all gathers have."""
+    model = _train(prefetch=1)
+    events = sw.ledger(model).events()
+    forwards = [event.unit for event in events if event.kind is EventKind.FORWARD]
+    backwards = [event.unit for event in events if event.kind is EventKind.BACKWARD]
+    for kind, order in ((EventKind.FORWARD, forwards), (EventKind.BACKWARD, backwards)):
+        computes = {event.unit: i for i, event in enumerate(events) if event.kind is kind}
+        inner = [unit for unit in order if unit.isdigit()]
+        for unit, following in itertools.pairwise(inner):
+            between = events[computes[unit] : computes[following]]
+            assert EventKind.WAIT in {e.kind for e in between if e.unit == following}
+            assert EventKind.GATHER not in {e.kind for e in between if e.unit == following}
 
 
+@on_ranks(2)
 def test_gathers_that_are_launched_when_needed_are_waited_for() -> None:
-    assert max(run_on(2, _share_of_second_step, 0)) < 0.2
+    model = nn.Sequential(*(Gated() for _ in range(NUM_UNITS)))
+    sw.fully_shard(model, units=Gated, prefetch=0)
+    for _ in range(2):
+        model(torch.randn(2, 32)).sum().backward()
+    events = sw.ledger(model).events()
+    under_way: set[str] = set()
+    for event in events:
+        if event.kind is EventKind.GATHER:
+            under_way.add(event.unit)
+        elif event.kind is EventKind.WAIT:
+            under_way.discard(event.unit)
+        elif event.kind in (EventKind.FORWARD, EventKind.BACKWARD):
+            assert not under_way, str(event)
+    assert sum(event.kind is EventKind.GATHER for event in events) >= NUM_UNITS
 
 
-class Pause(torch.autograd.Function):
-    """Takes its time, in forward and backward; sleeping leaves the processor to the wire."""
+class Compute(torch.autograd.Function):
+    """The identity, which takes until the gathers that are under way have ended."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds  # type: ignore[attr-defined]
-        time.sleep(seconds)
+    def forward(ctx: Any, x: Tensor, ledger: Ledger, is_first: bool, is_last: bool) -> Tensor:
+        ctx.ledger, ctx.is_first = ledger, is_first
+        _wait_for_gathers(ledger)
+        if not is_last:
+            COMPUTING.clear()
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        _wait_for_gathers(ctx.ledger)
+        if not ctx.is_first:
+            COMPUTING.clear()
+        return gradients[0], None, None, None
 
 
-class Slow(nn.Module):
+class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.seconds = 0.0
+        self.linear = nn.Linear(32, 32)
+        self.ledger: Ledger | None = None
+        self.is_first = self.is_last = False
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Pause.apply(self.linear(x), self.seconds)  # type: ignore[no-untyped-call]
-        return y
+        y: Tensor = self.linear(x)
+        if self.ledger is None:
+            return y
+        return Compute.apply(  # type: ignore[no-untyped-call, no-any-return]
+            y, self.ledger, self.is_first, self.is_last
+        )
+
+
+def _train(prefetch: int) -> nn.Module:
+    """A free step, which finds out the order of the units, and one with stopped exchanges."""
+    model = nn.Sequential(*(Gated() for _ in range(NUM_UNITS)))
+    sw.fully_shard(model, units=Gated, prefetch=prefetch)
+    x = torch.randn(2, 32)
+    model(x).sum().backward()
+    for position, unit in enumerate(model):
+        assert isinstance(unit, Gated)
+        unit.ledger = sw.ledger(model)
+        unit.is_first, unit.is_last = position == 0, position == NUM_UNITS - 1
+    COMPUTING.set()
+    with _stopped_between_units():
+        model(x).sum().backward()
+    return model
+
+
+def _wait_for_gathers(ledger: Ledger) -> None:
+    COMPUTING.set()
+    for record in ledger.records(ledger.step):
+        if record.event.kind is EventKind.GATHER:
+            assert all(work.wait(SECONDS) for work in record.marks), str(record.event)
 
 
 @contextmanager
-def slow_wire() -> Iterator[None]:
+def _stopped_between_units() -> Iterator[None]:
     exchange, swap = PointToPoint.exchange, PointToPoint.swap_messages
 
-    def slow(wire: PointToPoint, *arguments: Any, **options: Any) -> None:
-        time.sleep(WIRE_SECONDS)
-        exchange(wire, *arguments, **options)
+    def exchange_in_compute(peers: PointToPoint, *arguments: Any, **options: Any) -> None:
+        assert COMPUTING.wait(SECONDS), "compute waits for an exchange"
+        exchange(peers, *arguments, **options)
 
-    def swap_slowly(wire: PointToPoint, *arguments: Any) -> dict[int, bytes]:
-        time.sleep(WIRE_SECONDS / 2)  # before and after a gather in shared memory
-        return swap(wire, *arguments)
+    def swap_in_compute(peers: PointToPoint, *arguments: Any) -> dict[int, bytes]:
+        assert COMPUTING.wait(SECONDS), "compute waits for an exchange"
+        return swap(peers, *arguments)  # before and after a gather in shared memory
 
     with (
-        mock.patch.object(PointToPoint, "exchange", slow),
-        mock.patch.object(PointToPoint, "swap_messages", swap_slowly),
+        mock.patch.object(PointToPoint, "exchange", exchange_in_compute),
+        mock.patch.object(PointToPoint, "swap_messages", swap_in_compute),
     ):
         yield
-
-
-def _share_of_second_step(prefetch: int) -> float:
-    model = nn.Sequential(*(Slow() for _ in range(NUM_UNITS)))
-    sw.fully_shard(model, units=Slow, prefetch=prefetch)
-    x = torch.randn(2, 8)
-    model(x).sum().backward()  # finds out the order of units
-    for unit in model:
-        assert isinstance(unit, Slow)
-        unit.seconds = COMPUTE_SECONDS
-    dist.barrier()  # the first gather should not wait for a rank that is still at the above
-    with slow_wire():
-        model(x).sum().backward()
-    return sw.ledger(model).overlapped_share()
