@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -135,7 +136,7 @@ class _Counting(PointToPoint):
     def __init__(self) -> None:
         self.through_gloo: list[int] = []
         group = dist.distributed_c10d._get_default_group()
-        super().__init__(group, rank(), dist.get_world_size())
+        super().__init__(group, rank(), dist.get_world_size(), timedelta(seconds=60))
         self.through_gloo.clear()
 
     def _start(self, tensors: _Pairs, tag: int, lost: _Errors) -> dict[int, list[Any]]:

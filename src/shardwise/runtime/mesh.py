@@ -1,6 +1,7 @@
 """Which ranks share a model, and how: from a device mesh, or nothing at all, to groups of ranks."""
 
 import os
+import weakref
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,9 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.errors import PlanError
 from shardwise.plan.strategy import Strategy
 from shardwise.transport.api import Operation, RankGroup, Stage
-from shardwise.transport.process_group import backend_of
+from shardwise.transport.process_group import backend_of, new_group
 
 __all__ = ["DataParallelMesh", "resolve_mesh"]
+
+_GroupsByRanks = dict[tuple[int, ...], dist.ProcessGroup]
+# Of meshes that have no process group of all their ranks.
+_groups_of_meshes: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupsByRanks]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +180,8 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     assert world is not None
     if mesh.size() == dist.get_world_size():
         return world
-    ranks = sorted(mesh.mesh.flatten().tolist())
-    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-    return group
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    groups = _groups_of_meshes.setdefault(world, {})
+    if ranks not in groups:
+        groups[ranks] = new_group(RankGroup(ranks, dist.get_rank(), world), None, "shardwise/mesh")
+    return groups[ranks]

@@ -1,6 +1,7 @@
 """The collectives of a group of ranks, and what keeps these from waiting for each other forever."""
 
 import contextlib
+import itertools
 import weakref
 from dataclasses import replace
 from datetime import timedelta
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from shardwise.errors import PeerLost
+from shardwise.errors import PeerLost, PlanError
 from shardwise.transport.api import CollectiveId, Collectives, RankGroup, Work
 from shardwise.transport.device import ThreadStream
 from shardwise.transport.health.heartbeat import POLL_SECONDS, Heartbeat, Patience
@@ -29,6 +30,9 @@ __all__ = ["POLL_SECONDS", "Communicator", "communicator", "make_collectives"]
 # One for each process group and device, however many models use it. Keyed by the group object, so
 # ranks that live as threads of one process have their own.
 _communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Communicator]]" = (
+    weakref.WeakKeyDictionary()
+)
+_queues: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = (
     weakref.WeakKeyDictionary()
 )
 
@@ -51,9 +55,23 @@ def make_collectives(world: RankGroup, device: torch.device, name: str) -> Colle
     backend = backend_of(world.parent, device.type)
     if device.type == "cpu" and backend is None:
         backend = "gloo"  # the group is of GPUs alone
-    if world.size > 1 and backend == "gloo":
-        return HostCollectives(world, name)
-    return ProcessGroupCollectives(world, device, backend)
+    name = f"shardwise/{device.type}/{name}/{_count(world.parent)}"
+    if world.size == 1 or backend != "gloo":
+        return ProcessGroupCollectives(world, device, backend, name)
+    if device.type != "cpu":
+        raise PlanError(
+            f"the model is on {device}, for which the process group has no backend but Gloo, and "
+            'that moves host memory; pass backend="cpu:gloo,cuda:nccl" to init_process_group, or '
+            "move the model to the CPU"
+        )
+    return HostCollectives(world, name)
+
+
+def _count(group: dist.ProcessGroup | None) -> int:
+    """How many queues its ranks have made, together, before this one."""
+    if group is None:
+        return 0
+    return next(_queues.setdefault(group, itertools.count()))
 
 
 class Communicator:

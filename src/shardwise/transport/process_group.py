@@ -1,12 +1,15 @@
 """Collectives of a torch process group: the only file that calls torch.distributed's."""
 
+import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from shardwise.transport.api import Capabilities, Operation, RankGroup, Reduction, Work
 from shardwise.transport.device import copy_scaled_, make_stream
@@ -17,7 +20,9 @@ __all__ = [
     "backend_of",
     "broadcast_object",
     "broadcast_tensors",
+    "new_gloo_group",
     "new_group",
+    "timeout_of",
 ]
 
 # Their names since torch 2.13, which warns about the old ones.
@@ -30,11 +35,14 @@ class ProcessGroupCollectives:
 
     sent = (0, 0)
 
-    def __init__(self, world: RankGroup, device: torch.device, backend: str | None) -> None:
+    def __init__(
+        self, world: RankGroup, device: torch.device, backend: str | None, name: str
+    ) -> None:
         self._ranks, self._own_rank = world.ranks, world.own_rank
         # Weakly: this object is kept for as long as the group is.
         self._parent = None if world.parent is None else weakref.ref(world.parent)
         self._backend = backend
+        self._name = name
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by their ranks in order
         self.stream = make_stream(device)
         self.capabilities = Capabilities(stream_ordered=device.type == "cuda")
@@ -70,7 +78,8 @@ class ProcessGroupCollectives:
         flat, inner, out = reduction.flat, reduction.inner, reduction.out
         with self.stream.enqueue() as work:
             if first.group.size > 1:
-                _reduce_scatter(inner, flat, group=groups[first.group.ranks])
+                source = flat if _is_sorted(first.group) else _sort_slots(flat, first.group)
+                _reduce_scatter(inner, source, group=groups[first.group.ranks])
             elif inner.data_ptr() != flat.data_ptr():
                 inner.copy_(flat)
             if reduction.carried is not None:
@@ -79,7 +88,8 @@ class ProcessGroupCollectives:
             for stage in rest:
                 if stage.operation is Operation.REDUCE_SCATTER:
                     total = reduction.scattered(stage.group)
-                    _reduce_scatter(total, inner, group=groups[stage.group.ranks])
+                    source = inner if _is_sorted(stage.group) else _sort_slots(inner, stage.group)
+                    _reduce_scatter(total, source, group=groups[stage.group.ranks])
                 else:
                     dist.all_reduce(inner, group=groups[stage.group.ranks])
             if out is not None:
@@ -94,7 +104,7 @@ class ProcessGroupCollectives:
             return None
         key = tuple(sorted(group.ranks))
         if key not in self._groups:
-            self._groups[key] = new_group(group, self._backend)
+            self._groups[key] = new_group(group, self._backend, self._name)
         return self._groups[key]
 
 
@@ -105,12 +115,18 @@ def _is_sorted(group: RankGroup) -> bool:
 def _gather_unsorted(
     flat: Tensor, own: Tensor, group: RankGroup, process_group: dist.ProcessGroup | None
 ) -> None:
-    """Backends order slots by rank, which in a model cut over two axes is not that of shards."""
+    """Backends order slots by rank; a group orders them by mesh coordinate, or by shard."""
     by_rank = sorted(group.ranks)
     gathered = torch.empty_like(flat)
     _all_gather(gathered, own, group=process_group)
     slots = gathered.view(group.size, -1)
     torch.stack([slots[by_rank.index(rank)] for rank in group.ranks], out=flat.view_as(slots))
+
+
+def _sort_slots(flat: Tensor, group: RankGroup) -> Tensor:
+    """A copy of ``flat`` [ranks * S] with its slots in the order of ranks."""
+    slots = flat.view(group.size, -1)
+    return torch.cat([slots[group.ranks.index(rank)] for rank in sorted(group.ranks)])
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
@@ -121,17 +137,80 @@ def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
     return dict(pair.split(":") for pair in pairs).get(device_type)
 
 
-def new_group(group: RankGroup, backend: str | None) -> dist.ProcessGroup:
-    """A process group of the ranks of ``group``; only they call this."""
-    assert group.parent is not None
-    ranks = dist.get_process_group_ranks(group.parent)
-    local = backend != "fake"  # the fake backend cannot, and has nobody to wait for
-    made: dist.ProcessGroup = dist.new_group(
-        sorted(ranks[rank] for rank in group.ranks),
-        backend=backend,
-        use_local_synchronization=local,
+def timeout_of(group: dist.ProcessGroup, backend: str | None) -> timedelta:
+    """How long operations of ``group`` may take: what the job was started with."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            timeout: timedelta = options._timeout
+            return timeout
+    default: timedelta = c10d._get_default_timeout(dist.Backend(backend or "gloo"))
+    return default
+
+
+def new_group(group: RankGroup, backend: str | None, name: str) -> dist.ProcessGroup:
+    """A process group of the ranks of ``group``; only they call this.
+
+    `torch.distributed.new_group` would do, but it names groups by how many there are, which differs
+    between ranks that have made others, and so would wait forever. Nor does it take the timeout of
+    the job. ``name`` is the same on all ranks, and no other group of these ranks has it.
+    """
+    parent = group.parent
+    assert parent is not None
+    members = dist.get_process_group_ranks(parent)
+    ranks = sorted(members[rank] for rank in group.ranks)
+    digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
+    name = f"{parent.group_name}/{name}/{digest}"
+    timeout = timeout_of(parent, backend)
+    world = c10d._get_default_group()
+    if backend == "nccl" and world.bound_device_id is not None and len(ranks) < world.size():
+        return _new_nccl_group(ranks, name, timeout, world.bound_device_id)
+    made, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        backend or dist.get_backend_config(parent),
+        c10d._get_default_store(),
+        c10d.GroupName(name),
+        timeout=timeout,
+        device_id=world.bound_device_id,
     )
+    assert isinstance(made, dist.ProcessGroup)
+    c10d._world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
     return made
+
+
+def new_gloo_group(group: RankGroup, name: str) -> dist.ProcessGroup:
+    """As `new_group`, of Gloo alone; torch keeps no record of it, so it goes when it is dropped."""
+    assert group.parent is not None
+    store = c10d.PrefixStore(name, group.parent.get_group_store())
+    timeout = timeout_of(group.parent, "gloo")
+    backend = dist.ProcessGroupGloo(store, group.index, group.size, timeout)
+    return _wrap(backend, dist.ProcessGroup.BackendType.GLOO, torch.device("cpu"), store)
+
+
+def _new_nccl_group(
+    ranks: list[int], name: str, timeout: timedelta, device: torch.device
+) -> dist.ProcessGroup:
+    """NCCL between some ranks of a job that is bound to devices.
+
+    Torch would split the communicator of the job, for which it needs all of its ranks.
+    """
+    store = c10d.PrefixStore(name, c10d._get_default_store())
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.global_ranks_in_group = ranks
+    options.group_name = c10d.GroupName(name)
+    own = ranks.index(dist.get_rank())
+    backend = dist.ProcessGroupNCCL(store, own, len(ranks), options)
+    return _wrap(backend, dist.ProcessGroup.BackendType.NCCL, device, store)
+
+
+def _wrap(backend: Any, kind: Any, device: torch.device, store: c10d.Store) -> dist.ProcessGroup:
+    group = dist.ProcessGroup(store, backend.rank(), backend.size())
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)
+    return group
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -30,7 +30,7 @@ from shardwise.transport.health.status import QueueState
 from shardwise.transport.host.point_to_point import PointToPoint
 from shardwise.transport.host.shared_memory import DISAGREES, SharedRange, is_place
 from shardwise.transport.host.sums import Finish, Summation
-from shardwise.transport.process_group import new_group
+from shardwise.transport.process_group import new_gloo_group, timeout_of
 
 __all__ = ["Exchange", "HostCollectives"]
 
@@ -52,7 +52,9 @@ class HostCollectives:
         # Without its parent: this object is kept for as long as that is.
         self.world = RankGroup(world.ranks, world.own_rank)
         self._own = world.own_rank
-        self.point_to_point = PointToPoint(new_group(world, "gloo"), world.own_rank, world.size)
+        assert world.parent is not None
+        timeout, group = timeout_of(world.parent, "gloo"), new_gloo_group(world, name)
+        self.point_to_point = PointToPoint(group, world.own_rank, world.size, timeout)
         # If all ranks are on one host they may read each other's memory.
         reads_memory = self.point_to_point.can_read([rank for _, rank in world.others])
         self.capabilities = Capabilities(point_to_point=True, reads_memory=reads_memory)

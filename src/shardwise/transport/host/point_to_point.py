@@ -5,6 +5,7 @@ Ranks of one host have a way of their own (`peers`), the others send through Glo
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,11 @@ Use = Callable[[slice], None]
 class PointToPoint:
     """The ranks of ``group``; all of them make it together."""
 
-    def __init__(self, group: dist.ProcessGroup, own: int, num_ranks: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, own: int, num_ranks: int, timeout: timedelta
+    ) -> None:
         self._group = group
+        self.timeout = timeout
         self._own = own
         self._num_ranks = num_ranks
         self.num_exchanges = 0

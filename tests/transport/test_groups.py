@@ -1,0 +1,133 @@
+"""Groups of ranks: which process groups are made for them, and that ranks agree on those."""
+
+import threading
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardwise as sw
+from shardwise.plan.strategy import PRESETS
+from shardwise.runtime.mesh import resolve_mesh
+from shardwise.transport import communicator as module
+from shardwise.transport.api import Operation, RankGroup, Reduction, Stage
+from shardwise.transport.communicator import communicator, make_collectives
+from shardwise.transport.host.collectives import HostCollectives
+from shardwise.transport.process_group import ProcessGroupCollectives
+from tests.ranks import on_ranks
+from tests.runtime.one_process import assert_equal_training
+
+CPU = torch.device("cpu")
+
+
+def _by_torch(world: RankGroup, device: torch.device, name: str) -> ProcessGroupCollectives:
+    """As on a backend without point-to-point exchanges."""
+    return ProcessGroupCollectives(world, device, "gloo", name)
+
+
+@on_ranks(2)
+def test_slots_follow_the_order_of_the_mesh_without_point_to_point() -> None:
+    with mock.patch.object(module, "make_collectives", _by_torch):
+        for order in ([0, 1], [1, 0]):
+            mesh = DeviceMesh("cpu", order)
+            assert_equal_training("stack", mesh=mesh)
+            assert not communicator(resolve_mesh(mesh, PRESETS["fsdp"]).world, CPU)._monitored
+
+
+@on_ranks(4)
+def test_reductions_of_a_permuted_mesh_without_point_to_point() -> None:
+    with mock.patch.object(module, "make_collectives", _by_torch):
+        for strategy in ("hsdp", "hfsdp"):
+            mesh = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("replicate", "shard"))
+            assert_equal_training("stack", mesh=mesh, strategy=strategy)
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+@on_ranks(3)
+def test_ranks_with_other_groups_before_agree(by_torch: bool) -> None:
+    """Rank 2 is not in the first group, and does not count it."""
+    dist.new_group([0, 1])
+    make = _by_torch if by_torch else make_collectives
+    with mock.patch.object(module, "make_collectives", make):
+        mesh = DeviceMesh.from_group(dist.new_group([0, 1, 2]), "cpu")
+        model = sw.fully_shard(nn.Linear(4, 4), mesh=mesh)
+        model(torch.ones(1, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_two_process_groups_are_made() -> None:
+    with mock.patch.object(module, "make_collectives", _by_torch):
+        mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
+        before = _num_groups()
+        for _ in range(2):
+            model = sw.fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh, units=nn.Linear)
+            model(torch.ones(1, 4)).sum().backward()
+        assert _num_groups() - before == 2, "for gathers and for reductions"
+
+
+@on_ranks(3)
+def test_a_mesh_of_some_ranks_makes_its_groups_once() -> None:
+    if dist.get_rank() == 2:
+        dist.barrier()
+        return
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("a", "b"), _init_backend=False)
+    threads = []
+    for _ in range(3):
+        model = sw.fully_shard(nn.Linear(4, 4), mesh=mesh, strategy="hsdp")
+        model(torch.ones(1, 4)).sum().backward()
+        threads.append(threading.active_count())
+    assert threads[0] == threads[1] == threads[2]
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_each_device_has_a_communicator_of_its_own() -> None:
+    group = dist.new_group([0, 1], backend="fake")
+    world = RankGroup((0, 1), dist.get_rank(), group)
+    with mock.patch.object(module, "make_collectives", _by_torch):
+        one, other = (communicator(world, torch.device(name)) for name in ("cpu", "meta"))
+        assert one is communicator(world, CPU)
+        assert one is not other
+
+
+@on_ranks(2)
+def test_groups_have_the_timeout_of_their_parent() -> None:
+    parent = dist.new_group([0, 1], timeout=timedelta(seconds=77))
+    world = RankGroup((0, 1), dist.get_rank(), parent)
+    queue = make_collectives(world, CPU, "gather")
+    assert isinstance(queue, HostCollectives)
+    assert queue.point_to_point.timeout == timedelta(seconds=77)
+    own = ProcessGroupCollectives(world, CPU, "gloo", "gather")._process_group(world)
+    assert own is not None
+    assert own._get_backend(CPU).options._timeout == timedelta(seconds=77)
+
+
+@on_ranks(2)
+def test_gloo_is_refused_for_tensors_on_a_gpu() -> None:
+    world = RankGroup((0, 1), dist.get_rank(), dist.group.WORLD)
+    with pytest.raises(sw.PlanError, match=r"cuda:0.*Gloo.*backend=\"cpu:gloo,cuda:nccl\""):
+        make_collectives(world, torch.device("cuda", 0), "gather")
+
+
+@on_ranks(3)
+def test_sums_and_gathers_of_a_permuted_group_without_point_to_point() -> None:
+    rank = dist.get_rank()
+    group = RankGroup((2, 0, 1), rank, dist.group.WORLD)
+    queue = ProcessGroupCollectives(group, CPU, "gloo", "test")
+    flat = torch.arange(6.0) * (rank + 1)
+    out = torch.empty(2)
+    stages = (Stage(Operation.REDUCE_SCATTER, group),)
+    queue.reduce(Reduction(flat, out, None, out, flat[:0], stages), "reduce")
+    assert torch.equal(out, 6 * torch.arange(6.0).view(3, 2)[group.index])
+    gathered: Tensor = torch.zeros(3)
+    gathered[group.index] = rank
+    queue.all_gather(gathered, group, "gather")
+    assert torch.equal(gathered, torch.tensor([2.0, 0.0, 1.0]))
+
+
+def _num_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_names)
