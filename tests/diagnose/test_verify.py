@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise.cli.run_verify import BUILT_IN
 from shardwise.diagnose.batches import cut_batches
-from shardwise.diagnose.peers import Peers
+from shardwise.diagnose.exchange import RankExchange
 from shardwise.diagnose.reference import Reference, Training
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.runtime.mesh import resolve_mesh
@@ -278,7 +278,7 @@ def _steered_by_buffers() -> None:
 
 def _reference_and_whole() -> None:
     """Of a model that treats each row by itself."""
-    peers = Peers(dist.group.WORLD)
+    peers = RankExchange(dist.group.WORLD)
     training = Training(Stack, _square, None)
     reference = Reference(training, resolve_mesh(None, STRATEGIES["ddp"]), peers)
     batches = cut_batches(_rows, 3, peers, reference.device)

@@ -1,4 +1,4 @@
-"""The global batch of each step, and the parts of it that ranks get."""
+"""The global batch of each step, split into one part per rank."""
 
 import hashlib
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardwise.diagnose.peers import Peers
+from shardwise.diagnose.exchange import RankExchange
 from shardwise.errors import PlanError
 
 __all__ = ["SEED", "Part", "cut_batches"]
@@ -21,47 +21,47 @@ SEED = 0
 class Part:
     """One rank's share of one step."""
 
-    rows: Any  # as batch_fn makes it, with 1/N of the rows
-    seed: int  # of what layers draw in it, say for dropout
+    rows: Any  # the structure that batch_fn returned, with 1/N of the rows
+    seed: int  # for layers that draw random numbers, such as dropout
 
     def draw(self) -> Any:
-        """The rows, to do with as one likes, and torch's generators at the start of the part."""
+        """Seed torch's generators and return a copy of the rows."""
         torch.manual_seed(self.seed)
         return pytree.tree_map_only(Tensor, torch.clone, self.rows)
 
 
 def cut_batches(
-    batch_fn: Callable[[int], Any], num_steps: int, peers: Peers, device: torch.device
+    batch_fn: Callable[[int], Any], num_steps: int, exchange: RankExchange, device: torch.device
 ) -> list[list[Part]]:
-    """The parts of every step's batch, by rank, on ``device`` and in float64 instead of float32.
+    """The parts of each batch, by step and rank, on ``device`` and in float64.
 
     Raises:
-        PlanError: a batch differs between ranks, or does not divide into them.
+        PlanError: a batch differs between ranks, or its rows do not divide by their number.
     """
-    return [_cut(batch_fn, step, peers, device) for step in range(num_steps)]
+    return [_cut(batch_fn, step, exchange, device) for step in range(num_steps)]
 
 
 def _cut(
-    batch_fn: Callable[[int], Any], step: int, peers: Peers, device: torch.device
+    batch_fn: Callable[[int], Any], step: int, exchange: RankExchange, device: torch.device
 ) -> list[Part]:
     torch.manual_seed(SEED + step)
     batch = batch_fn(step)
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    peers.refuse(_problem(tensors, f"batch_fn({step})", peers.size))
-    for rank, digest in enumerate(digests := peers.gather(_digest(tensors))):
+    exchange.raise_first(_problem(tensors, f"batch_fn({step})", exchange.size))
+    for rank, digest in enumerate(digests := exchange.gather(_digest(tensors))):
         if digest != digests[0]:
             raise PlanError(
                 f"batch_fn({step}) differs between ranks 0 and {rank}; it has to return the global "
                 "batch, which verify splits, and may depend on the step and torch's seed alone"
             )
     return [
-        Part(_rows(batch, rank, peers.size, device), seed=SEED + step * peers.size + rank)
-        for rank in range(peers.size)
+        Part(_rows(batch, rank, exchange.size, device), seed=SEED + step * exchange.size + rank)
+        for rank in range(exchange.size)
     ]
 
 
 def _problem(tensors: list[Tensor], source: str, num_ranks: int) -> str | None:
-    """Why the batch cannot be cut, or None."""
+    """Why the batch cannot be split, or None."""
     if not tensors:
         return f"{source} has no tensors; expected a tensor, or a tuple, list or dict of them"
     if any(tensor.ndim == 0 for tensor in tensors):
@@ -81,7 +81,7 @@ def _problem(tensors: list[Tensor], source: str, num_ranks: int) -> str | None:
 
 
 def _rows(batch: Any, rank: int, num_ranks: int, device: torch.device) -> Any:
-    """The rows of ``rank``, of every tensor."""
+    """The rows of ``rank`` in every tensor."""
 
     def cut(tensor: Tensor) -> Tensor:
         return _widen(tensor.detach().chunk(num_ranks)[rank]).to(device)

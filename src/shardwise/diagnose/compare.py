@@ -1,4 +1,4 @@
-"""How far a sharded model is from the reference: in loss, in every gradient, in every update."""
+"""Errors of a sharded model against the reference: loss, gradients and updated parameters."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,34 +8,34 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.diagnose.batches import Part
-from shardwise.diagnose.peers import Peers
+from shardwise.diagnose.exchange import RankExchange
 from shardwise.diagnose.reference import Outcome, Training
 from shardwise.diagnose.verification import Comparison, Worst
 from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = ["Judge"]
 
-# A gradient may be zero but for rounding (that of a key's bias under softmax), and then it has no
-# size to compare an error with: this share of the size of all gradients together takes its place.
+# A gradient can be zero up to rounding (a key's bias under softmax), which leaves nothing to divide
+# an error by. The divisor is at least this share of the norm of all gradients together.
 SMALL = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """What every strategy is compared with; all ranks ask it the same and get the same answer."""
+    """Compares strategies with the reference; all ranks call it and get the same result."""
 
     training: Training
     batches: Sequence[Sequence[Part]]  # by step, and then by rank
     outcomes: Sequence[Outcome]  # of the reference, by step
-    peers: Peers
+    exchange: RankExchange
     tolerance: float
 
     def compare(self, model: nn.Module, strategy: str) -> Comparison:
-        """Train ``model``, which is sharded, until a step differs from the reference's."""
+        """Train the sharded ``model`` until a step differs from the reference."""
         optimizer = self.training.optimizer(model)
         loss, gradient, parameter = Worst(), Worst(), Worst()
         for step, expected in enumerate(self.outcomes):
-            own = self.training.backward(model, self.batches[step][self.peers.rank])
+            own = self.training.backward(model, self.batches[step][self.exchange.rank])
             loss = _farther(loss, self._loss_error(own, expected.loss, step))
             gradients = {name: p.grad for name, p in model.named_parameters()}
             gradient = _farther(gradient, self._worst(gradients, expected.gradients, step))
@@ -48,31 +48,31 @@ class Judge:
         return Comparison(strategy, step + 1, self.tolerance, loss, gradient, parameter)
 
     def _loss_error(self, own: float, expected: float, step: int) -> Worst:
-        mean = math.fsum(self.peers.gather(own)) / self.peers.size
+        mean = math.fsum(self.exchange.gather(own)) / self.exchange.size
         return Worst(_finite(abs(mean - expected) / max(abs(expected), SMALL)), step=step)
 
     def _worst(
         self, found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], step: int
     ) -> Worst:
-        """The farthest of all tensors on all ranks; replicas may differ from each other as well."""
+        """The largest error of any tensor on any rank (replicas may differ too)."""
         whole = math.hypot(*(_norm(tensor) for tensor in expected.values() if tensor is not None))
-        # Exchanged first: a rank without a tensor would not take part in gathering it.
-        absent = self.peers.gather({name for name, tensor in found.items() if tensor is None})
+        # Exchanged first, because a rank without a tensor would not take part in gathering it.
+        absent = self.exchange.gather({name for name, tensor in found.items() if tensor is None})
         worst = Worst(step=step)
         for name, tensor in found.items():
             wanted = expected[name]
             missing = [rank for rank, names in enumerate(absent) if name in names]
             if wanted is None or missing:
-                error, note = _presence(wanted, missing, self.peers.size)
+                error, note = _presence(wanted, missing, self.exchange.size)
             else:
                 assert tensor is not None
                 error, note = _distance(tensor, wanted, SMALL * whole), ""
             worst = _farther(worst, Worst(error, name if error else "", step, note))
-        return _farther(*self.peers.gather(worst))
+        return _farther(*self.exchange.gather(worst))
 
 
 def _presence(wanted: Tensor | None, missing: Sequence[int], num_ranks: int) -> tuple[float, str]:
-    """The error where one side has no tensor, and what to say of it."""
+    """The error and the note where one side has no tensor."""
     if wanted is None and len(missing) == num_ranks:
         return 0.0, ""
     if wanted is None:
@@ -82,7 +82,7 @@ def _presence(wanted: Tensor | None, missing: Sequence[int], num_ranks: int) -> 
 
 
 def _distance(tensor: Tensor, wanted: Tensor, least: float) -> float:
-    """In the Euclidean norm, relative to ``wanted``, or to ``least`` if that is larger."""
+    """In the Euclidean norm, relative to the norm of ``wanted`` or ``least``, if larger."""
     full = tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
     distance = _norm(full - wanted)
     scale = max(_norm(wanted), least)
@@ -94,7 +94,7 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _finite(error: float) -> float:
-    """Nothing is close to what is not a number."""
+    """``error``, or inf for NaN."""
     return math.inf if math.isnan(error) else error
 
 

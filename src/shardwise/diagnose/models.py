@@ -1,6 +1,6 @@
-"""Small models that are hard to shard, each in its own way, for `shardwise verify`.
+"""Small models that are hard to shard, for `shardwise verify`.
 
-The GPT that stands beside them is the trainer's.
+The GPT that the command also verifies is the trainer's.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ WIDTH = 16
 
 
 class Subject(NamedTuple):
-    """What `verify` needs to know of a model; its first arguments, in that order."""
+    """The first arguments of `verify`, in that order."""
 
     model_fn: Callable[[], nn.Module]
     batch_fn: Callable[[int], Any]
@@ -74,7 +74,7 @@ class ExpertBlock(nn.Module):
         mixed = torch.zeros_like(tokens)
         for number, expert in enumerate(self.experts):
             rows, places = (chosen == number).nonzero(as_tuple=True)
-            if len(rows):  # an expert that no token of this rank wants does not run
+            if len(rows):  # an expert without tokens on this rank does not run
                 output = expert(tokens[rows]) * shares[rows, places, None]
                 mixed = mixed.index_add(0, rows, output)
         return x + mixed.view_as(x)
@@ -191,7 +191,7 @@ class AdaptedLinear(nn.Module):
         return y
 
 
-# -- what is asked of them -----------------------------------------------------------------------
+# -- batches and losses --------------------------------------------------------------------------
 
 
 def random_tokens(_step: int) -> Tensor:

@@ -1,8 +1,7 @@
-"""What one process computes: the parts of a batch in turn, and then one step for all of them.
+"""The reference: one process runs every rank's part of a batch, and then makes one step.
 
-The parts are those that ranks get, and the loss is the mean of theirs. For a model that treats each
-row of a batch by itself, that is the loss of the whole batch. For one that does not (batch norm, a
-router with a capacity) it is what ranks compute, which is the thing to compare with.
+The loss is the mean of the parts' losses. For a model that treats each row by itself, this is the
+loss of the whole batch; for others (batch norm, a router with a capacity) it is what ranks compute.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.diagnose.batches import SEED, Part
-from shardwise.diagnose.peers import Peers
+from shardwise.diagnose.exchange import RankExchange
 from shardwise.errors import PlanError
 from shardwise.runtime.attach import device_for
 from shardwise.runtime.mesh import DataParallelMesh
@@ -26,7 +25,7 @@ LossFn = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What is trained, sharded or not."""
+    """The model, loss and optimizer to train, sharded or not."""
 
     model_fn: Callable[[], nn.Module]
     loss_fn: LossFn | None
@@ -36,7 +35,7 @@ class Training:
         """A new model, with the same float64 values each time.
 
         Raises:
-            PlanError: what model_fn returned cannot be sharded.
+            PlanError: model_fn returned something that cannot be sharded.
         """
         torch.manual_seed(SEED)
         model = self.model_fn()
@@ -55,11 +54,11 @@ class Training:
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer_fn is not None:
             return self.optimizer_fn(model.parameters())
-        # A large eps: where a gradient is all rounding, Adam would make a step of it.
+        # With a small eps, Adam would turn a gradient that is only rounding into a step.
         return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
     def backward(self, model: nn.Module, part: Part, weight: float = 1.0) -> float:
-        """The loss of a part, times ``weight``, whose gradients are added to the parameters'."""
+        """Run backward of ``weight`` times the loss of a part; returns that value."""
         rows = part.draw()
         loss = (self.loss_fn or _model_is_loss)(model, rows)
         if not isinstance(loss, Tensor) or loss.ndim:
@@ -75,7 +74,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one step; tensors by parameter, on the device that the ranks compute on."""
+    """The result of one step; tensors by parameter, on the device of the ranks."""
 
     loss: float
     gradients: Mapping[str, Tensor | None]
@@ -83,41 +82,40 @@ class Outcome:
 
 
 class Reference:
-    """The model in one process, before training and after each step."""
+    """The model in one process."""
 
-    def __init__(self, training: Training, axis: DataParallelMesh, peers: Peers) -> None:
-        """Build the model once for each part.
+    def __init__(self, training: Training, axis: DataParallelMesh, exchange: RankExchange) -> None:
+        """Build one model per part, which share their parameters.
 
-        Ranks have one model in common as far as parameters go, and all else apart: buffers, such
-        as the running statistics of batch norm, and whatever a module counts or keeps.
+        Buffers (running statistics of batch norm) and other state of modules stay separate.
         """
         self._training = training
-        self._peers = peers
+        self._exchange = exchange
         model = training.build()
         self.name = type(model).__name__
         self.device = device_for(model, axis)
-        self._models = [model.to(self.device)]  # one a part
+        self._models = [model.to(self.device)]  # one per part
         self._parameters = dict(model.named_parameters())
         self._initial = {name: p.detach().clone() for name, p in self._parameters.items()}
-        for _ in range(peers.size - 1):
+        for _ in range(exchange.size - 1):
             twin = self.rebuild()
             _share_parameters(twin.to(self.device), model)
             self._models.append(twin)
 
     def rebuild(self) -> nn.Module:
-        """The model anew, as it was before training.
+        """A new model with the initial values.
 
         Raises:
-            PlanError: it is not the same, or not apart from the first; names the parameter.
+            PlanError: model_fn returned different values, or the same parameters; names one.
         """
         model = self._training.build()
-        self._peers.refuse(self._difference(model))
+        self._exchange.raise_first(self._difference(model))
         return model
 
     def train(self, batches: Sequence[Sequence[Part]], *, zeros: bool) -> list[Outcome]:
-        """Train a step on each batch, of which there is a part for each model.
+        """Train one step per batch, each model on its part.
 
-        ``zeros`` makes the gradient of a parameter that no part used zero, instead of None.
+        With ``zeros``, the gradient of a parameter that no part used is zero instead of None.
         """
         optimizer = self._training.optimizer(self._models[0])
         return [self._step(parts, optimizer, zeros=zeros) for parts in batches]
@@ -159,7 +157,7 @@ class Reference:
 
 
 def _share_parameters(twin: nn.Module, model: nn.Module) -> None:
-    """Put the parameters of ``model`` in the place of those of ``twin``."""
+    """Replace the parameters of ``twin`` by those of ``model``."""
     shared = dict(model.named_parameters(remove_duplicate=False))
     for name in [name for name, _ in twin.named_parameters(remove_duplicate=False)]:
         path, _, attribute = name.rpartition(".")
@@ -167,7 +165,7 @@ def _share_parameters(twin: nn.Module, model: nn.Module) -> None:
 
 
 def _model_is_loss(model: nn.Module, batch: Any) -> Tensor:
-    """What stands in for a loss_fn."""
+    """The loss_fn of a model that returns its loss."""
     if isinstance(batch, Mapping):
         loss: Tensor = model(**batch)
     elif isinstance(batch, (tuple, list)):

@@ -1,10 +1,4 @@
-"""What `verify` found: data to read, a table to show, an error to raise.
-
-One more leaf of the tree in `shardwise.errors`::
-
-    ShardwiseError
-    └── VerificationError(AssertionError)   a strategy gives other numbers than one process
-"""
+"""The result of `verify`: a table to print and an error to raise."""
 
 from dataclasses import dataclass, replace
 
@@ -16,17 +10,17 @@ HEAD = f"{'strategy':<12}{'loss':>9}{'gradient':>10}{'update':>10}  {'verdict':<
 
 
 class VerificationError(ShardwiseError, AssertionError):
-    """A strategy gives other numbers than one process; names what differs, and by how much."""
+    """A strategy differs from one process; the message names what differs, and by how much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worst:
-    """Where one kind of number was farthest from the reference."""
+    """The largest error of one kind (loss, gradients or updates)."""
 
-    error: float = 0.0  # relative; inf where a value is missing or is not a number
-    name: str = ""  # of the parameter; "" for the loss, and where nothing differs at all
+    error: float = 0.0  # relative; inf where a value is missing or NaN
+    name: str = ""  # of the parameter; "" for the loss, or if nothing differs
     step: int = 0  # from 0
-    note: str = ""  # what was expected and got, where no number can say it
+    note: str = ""  # expected and got, where one of them is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +28,7 @@ class Comparison:
     """One strategy against one process."""
 
     strategy: str
-    num_steps: int  # that were compared: none after the first that differs
+    num_steps: int  # compared, up to the first that differs
     tolerance: float
     loss: Worst
     gradient: Worst
@@ -46,7 +40,7 @@ class Comparison:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """What is off by more than the tolerance, in words."""
+        """One phrase for each error above the tolerance."""
         found = {
             "the loss": self.loss,
             f"the gradient of {self.gradient.name}": self.gradient,
@@ -60,14 +54,14 @@ class Comparison:
 
     @property
     def worst(self) -> Worst:
-        """The gradient's if that differs, for all else follows from it; otherwise the larger."""
+        """The gradient's error if it is above the tolerance, otherwise the larger error."""
         if self.gradient.error > self.tolerance:
             return self.gradient
         return max(self.gradient, self.parameter, key=lambda worst: worst.error)
 
     @property
     def row(self) -> str:
-        """Its line in the table, under ``HEAD``."""
+        """The line of the table under ``HEAD``."""
         loss, gradient, update = (
             f"{worst.error:.1e}" if worst.error else "0"
             for worst in (self.loss, self.gradient, self.parameter)
@@ -79,7 +73,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What `verify` found; the same on every rank."""
+    """The result of `verify`, the same on every rank."""
 
     model: str  # the class of its root
     num_ranks: int
@@ -99,13 +93,13 @@ class Verification:
 
     @property
     def table(self) -> str:
-        """The relative errors, a line for each strategy."""
+        """The relative errors, one line per strategy."""
         rows = (comparison.row for comparison in self.comparisons)
         return "\n".join([self.title, HEAD, *rows])
 
     @property
     def explanation(self) -> str:
-        """A line for each strategy that differs."""
+        """One line for each strategy that differs."""
         return "\n".join(
             f"{self.model} with {one.strategy} on {self._ranks} differs from one process: "
             f"{'; '.join(one.differences)} (tolerance {one.tolerance:.0e})"
@@ -117,7 +111,7 @@ class Verification:
         """Raise if a strategy differs.
 
         Raises:
-            VerificationError: says which, in what and by how much.
+            VerificationError: names the strategy, what differs and by how much.
         """
         if not self.ok:
             raise VerificationError(self.explanation)

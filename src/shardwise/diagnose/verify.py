@@ -1,8 +1,8 @@
-"""`verify`: does a sharded model compute what one process computes?
+"""`verify`: compares sharded training with training in one process.
 
-Every rank trains the model whole (`reference`), and then for each strategy once more, sharded, on
-its part of the same batches (`compare`). All of it in float64, so that a real error cannot hide in
-rounding.
+Every rank trains the whole model (`reference`), and then, once for each strategy, a sharded model
+on its part of the same batches (`compare`). All of it runs in float64, so that rounding cannot hide
+an error.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.api import fully_shard
 from shardwise.diagnose.batches import cut_batches
 from shardwise.diagnose.compare import Judge
-from shardwise.diagnose.peers import Peers
+from shardwise.diagnose.exchange import RankExchange
 from shardwise.diagnose.reference import LossFn, Outcome, Reference, Training
 from shardwise.diagnose.verification import HEAD, Verification
 from shardwise.errors import PlanError
@@ -33,8 +33,8 @@ from shardwise.transport.device import current_gpu, num_local_gpus
 __all__ = ["resolve_strategies", "verify"]
 
 TOLERANCE = 1e-10
-NOISE = 8  # rounding errors of a dtype that pass for equal
-CORRUPTION = 1e-3  # added to a gradient, to see that it is noticed
+NOISE = 8  # rounding errors of a dtype within which numbers count as equal
+CORRUPTION = 1e-3  # added to a gradient to test the comparison
 
 
 def verify(
@@ -64,38 +64,36 @@ def verify(
             units=Block,
         ).raise_for_difference()
 
-    The process to compare with takes the ranks' parts of each batch in turn, on models that have
-    their parameters in common and their buffers apart, and steps on the mean of the losses. So
-    layers that look at several rows at once (batch norm), choose by them (a router) or draw random
-    numbers of torch's (dropout) compare as well. Buffers themselves, such as running statistics,
-    are not compared: each rank has its own.
+    The reference process runs the ranks' parts of each batch one after the other, on models that
+    share parameters but not buffers, and steps on the mean of the losses. So layers that depend on
+    several rows at once (batch norm, routers) or draw from torch's generator (dropout) can be
+    compared too. Buffers, such as running statistics, are not compared: each rank has its own.
 
     Args:
-        model_fn: builds the plain model, a new one with the same values at each call. torch's
-            seed is set before, and the model is cast to float64 after. A whole copy has to fit on
-            each rank, together with its gradients and its values after each step.
+        model_fn: builds a new model, not sharded, with the same values at each call. torch's seed
+            is set before the call, and the model is cast to float64 after it. Each rank needs
+            memory for the whole model, its gradients and its values after each step.
         batch_fn: the global batch of a step (from 0), the same on every rank: a tensor, or a
             tuple, list or dict of them, which are split along dim 0 over the ranks. torch's seed
             is set before; floating-point tensors are cast to float64.
-        strategies: what to compare, as `fully_shard` takes it; None for all that fit the mesh.
-        loss_fn: ``loss_fn(model, batch)`` is the loss of a part of the batch, a mean over it; None
-            where the model, called with the batch, returns that already.
-        units: as `fully_shard` takes it.
+        strategies: what to compare, as for `fully_shard`; None for all that fit the mesh.
+        loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a part of the batch; None if the
+            model itself returns it when called with the batch.
+        units: as for `fully_shard`.
         optimizer_fn: makes an optimizer of ``model.parameters()``; None for AdamW.
-        steps: optimizer steps to compare. After the first step that differs none are: what would
-            be told of them are consequences.
+        steps: optimizer steps to compare. Comparison stops after the first step that differs.
         tolerance: the largest relative error, in the Euclidean norm, that counts as equal; None for
             1e-10, or with ``mp_policy`` for 8 times the spacing of its narrowest dtype at 1.
-        mp_policy: as `fully_shard` takes it. One process still computes in float64, so what is off
-            is the rounding of the policy, and what hides in it.
-        mesh: as `fully_shard` takes it; None for all ranks, in two replicas or a few more where a
-            strategy wants a mesh of two dimensions.
-        corrupt: a parameter whose gradient gets an error on one rank, to see that verify names it.
-        quiet: show nothing; otherwise the first rank prints the table, a line when it is known.
+        mp_policy: as for `fully_shard`. The reference still computes in float64, so differences
+            include the rounding of the policy.
+        mesh: as for `fully_shard`; None for all ranks, with two replicas (or the smallest number
+            that divides the ranks) where a strategy needs a two-dimensional mesh.
+        corrupt: a parameter whose gradient is changed on one rank, to test the comparison.
+        quiet: print nothing; otherwise the first rank prints the table line by line.
         options: for `fully_shard`: prefetch, reshard_after_forward, unused.
 
     Raises:
-        PlanError: an argument cannot be used; a difference is not raised but returned.
+        PlanError: an argument is not valid. Differences are returned, not raised.
     """
     rows = resolve_strategies(strategies, mesh)
     tolerance = _tolerance_for(mp_policy) if tolerance is None else tolerance
@@ -105,18 +103,20 @@ def verify(
             "0 or more"
         )
     axis = resolve_mesh(mesh, STRATEGIES["ddp"] if mesh is None else rows[0])
-    peers = Peers(axis.group)
+    exchange = RankExchange(axis.group)
     training = Training(model_fn, loss_fn, optimizer_fn)
-    console = Console(quiet=quiet or peers.rank > 0, soft_wrap=True, markup=False, highlight=False)
+    console = Console(
+        quiet=quiet or exchange.rank > 0, soft_wrap=True, markup=False, highlight=False
+    )
     with _own_random_numbers():
-        reference = Reference(training, axis, peers)
-        batches = cut_batches(batch_fn, steps, peers, reference.device)
+        reference = Reference(training, axis, exchange)
+        batches = cut_batches(batch_fn, steps, exchange, reference.device)
         outcomes = reference.train(batches, zeros=options.get("unused") == "zeros")
         if corrupt is not None:
             _check_gets_gradient(corrupt, outcomes)
-        judge = Judge(training, batches, outcomes, peers, tolerance)
+        judge = Judge(training, batches, outcomes, exchange, tolerance)
         meshes = _meshes(rows, mesh, reference.device)
-        found = Verification(reference.name, peers.size, ())
+        found = Verification(reference.name, exchange.size, ())
         console.print(f"{found.title}\n{HEAD}")
         for row, own_mesh in zip(rows, meshes, strict=True):
             model = reference.rebuild()
@@ -124,7 +124,7 @@ def verify(
                 model, strategy=row, mesh=own_mesh, units=units, mp_policy=mp_policy, **options
             )
             if corrupt is not None:
-                _corrupt(model.get_parameter(corrupt), peers)
+                _corrupt(model.get_parameter(corrupt), exchange)
             found = found.plus(judge.compare(model, row.name))
             console.print(found.comparisons[-1].row)
     return found
@@ -138,10 +138,10 @@ def _tolerance_for(policy: MixedPrecisionPolicy) -> float:
 def resolve_strategies(
     strategies: str | Strategy | Iterable[str | Strategy] | None, mesh: DeviceMesh | None = None
 ) -> list[Strategy]:
-    """The rows of the table of strategies that are meant; None is all that fit ``mesh``.
+    """The strategies of these names; None for all that fit ``mesh``.
 
     Raises:
-        PlanError: there is no such strategy, or none at all is asked for.
+        PlanError: a name is unknown, or the list is empty.
     """
     if strategies is None:
         distinct = dict.fromkeys(STRATEGIES.values())
@@ -160,12 +160,12 @@ def resolve_strategies(
 def _meshes(
     rows: list[Strategy], mesh: DeviceMesh | None, device: torch.device
 ) -> list[DeviceMesh | None]:
-    """The user's mesh for every strategy, or without one what each needs."""
+    """The user's mesh for every strategy, or the mesh that each strategy needs."""
     if mesh is not None or not dist.is_initialized() or not any(map(_wants_two_dims, rows)):
         return [mesh for _ in rows]
     num_ranks = dist.get_world_size()
-    # As few replicas as there can be, but more than one where possible: with one alone a strategy
-    # with replicas would do what it does without.
+    # As few replicas as possible, but at least two if the ranks allow it: with one replica, hybrid
+    # strategies would not be tested.
     replicas = next((n for n in range(2, num_ranks + 1) if num_ranks % n == 0), 1)
     two_dims = init_device_mesh(
         device.type, (replicas, num_ranks // replicas), mesh_dim_names=("replicate", "shard")
@@ -174,15 +174,15 @@ def _meshes(
 
 
 def _wants_two_dims(row: Strategy) -> bool:
-    """Whether its mesh has replicas and shards."""
+    """Whether it needs a mesh of replicas and shards."""
     return row.num_axes > 1
 
 
 def _check_gets_gradient(name: str, outcomes: Sequence[Outcome]) -> None:
-    """Refuse to corrupt what is not there.
+    """Check that parameter ``name`` gets a gradient.
 
     Raises:
-        PlanError: no parameter of this name gets a gradient.
+        PlanError: it does not.
     """
     trained = sorted(
         {key for one in outcomes for key, gradient in one.gradients.items() if gradient is not None}
@@ -193,16 +193,18 @@ def _check_gets_gradient(name: str, outcomes: Sequence[Outcome]) -> None:
         raise PlanError(f"corrupt={name!r}: no parameter of this name gets a gradient; {hint}")
 
 
-def _corrupt(parameter: nn.Parameter, peers: Peers) -> None:
-    """Add an error to its gradient, on the last rank that has elements of it."""
+def _corrupt(parameter: nn.Parameter, exchange: RankExchange) -> None:
+    """Change its gradient on the last rank that owns elements of it."""
     assert isinstance(parameter, ShardedTensor)
-    owners = [rank for rank, size in enumerate(peers.gather(parameter.to_local().numel())) if size]
-    if owners and peers.rank == owners[-1]:
+    owners = [
+        rank for rank, size in enumerate(exchange.gather(parameter.to_local().numel())) if size
+    ]
+    if owners and exchange.rank == owners[-1]:
         parameter.register_hook(lambda gradient: gradient + CORRUPTION)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def _own_random_numbers() -> Iterator[None]:
-    """Leave torch's generators as they were."""
+    """Restore torch's generators afterwards."""
     with torch.random.fork_rng([current_gpu()] if num_local_gpus() else []):
         yield

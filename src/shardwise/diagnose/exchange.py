@@ -1,4 +1,4 @@
-"""The ranks that take part in a verification, and what they tell each other."""
+"""Exchanging small Python objects between the ranks of a verification."""
 
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -7,16 +7,16 @@ import torch.distributed as dist
 
 from shardwise.errors import PlanError
 
-__all__ = ["Peers"]
+__all__ = ["RankExchange"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
-    """The ranks that a model is sharded over, and this one among them."""
+class RankExchange:
+    """The ranks that a model is sharded over, seen from this one."""
 
-    group: dist.ProcessGroup | None  # None where there is one only
+    group: dist.ProcessGroup | None  # None for a single rank
 
     @property
     def rank(self) -> int:
@@ -34,11 +34,13 @@ class Peers:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def refuse(self, problem: str | None) -> None:
-        """Raise on every rank what the first one has found that found anything.
+    def raise_first(self, problem: str | None) -> None:
+        """Raise the first problem that any rank found, on every rank.
+
+        A rank that raised alone would leave the others waiting.
 
         Raises:
-            PlanError: a rank has a problem. One that raised alone would leave the others waiting.
+            PlanError: a rank found a problem.
         """
         for rank, found in enumerate(self.gather(problem)):
             if found is not None:
