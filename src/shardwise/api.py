@@ -136,7 +136,7 @@ def fully_shard(
         ignored_params=ignored_params or (),
     )
     for one in module if isinstance(module, Sequence) else (module,):
-        _check_module(one, shard_placement_fn)
+        _check_module(one, shard_placement_fn, ignored_params or ())
         if init is None and is_deferred(one):
             defer(one, partial(shard, one))
         else:
@@ -144,7 +144,11 @@ def fully_shard(
     return module
 
 
-def _check_module(module: object, place: Callable[[nn.Parameter], Any] | None) -> None:
+def _check_module(
+    module: object,
+    place: Callable[[nn.Parameter], Any] | None,
+    ignored: Collection[nn.Parameter],
+) -> None:
     if not isinstance(module, nn.Module):
         kind = type(module).__name__
         raise PlanError(f"fully_shard takes a torch.nn.Module or a list of them, got {kind}")
@@ -156,7 +160,7 @@ def _check_module(module: object, place: Callable[[nn.Parameter], Any] | None) -
             "later; shard the model outside it"
         )
     check_is_unit(module, "")
-    check_initialized(module)
+    check_initialized(module, ignored)
     if place is None:
         return
     for name, parameter in module.named_parameters():

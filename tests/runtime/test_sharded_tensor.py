@@ -2,9 +2,12 @@
 
 import copy
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -149,8 +152,9 @@ def test_norms_of_complex_parameters_of_which_some_ranks_have_nothing() -> None:
 
 @on_ranks(2)
 def test_whole_answers_in_inference_mode() -> None:
+    pairs = _pairs()
     with torch.inference_mode():
-        for sharded, whole in _pairs():
+        for sharded, whole in pairs:
             _equal(sharded.norm(), whole.norm())
             assert isinstance(sharded, sw.ShardedTensor)
             _equal(sharded.full_tensor(), whole)
@@ -180,6 +184,60 @@ def test_penalty_on_sharded_parameters() -> None:
         _equal(p.grad, q.grad)
 
 
+@on_ranks(1, 3)
+def test_assigning_data_changes_the_shard() -> None:
+    for (sharded, whole), (second, _) in zip(_parameters(), _parameters(), strict=True):
+        sharded.data = sharded.data * 2
+        _equal(sharded.detach(), whole.detach() * 2)
+        sharded.data = whole.detach() - 1
+        _equal(sharded.detach(), whole.detach() - 1)
+        sharded.data.add_(1)
+        _equal(sharded.detach(), whole.detach())
+        local = sharded.to_local()
+        second.grad = torch.ones_like(second)
+        second.grad.data = second.grad.data * 3
+        _equal(second.grad, torch.full_like(whole, 3))
+        with pytest.raises(sw.ShardedTensorError, match=r"values\.\d.*expected.*float64.*float32"):
+            sharded.data = sharded.data.float()
+        with pytest.raises(sw.ShardedTensorError, match=r"values\.\d.*expected.*got.*\(9, 9\)"):
+            sharded.data = torch.ones(9, 9).double()
+        assert sharded.to_local() is local, "it still shares memory with the flat shard"
+
+
+@on_ranks(2)
+def test_memory_of_the_whole_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    model = build("stack")
+    sw.fully_shard(model, units="auto")
+    parameter = next(model.parameters()).detach()
+    for function in (
+        parameter.numpy,
+        parameter.tolist,
+        parameter.untyped_storage,
+        lambda: np.asarray(parameter),
+        lambda: safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors"),
+        lambda: safetensors.torch.save_model(model, str(tmp_path / "model.safetensors")),
+        lambda: torch.save(model.state_dict(), tmp_path / "model.pt"),
+    ):
+        with pytest.raises(sw.ShardedTensorError, match=r"first\.weight.*sw\.gathered\(model\)"):
+            function()
+    assert not (tmp_path / "model.safetensors").exists()
+    with sw.gathered(model):
+        safetensors.torch.save(model.state_dict())
+
+
+@on_ranks(2)
+def test_tensors_of_one_element_broadcast_like_numbers() -> None:
+    for sharded, whole in _pairs():
+        for shape in [(1,) * ndim for ndim in range(whole.ndim + 1)]:
+            one = torch.full(shape, 2.0).double()
+            _equal(sharded * one, whole * one)
+            copied = sharded.clone()
+            copied.add_(one)
+            _equal(copied, whole + one)
+        with pytest.raises(sw.ShardedTensorError, match=r"values\.\d"):
+            sharded.mul(torch.ones((1,) * (whole.ndim + 1)).double())
+
+
 class Holder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -190,10 +248,14 @@ class Holder(nn.Module):
 
 
 def _pairs() -> list[tuple[Tensor, Tensor]]:
+    return [(p.detach(), q.detach()) for p, q in _parameters()]
+
+
+def _parameters() -> list[tuple[sw.ShardedTensor, Tensor]]:
     whole, holder = Holder(), Holder()
     holder.load_state_dict(whole.state_dict())
     sw.fully_shard(holder)
-    return [(p.detach(), q.detach()) for p, q in zip(holder.values, whole.values, strict=True)]
+    return list(zip(holder.values, whole.values, strict=True))
 
 
 def _equal(actual: Tensor, expected: Tensor) -> None:

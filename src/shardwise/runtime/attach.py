@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
@@ -37,8 +38,8 @@ __all__ = [
 ]
 
 
-def check_initialized(root: nn.Module) -> None:
-    """Refuse parameters that have no shape yet.
+def check_initialized(root: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
+    """Refuse parameters that have no shape yet, and those that another library sharded.
 
     Raises:
         PlanError: names the first of them.
@@ -46,6 +47,13 @@ def check_initialized(root: nn.Module) -> None:
     for name, parameter in root.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise PlanError(f"{name} has no shape yet; run one forward before fully_shard")
+        if isinstance(parameter, DTensor) and not any(parameter is other for other in ignored):
+            raise PlanError(
+                f"{name}: expected a tensor, got a DTensor with {parameter.placements}; "
+                "fully_shard does not combine with other sharding yet, so call it on a model "
+                "without parallelize_module, distribute_module or PyTorch's fully_shard, or pass "
+                "these parameters as ignored_params"
+            )
 
 
 def check_not_renormalized(root: nn.Module, ignored: Collection[nn.Parameter]) -> None:

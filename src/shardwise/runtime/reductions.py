@@ -1,6 +1,6 @@
-"""Whole answers from runs: norms, sums and extremes of tensors that lie on several ranks.
+"""Reductions of tensors that are sharded over several ranks: norms, sums and extremes.
 
-Every function here exchanges something, so all ranks of the axis have to call it.
+Every function here is a collective, so all ranks of the axis have to call it.
 """
 
 import math
@@ -19,27 +19,23 @@ __all__ = ["across", "combine", "gather_runs", "norms"]
 
 
 def combine(kind: str, run: Tensor, num_elements: int, axis: DataParallelMesh) -> Tensor:
-    """Reduce a tensor of ``num_elements``, of which ``run`` is here, to a scalar.
+    """Reduce a tensor of ``num_elements``, of which this rank has ``run``, to a scalar.
 
     ``kind`` is "sum", "mean", "max", "min", "all" or "any".
     """
-    match kind:
-        case "sum" | "mean":
-            total = across([run.sum()], axis).sum()
-            return total / num_elements if kind == "mean" else total
-        case "all":
-            return across([run.all().to(torch.uint8)], axis).amin().to(torch.bool)
-        case "any":
-            return across([run.any().to(torch.uint8)], axis).amax().bool()
-        case _:
-            pick = torch.amax if kind == "max" else torch.amin
-            if not num_elements:
-                raise ValueError(f"{kind} of a tensor without elements")
-            # A rank without elements offers what is never picked.
-            worst = _bounds(run.dtype)[0 if kind == "max" else 1]
-            value = pick(run) if run.numel() else run.new_full((), worst)
-            extreme: Tensor = pick(across([value], axis))
-            return extreme
+    if kind in ("sum", "mean"):
+        total = across([run.sum()], axis).sum()
+        return total / num_elements if kind == "mean" else total
+    if run.dtype is torch.bool or kind in ("all", "any"):
+        # As bytes: not every backend sends booleans.
+        kind = {"all": "min", "any": "max"}.get(kind, kind)
+        return combine(kind, run.bool().to(torch.uint8), max(1, num_elements), axis).bool()
+    if not num_elements:
+        raise ValueError(f"{kind} of a tensor without elements")
+    pick, identity = (torch.amax, 0) if kind == "max" else (torch.amin, 1)
+    value = pick(run) if run.numel() else run.new_full((), _bounds(run.dtype)[identity])
+    extreme: Tensor = pick(across([value], axis))
+    return extreme
 
 
 def norms(runs: Sequence[Tensor], axis: DataParallelMesh, order: float) -> list[Tensor]:
@@ -47,7 +43,8 @@ def norms(runs: Sequence[Tensor], axis: DataParallelMesh, order: float) -> list[
     local = [_run_norm(run, order) for run in runs]
     by_tensor = across([norm.to(local[0].dtype) for norm in local], axis).unbind(1)
     return [
-        torch.linalg.vector_norm(parts, order).to(norm.dtype)
+        # The norm of order 0 counts, so the counts of the ranks add up.
+        (parts.sum() if order == 0 else torch.linalg.vector_norm(parts, order)).to(norm.dtype)
         for parts, norm in zip(by_tensor, local, strict=True)
     ]
 
@@ -55,7 +52,7 @@ def norms(runs: Sequence[Tensor], axis: DataParallelMesh, order: float) -> list[
 def across(
     values: Sequence[Tensor], axis: DataParallelMesh, group: RankGroup | None = None
 ) -> Tensor:
-    """Gather scalars of one dtype: [ranks, values], from those that share a model or ``group``."""
+    """Gather scalars of one dtype from the ranks of a replica or of ``group``: [ranks, values]."""
     own = torch.stack(list(values))
     runs = [Run(0, own.numel())] * (axis.shards if group is None else group).size
     return gather_runs(own, runs, axis, "scalars", group)
@@ -73,7 +70,7 @@ def gather_runs(
     if device.type == "cpu" and axis.backend("cuda") == "nccl" and not axis.on_cpu:
         run = run.to(current_gpu())  # a shard on the host
     longest = max(len(other) for other in runs)
-    with torch.inference_mode(mode=False):  # a stream writes to it, on a thread of its own
+    with torch.inference_mode(mode=False):  # written by another thread
         gathered = run.new_zeros(len(runs), longest)
     group = axis.shards if group is None else group
     links = communicator(axis.world, run.device)
@@ -92,8 +89,7 @@ def _run_norm(run: Tensor, order: float) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(run, order)
         return norm
     # Real, as the norm of complex numbers is: all ranks have to send the same dtype.
-    nothing = math.inf if order == -math.inf else 0.0
-    return run.new_full((), nothing, dtype=run.dtype.to_real())
+    return run.new_full((), math.inf if order < 0 else 0.0, dtype=run.dtype.to_real())
 
 
 def _bounds(dtype: torch.dtype) -> tuple[float, float]:

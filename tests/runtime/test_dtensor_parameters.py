@@ -1,0 +1,23 @@
+"""Parameters that another library has sharded already."""
+
+import pytest
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+import shardwise as sw
+from tests.ranks import on_ranks
+
+
+@on_ranks(2)
+def test_dtensor_parameters_are_refused_by_name() -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    model = nn.Sequential(first, second)
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(distribute_tensor(second.weight.detach(), mesh, [Replicate()]))
+    second.weight = weight
+    with pytest.raises(sw.PlanError, match=r"1\.weight: expected a tensor, got a DTensor"):
+        sw.fully_shard(model)
+    sw.fully_shard(model, ignored_params=[weight])
+    assert isinstance(second.weight, DTensor)
+    assert isinstance(first.weight, sw.ShardedTensor)

@@ -1,0 +1,88 @@
+"""Reductions of sharded tensors give the answer of the whole, also where a rank has no element."""
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from tests.ranks import on_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SHAPES = [(5, 3), (7,), (), (1,), (2, 3, 4)]
+ORDERS = [0, 0.5, 1, 2, 3, -1, -2, math.inf, -math.inf]
+
+
+def _pairs() -> list[tuple[Tensor, Tensor]]:
+    """Sharded tensors and the whole ones; of three ranks, some hold nothing of the small ones."""
+    whole = nn.ParameterList(torch.randn(shape).double().sub(0.4) for shape in SHAPES)
+    with torch.no_grad():
+        whole[1][2] = 0.0
+    sharded = nn.ParameterList(p.detach().clone() for p in whole)
+    sw.fully_shard(nn.Sequential(sharded))
+    return [(p.detach(), q.detach()) for p, q in zip(sharded, whole, strict=True)]
+
+
+def _assert_same(found: Tensor, expected: Tensor) -> None:
+    assert not isinstance(found, sw.ShardedTensor)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(1, 3)
+def test_norms_of_every_order() -> None:
+    shards, wholes = zip(*_pairs(), strict=True)
+    for order in ORDERS:
+        together = torch._foreach_norm(shards, order)
+        for norm, sharded, whole in zip(together, shards, wholes, strict=True):
+            expected = torch.linalg.vector_norm(whole, order)
+            _assert_same(sharded.norm(order), expected)
+            _assert_same(norm, expected)
+
+
+@on_ranks(1, 3)
+def test_keepdim_keeps_the_dimensions() -> None:
+    functions: list[Callable[..., Tensor]] = [torch.sum, torch.mean, torch.amax, torch.amin]
+    for sharded, whole in _pairs():
+        dims = tuple(range(whole.ndim))
+        for function in functions:
+            _assert_same(function(sharded, dims, True), function(whole, dims, True))
+        for kind in (torch.all, torch.any):
+            found = kind(sharded > 0, dims, True) if dims else kind(sharded > 0)
+            expected = kind(whole > 0, dims, True) if dims else kind(whole > 0)
+            _assert_same(found, expected)
+        norm = torch.linalg.vector_norm(sharded, 2, dims, keepdim=True)
+        _assert_same(norm, torch.linalg.vector_norm(whole, 2, dims, keepdim=True))
+        scaled = sharded / norm
+        assert isinstance(scaled, sw.ShardedTensor)
+        _assert_same(scaled.full_tensor(), whole / whole.norm())
+
+
+@on_ranks(1, 3)
+def test_extremes_of_lists_and_of_booleans() -> None:
+    shards, wholes = zip(*_pairs(), strict=True)
+    for found, whole in zip(torch._foreach_max(shards), wholes, strict=True):
+        _assert_same(found, whole.max())
+    for sharded, whole in zip(shards, wholes, strict=True):
+        _assert_same((sharded > 0).max(), (whole > 0).max())
+        _assert_same((sharded > 0).min(), (whole > 0).min())
+
+
+@on_ranks(2)
+def test_reductions_with_an_index_or_over_some_dimensions_are_refused() -> None:
+    pairs = _pairs()
+    matrix, vector = pairs[0][0], pairs[1][0]
+    for function, x in (
+        (lambda x: x.max(dim=0), vector),
+        (lambda x: x.min(dim=0, keepdim=True), vector),
+        (lambda x: x.argmax(), vector),
+        (lambda x: x.sum(dim=1), matrix),
+        (lambda x: x.sum(dim=(1, 1)), matrix),
+        (lambda x: torch._foreach_add([torch.ones(()).double()], [x]), vector),
+    ):
+        with pytest.raises(sw.ShardedTensorError, match=r"full_tensor\(\)"):
+            function(x)
