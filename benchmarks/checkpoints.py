@@ -36,7 +36,7 @@ from torch.multiprocessing.spawn import spawn
 
 import shardwise as sw
 from shardwise.bench.machine import Peak, resident_bytes
-from shardwise.train.models import GPT, Block, Shape
+from shardwise.train.model import GPT, Block, Shape
 
 SHAPES = {  # about so many million parameters
     "50": Shape(vocabulary=8192, context=128, width=576, layers=11, heads=8),

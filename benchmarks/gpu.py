@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
-from shardwise.train.models import GPT, Block, Shape
+from shardwise.train.model import GPT, Block, Shape
 
 WARM_UP = 3  # steps
 WIDTH = 132  # of the table, in characters

@@ -25,7 +25,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.runtime.engine import runtime_of_root
 from shardwise.schedule.events import EventKind
-from shardwise.train.models import GPT, Block, Shape
+from shardwise.train.model import GPT, Block, Shape
 from shardwise.transport.communicator import communicator
 from shardwise.transport.host.collectives import Exchange, HostCollectives
 

@@ -30,7 +30,7 @@ from torch import multiprocessing, nn
 
 import shardwise as sw
 from shardwise.plan.plan import make_plan
-from shardwise.train.models import GPT, Block, Shape, rotary_table
+from shardwise.train.model import GPT, Block, Shape, rotary_table
 
 SEED = 0
 SHAPES = {

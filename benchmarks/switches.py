@@ -50,7 +50,7 @@ from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.tensor import ShardedTensor
 from shardwise.runtime.unit import Unit
 from shardwise.schedule.events import EventKind
-from shardwise.train.models import GPT, Block, Shape
+from shardwise.train.model import GPT, Block, Shape
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import communicator
 

@@ -15,7 +15,7 @@ from shardwise.bench.setting import SIZES, Request, Setting, read_shape
 from shardwise.bench.traffic import watch_traffic
 from shardwise.bench.work import gpt_work
 from shardwise.launch.world import World
-from shardwise.train.models import GPT, Shape
+from shardwise.train.model import GPT, Shape
 from tests.ranks import run_on
 
 SHAPE = Shape(vocabulary=64, context=8, width=16, layers=2, heads=2)

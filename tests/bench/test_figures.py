@@ -7,7 +7,7 @@ from shardwise.bench.heats import plan_heats
 from shardwise.bench.machine import Clock
 from shardwise.bench.rounds import Communication, RankRound, Turn
 from shardwise.bench.setting import Setting
-from shardwise.train.models import Shape
+from shardwise.train.model import Shape
 
 SHAPE = Shape(vocabulary=64, context=8, width=16, layers=1, heads=2)
 

@@ -1,4 +1,4 @@
-"""Every mistake is one line on stderr and code 2, before anything is started."""
+"""Usage and configuration errors: one line on stderr and exit code 2, before any rank starts."""
 
 from pathlib import Path
 
@@ -28,13 +28,13 @@ COMMAND_LINES = {
     "did you mean Block?",
     "{tiny} --set shard.units=0": "units=0",
     "{tiny} --set shard.strategy=zero9": "strategy='zero9': expected one of",
-    "{tiny} --set shard.replicas=2": "shard.replicas=2: strategy 'fsdp' has none to choose",
+    "{tiny} --set shard.replicas=2": "shard.replicas=2: strategy 'fsdp' has no replicas",
     "{tiny} --set shard.strategy=hsdp --set shard.replicas=4": "does not divide the 2 ranks",
     "{tiny} --set data.path=/no/such/text": "data.path='/no/such/text': no such file",
     "{tiny} --set data.glob=*.rs": "no file matches data.glob='*.rs'",
     "{tiny} --set model.context=1000000": "take more text",
     "{tiny} --set run.directory={tiny}/run": "cannot be written: Not a directory",
-    "{tiny} --set run.directory={tiny.parent}": "already holds files",
+    "{tiny} --set run.directory={tiny.parent}": "already has files",
 }
 
 
@@ -42,13 +42,13 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 @pytest.mark.parametrize(("command_line", "message"), COMMAND_LINES.items())
-def test_a_mistake_is_one_line(
+def test_an_error_is_one_line(
     command_line: str, message: str, tiny: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert message in fail(capfd, ["train", *command_line.format(tiny=tiny).split()])
 
 
-def test_nothing_is_left_behind(
+def test_no_files_are_written(
     tiny: Path, elsewhere: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fail(capfd, ["train", str(tiny), "--set", "data.path=/no/such/text"])
@@ -65,7 +65,7 @@ def test_an_unknown_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert "No such command 'trian'" in fail(capfd, ["trian"])
 
 
-def test_a_place_without_a_meeting_point(
+def test_a_rank_without_the_address_of_the_others(
     tiny: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -73,13 +73,13 @@ def test_a_place_without_a_meeting_point(
     assert "set MASTER_ADDR and MASTER_PORT" in fail(capfd, ["train", str(tiny)])
 
 
-def test_the_process_ends_with_the_code(tiny: Path, tmp_path: Path) -> None:
+def test_the_exit_code_of_the_process(tiny: Path, tmp_path: Path) -> None:
     finished = run(["train", tiny, "--nproc", "0"], tmp_path)
     assert finished.code == 2
     assert finished.stderr == "shardwise: --nproc 0: expected 1 or more ranks\n"
 
 
-def test_help_is_no_mistake(capfd: pytest.CaptureFixture[str]) -> None:
+def test_help(capfd: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["--help"]):
         assert main(arguments) == 0
         assert "train" in capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""Runs that survive their processes, from the command line."""
+"""Runs that are killed or interrupted, and resumed."""
 
 import os
 import re
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shardwise.checkpoint.directory import latest
@@ -23,7 +24,7 @@ def settings(directory: Path, *more: str) -> list[str]:
     return [word for setting in chosen for word in ("--set", setting)]
 
 
-def test_a_worker_that_is_killed_under_torchrun(tiny: Path, tmp_path: Path) -> None:
+def test_a_rank_killed_under_torchrun_is_restarted(tiny: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*torchrun, "--max-restarts=1", "-m", "shardwise.cli", "train", str(tiny)]
@@ -37,20 +38,20 @@ def test_a_worker_that_is_killed_under_torchrun(tiny: Path, tmp_path: Path) -> N
         start_new_session=True,
     )
     wait_for(process, lambda: latest(directory / "checkpoints") is not None)
-    os.kill(workers(process.pid)[-1], signal.SIGKILL)
+    os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
     finished = finish(process)
     assert finished.code == 0, finished.stderr
-    assert re.search(r"goes on after step \d*[05]: ", finished.stdout)
-    assert len(losses(directory)) == 60, "a line is missing, or doubled"
+    assert re.search(r"resuming after step \d*[05]: ", finished.stdout)
+    assert len(losses(directory)) == 60, "a line is missing or repeated"
     assert (directory / "summary.json").exists()
 
 
-def test_an_interrupt_is_followed_by_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
+def test_an_interrupt_saves_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     arguments: list[str | Path] = ["train", tiny, *settings(directory, "train.steps=100000")]
     process = start(arguments, tmp_path)
     wait_for(process, lambda: latest(directory / "checkpoints") is not None)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, and the launcher to its ranks again
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does; the launcher repeats it
     finished = finish(process)
     assert finished.code == 130, finished.stderr
     [step] = re.findall(r"stopped by SIGINT after step (\d+) of 100000", finished.stdout)
@@ -78,18 +79,10 @@ def wait_for(process: "subprocess.Popen[str]", ready: Callable[[], bool]) -> Non
             return
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGTERM)  # torchrun's workers are in groups of their own
-    pytest.fail(f"it did not come so far: {process.communicate()}")
+    pytest.fail(f"the condition was not reached: {process.communicate()}")
 
 
-def workers(launcher: int) -> list[int]:
+def ranks_of(launcher: int) -> list[int]:
     """The ranks that ``launcher`` started, by their command lines."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            words = (path / "cmdline").read_bytes().split(b"\0")
-        except OSError:  # it has ended meanwhile
-            continue
-        if parent == launcher and b"shardwise.cli" in words:
-            found.append(int(path.name))
-    return sorted(found)
+    children = psutil.Process(launcher).children()
+    return sorted(child.pid for child in children if "shardwise.cli" in child.cmdline())

@@ -1,4 +1,4 @@
-"""``shardwise verify``: 0 when all is equal, 1 when something differs, 2 when it cannot be run."""
+"""``shardwise verify`` exits with 0 if all is equal, 1 if something differs, 2 on usage errors."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def own(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_all_models_are_equal_on_two_ranks(tmp_path: Path) -> None:
+def test_all_built_in_models_are_equal_on_two_ranks(tmp_path: Path) -> None:
     finished = run(["verify"], tmp_path)
     assert (finished.code, finished.stderr) == (0, "")
     names = ["GPT", "MixtureOfExperts", "EncoderDecoder", "ConvNet", "Adapted"]
@@ -57,13 +57,13 @@ def test_a_corrupted_gradient_is_named(own: Path) -> None:
     finished = run(["verify", "own.py:subject", *arguments], own)
     assert finished.code == 1
     first, second = finished.stderr.splitlines()
-    told = "on 3 ranks differs from one process: the gradient of 1.0.bias in step 0 is off by"
-    assert first.startswith(f"shardwise: Sequential with fsdp {told}")
-    assert second.startswith(f"Sequential with ddp {told}")
+    difference = "on 3 ranks differs from one process: the gradient of 1.0.bias in step 0 is off by"
+    assert first.startswith(f"shardwise: Sequential with fsdp {difference}")
+    assert second.startswith(f"Sequential with ddp {difference}")
     assert finished.stdout.count("DIFFERS  1.0.bias") == 2
 
 
-def test_what_only_the_ranks_find_out_is_one_line(own: Path) -> None:
+def test_an_error_found_on_the_ranks_is_one_line(own: Path) -> None:
     finished = run(["verify", "own.py:subject", "--nproc", "4"], own)
     assert finished.code == 2
     assert finished.stdout == ""
@@ -74,7 +74,7 @@ def test_what_only_the_ranks_find_out_is_one_line(own: Path) -> None:
 
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize(("command_line", "message"), MISTAKES.items())
-def test_a_mistake_is_one_line(
+def test_an_error_is_one_line(
     command_line: str,
     message: str,
     own: Path,

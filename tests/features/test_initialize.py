@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.plan.units import Units
-from shardwise.train import models as gpt
+from shardwise.train import model as gpt
 from shardwise.transport.device import peak_memory_bytes
 from tests.models import CASES, WIDTH, Block, Stack
 from tests.ranks import on_ranks, run_on

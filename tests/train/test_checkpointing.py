@@ -1,4 +1,4 @@
-"""Blocks that are computed twice give the gradients of blocks that are not."""
+"""Activation checkpointing does not change gradients."""
 
 from collections import Counter
 from typing import Any
@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from shardwise.train.checkpointing import KINDS
-from shardwise.train.models import GPT, Block, Shape
+from shardwise.train.model import GPT, Block, Shape
 from tests.ranks import run_on
 from tests.runtime.one_process import assert_close, own_part
 
+KINDS = ("full", "reentrant", "selective")
 SHAPE = Shape(vocabulary=11, context=6, width=8, layers=4, heads=2)
 BLOCK_PRODUCTS = 4
 
@@ -24,12 +24,12 @@ def test_gradients_are_those_of_one_process(kind: str, shards_first: bool) -> No
     run_on(2, _compare, kind, shards_first)
 
 
-@pytest.mark.parametrize(("kind", "again"), [("full", 3), ("reentrant", 3), ("selective", 0)])
-def test_what_is_computed_again(kind: str, again: int) -> None:
-    """Of the products of a block the last one's result is needed by nobody in backward."""
+@pytest.mark.parametrize(("kind", "recomputed"), [("full", 3), ("reentrant", 3), ("selective", 0)])
+def test_recomputed_products(kind: str, recomputed: int) -> None:
+    """The result of the last product of a block is not needed in backward."""
     plain, checkpointed = (_count_products(_build(every, kind)) for every in (0, 1))
-    least, most = again * SHAPE.layers, BLOCK_PRODUCTS * SHAPE.layers
-    assert least <= checkpointed - plain <= (most if again else 0)
+    least, most = recomputed * SHAPE.layers, BLOCK_PRODUCTS * SHAPE.layers
+    assert least <= checkpointed - plain <= (most if recomputed else 0)
 
 
 def _build(every: int, kind: str = "full") -> GPT:

@@ -1,4 +1,4 @@
-"""The sections and the batches they allow."""
+"""The sections, their defaults and the batches that they allow."""
 
 import re
 from pathlib import Path
@@ -17,10 +17,10 @@ DEFAULT = Path(__file__).parents[2] / "configs" / "stdlib.toml"
 
 def test_the_default_file_is_valid_on_one_two_and_four_ranks() -> None:
     config = read_config(DEFAULT)
-    assert [config.on(n).shard.nproc for n in (1, 2, 4)] == [1, 2, 4]
+    assert [config.with_ranks(n).shard.nproc for n in (1, 2, 4)] == [1, 2, 4]
 
 
-def test_the_default_file_says_every_default() -> None:
+def test_the_default_file_has_every_key_with_its_default() -> None:
     assert read_config(DEFAULT) == Config()
     text = DEFAULT.read_text(encoding="utf-8")
     for section, values in Config().model_dump().items():
@@ -34,11 +34,11 @@ def test_a_configuration_is_frozen() -> None:
         Config().train.steps = 3
 
 
-def test_a_micro_batch_of_0_is_the_whole_share() -> None:
-    config = Config.model_validate({"train": {"global_batch": 12}}).on(4)
-    assert (config.share, config.micro_batch) == (3, 3)
-    config = Config.model_validate({"train": {"global_batch": 12, "micro_batch": 2}}).on(2)
-    assert (config.share, config.micro_batch) == (6, 2)
+def test_a_micro_batch_of_0_is_the_batch_of_a_rank() -> None:
+    config = Config.model_validate({"train": {"global_batch": 12}}).with_ranks(4)
+    assert (config.rank_batch, config.micro_batch) == (3, 3)
+    config = Config.model_validate({"train": {"global_batch": 12, "micro_batch": 2}}).with_ranks(2)
+    assert (config.rank_batch, config.micro_batch) == (6, 2)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_micro_batch_of_0_is_the_whole_share() -> None:
         (6, 4, 2, "set train.global_batch to 8, or train.micro_batch to 3"),
     ],
 )
-def test_an_impossible_batch_names_the_nearest_possible_ones(
+def test_an_indivisible_batch_names_the_nearest_divisible_ones(
     global_batch: int, micro_batch: int, num_ranks: int, way_out: str
 ) -> None:
     train = TrainConfig(global_batch=global_batch, micro_batch=micro_batch)
@@ -60,7 +60,9 @@ def test_an_impossible_batch_names_the_nearest_possible_ones(
 
 
 @given(st.integers(1, 200), st.integers(0, 40), st.integers(1, 16))
-def test_the_ways_out_are_ways_out(global_batch: int, micro_batch: int, num_ranks: int) -> None:
+def test_the_proposed_batches_are_valid(
+    global_batch: int, micro_batch: int, num_ranks: int
+) -> None:
     train = TrainConfig(global_batch=global_batch, micro_batch=micro_batch)
     try:
         check_batch(train, num_ranks)
@@ -77,4 +79,4 @@ def test_the_ways_out_are_ways_out(global_batch: int, micro_batch: int, num_rank
 @pytest.mark.parametrize("num_ranks", [0, -1])
 def test_at_least_one_rank(num_ranks: int) -> None:
     with pytest.raises(ConfigError, match="expected 1 or more ranks"):
-        Config().on(num_ranks)
+        Config().with_ranks(num_ranks)

@@ -1,6 +1,9 @@
-"""The text, its two parts, and an order that no number of ranks can change."""
+"""The text, its split, and an order of the data that the number of ranks does not change."""
 
 import hashlib
+import itertools
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,58 +11,141 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import DataConfig
-from shardwise.train.data import Sampler, read_corpus
+from shardwise.train.data import Entropies, Piece, Sequences, Text, open_corpus
 
-TEXT = np.random.default_rng(0).integers(0, 256, size=5000, dtype=np.uint8)
+VALUES = np.random.default_rng(0).integers(0, 256, size=5000, dtype=np.uint8)
+CUTS = (0, 1, 700, 700, 2500, 4990, 5000)  # of the files, one of which is empty
+
+MakeText = Callable[..., Text]
 
 
-def sampler(*, seed: int = 0, global_batch: int = 24, context: int = 16) -> Sampler:
-    return Sampler(TEXT, context, global_batch, seed)
+@pytest.fixture(scope="module")
+def make_text(tmp_path_factory: pytest.TempPathFactory) -> MakeText:
+    """Write values to files and open them as a text."""
+
+    def make(values: NDArray[np.uint8], cuts: tuple[int, ...] = (0, 10**9)) -> Text:
+        folder = tmp_path_factory.mktemp("text")
+        pieces: list[Piece] = []
+        for start, end in itertools.pairwise(cuts):
+            path = folder / str(len(pieces))
+            values[start:end].tofile(path)
+            pieces.append(Piece(path, 0, path.stat().st_size))
+        return Text(pieces)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def text(make_text: MakeText) -> Text:
+    return make_text(VALUES, CUTS)
+
+
+def sequences(
+    text: Text,
+    *,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    steps: tuple[int, int] = (1, 0),
+) -> Sequences:
+    first, last = steps
+    return Sequences(
+        text,
+        context=16,
+        global_batch=24,
+        seed=seed,
+        rank=rank,
+        world_size=world_size,
+        first_step=first,
+        last_step=last,
+    )
+
+
+@given(start=st.integers(0, 5000), size=st.integers(0, 5000))
+def test_reads_cross_files(text: Text, start: int, size: int) -> None:
+    size = min(size, 5000 - start)
+    assert text.read(start, size).tobytes() == VALUES[start : start + size].tobytes()
+
+
+@given(at=st.integers(0, 5000))
+def test_a_text_is_split_anywhere(text: Text, at: int) -> None:
+    first, second = text.split(at)
+    assert (len(first), len(second)) == (at, 5000 - at)
+    both = first.read(0, at).tobytes() + second.read(0, 5000 - at).tobytes()
+    assert both == VALUES.tobytes()
+
+
+def test_a_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"short")
+    with pytest.raises(ConfigError, match="text has changed during the run"):
+        Text([Piece(path, 0, 10)]).read(3, 5)
 
 
 @given(step=st.integers(1, 10**6), seed=st.integers(0, 2**63 - 1))
-def test_the_global_batch_is_the_same_on_any_number_of_ranks(step: int, seed: int) -> None:
-    whole = sampler(seed=seed).share(step, rank=0, num_ranks=1)
-    for num_ranks in (2, 3, 4, 8):
-        shares = [
-            sampler(seed=seed).share(step, rank=rank, num_ranks=num_ranks)
-            for rank in range(num_ranks)
+def test_the_global_batch_does_not_depend_on_the_number_of_ranks(
+    text: Text, step: int, seed: int
+) -> None:
+    whole = sequences(text, seed=seed).batch(step)
+    for world_size in (2, 3, 4, 8):
+        parts = [
+            sequences(text, seed=seed, rank=rank, world_size=world_size).batch(step)
+            for rank in range(world_size)
         ]
-        assert torch.equal(torch.cat(shares), whole)
+        assert torch.equal(torch.cat(parts), whole)
 
 
-def test_a_sequence_is_a_run_of_the_text() -> None:
-    text = bytes(TEXT)
-    for sequence in sampler().share(3, rank=0, num_ranks=1):
-        assert bytes(sequence.tolist()) in text
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_and_workers_do_not_change_the_order(text: Text, workers: int) -> None:
+    reference = [sequences(text).batch(step) for step in range(1, 9)]
+    loaded = list(sequences(text, steps=(1, 8)).loader(workers, pin_memory=False))
+    resumed = list(sequences(text, steps=(4, 8)).loader(workers, pin_memory=False))
+    assert torch.equal(torch.stack(loaded), torch.stack(reference))
+    assert torch.equal(torch.stack(resumed), torch.stack(reference[3:]))
 
 
-def test_the_first_and_the_last_sequence_can_be_drawn() -> None:
-    short = Sampler(TEXT[:18], context=16, global_batch=64, seed=0)
+def test_loading_draws_nothing_from_the_default_generator(text: Text) -> None:
+    before = torch.get_rng_state()
+    list(sequences(text, steps=(1, 2)).loader(0, pin_memory=False))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_sequence_is_a_part_of_the_text(text: Text) -> None:
+    for sequence in sequences(text).batch(3):
+        assert bytes(sequence.tolist()) in VALUES.tobytes()
+
+
+def test_the_first_and_the_last_sequence_can_be_drawn(make_text: MakeText) -> None:
+    short = Sequences(make_text(VALUES[:18]), context=16, global_batch=64, seed=0)
     assert set(short.draw(0).tolist()) == {0, 1}
-    assert short.share(0, rank=0, num_ranks=1).shape == (64, 17)
+    assert short.batch(0).shape == (64, 17)
 
 
-def test_steps_and_seeds_differ() -> None:
-    drawn = [sampler(seed=seed).draw(step).tolist() for seed in (0, 1) for step in (1, 2)]
+def test_steps_and_seeds_differ(text: Text) -> None:
+    drawn = [sequences(text, seed=seed).draw(step).tolist() for seed in (0, 1) for step in (1, 2)]
     assert len({tuple(starts) for starts in drawn}) == 4
 
 
-def test_the_order_is_the_same_on_every_machine_and_tomorrow() -> None:
-    drawn = b"".join(sampler().draw(step).tobytes() for step in range(10))
+def test_the_order_is_the_same_on_every_machine(text: Text) -> None:
+    drawn = b"".join(sequences(text).draw(step).tobytes() for step in range(10))
     assert hashlib.sha256(drawn).hexdigest()[:16] == "23d6fd4fc5c0ee35"
 
 
 def test_the_standard_library_is_there() -> None:
-    corpus = read_corpus(DataConfig())
+    corpus = open_corpus(DataConfig())
     assert corpus.num_files > 300
-    assert b"def " in bytes(corpus.train)
+    assert b"def " in content(corpus.train)
     share = len(corpus.validation) / (len(corpus.train) + len(corpus.validation))
     assert 0.04 < share <= 0.0501
     corpus.check_holds(1024)
+
+
+def content(text: Text) -> bytes:
+    return text.read(0, len(text)).tobytes()
 
 
 @pytest.fixture
@@ -73,33 +159,33 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_a_directory_is_split_by_whole_files(directory: Path) -> None:
-    corpus = read_corpus(DataConfig(path=str(directory), validation_share=0.2))
-    held_out = {n for n in range(40) if f"<{n}>".encode() in bytes(corpus.validation)}
-    trained = {n for n in range(40) if f"<{n}>".encode() in bytes(corpus.train)}
+    corpus = open_corpus(DataConfig(path=str(directory), validation_share=0.2))
+    held_out = {n for n in range(40) if f"<{n}>".encode() in content(corpus.validation)}
+    trained = {n for n in range(40) if f"<{n}>".encode() in content(corpus.train)}
     assert corpus.num_files == 40
     assert len(held_out) == 8
     assert held_out | trained == set(range(40))
     assert not held_out & trained
 
 
-def test_the_split_does_not_hang_on_where_the_directory_is(directory: Path) -> None:
-    before = read_corpus(DataConfig(path=str(directory)))
+def test_the_split_does_not_depend_on_where_the_directory_is(directory: Path) -> None:
+    before = open_corpus(DataConfig(path=str(directory)))
+    assert before.digest  # read before its files are moved
     moved = directory.rename(directory.parent / "moved")
-    after = read_corpus(DataConfig(path=str(moved)))
-    assert np.array_equal(before.train, after.train)
-    assert np.array_equal(before.validation, after.validation)
+    after = open_corpus(DataConfig(path=str(moved)))
+    assert (len(before.train), before.digest) == (len(after.train), after.digest)
 
 
-def test_the_glob_chooses_files(directory: Path) -> None:
-    corpus = read_corpus(DataConfig(path=str(directory), glob="*.txt", validation_share=0.1))
-    assert bytes(corpus.train) + bytes(corpus.validation) == b"notes " * 100
+def test_the_glob_selects_files(directory: Path) -> None:
+    corpus = open_corpus(DataConfig(path=str(directory), glob="*.txt", validation_share=0.1))
+    assert content(corpus.train) + content(corpus.validation) == b"notes " * 100
 
 
-def test_a_single_file_gives_its_end(directory: Path) -> None:
+def test_the_end_of_a_single_file_is_for_validation(directory: Path) -> None:
     path = directory / "notes.txt"
-    corpus = read_corpus(DataConfig(path=str(path), validation_share=0.1))
+    corpus = open_corpus(DataConfig(path=str(path), validation_share=0.1))
     assert (len(corpus.train), len(corpus.validation)) == (540, 60)
-    assert bytes(corpus.train) + bytes(corpus.validation) == path.read_bytes()
+    assert content(corpus.train) + content(corpus.validation) == path.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -110,16 +196,49 @@ def test_a_single_file_gives_its_end(directory: Path) -> None:
         ({"path": "{directory}", "glob": "/etc/*"}, "data.glob"),
     ],
 )
-def test_a_text_that_is_not_there(directory: Path, data: dict[str, str], message: str) -> None:
+def test_a_missing_text(directory: Path, data: dict[str, str], message: str) -> None:
     config = DataConfig.model_validate(
         {key: value.format(directory=directory) for key, value in data.items()}
     )
     with pytest.raises(ConfigError, match=message):
-        read_corpus(config)
+        open_corpus(config)
 
 
 def test_a_text_that_is_too_short(directory: Path) -> None:
-    corpus = read_corpus(DataConfig(path=str(directory / "notes.txt"), validation_share=0.1))
+    corpus = open_corpus(DataConfig(path=str(directory / "notes.txt"), validation_share=0.1))
     corpus.check_holds(59)
     with pytest.raises(ConfigError, match=r"leaves 60 bytes .* needs at least 61"):
         corpus.check_holds(60)
+
+
+def test_a_text_of_one_byte_has_no_entropy(make_text: MakeText) -> None:
+    entropies = Entropies.measure(make_text(np.full(1000, 65, dtype=np.uint8)))
+    assert entropies.uniform == pytest.approx(math.log(256))
+    assert entropies.unigram == pytest.approx(0)
+    assert entropies.bigram == pytest.approx(0)
+
+
+def test_an_alternation_is_predictable_from_the_previous_byte(make_text: MakeText) -> None:
+    values = np.tile(np.array([1, 2], dtype=np.uint8), 5000)
+    entropies = Entropies.measure(make_text(values, (0, 3333, 10000)))
+    assert entropies.unigram == pytest.approx(math.log(2), abs=1e-6)
+    assert entropies.bigram == pytest.approx(0, abs=1e-6)
+
+
+def test_noise_is_not_predictable_from_the_previous_byte(make_text: MakeText) -> None:
+    noise = np.random.default_rng(0).integers(0, 4, size=200_000, dtype=np.uint8)
+    entropies = Entropies.measure(make_text(noise))
+    assert entropies.unigram == pytest.approx(math.log(4), abs=1e-3)
+    assert entropies.bigram == pytest.approx(math.log(4), abs=1e-3)
+
+
+def test_entropies_count_pairs_across_chunks(
+    make_text: MakeText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.train.data.CHUNK_BYTES", 2)
+    text = np.array([255, 255, 255, 0], dtype=np.uint8)
+    # after 255: 255 twice and 0 once
+    expected = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
+    entropies = Entropies.measure(make_text(text))
+    assert entropies.bigram == pytest.approx(expected)
+    assert entropies.unigram == pytest.approx(-(3 * math.log(3 / 4) + math.log(1 / 4)) / 4)

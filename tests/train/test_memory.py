@@ -1,11 +1,11 @@
-"""The bytes of a rank, by hand."""
+"""The bytes of a rank, calculated by hand."""
 
 import pytest
 
 from shardwise.plan.plan import Plan
 from shardwise.train.build import build_model, build_plan
 from shardwise.train.config import Config
-from shardwise.train.memory import foresee, one_process, one_rank
+from shardwise.train.memory import forecast_step, process_footprint, rank_footprint
 
 BLOCK = 12 * 32 * 32 + 2 * 32  # four matrices of attention, eight of the perceptron, two norms
 ROOT = 256 * 32 + 32  # the embedding, which is the head too, and the last norm
@@ -13,26 +13,26 @@ MODEL = ROOT + 2 * BLOCK
 FLOAT = 4
 
 
-def test_one_process_holds_everything(plan: Plan) -> None:
-    footprint = one_process(plan)
+def test_one_process_holds_the_whole_model(plan: Plan) -> None:
+    footprint = process_footprint(plan)
     assert footprint.parameters == footprint.gradients == MODEL * FLOAT
     assert footprint.optimizer == 2 * MODEL * FLOAT
     assert footprint.total == 4 * MODEL * FLOAT
 
 
-def test_a_rank_holds_its_part_and_what_is_whole(plan: Plan, config: Config) -> None:
-    footprint = one_rank(plan, foresee(plan, config, "cuda"))
+def test_a_rank_holds_its_shards_and_the_gathered_units(plan: Plan, config: Config) -> None:
+    footprint = rank_footprint(plan, forecast_step(plan, config, "cuda"))
     assert footprint.parameters == footprint.gradients == MODEL * FLOAT // 4
     assert footprint.optimizer == 2 * MODEL * FLOAT // 4
     assert footprint.total == MODEL * FLOAT + footprint.transient
-    assert one_rank(plan, foresee(plan, config, "cuda"), transient=7).transient == 7
+    assert rank_footprint(plan, forecast_step(plan, config, "cuda"), transient=7).transient == 7
 
 
 @pytest.mark.parametrize(("offload", "near"), [("all", 0), ("optimizer", MODEL * FLOAT // 4)])
-def test_what_is_offloaded_is_on_the_host(config: Config, offload: str, near: int) -> None:
+def test_offloaded_bytes_are_on_the_host(config: Config, offload: str, near: int) -> None:
     config = with_memory(config, offload=offload)
     plan = build_plan(build_model(config), config)
-    footprint = one_rank(plan, foresee(plan, config, "cuda"))
+    footprint = rank_footprint(plan, forecast_step(plan, config, "cuda"))
     assert footprint.host == 4 * MODEL * FLOAT // 4, "shards, gradients and two states"
     assert footprint.total - footprint.host == footprint.transient + near
 
@@ -43,7 +43,7 @@ def with_memory(config: Config, **changes: object) -> Config:
 
 
 def deep(config: Config, prefetch: int) -> Plan:
-    """Eight blocks, so that no prefetch of the test holds them all."""
+    """Eight blocks: more than any prefetch of the test gathers."""
     changed = {
         "model": config.model.model_copy(update={"layers": 8}),
         "shard": config.shard.model_copy(update={"prefetch": prefetch}),
@@ -53,8 +53,8 @@ def deep(config: Config, prefetch: int) -> Plan:
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
-def test_at_most_a_few_blocks_are_whole(config: Config, prefetch: int) -> None:
-    """The root and its waiting gradients, the gathered blocks, and two reductions."""
+def test_gathered_blocks_are_bounded_by_the_prefetch(config: Config, prefetch: int) -> None:
+    """The root, its pending gradients, the gathered blocks and two reductions."""
     plan = deep(config, prefetch)
-    transient = foresee(plan, config, "cuda").transient_bytes
+    transient = forecast_step(plan, config, "cuda").transient_bytes
     assert transient == (2 * ROOT + (1 + prefetch + 2) * BLOCK) * FLOAT

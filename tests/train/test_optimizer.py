@@ -1,4 +1,4 @@
-"""The learning rate of each step, and what decays."""
+"""The schedule of the learning rate, and the groups of weight decay."""
 
 import pytest
 import torch
@@ -6,31 +6,49 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.train.config import TrainConfig
-from shardwise.train.models import GPT, Shape
-from shardwise.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from shardwise.train.model import GPT, Shape
+from shardwise.train.optimizer import build_optimizer, build_scheduler
 
 CONFIG = TrainConfig(steps=110, warmup_steps=10, lr=2.0, final_lr_share=0.1)
+
+
+def rates(config: TrainConfig, *, after: int = 0) -> list[float]:
+    """The learning rate of each step after ``after``."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=123.0)  # as if loaded from a checkpoint
+    scheduler = build_scheduler(optimizer, config, after=after)
+    found = []
+    for _ in range(after, config.steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
 
 
 @pytest.mark.parametrize(
     ("step", "expected"), [(1, 0.2), (5, 1.0), (10, 2.0), (60, 1.1), (110, 0.2)]
 )
-def test_it_rises_on_a_line_and_falls_on_a_cosine(step: int, expected: float) -> None:
-    assert learning_rate(step, CONFIG) == pytest.approx(expected)
+def test_linear_warm_up_and_cosine_decay(step: int, expected: float) -> None:
+    assert rates(CONFIG)[step - 1] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("after", [1, 9, 10, 57, 109])
+def test_a_resumed_schedule_has_the_same_bits(after: int) -> None:
+    assert rates(CONFIG, after=after) == rates(CONFIG)[after:]
 
 
 @given(st.integers(1, 50), st.integers(0, 49), st.floats(0, 0.9))
-def test_it_never_leaves_its_bounds(steps: int, warmup_steps: int, share: float) -> None:
+def test_the_rate_stays_within_its_bounds(steps: int, warmup_steps: int, share: float) -> None:
     config = TrainConfig(
         steps=steps, warmup_steps=min(warmup_steps, steps - 1), lr=1.0, final_lr_share=share
     )
-    rates = [learning_rate(step, config) for step in range(1, steps + 1)]
+    found = rates(config)
     peak = max(config.warmup_steps, 1)
-    assert max(rates) == pytest.approx(max(rates[peak - 1 : peak + 1]))
-    assert max(rates) <= 1.0 + 1e-12
-    assert rates[-1] == pytest.approx(share)
-    assert rates[: peak - 1] == sorted(rates[: peak - 1])
-    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert max(found) == pytest.approx(max(found[peak - 1 : peak + 1]))
+    assert max(found) <= 1.0 + 1e-12
+    assert found[-1] == pytest.approx(share)
+    assert found[: peak - 1] == sorted(found[: peak - 1])
+    assert found[peak:] == sorted(found[peak:], reverse=True)
 
 
 def test_matrices_decay_and_norms_do_not() -> None:
@@ -45,10 +63,3 @@ def test_matrices_decay_and_norms_do_not() -> None:
         assert decay[id(parameter)] == (0.0 if "norm" in name else 0.3), name
     assert optimizer.defaults["fused"]
     assert optimizer.defaults["betas"] == (0.8, 0.9)
-
-
-def test_the_rate_reaches_every_group() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2, 2))]
-    optimizer = torch.optim.SGD([{"params": [p]} for p in parameters], lr=1.0)
-    set_learning_rate(optimizer, 0.25)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]

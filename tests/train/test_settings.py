@@ -1,4 +1,4 @@
-"""From a file and words to a configuration, and back."""
+"""Reading a configuration from a file and overrides, and writing it."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
     assert read_config(empty) == Config()
 
 
-def test_words_go_over_the_file(file: Path) -> None:
+def test_overrides_take_precedence_over_the_file(file: Path) -> None:
     config = read_config(file, ["train.steps=200", "data.path = some/text", "train.lr=1e-2"])
     assert config.train.steps == 200
     assert config.train.warmup_steps == 10
@@ -33,11 +33,11 @@ def test_words_go_over_the_file(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "value"),
+    ("override", "value"),
     [("shard.units=auto", "auto"), ("shard.units=5000", 5000), ('shard.units="Block"', "Block")],
 )
-def test_a_word_is_toml_or_else_text(file: Path, word: str, value: object) -> None:
-    assert read_config(file, [word]).shard.units == value
+def test_an_override_is_toml_or_else_text(file: Path, override: str, value: object) -> None:
+    assert read_config(file, [override]).shard.units == value
 
 
 @pytest.mark.parametrize("text", ["7", "1e3", "true", "2020-01-01", "[x]"])
@@ -49,12 +49,12 @@ def test_a_list_can_be_set(file: Path) -> None:
     assert read_config(file, ["train.betas=[0.8, 0.99]"]).train.betas == (0.8, 0.99)
 
 
-def test_one_word_cannot_smuggle_in_a_second_key(file: Path) -> None:
+def test_an_override_sets_one_key(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.steps: expected a valid integer"):
         read_config(file, ["train.steps=1\nother=2"])
 
 
-FAULTS = {
+FILE_ERRORS = {
     "[train]\nstpes = 3": r"train\.stpes: unknown key; did you mean steps\?",
     "[trian]\nsteps = 3": r"trian: unknown section; did you mean train\?",
     "[zebra]\nx = 3": r"zebra: unknown section; expected one of run, model, data",
@@ -64,7 +64,7 @@ FAULTS = {
     "[train]\nsteps = true": r"train\.steps: expected a valid integer, got True",
     "[train]\nlr = 'fast'": r"train\.lr: expected a valid number, got 'fast'",
     "[train]\nlr = nan": r"train\.lr: expected a finite number",
-    "[train]\nbetas = [0.9]": r"train\.betas: expected one value more, got \[0\.9\]",
+    "[train]\nbetas = [0.9]": r"train\.betas: expected one more value, got \[0\.9\]",
     "[train]\nsteps = 10\nwarmup_steps = 10": r"warmup_steps=10: expected fewer than steps=10",
     "[model]\nwidth = 30\nheads = 4": r"width=30: expected a multiple of .* such as 24 or 32",
     "[shard]\nunits = 1.5": r"shard\.units: expected a valid string or a valid integer, got 1\.5",
@@ -73,8 +73,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("text", "message"), FAULTS.items())
-def test_a_fault_of_the_file_names_file_key_and_way_out(
+@pytest.mark.parametrize(("text", "message"), FILE_ERRORS.items())
+def test_an_error_in_the_file_names_file_key_and_expectation(
     tmp_path: Path, text: str, message: str
 ) -> None:
     path = tmp_path / "bad.toml"
@@ -85,7 +85,7 @@ def test_a_fault_of_the_file_names_file_key_and_way_out(
     assert "\n" not in str(raised.value)
 
 
-WORD_FAULTS = {
+OVERRIDE_ERRORS = {
     "train.steps": "expected section.key=value",
     "=3": "unknown key ''",
     "steps=3": r"unknown key 'steps'; did you mean train\.steps\?",
@@ -95,21 +95,23 @@ WORD_FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("word", "message"), WORD_FAULTS.items())
-def test_a_fault_of_a_word_is_not_blamed_on_the_file(file: Path, word: str, message: str) -> None:
+@pytest.mark.parametrize(("override", "message"), OVERRIDE_ERRORS.items())
+def test_an_error_in_an_override_does_not_name_the_file(
+    file: Path, override: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
-        read_config(file, [word])
+        read_config(file, [override])
     assert str(file) not in str(raised.value)
 
 
-def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_reported_together(tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     path.write_text("[train]\nsteps = 0\nlr = -1.0\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"train\.steps: .*; .*train\.lr: "):
         read_config(path)
 
 
-def test_what_cannot_be_read_is_said_so(tmp_path: Path) -> None:
+def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nope\.toml: no such file"):
         read_config(tmp_path / "nope.toml")
     with pytest.raises(ConfigError, match="Is a directory"):
@@ -138,7 +140,7 @@ CONFIGS = st.fixed_dictionaries(
 
 
 @given(config=CONFIGS)
-def test_what_is_written_reads_back(
+def test_a_written_configuration_reads_back_equal(
     tmp_path_factory: pytest.TempPathFactory, config: Config
 ) -> None:
     path = tmp_path_factory.mktemp("written") / "config.toml"

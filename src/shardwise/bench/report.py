@@ -14,7 +14,7 @@ from shardwise.bench.picture import draw_results
 from shardwise.bench.tables import memory_table, time_table, traffic_table
 from shardwise.bench.work import NUM_TINY_UNITS
 from shardwise.errors import ConfigError
-from shardwise.train.run_directory import claim_new
+from shardwise.train.run_directory import make_new_directory
 
 __all__ = ["Report", "open_report"]
 
@@ -85,7 +85,7 @@ def open_report(out: Path | None, size: str) -> Report:
     try:
         if out is None:
             name = f"bench-{Path(size).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-            return Report(claim_new(Path("runs"), name))
+            return Report(make_new_directory(Path("runs"), name))
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
             raise ConfigError(f"--out {out}: already holds files; choose another")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardwise.errors import ConfigError
 from shardwise.train.data import VOCABULARY
-from shardwise.train.models import Shape
+from shardwise.train.model import Shape
 from shardwise.train.settings import read_config
 
 __all__ = ["DTYPES", "MEASURES", "SIZES", "Request", "Setting", "choose_words", "read_shape"]

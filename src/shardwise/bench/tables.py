@@ -1,9 +1,9 @@
 """The tables of a comparison. A dash is what an engine does not tell, or what was not measured."""
 
+from rich.filesize import decimal
 from rich.table import Table
 
 from shardwise.bench.figures import LOSS_TOLERANCE, Range, Results, Row, Times
-from shardwise.train.tables import in_bytes
 
 __all__ = ["memory_table", "time_table", "traffic_table"]
 
@@ -36,7 +36,7 @@ def traffic_table(results: Results) -> Table:
     for row in results.rows.values():
         if row.inspected is not None:
             moved = row.inspected
-            copied, sent = in_bytes(moved.copied_bytes), in_bytes(moved.sent_bytes)
+            copied, sent = decimal(moved.copied_bytes), decimal(moved.sent_bytes)
             table.add_row(row.name, copied, str(moved.num_collectives), sent)
     return table
 
@@ -86,7 +86,7 @@ def _range(values: Range) -> str:
 
 
 def _bytes(value: int | None) -> str:
-    return DASH if value is None else in_bytes(value)
+    return DASH if value is None else decimal(value)
 
 
 def _table(first: str, *others: str) -> Table:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.bench.setting import Setting
-from shardwise.train.models import GPT, Block
+from shardwise.train.model import GPT, Block
 
 __all__ = ["NUM_TINY_UNITS", "Trainee", "Work", "fused_adamw", "gpt_work", "tiny_work"]
 

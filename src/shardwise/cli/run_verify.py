@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError, PlanError, ShardwiseError
 from shardwise.launch.environment import RankEnv, read_rank_env
 from shardwise.launch.local import check_num_ranks, run_on_local_ranks
 from shardwise.launch.world import World, join_world
-from shardwise.train.models import GPT, Block, Shape
+from shardwise.train.model import GPT, Block, Shape
 
 __all__ = ["BUILT_IN", "VerifyOptions", "run_verify"]
 

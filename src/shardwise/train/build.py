@@ -1,4 +1,4 @@
-"""From a configuration to the model and to what it is cut into, checked before any rank starts."""
+"""From a configuration to its model and plan, and the checks that need no ranks."""
 
 import difflib
 
@@ -12,52 +12,50 @@ from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import resolve_strategy
 from shardwise.plan.units import Units
 from shardwise.train.config import Config
-from shardwise.train.data import VOCABULARY, read_corpus
-from shardwise.train.models import GPT, Shape
+from shardwise.train.data import VOCABULARY, open_corpus
+from shardwise.train.model import GPT, Shape
+from shardwise.train.sinks import check_trackers
 
-__all__ = [
-    "build_model",
-    "build_plan",
-    "check",
-    "find_units",
-    "num_shards",
-    "offload_of",
-    "precision_of",
-]
+__all__ = ["build_model", "build_plan", "check", "find_units", "offload_policy", "precision_policy"]
 
 
 def check(config: Config) -> None:
-    """Refuse what would otherwise fail on every rank, seconds later and in many lines.
+    """Find mistakes before any rank is started.
 
     Raises:
-        ConfigError: the text is missing or too short, or the model cannot be cut as it says.
+        ConfigError: the text is missing or too short, a package is missing, or keys conflict.
         PlanError: the strategy or the units do not fit the model.
     """
-    read_corpus(config.data).check_holds(config.model.context)
+    check_trackers(config)
+    open_corpus(config.data).check_holds(config.model.context)
     if config.memory.step_in_backward:
-        _check_steps_in_backward(config)
+        _check_step_in_backward(config)
     build_plan(build_model(config), config)
 
 
-def _check_steps_in_backward(config: Config) -> None:
-    """Nothing that needs the gradients of all units, or of all micro batches, before a step."""
-    several = config.micro_batch < config.share
-    ways_out = {
-        "train.grad_clip=0: the norm of all gradients": config.train.grad_clip > 0,
-        "precision.compute=bfloat16: the scale of float16": config.precision.compute == "float16",
-        "memory.accumulate=whole: gradients of all micro batches": several
-        and config.memory.accumulate == "shards",
+def _check_step_in_backward(config: Config) -> None:
+    """A step in backward cannot use the gradients of all units, or of all micro batches."""
+    accumulates = config.micro_batch < config.rank_batch
+    conflicts = {
+        "train.grad_clip=0": (config.train.grad_clip > 0, "the norm of all gradients"),
+        "precision.compute=bfloat16": (
+            config.precision.compute == "float16",
+            "the loss scale of float16",
+        ),
+        "memory.accumulate=whole": (
+            accumulates and config.memory.accumulate == "shards",
+            "the sum over all micro batches",
+        ),
     }
-    for way_out, is_in_the_way in ways_out.items():
-        if is_in_the_way:
-            setting, _, what = way_out.partition(": ")
+    for setting, (is_conflict, what) in conflicts.items():
+        if is_conflict:
             raise ConfigError(
-                f"memory.step_in_backward=true: {what} would be known too late; set {setting}"
+                f"memory.step_in_backward=true: {what} is known only after backward; set {setting}"
             )
 
 
 def build_model(config: Config) -> GPT:
-    """The model on the meta device: its values come when it is sharded."""
+    """The model on the meta device; its values are initialized when it is sharded."""
     shape = Shape(
         vocabulary=VOCABULARY,
         context=config.model.context,
@@ -73,56 +71,47 @@ def build_model(config: Config) -> GPT:
 
 
 def build_plan(model: nn.Module, config: Config) -> Plan:
-    """What goes where, before the model is sharded."""
+    """The plan that `fully_shard` will make of ``model``."""
+    num_shards = _num_shards(config)
     return make_plan(
         model,
-        world_size=num_shards(config),
-        replicas=config.shard.replicas if num_shards(config) > 1 else config.shard.nproc,
+        world_size=num_shards,
+        replicas=config.shard.replicas if num_shards > 1 else config.shard.nproc,
         units=find_units(model, config.shard.units),
         strategy=config.shard.strategy,
         prefetch=config.shard.prefetch,
-        precision=precision_of(config),
-        offload=offload_of(config),
+        precision=precision_policy(config),
+        offload=offload_policy(config),
     )
 
 
-def precision_of(config: Config) -> MixedPrecisionPolicy:
-    """What ``[precision]`` says."""
+def precision_policy(config: Config) -> MixedPrecisionPolicy:
+    """The policy of ``[precision]``."""
     precision = config.precision
+    reduce_dtype = getattr(torch, precision.reduce)
     if precision.compute == "float32":
-        return MixedPrecisionPolicy(reduce_dtype=_dtype(precision.reduce))
+        return MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     return MixedPrecisionPolicy(
-        param_dtype=_dtype(precision.compute),
-        reduce_dtype=_dtype(precision.reduce),
+        param_dtype=getattr(torch, precision.compute),
+        reduce_dtype=reduce_dtype,
         full_precision=(nn.LayerNorm,) if precision.norms == "float32" else (),
     )
 
 
-def offload_of(config: Config) -> OffloadPolicy:
-    """What ``memory.offload`` says."""
+def offload_policy(config: Config) -> OffloadPolicy:
+    """The policy of ``memory.offload``."""
     offload = config.memory.offload
     return NO_OFFLOAD if offload == "none" else CPUOffloadPolicy(parameters=offload == "all")
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def num_shards(config: Config) -> int:
-    """Into how many parts the strategy cuts the model.
-
-    Raises:
-        ConfigError: ``shard.replicas`` does not fit the strategy or the ranks.
-        PlanError: there is no such strategy.
-    """
+def _num_shards(config: Config) -> int:
     shard = config.shard
     strategy = resolve_strategy(shard.strategy)
     if strategy.num_axes == 1:
         if shard.replicas != 1:
             raise ConfigError(
-                f"shard.replicas={shard.replicas}: strategy {shard.strategy!r} has none to choose; "
-                "leave it at 1, or use 'hsdp'"
+                f"shard.replicas={shard.replicas}: strategy {shard.strategy!r} has no replicas; "
+                "set it to 1, or use 'hsdp'"
             )
         return shard.nproc if strategy.shards else 1
     if shard.nproc % shard.replicas:
@@ -133,7 +122,7 @@ def num_shards(config: Config) -> int:
 
 
 def find_units(model: nn.Module, units: str | int) -> Units:
-    """What ``shard.units`` stands for: a name of a class becomes that class.
+    """The value of ``shard.units``, with the name of a class replaced by the class.
 
     Raises:
         ConfigError: no module of the model has such a class.

@@ -1,65 +1,63 @@
-"""What a training run is made of: one frozen section for each table of the TOML file.
+"""The configuration of a training run: one frozen section for each table of the TOML file.
 
-Every key has a default, so an empty file is a valid configuration: the Python standard library on
+Every key has a default, so an empty file is valid: it trains on the Python standard library with
 two local ranks.
 """
 
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
 from shardwise.errors import ConfigError
 
-__all__ = [
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "MemoryConfig",
-    "ModelConfig",
-    "PrecisionConfig",
-    "RunConfig",
-    "SampleConfig",
-    "ShardConfig",
-    "TrainConfig",
-]
+__all__ = ["Config"]
 
-Count = Annotated[int, Field(ge=1)]
-CountOrNone = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+DType = Literal["float32", "bfloat16", "float16"]
 
 
 class Section(BaseModel):
-    """A table whose unknown keys are errors and whose values are never converted silently."""
+    """A table: unknown keys are errors, and values are not converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
-    """[run]: where the results go and how often a line is shown."""
+    """[run]: the run directory and the logs."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "stdlib"
-    directory: str = ""  # "" is runs/<name>-<time of the start>; one with checkpoints goes on
-    overwrite: bool = False  # begin anew; else a directory with files of others is refused
-    log_every: Count = 50  # steps between two lines where there is no terminal for a bar
+    directory: str = ""  # "": runs/<name>-<time>; a directory with checkpoints is resumed
+    overwrite: bool = False  # start over in a directory that has files
+    log_every: Positive = 50  # steps between log lines where the output is not a terminal
+    sinks: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()
 
 
 class ModelConfig(Section):
     """[model]: the sizes of the GPT."""
 
-    layers: Count = 4
-    heads: Count = 4
-    width: Count = 128
-    context: Count = 128  # bytes that the model sees at once
+    layers: Positive = 4
+    heads: Positive = 4
+    width: Positive = 128
+    context: Positive = 128  # bytes
 
     @model_validator(mode="after")
-    def _heads_divide_the_width(self) -> Self:
-        if self.width % (2 * self.heads):
-            below = self.width // (2 * self.heads) * (2 * self.heads)
-            valid = " or ".join(str(n) for n in (below, below + 2 * self.heads) if n)
+    def _check_width(self) -> Self:
+        multiple = 2 * self.heads
+        if self.width % multiple:
+            below = self.width // multiple * multiple
+            valid = " or ".join(str(n) for n in (below, below + multiple) if n)
             raise ValueError(
-                f"width={self.width}: expected a multiple of 2 * heads = {2 * self.heads} "
-                f"(rotary positions turn pairs), such as {valid}"
+                f"width={self.width}: expected a multiple of 2 * heads = {multiple} "
+                f"(rotary embeddings rotate pairs), such as {valid}"
             )
         return self
 
@@ -70,26 +68,27 @@ class DataConfig(Section):
     path: Annotated[str, Field(min_length=1)] = "stdlib"  # or a file, or a directory
     glob: Annotated[str, Field(min_length=1)] = "**/*.py"  # the files of a directory
     validation_share: Annotated[float, Field(gt=0, le=0.5)] = 0.05
+    workers: NonNegative = 0  # DataLoader processes of each rank; 0 reads in the rank itself
 
 
 class TrainConfig(Section):
-    """[train]: AdamW with a warm-up and a cosine decay."""
+    """[train]: AdamW with linear warm-up and cosine decay."""
 
-    steps: Count = 1000
-    global_batch: Count = 16  # sequences of all ranks together in one step
-    micro_batch: CountOrNone = 0  # sequences in one forward of one rank; 0 is its whole share
-    lr: Positive = 4e-3
-    final_lr_share: Share = 0.02  # of lr, at the last step
-    warmup_steps: CountOrNone = 50
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1  # of the matrices
-    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
-    grad_clip: Annotated[float, Field(ge=0)] = 1.0  # of the norm of all gradients; 0 is none
+    steps: Positive = 500
+    global_batch: Positive = 16  # sequences in a step, over all ranks
+    micro_batch: NonNegative = 0  # sequences in a forward of a rank; 0: its part of the batch
+    lr: PositiveFloat = 4e-3
+    final_lr_share: Fraction = 0.02  # of lr, at the last step
+    warmup_steps: NonNegative = 50
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1  # of matrices and embeddings
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
+    grad_clip: Annotated[float, Field(ge=0)] = 1.0  # maximum gradient norm; 0: no clipping
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    validate_every: CountOrNone = 0  # steps; 0 is only at the end
-    validation_batches: Count = 16
+    validate_every: NonNegative = 0  # steps; 0: only after the last step
+    validation_batches: Positive = 16
 
     @model_validator(mode="after")
-    def _warmup_ends(self) -> Self:
+    def _check_warmup(self) -> Self:
         if self.warmup_steps >= self.steps and self.warmup_steps:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps}: expected fewer than steps={self.steps}"
@@ -98,54 +97,60 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """[checkpoint]: what a run that was stopped or killed goes on from."""
+    """[checkpoint]: what a run that was stopped or killed resumes from."""
 
-    every: CountOrNone = 200  # steps; the last one is kept, too; 0 is no checkpoints at all
-    keep: Count = 2  # the newest so many
-    directory: str = ""  # or a URL that fsspec knows; "" is `checkpoints` in run.directory
-    wait: bool = True  # False writes beside the next steps, from a copy in host memory
+    every: NonNegative = 200  # steps, and after the last one; 0: no checkpoints
+    keep: Positive = 2  # number of checkpoints
+    directory: str = ""  # or a URL that fsspec supports; "": `checkpoints` in run.directory
+    wait: bool = True  # False: write in the background, from a copy in host memory
 
 
 class SampleConfig(Section):
-    """[sample]: the text that the trained model writes at the end."""
+    """[sample]: the text that the trained model generates at the end."""
 
     prompt: Annotated[str, Field(min_length=1)] = "def "
-    bytes: CountOrNone = 300  # 0 is no sample
-    temperature: Positive = 0.8
+    bytes: NonNegative = 300  # 0: no sample
+    temperature: PositiveFloat = 0.8
     top_k: Annotated[int, Field(ge=1, le=256)] = 40
 
 
 class ShardConfig(Section):
-    """[shard]: how the model lies on the ranks."""
+    """[shard]: how the model is sharded over the ranks."""
 
-    nproc: Count = 2  # local ranks; a launcher that set WORLD_SIZE has the last word
+    nproc: Positive = 2  # local ranks; the WORLD_SIZE of a launcher takes precedence
     units: str | int = "auto"  # or a module class such as "Block", or a size in parameters
     strategy: str = "fsdp"  # or "ddp", "zero1", "zero2", "hsdp", "hfsdp"
-    replicas: Count = 1  # of the sharded model, for "hsdp" and "hfsdp"
-    prefetch: CountOrNone = 1  # units gathered ahead of the one that computes
+    replicas: Positive = 1  # of the sharded model, for "hsdp" and "hfsdp"
+    prefetch: NonNegative = 1  # units that are gathered ahead
 
 
 class PrecisionConfig(Section):
-    """[precision]: the dtypes; shards and optimizer states stay in float32."""
+    """[precision]: dtypes; shards and optimizer states stay in float32."""
 
-    compute: Literal["float32", "bfloat16", "float16"] = "float32"  # gathers, forward, backward
-    reduce: Literal["float32", "bfloat16", "float16"] = "float32"  # of gradients between ranks
+    compute: DType = "float32"  # of gathered parameters, forward and backward
+    reduce: DType = "float32"  # of gradients between ranks
     norms: Literal["float32", "compute"] = "float32"
 
 
 class MemoryConfig(Section):
-    """[memory]: what is computed twice, or kept longer, for the sake of the other."""
+    """[memory]: memory traded for computation and copies."""
 
-    checkpoint_every: CountOrNone = 0  # recompute each n-th block in backward; 0 is none
-    checkpoint: Literal["full", "reentrant", "selective"] = "full"  # what of these is recomputed
-    offload: Literal["none", "optimizer", "all"] = "none"  # to the host; "all" is parameters, too
-    activations: Literal["device", "host"] = "device"  # where they wait for backward
-    step_in_backward: bool = False  # each unit as soon as its gradients are there
+    checkpoint_every: NonNegative = 0  # recompute every n-th block in backward; 0: none
+    checkpoint: Literal["full", "reentrant", "selective"] = "full"
+    offload: Literal["none", "optimizer", "all"] = "none"  # to the host; "all": parameters too
+    activations: Literal["device", "host"] = "device"
+    step_in_backward: bool = False  # step each unit as soon as its gradients are reduced
     accumulate: Literal["shards", "whole"] = "shards"  # gradients of several micro batches
 
 
-class Config(Section):
-    """A whole run."""
+class Config(BaseSettings):
+    """A run. ``--set`` overrides the file, which overrides the defaults.
+
+    Environment variables are not read: they would change results without a trace in the run's
+    config.toml.
+    """
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
@@ -157,17 +162,28 @@ class Config(Section):
     precision: PrecisionConfig = PrecisionConfig()
     memory: MemoryConfig = MemoryConfig()
 
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, TomlConfigSettingsSource(settings_cls)
+
     @property
-    def share(self) -> int:
+    def rank_batch(self) -> int:
         """Sequences of one rank in one step."""
         return self.train.global_batch // self.shard.nproc
 
     @property
     def micro_batch(self) -> int:
         """Sequences in one forward of one rank."""
-        return self.train.micro_batch or self.share
+        return self.train.micro_batch or self.rank_batch
 
-    def on(self, num_ranks: int) -> "Config":
+    def with_ranks(self, num_ranks: int) -> "Config":
         """The same run on ``num_ranks`` ranks.
 
         Raises:
@@ -181,18 +197,18 @@ class Config(Section):
 
 
 def check_batch(train: TrainConfig, num_ranks: int) -> None:
-    """Refuse a global batch that leaves a rank with a part of a micro batch."""
+    """Raise a ConfigError if a rank would get a fraction of a micro batch."""
     micro_batch = train.micro_batch or 1
-    at_once = num_ranks * micro_batch
-    if train.global_batch % at_once == 0:
+    multiple = num_ranks * micro_batch
+    if train.global_batch % multiple == 0:
         return
-    below = train.global_batch // at_once * at_once
-    nearest = " or ".join(str(number) for number in (below, below + at_once) if number)
+    below = train.global_batch // multiple * multiple
+    nearest = " or ".join(str(number) for number in (below, below + multiple) if number)
     way_out = f"set train.global_batch to {nearest}"
     if train.micro_batch and train.global_batch % num_ranks == 0:
-        share = train.global_batch // num_ranks
-        fitting = max(n for n in range(1, min(micro_batch, share) + 1) if share % n == 0)
-        way_out += f", or train.micro_batch to {fitting}"
+        rank_batch = train.global_batch // num_ranks
+        divisors = (n for n in range(1, min(micro_batch, rank_batch) + 1) if rank_batch % n == 0)
+        way_out += f", or train.micro_batch to {max(divisors)}"
     batches = f" x micro batches of {micro_batch}" if train.micro_batch else ""
     raise ConfigError(
         f"train.global_batch={train.global_batch} does not divide into {num_ranks} ranks{batches}; "

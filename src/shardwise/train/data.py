@@ -1,105 +1,228 @@
-"""The text and the order in which it is read: bytes, drawn by step and never by rank."""
+"""The text of a run, streamed from its files in an order that depends on seed and step alone."""
 
 import hashlib
+import math
 import sysconfig
 import zlib
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import DataConfig
 
-__all__ = ["VOCABULARY", "Bytes", "Corpus", "Sampler", "read_corpus"]
+__all__ = ["VOCABULARY", "Corpus", "Entropies", "Sequences", "Text", "open_corpus"]
 
 VOCABULARY = 256  # a token is a byte
 STDLIB = "stdlib"
-# Tests repeat themselves, and what is installed beside the library differs between machines.
-NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+# Tests repeat themselves, and installed packages differ between machines.
+NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+CHUNK_BYTES = 1 << 24
 
 Bytes = NDArray[np.uint8]
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A range of bytes of a file."""
+
+    path: Path
+    offset: int
+    size: int
+
+    def read(self, start: int, size: int) -> Bytes:
+        """``size`` bytes from ``start`` on, counted from the beginning of the piece.
+
+        Raises:
+            ConfigError: the file cannot be read, or has become shorter.
+        """
+        try:
+            found = np.fromfile(self.path, np.uint8, size, offset=self.offset + start)
+        except OSError as error:
+            raise ConfigError(f"data.path: {self.path} cannot be read: {error.strerror}") from None
+        if len(found) != size:
+            raise ConfigError(f"data.path: {self.path} has changed during the run")
+        return found
+
+
+class Text:
+    """Pieces of files as one sequence of bytes; nothing is kept in memory."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = [piece for piece in pieces if piece.size]
+        self._starts = [0, *accumulate(piece.size for piece in self.pieces)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def read(self, start: int, size: int) -> Bytes:
+        """Bytes from ``start`` on, uint8 [size]."""
+        parts = []
+        index = bisect_right(self._starts, start) - 1
+        while size:
+            piece, skipped = self.pieces[index], start - self._starts[index]
+            length = min(size, piece.size - skipped)
+            parts.append(piece.read(skipped, length))
+            start, size, index = start + length, size - length, index + 1
+        return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+
+    def chunks(self) -> Iterator[Bytes]:
+        """All bytes in order, a bounded number at a time."""
+        for start in range(0, len(self), CHUNK_BYTES):
+            yield self.read(start, min(CHUNK_BYTES, len(self) - start))
+
+    def split(self, at: int) -> tuple["Text", "Text"]:
+        """The first ``at`` bytes, and the others."""
+        first, second = [], []
+        for piece, start in zip(self.pieces, self._starts, strict=False):
+            size = min(max(at - start, 0), piece.size)
+            first.append(Piece(piece.path, piece.offset, size))
+            second.append(Piece(piece.path, piece.offset + size, piece.size - size))
+        return Text(first), Text(second)
+
+
+@dataclass(frozen=True, slots=True)
+class Entropies:
+    """Losses to compare with, in nats per byte: those of models that count bytes."""
+
+    uniform: float  # all bytes are equally likely
+    unigram: float  # knows the frequency of each byte
+    bigram: float  # knows the frequency of each byte after each other
+
+    @staticmethod
+    def measure(text: Text) -> "Entropies":
+        """Count the bytes and the pairs of bytes of ``text``."""
+        counts = np.zeros((VOCABULARY, VOCABULARY), np.int64)  # [previous, next]
+        last = np.empty(0, np.uint8)
+        for chunk in text.chunks():
+            values = np.concatenate([last, chunk])
+            pairs = values[:-1].astype(np.int64) * VOCABULARY + values[1:]
+            counts += np.bincount(pairs, minlength=VOCABULARY**2).reshape(counts.shape)
+            last = chunk[-1:]
+        nexts = counts.sum(axis=0)
+        if len(text):
+            nexts[text.read(0, 1)[0]] += 1  # the first byte is nobody's next
+        bigram = _entropy(counts) - _entropy(counts.sum(axis=1))
+        return Entropies(math.log(VOCABULARY), _entropy(nexts), bigram)
+
+
+def _entropy(counts: NDArray[np.int64]) -> float:
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
 @dataclass(frozen=True)
 class Corpus:
-    """The text that is trained on, and the text that is not."""
+    """The text to train on and the text to validate on."""
 
-    name: str  # what people read
+    name: str
     num_files: int
-    train: Bytes
-    validation: Bytes
+    train: Text
+    validation: Text
 
-    @property
-    def description(self) -> str:
+    def __str__(self) -> str:
         megabytes = (len(self.train) + len(self.validation)) / 1e6
         return f"{self.name}: {self.num_files} files, {megabytes:.1f} MB"
 
-    @property
+    @cached_property
     def digest(self) -> int:
-        """CRC-32 of all of it."""
-        return zlib.crc32(self.validation.data, zlib.crc32(self.train.data))
+        """CRC-32 of all bytes; reads them all."""
+        digest = 0
+        for text in (self.train, self.validation):
+            for chunk in text.chunks():
+                digest = zlib.crc32(chunk.data, digest)
+        return digest
 
     def check_holds(self, context: int) -> None:
-        """Refuse a text that is shorter than one sequence.
-
-        Raises:
-            ConfigError: not even one sequence and the byte after it fit.
-        """
+        """Raise a ConfigError if a text is shorter than one sequence and the byte after it."""
         shorter = min(len(self.train), len(self.validation))
         if shorter <= context:
             raise ConfigError(
                 f"data.path: {self.name} leaves {shorter} bytes to train or validate on, "
-                f"model.context={context} needs at least {context + 1}; take more text"
+                f"model.context={context} needs at least {context + 1}; use more text"
             )
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """Random sequences of a text.
+class Sequences(IterableDataset[Tensor]):
+    """The batches of one rank for steps ``first_step`` to ``last_step``, one item a step.
 
-    The sequences of a step depend on the seed and the step alone: neither the number of ranks
-    nor the micro batch can change what is learned, and a resumed run goes on with the same text.
+    Sequences start at random places of the text, drawn for the global batch from the seed and the
+    step alone. So neither the number of ranks, the micro batch, nor the workers of a DataLoader
+    changes the order of the data, and resuming is starting at another step.
     """
 
-    text: Bytes
-    context: int
-    global_batch: int
-    seed: int
+    def __init__(
+        self,
+        text: Text,
+        *,
+        context: int,
+        global_batch: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        first_step: int = 1,
+        last_step: int = 0,
+    ) -> None:
+        assert global_batch % world_size == 0
+        self._text = text
+        self._context = context
+        self._global_batch = global_batch
+        self._seed = seed
+        self._rank = rank
+        self._world_size = world_size
+        self._steps = range(first_step, last_step + 1)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        worker = get_worker_info()  # the DataLoader takes items from its workers in turn
+        steps = self._steps if worker is None else self._steps[worker.id :: worker.num_workers]
+        return map(self.batch, steps)
 
     def draw(self, step: int) -> NDArray[np.int64]:
-        """Where the sequences of ``step`` begin, [global_batch]."""
-        generator = np.random.Generator(np.random.PCG64([self.seed, step]))
-        return generator.integers(0, len(self.text) - self.context, size=self.global_batch)
+        """Where the sequences of the global batch start, [global_batch]."""
+        generator = np.random.Generator(np.random.PCG64([self._seed, step]))
+        return generator.integers(0, len(self._text) - self._context, size=self._global_batch)
 
-    def share(self, step: int, *, rank: int, num_ranks: int) -> Tensor:
-        """The part of ``step``'s sequences that ``rank`` takes.
+    def batch(self, step: int) -> Tensor:
+        """This rank's sequences and the byte after each.
 
         Returns:
-            int64 [global_batch / num_ranks, context + 1]: each sequence and the byte after it.
+            int64 [global_batch / world_size, context + 1].
         """
-        assert self.global_batch % num_ranks == 0
-        size = self.global_batch // num_ranks
-        starts = self.draw(step)[rank * size : (rank + 1) * size]
-        positions = starts[:, None] + np.arange(self.context + 1)
-        return torch.from_numpy(self.text[positions].astype(np.int64))
+        size = self._global_batch // self._world_size
+        starts = self.draw(step)[self._rank * size :][:size]
+        sequences = [self._text.read(int(start), self._context + 1) for start in starts]
+        return torch.from_numpy(np.stack(sequences).astype(np.int64))
+
+    def loader(self, workers: int, *, pin_memory: bool) -> DataLoader[Tensor]:
+        """Reads the batches ahead in ``workers`` processes, or on demand if there are none."""
+        return DataLoader(
+            self,
+            batch_size=None,
+            num_workers=workers,
+            pin_memory=pin_memory,
+            generator=torch.Generator(),  # the default one belongs to the model
+        )
 
 
-def read_corpus(config: DataConfig) -> Corpus:
-    """Read the standard library, a file or the files of a directory.
+def open_corpus(config: DataConfig) -> Corpus:
+    """Find the files of the standard library or of a directory, or take a file.
 
     Raises:
-        ConfigError: there is no such text, or it cannot be read.
+        ConfigError: there is no such text.
     """
     files = _find_files(config)
-    texts = [_read(file.path) for file in files]
     name = "the Python standard library" if config.path == STDLIB else config.path
-    train, validation = _split(files, texts, config.validation_share)
-    return Corpus(name, len(files), np.concatenate(train), np.concatenate(validation))
+    train, validation = _split(files, config.validation_share)
+    return Corpus(name, len(files), train, validation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,37 +250,27 @@ def _find_files(config: DataConfig) -> list[_File]:
         raise ConfigError(f"data.glob={pattern!r}: {error}") from None
     files = [file for file in found if file.path.is_file()]
     if config.path == STDLIB:
-        files = [file for file in files if NOT_LIBRARY.isdisjoint(file.name.split("/"))]
+        files = [file for file in files if NOT_STDLIB.isdisjoint(file.name.split("/"))]
     if not files:
         raise ConfigError(f"data.path={config.path!r}: no file matches data.glob={pattern!r}")
     return sorted(files, key=lambda file: file.name)
 
 
-def _read(path: Path) -> Bytes:
-    try:
-        return np.fromfile(path, dtype=np.uint8)
-    except OSError as error:
-        raise ConfigError(f"data.path: {path} cannot be read: {error.strerror}") from None
+def _split(files: Sequence[_File], share: float) -> tuple[Text, Text]:
+    """Split by whole files, so that no validation text was partly seen in training.
 
-
-def _split(
-    files: Sequence[_File], texts: Sequence[Bytes], share: float
-) -> tuple[list[Bytes], list[Bytes]]:
-    """Whole files go one way or the other, so that no validation text was half seen in training.
-
-    They are taken in the order of their names' digests, which has no pattern and is the same on
-    every machine, as long as they fit. Where none fits (one file, or a few), the end of the text
-    is the validation text.
+    Files go to validation in the order of their names' digests, which has no pattern and is the
+    same on every machine, as long as they fit. If none fits, the end of the text is for validation.
     """
-    wanted = round(share * sum(len(text) for text in texts))
-    room = wanted
+    pieces = [Piece(file.path, 0, file.path.stat().st_size) for file in files]
+    text = Text(pieces)
+    wanted = left = round(share * len(text))
     chosen: set[int] = set()
     for index in sorted(range(len(files)), key=lambda index: files[index].digest):
-        if 0 < len(texts[index]) <= room:
+        if 0 < pieces[index].size <= left:
             chosen.add(index)
-            room -= len(texts[index])
+            left -= pieces[index].size
     if not chosen:
-        text = np.concatenate(texts)
-        return [text[: len(text) - wanted]], [text[len(text) - wanted :]]
-    train = [text for index, text in enumerate(texts) if index not in chosen]
-    return train, [texts[index] for index in sorted(chosen)]
+        return text.split(len(text) - wanted)
+    train = [piece for index, piece in enumerate(pieces) if index not in chosen]
+    return Text(train), Text([pieces[index] for index in sorted(chosen)])

@@ -1,4 +1,4 @@
-"""Training: the steps, and what is measured around them. Every rank runs this."""
+"""The training loop; every rank runs it."""
 
 import contextlib
 import math
@@ -8,156 +8,153 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 import shardwise as sw
 from shardwise.launch.world import World
-from shardwise.plan.plan import Plan
+from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.reductions import across
-from shardwise.train.baselines import measure_baselines
-from shardwise.train.build import build_model, build_plan, find_units, offload_of, precision_of
+from shardwise.train.build import (
+    build_model,
+    build_plan,
+    find_units,
+    offload_policy,
+    precision_policy,
+)
 from shardwise.train.config import Config
-from shardwise.train.data import Corpus, Sampler, read_corpus
-from shardwise.train.memory import foresee, one_process, one_rank
-from shardwise.train.models import GPT
-from shardwise.train.optimizer import learning_rate
-from shardwise.train.records import Observer, Record, Start, Summary
+from shardwise.train.data import Sequences, open_corpus
+from shardwise.train.memory import Footprint, forecast_step, process_footprint, rank_footprint
+from shardwise.train.model import GPT, generate
+from shardwise.train.optimizer import Updater
 from shardwise.train.run_directory import RunDirectory
-from shardwise.train.sample import generate
-from shardwise.train.saving import Saver
-from shardwise.train.stopping import StopRequest
-from shardwise.train.switches import weigh
-from shardwise.train.update import Update
+from shardwise.train.saver import Saver, StopSignal
+from shardwise.train.sinks import Record, Sink
 from shardwise.transport.device import peak_memory_bytes
 
-__all__ = ["Trainer", "train"]
+__all__ = ["Result", "Summary", "Trainer", "train"]
 
-SUMMARY_STEPS = 50  # one step's batch is small, so the mean of the last ones is told
-VALIDATION_SEED = 0  # the same sequences each time, whatever the run's own seed
+SUMMARY_STEPS = 50  # the batch of one step is small, so the summary has the mean of several
+VALIDATION_SEED = 0  # the same sequences in every run, whatever its own seed
 
 
-def train(config: Config, ranks: World, observer: Observer, run: RunDirectory) -> int:
-    """Train the model of ``config`` on ``ranks`` and tell ``observer``.
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The results of a run that reached its last step."""
 
-    Returns:
-        the signal that stopped it, after a checkpoint; 0 if it came to its end.
+    loss: float  # mean of the last steps
+    loss_steps: int  # their number
+    validation_loss: float
+    tokens: int
+    tokens_per_second: float  # without validation
+    seconds: float
+    rank: Footprint  # of the rank that needs most
+    process: Footprint  # of one process without sharding
+    resident_peaks: tuple[int, ...]  # bytes, measured, by rank
+    overlapped_share: float  # of the time of the gathers
+    sample: str
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a run ended on this rank."""
+
+    saved_step: int
+    stopped_by: int = 0  # the signal after which it stopped; 0 if it reached its last step
+    summary: Summary | None = None  # unless it was stopped
+    ledger: Ledger | None = None  # of the last step, if this process trained one
+
+
+def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink] = ()) -> Result:
+    """Train the model of ``config``, and log each step to ``sinks``.
 
     Raises:
-        FloatingPointError: the loss or the gradient is no longer a number.
+        FloatingPointError: the loss or the gradient norm is not finite.
         CheckpointError: a checkpoint cannot be written, or is damaged.
     """
-    corpus = read_corpus(config.data)
-    model = build_model(config)
-    plan = build_plan(model, config)
-    baselines = measure_baselines(corpus.train)
-    records = run.history()
-    saver = Saver(config, ranks, run.saves_to)
-    try:
-        device = ranks.device.type
-        switches = weigh(config, model, device)
-        observer.begin(Start(config, plan, device, corpus.description, baselines, switches))
-        with ranks.device:  # where the values are made
-            shard(model, config)
-        trainer = Trainer(config, ranks, model, corpus)
-        if run.checkpoint is not None:
-            saver.load(run.checkpoint, model, trainer.update)
-        with trainer.stop.listening() if config.checkpoint.every else contextlib.nullcontext():
-            for record in trainer.steps(saver.saved_step, records[-1].seconds if records else 0.0):
-                records.append(record)
-                observer.step(record)
-                if saver.is_due(record.step, stops=bool(trainer.stopped_by)):
-                    saver.save(record.step, model, trainer.update, corpus.digest)
-                if trainer.stopped_by:
-                    break
-            saver.wait()
-        if trainer.stopped_by and saver.saved_step < config.train.steps:
-            observer.stop(trainer.stopped_by, saver.saved_step)
-            return trainer.stopped_by
-        observer.end(summarize(trainer, records, plan))
-    finally:
-        observer.close()
-    return 0
+    trainer = Trainer(config, world)
+    model, updater = trainer.model, trainer.updater
+    saver = Saver(config, world, run.saves_to, trainer.corpus.digest)
+    if run.checkpoint is not None:
+        saver.load(run.checkpoint, model, updater)
+    records = list(run.history)
+    with trainer.stop.handled() if config.checkpoint.every else contextlib.nullcontext():
+        for record in trainer.steps(saver.saved_step, records[-1].seconds if records else 0.0):
+            records.append(record)
+            for sink in sinks:
+                sink.log(record)
+            if saver.is_due(record.step, stops=bool(trainer.stopped_by)):
+                saver.save(record.step, model, updater)
+            if trainer.stopped_by:
+                break
+        saver.wait()
+    if trainer.stopped_by and saver.saved_step < config.train.steps:
+        return Result(saver.saved_step, trainer.stopped_by)
+    ledger = sw.ledger(model) if trainer.num_trained else None
+    return Result(saver.saved_step, 0, trainer.summarize(records), ledger)
 
 
 def shard(model: GPT, config: Config) -> None:
-    """Give ``model`` its values and this rank its part of them."""
+    """Shard ``model``, and initialize this rank's part of it."""
     sw.fully_shard(
         model,
         units=find_units(model, config.shard.units),
         strategy=config.shard.strategy,
         prefetch=config.shard.prefetch,
-        mp_policy=precision_of(config),
-        offload_policy=offload_of(config),
+        mp_policy=precision_policy(config),
+        offload_policy=offload_policy(config),
         sharding_factor=config.shard.nproc // config.shard.replicas,
         init=sw.Initialization(config.train.seed, model.fill),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """Of the global batch, the same on every rank."""
-
-    loss: float
-    grad_norm: float | None  # before clipping; None where units are stepped one by one
-    stopped_by: int  # the signal that some rank got, or 0
-
-
 class Trainer:
-    """One rank's part in every step."""
+    """The model, data and optimizer of one rank."""
 
-    def __init__(self, config: Config, ranks: World, model: nn.Module, corpus: Corpus) -> None:
+    def __init__(self, config: Config, world: World) -> None:
         self.config = config
-        self.ranks = ranks
-        self.model = model
-        self.update = Update(model, config, ranks.device)
-        self.stop = StopRequest()
-        self.stopped_by = 0  # the signal that the ranks agreed to stop for
-        self._trained_steps = 0  # by this process
-        self._training_seconds = 0.0  # validation aside
+        self.world = world
+        self.corpus = open_corpus(config.data)
+        self.model = build_model(config)
+        self._plan = build_plan(self.model, config)
+        with world.device:  # where the values are initialized
+            shard(self.model, config)
+        self.updater = Updater(self.model, config, world.device)
+        self.stop = StopSignal()
+        self.stopped_by = 0  # the signal for which all ranks stop
+        self.num_trained = 0  # steps, by this process
+        self._training_seconds = 0.0  # without validation
         self._overlapped_shares: list[float] = []  # of the steps
-        self._axis = runtime_of_root(model).axis
-        batch, context = config.train.global_batch, config.model.context
-        self._text = Sampler(corpus.train, context, batch, config.train.seed)
-        self._held_out = Sampler(corpus.validation, context, batch, VALIDATION_SEED)
-
-    @property
-    def overlapped_share(self) -> float:
-        """Of the time of this rank's gathers, what was hidden behind compute, in the mean step."""
-        return sum(self._overlapped_shares) / max(1, len(self._overlapped_shares))
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of the steps of this process, validation aside."""
-        step_tokens = self.config.train.global_batch * self.config.model.context
-        return self._trained_steps * step_tokens / max(self._training_seconds, 1e-9)
+        self._axis = runtime_of_root(self.model).axis
 
     def steps(self, after: int = 0, seconds: float = 0.0) -> Iterator[Record]:
         """Train, one record a step.
 
         Args:
-            after: the step that is done already.
-            seconds: what it took until then.
+            after: the last step that is done.
+            seconds: the time that the steps until then took.
         """
         config = self.config.train
         step_tokens = config.global_batch * self.config.model.context
         began = time.perf_counter() - seconds
+        data = self._sequences(config.seed, after + 1, config.steps)
+        pin_memory = self.world.device.type == "cuda"
+        batches = iter(data.loader(self.config.data.workers, pin_memory=pin_memory))
         for step in range(after + 1, config.steps + 1):
             step_began = time.perf_counter()
-            lr = learning_rate(step, config)
-            outcome = self._step(step, lr)
+            lr = self.updater.lr
+            loss, grad_norm = self._step(step, next(batches))
             step_seconds = time.perf_counter() - step_began
             self._training_seconds += step_seconds
-            self._trained_steps += 1
-            self.stopped_by = outcome.stopped_by
+            self.num_trained += 1
             validates = config.validate_every and step % config.validate_every == 0
             yield Record(
                 step=step,
-                loss=outcome.loss,
-                grad_norm=outcome.grad_norm,
+                loss=loss,
+                grad_norm=grad_norm,
                 lr=lr,
-                loss_scale=self.update.loss_scale,
+                loss_scale=self.updater.loss_scale,
                 tokens=step * step_tokens,
                 tokens_per_second=step_tokens / step_seconds,
                 validation_loss=self.validate() if validates or step == config.steps else None,
@@ -166,98 +163,104 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """The mean loss on text that is not trained on."""
+        """The mean loss on the validation text."""
         self.model.eval()
         num_batches = self.config.train.validation_batches
-        total = torch.zeros((), device=self.ranks.device)
-        for batch in range(num_batches):
-            for part in self._parts(self._held_out, batch):
-                total += self._loss(part)
+        total = torch.zeros((), device=self.world.device)
+        for batch in self._sequences(VALIDATION_SEED, 0, num_batches - 1, validation=True):
+            for sequences in self._micro_batches(batch):
+                total += self._loss(sequences)
         self.model.train()
         return float(across([total], self._axis, self._axis.world).mean()) / num_batches
 
-    def sample(self) -> str:
-        """Text that the model writes, the same on every rank."""
-        # Not inside sw.gathered: what trains only because it is sharded would not fit whole.
-        return generate(
+    def summarize(self, records: Sequence[Record]) -> Summary:
+        """Generate the sample, and gather what the ranks have measured."""
+        config, world = self.config, self.world
+        sample = generate(  # without sw.gathered: the whole model may not fit
             self.model,
-            self.config.sample,
-            context=self.config.model.context,
-            seed=self.config.train.seed,
-            device=self.ranks.device,
+            config.sample,
+            context=config.model.context,
+            seed=config.train.seed,
+            device=world.device,
+        )
+        pools = runtime_of_root(self.model).pools
+        memory = forecast_step(self._plan, config, world.device.type)
+        overlapped = sum(self._overlapped_shares) / max(1, len(self._overlapped_shares))
+        last = records[-SUMMARY_STEPS:]
+        validation_loss = records[-1].validation_loss
+        if validation_loss is None:  # the last record is of a run with more steps
+            validation_loss = self.validate()
+        step_tokens = config.train.global_batch * config.model.context
+        return Summary(
+            loss=sum(record.loss for record in last) / len(last),
+            loss_steps=len(last),
+            validation_loss=validation_loss,
+            tokens=records[-1].tokens,
+            tokens_per_second=self.num_trained * step_tokens / max(self._training_seconds, 1e-9),
+            seconds=records[-1].seconds,
+            rank=rank_footprint(self._plan, memory, transient=max(world.gather(pools.peak_bytes))),
+            process=process_footprint(self._plan),
+            resident_peaks=tuple(world.gather(peak_memory_bytes(world.device))),
+            overlapped_share=sum(world.gather(overlapped)) / world.size,
+            sample=sample,
         )
 
-    def _step(self, step: int, lr: float) -> StepOutcome:
-        """Train on the global batch of ``step``."""
-        self.update.begin(lr)
-        total = torch.zeros((), device=self.ranks.device)
-        parts = self._parts(self._text, step)
-        for number, part in enumerate(parts, start=1):
+    def _step(self, step: int, batch: Tensor) -> tuple[float, float | None]:
+        """Train on ``batch``; the global loss, and the gradient norm if it is known."""
+        total = torch.zeros((), device=self.world.device)
+        parts = self._micro_batches(batch)
+        for number, sequences in enumerate(parts, start=1):
             if self.config.memory.accumulate == "whole":
                 assert isinstance(self.model, sw.FSDPModule)
                 self.model.set_requires_gradient_sync(number == len(parts))
-            with self._around_forward():
-                loss = self._loss(part)
-            self.update.scale(loss).backward()  # type: ignore[no-untyped-call]
+            with self._offloaded_activations():
+                loss = self._loss(sequences)
+            self.updater.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         self._overlapped_shares.append(sw.ledger(self.model).overlapped_share())
-        norm = self.update.finish()
-        # All ranks hear of a signal in the same step, in the exchange that the loss takes anyway.
-        told = across([total, total.new_tensor(self.stop.signal)], self._axis, self._axis.world)
-        loss, stopped_by = torch.stack([told[:, 0].mean(), told[:, 1].amax()]).tolist()
+        norm = self.updater.step()
+        # One exchange for the loss and the signal, so that all ranks stop after the same step.
+        values = across([total, total.new_tensor(self.stop.number)], self._axis, self._axis.world)
+        mean_loss, signal = torch.stack([values[:, 0].mean(), values[:, 1].amax()]).tolist()
+        self.stopped_by = int(signal)
         grad_norm = None if norm is None else float(norm)
-        outcome = StepOutcome(loss, grad_norm, int(stopped_by))
-        if not self._is_finite(outcome):
+        self._check_finite(step, mean_loss, grad_norm)
+        return mean_loss, grad_norm
+
+    def _check_finite(self, step: int, loss: float, grad_norm: float | None) -> None:
+        # With a loss scale an infinite norm is a skipped step.
+        ignores_norm = grad_norm is None or self.updater.loss_scale is not None
+        if not math.isfinite(loss) or not (ignores_norm or math.isfinite(grad_norm or 0.0)):
             raise FloatingPointError(
-                f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; "
+                f"step {step}: loss {loss}, gradient norm {grad_norm}; "
                 f"lower train.lr (now {self.config.train.lr}) or train.grad_clip"
             )
-        return outcome
 
-    def _around_forward(self) -> AbstractContextManager[None]:
+    def _offloaded_activations(self) -> AbstractContextManager[None]:
         on_host = self.config.memory.activations == "host"
         return sw.offload_activations(self.model) if on_host else nullcontext()
 
-    def _is_finite(self, outcome: StepOutcome) -> bool:
-        is_scaled = self.update.loss_scale is not None  # then a norm without end is a skipped step
-        norm = 0.0 if is_scaled or outcome.grad_norm is None else outcome.grad_norm
-        return math.isfinite(outcome.loss + norm)
+    def _sequences(
+        self, seed: int, first_step: int, last_step: int, *, validation: bool = False
+    ) -> Sequences:
+        return Sequences(
+            self.corpus.validation if validation else self.corpus.train,
+            context=self.config.model.context,
+            global_batch=self.config.train.global_batch,
+            seed=seed,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            first_step=first_step,
+            last_step=last_step,
+        )
 
-    def _parts(self, sampler: Sampler, step: int) -> Sequence[Tensor]:
-        """This rank's micro batches of a step, int64 [micro_batch, context + 1] each."""
-        share = sampler.share(step, rank=self.ranks.rank, num_ranks=self.ranks.size)
-        return torch.split(share.to(self.ranks.device), self.config.micro_batch)
+    def _micro_batches(self, batch: Tensor) -> Sequence[Tensor]:
+        """int64 [micro_batch, context + 1] each, on the device."""
+        batch = batch.to(self.world.device, non_blocking=True)
+        return torch.split(batch, self.config.micro_batch)
 
     def _loss(self, sequences: Tensor) -> Tensor:
-        """The part of the rank's mean loss that these sequences give, so that parts add up."""
+        """The mean loss of ``sequences``, weighted so that micro batches sum to the rank's mean."""
         logits = self.model(sequences[:, :-1])  # [micro_batch, context, vocabulary]
         mean = functional.cross_entropy(logits.flatten(0, 1).float(), sequences[:, 1:].flatten())
-        return mean * (len(sequences) / self.config.share)
-
-
-def summarize(trainer: Trainer, records: Sequence[Record], plan: Plan) -> Summary:
-    """Measure what is left to measure; every rank calls it."""
-    sample = trainer.sample()
-    ledger = sw.ledger(trainer.model)
-    ranks = trainer.ranks
-    pools = runtime_of_root(trainer.model).pools
-    foreseen = foresee(plan, trainer.config, ranks.device.type)
-    last = records[-SUMMARY_STEPS:]
-    tokens = records[-1].tokens
-    validation_loss = records[-1].validation_loss
-    if validation_loss is None:  # the run goes on from its end, and with more ``steps`` before
-        validation_loss = trainer.validate()
-    return Summary(
-        loss=sum(record.loss for record in last) / len(last),
-        loss_steps=len(last),
-        validation_loss=validation_loss,
-        tokens=tokens,
-        tokens_per_second=trainer.tokens_per_second,
-        seconds=records[-1].seconds,
-        rank=one_rank(plan, foreseen, transient=max(ranks.gather(pools.peak_bytes))),
-        process=one_process(plan),
-        resident_peaks=tuple(ranks.gather(peak_memory_bytes(ranks.device))),
-        overlapped_share=sum(ranks.gather(trainer.overlapped_share)) / ranks.size,
-        sample=sample,
-        ledger=ledger,
-    )
+        return mean * (len(sequences) / self.config.rank_batch)

@@ -1,8 +1,9 @@
-"""Starting the ranks: joining those that a launcher has started, or launching local ones."""
+"""`shardwise train`: starts or joins the ranks, and reports the run on rank 0."""
 
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -11,33 +12,35 @@ from shardwise.errors import ConfigError
 from shardwise.launch.environment import RankEnv, read_rank_env
 from shardwise.launch.local import check_num_ranks, run_on_local_ranks
 from shardwise.launch.world import World, join_world
-from shardwise.train.build import check
+from shardwise.train.build import build_model, build_plan, check
 from shardwise.train.config import Config
-from shardwise.train.display import Display
-from shardwise.train.loop import train
-from shardwise.train.records import Observer, Silent
-from shardwise.train.run_directory import RunDirectory, open_run
-from shardwise.train.stopping import exit_code
+from shardwise.train.data import Entropies, open_corpus
+from shardwise.train.display import Display, ProgressSink
+from shardwise.train.loop import Result, train
+from shardwise.train.run_directory import RunDirectory, open_run, replace_text
+from shardwise.train.sinks import JsonLines, LossPlot, Sink, open_trackers
 
 __all__ = ["run"]
 
+NO_PLOT = 'loss.png needs matplotlib: pip install "shardwise[plot]"'
+
 
 def run(config: Config, nproc: int | None = None) -> None:
-    """Train as ``config`` says, on the ranks of the launcher or on local ones.
+    """Train on the ranks of the launcher, or on local ones.
 
     Args:
-        config: what to train.
-        nproc: the number of ranks that was asked for on top of it.
+        config: of the run.
+        nproc: replaces ``shard.nproc``.
 
     Raises:
-        ConfigError: the run cannot begin; nothing has been started.
-        RankError: a rank that was started here failed.
-        KeyboardInterrupt: the user stopped it.
-        SystemExit: somebody else did, by a signal, or one of its ranks.
+        ConfigError: the run cannot start.
+        RankError: a local rank failed.
+        KeyboardInterrupt: SIGINT stopped the local ranks.
+        SystemExit: another signal, or any signal under a launcher; the code is 128 + signal.
     """
     env = read_rank_env(os.environ)
     if env is None:
-        launch(config.on(config.shard.nproc if nproc is None else nproc))
+        launch(config.with_ranks(config.shard.nproc if nproc is None else nproc))
     else:
         join(config, env, nproc)
 
@@ -48,85 +51,115 @@ def launch(config: Config) -> None:
     check_num_ranks(config.shard.nproc, f"shard.nproc={config.shard.nproc}")
     directory = open_run(config)
     if directory.is_finished(config.train.steps):
-        tell_finished(directory)
+        _print_finished(directory)
         return
     try:
-        run_on_local_ranks(config.shard.nproc, run_local_rank, config, directory)
+        run_on_local_ranks(config.shard.nproc, _run_rank, config, directory)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"what was measured so far is in {directory.path}") from None
+        raise KeyboardInterrupt(f"the metrics so far are in {directory.path}") from None
     finally:
-        Console().show_cursor()  # a rank that was stopped has left its bar as it was
-
-
-def run_local_rank(ranks: World, config: Config, directory: RunDirectory) -> None:
-    """What each of the launched ranks does.
-
-    Raises:
-        SystemExit: a signal stopped it. A rank that returned would wait until its launcher, which
-            waits for it to end, has read what it returned.
-    """
-    stopped_by = train(config, ranks, _observer(ranks, directory), directory)
-    if stopped_by:
-        raise SystemExit(exit_code(stopped_by))
+        Console().show_cursor()  # a killed rank leaves its progress bar as it is
 
 
 @record
 def join(config: Config, env: RankEnv, nproc: int | None) -> None:
     """Train as one of the ranks that a launcher started."""
-    restarts = Restarts.of(os.environ)
+    restarts = Restarts.read(os.environ)
 
     def checked() -> Config:
         env.check_nproc(nproc)
-        on_all = config.on(env.world_size)
-        check(on_all)
-        restarts.check(on_all)
-        return on_all
+        on_ranks = config.with_ranks(env.world_size)
+        restarts.check(on_ranks)
+        check(on_ranks)
+        return on_ranks
 
-    with join_world(env) as ranks:
-        config = ranks.check(checked)
-        directory = ranks.on_first(lambda: open_run(config, again=restarts.done > 0))
-        if directory.is_finished(config.train.steps):
-            if ranks.is_first:
-                tell_finished(directory)
-            return
-        stopped_by = train(config, ranks, _observer(ranks, directory), directory)
-    if stopped_by:
-        raise SystemExit(exit_code(stopped_by))
+    with join_world(env) as world:
+        config = world.check(checked)
+        directory = world.on_first(lambda: open_run(config, is_restart=restarts.done > 0))
+        if not directory.is_finished(config.train.steps):
+            _run_rank(world, config, directory)
+        elif world.is_first:
+            _print_finished(directory)
 
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """How often torchrun has started these ranks again, and how often it may."""
+    """The restarts of a torchrun job."""
 
     done: int
-    most: int
+    allowed: int
 
     @staticmethod
-    def of(environment: Mapping[str, str]) -> "Restarts":
+    def read(environment: Mapping[str, str]) -> "Restarts":
         names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
         return Restarts(*(int(environment.get(name, 0)) for name in names))
 
     def check(self, config: Config) -> None:
-        """Refuse a run that a restart could not find again.
-
-        Raises:
-            ConfigError: it has a new directory at each start.
-        """
-        if self.most and config.checkpoint.every and not config.run.directory:
+        """Raise a ConfigError if each restart would begin in a new directory."""
+        if self.allowed and config.checkpoint.every and not config.run.directory:
             raise ConfigError(
-                "run.directory: set it, for a restart goes on from the checkpoints that are there "
-                "(or set checkpoint.every=0 to begin each one anew)"
+                "run.directory: set it, so that a restart finds the checkpoints to resume from "
+                "(or set checkpoint.every=0 to start over each time)"
             )
 
 
-def tell_finished(directory: RunDirectory) -> None:
-    """Say that there is nothing to do, which is no error for whoever starts jobs again."""
+def _run_rank(world: World, config: Config, directory: RunDirectory) -> None:
+    """Train on this rank.
+
+    Raises:
+        SystemExit: a signal stopped the run. A local rank that returned would wait for its
+            launcher to read the result, which waits for the rank to exit.
+    """
+    if world.is_first:
+        result = _train_and_report(world, config, directory)
+    else:
+        result = train(config, world, directory)
+    if result.stopped_by:
+        raise SystemExit(128 + result.stopped_by)
+
+
+def _train_and_report(world: World, config: Config, directory: RunDirectory) -> Result:
+    display = Display(Console(), config, directory)
+    corpus = open_corpus(config.data)
+    entropies = Entropies.measure(corpus.train)
+    display.show_start(corpus, build_plan(build_model(config), config), world.device.type)
+    sinks = _open_sinks(display.console, config, directory, entropies)
+    try:
+        result = train(config, world, directory, sinks)
+    finally:
+        for sink in sinks:
+            sink.close()
+    if result.summary is None:
+        display.show_stop(result.stopped_by, result.saved_step)
+        return result
+    display.show_end(result.summary, entropies)
+    if result.ledger is not None:
+        result.ledger.save(directory.timeline)
+    replace_text(directory.summary, json.dumps(asdict(result.summary), indent=2) + "\n")
+    if not LossPlot.is_available():
+        display.say(NO_PLOT)
+    display.show_files()
+    return result
+
+
+def _open_sinks(
+    console: Console, config: Config, directory: RunDirectory, entropies: Entropies
+) -> list[Sink]:
+    sinks: list[Sink] = [
+        ProgressSink(console, config.train.steps, config.run.log_every),
+        JsonLines(directory.metrics),
+        *open_trackers(config, directory.path),
+    ]
+    if LossPlot.is_available():
+        title = f"{config.run.name}, {config.shard.nproc} ranks"
+        sinks.append(LossPlot(directory.loss_plot, title, entropies, directory.history))
+    return sinks
+
+
+def _print_finished(directory: RunDirectory) -> None:
+    """Not an error, for whoever restarts jobs."""
     line = (
         f"nothing to train: {directory.checkpoint} has all {directory.step} steps of this run; "
         "raise train.steps to continue, or set run.overwrite=true to start over"
     )
     Console().print(line, soft_wrap=True, markup=False, highlight=False)
-
-
-def _observer(ranks: World, directory: RunDirectory) -> Observer:
-    return Display(Console(), directory) if ranks.is_first else Silent()

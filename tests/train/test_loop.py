@@ -1,4 +1,4 @@
-"""Every switch of the trainer leaves the losses what they are, as far as its precision goes."""
+"""Losses do not depend on ranks, strategy or [memory]; they do on [precision], a little."""
 
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,19 @@ from shardwise.launch.world import World
 from shardwise.train.build import check
 from shardwise.train.config import Config
 from shardwise.train.loop import train
-from shardwise.train.records import Record, Silent
 from shardwise.train.run_directory import RunDirectory
+from shardwise.train.sinks import Record
 from tests.ranks import run_on
 
 PLAIN: dict[str, Any] = {"train": {"grad_clip": 0.0}}
-SWITCHES: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "step in backward": {"memory": {"step_in_backward": True}},
     "step in backward, whole gradients, on the host": {
         "memory": {"step_in_backward": True, "accumulate": "whole", "offload": "all"},
         "train": {"micro_batch": 1},
     },
     "activations on the host": {"memory": {"activations": "host", "offload": "optimizer"}},
+    "data workers": {"data": {"workers": 2}},
     "selective": {"memory": {"checkpoint_every": 1, "checkpoint": "selective"}},
 }
 
@@ -35,17 +36,47 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", SWITCHES)
-def test_losses_are_those_of_the_plain_run(text: Path, name: str) -> None:
-    plain, switched = (_run(text, PLAIN, changes) for changes in ({}, SWITCHES[name]))
-    losses = [record.loss for record in plain]
+OTHER_RANKS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 rank": (1, {}),
+    "4 ranks": (4, {}),
+    "hfsdp": (4, {"shard": {"strategy": "hfsdp", "replicas": 2}}),
+    "ddp": (2, {"shard": {"strategy": "ddp"}}),
+    "zero1, checkpointing, whole gradients": (
+        2,
+        {
+            "shard": {"strategy": "zero1"},
+            "train": {"micro_batch": 1},
+            "memory": {"accumulate": "whole", "checkpoint_every": 1},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_RANKS)
+def test_losses_do_not_depend_on_ranks_and_strategy(text: Path, name: str) -> None:
+    num_ranks, changes = OTHER_RANKS[name]
+    plain, other = _run(text), _run(text, changes, num_ranks=num_ranks)
+    assert _losses(other) == pytest.approx(_losses(plain), rel=1e-5)
+    assert other[-1].validation_loss == pytest.approx(plain[-1].validation_loss, rel=1e-5)
+
+
+def test_bfloat16_has_nearly_the_same_losses(text: Path) -> None:
+    plain, half = _run(text), _run(text, {"precision": {"compute": "bfloat16"}})
+    assert _losses(half) == pytest.approx(_losses(plain), rel=0.02)
+    assert _losses(half) != _losses(plain)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_losses_equal_those_of_a_plain_run(text: Path, name: str) -> None:
+    plain, changed = (_run(text, PLAIN, changes) for changes in ({}, OPTIONS[name]))
+    losses = _losses(plain)
     assert losses[-1] < losses[0] - 0.5
-    assert [record.loss for record in switched] == pytest.approx(losses, rel=1e-5)
+    assert _losses(changed) == pytest.approx(losses, rel=1e-5)
     in_backward = "step in backward" in name
-    assert all((record.grad_norm is None) == in_backward for record in switched)
+    assert all((record.grad_norm is None) == in_backward for record in changed)
 
 
-def test_float16_skips_steps_until_its_scale_fits(text: Path) -> None:
+def test_float16_skips_steps_until_its_loss_scale_fits(text: Path) -> None:
     plain, half = (_run(text, {}, {"precision": {"compute": c}}) for c in ("float32", "float16"))
     assert all(record.loss_scale is None for record in plain)
     scales = [record.loss_scale for record in half]
@@ -64,7 +95,7 @@ def test_float16_skips_steps_until_its_scale_fits(text: Path) -> None:
         ),
     ],
 )
-def test_what_a_step_in_backward_cannot_know(
+def test_a_step_in_backward_rejects_options_that_need_all_gradients(
     text: Path, changes: dict[str, Any], way_out: str
 ) -> None:
     config = _config(text, changes, {"memory": {"step_in_backward": True}})
@@ -86,20 +117,28 @@ def _config(text: Path, *layers: dict[str, Any]) -> Config:
     return Config.model_validate(document)
 
 
-def _run(text: Path, *layers: dict[str, Any]) -> list[Record]:
-    return run_on(2, _train, _config(text, *layers), deadline=60.0)[0]
+def _run(text: Path, *layers: dict[str, Any], num_ranks: int = 2) -> list[Record]:
+    config = _config(text, *layers).with_ranks(num_ranks)
+    return run_on(num_ranks, _train, config, deadline=60.0)[0]
 
 
-class _Recorder(Silent):
+def _losses(records: list[Record]) -> list[float]:
+    return [record.loss for record in records]
+
+
+class _Recorder:
     def __init__(self) -> None:
         self.records: list[Record] = []
 
-    def step(self, record: Record) -> None:
+    def log(self, record: Record) -> None:
         self.records.append(record)
+
+    def close(self) -> None:
+        pass
 
 
 def _train(config: Config) -> list[Record]:
     recorder = _Recorder()
-    ranks = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    train(config, ranks, recorder, RunDirectory(Path(config.data.path).parent))
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    train(config, world, RunDirectory(Path(config.data.path).parent), [recorder])
     return recorder.records

@@ -1,11 +1,11 @@
-"""Runs that are stopped and go on: the same bits on the same ranks, the same numbers on others."""
+"""Runs that are stopped and resumed: the same bits on as many ranks, the same numbers on others."""
 
 import json
 import os
 import shutil
 import signal
 import sysconfig
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,9 @@ from shardwise.errors import ConfigError
 from shardwise.launch.world import World
 from shardwise.train.config import Config
 from shardwise.train.loop import train
-from shardwise.train.records import Record, Silent, Summary
-from shardwise.train.run_directory import MetricsFile, RunDirectory, open_run
+from shardwise.train.run_directory import RunDirectory, open_run
 from shardwise.train.settings import read_config
+from shardwise.train.sinks import JsonLines, Record, Sink
 from tests.ranks import run_on
 
 STEPS = 8
@@ -28,7 +28,7 @@ STEPS = 8
 
 @dataclass(frozen=True)
 class Case:
-    """A run of the trainer; every rank of a pool makes it."""
+    """A run of the trainer on the ranks of a pool."""
 
     directory: Path
     num_ranks: int = 2
@@ -73,46 +73,44 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank came to."""
+    """How the run ended on one rank."""
 
     stopped_by: int
     random: list[int]  # drawn from torch's generator after the end
 
 
-class Watcher(Silent):
-    """Writes the metrics of the first rank; sends a signal, or draws a number, after some step."""
+class Events:
+    """A sink that draws random numbers after each step, and sends a signal after one."""
 
-    def __init__(self, ranks: World, run: RunDirectory, events: dict[str, int]) -> None:
-        self._metrics = MetricsFile(run.metrics) if ranks.is_first else None
-        self._run = run
-        self._rank = ranks.rank
+    def __init__(self, rank: int, events: dict[str, int]) -> None:
+        self._rank = rank
         self._events = events
 
-    def step(self, record: Record) -> None:
+    def log(self, record: Record) -> None:
         torch.rand(3)  # as a model with dropout would
-        if self._metrics is not None:
-            self._metrics.append(record)
         is_signalled = self._events.get("rank") in (self._rank, None)
         if is_signalled and record.step == self._events.get("signal_after"):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def end(self, summary: Summary) -> None:
-        if self._rank == 0:
-            self._run.write_summary(summary)
-
     def close(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
+        pass
 
 
 def run_case(case: Case, events: dict[str, int]) -> Outcome:
-    ranks = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    torch.manual_seed(ranks.rank)
-    run = ranks.on_first(lambda: open_run(case.config))
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    torch.manual_seed(world.rank)
+    run: RunDirectory = world.on_first(lambda: open_run(case.config))
     if run.is_finished(case.steps):
         return Outcome(0, [])
-    stopped_by = train(case.config, ranks, Watcher(ranks, run, events), run)
-    return Outcome(stopped_by, torch.randint(1 << 40, (4,)).tolist())
+    sinks: list[Sink] = [Events(world.rank, events)]
+    if world.is_first:
+        sinks.append(JsonLines(run.metrics))
+    result = train(case.config, world, run, sinks)
+    for sink in sinks:
+        sink.close()
+    if world.is_first and result.summary is not None:
+        run.summary.write_text(json.dumps(asdict(result.summary)), encoding="utf-8")
+    return Outcome(result.stopped_by, torch.randint(1 << 40, (4,)).tolist())
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -135,7 +133,7 @@ def names(directory: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, list[Outcome]]:
-    """A run that nobody disturbed."""
+    """An undisturbed run."""
     case = Case(tmp_path_factory.mktemp("whole"), overwrite=True)
     return case, case.run()
 
@@ -143,19 +141,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, list[Outcome]
 Whole = tuple[Case, list[Outcome]]
 
 
-def test_every_few_steps_and_the_last_are_saved(whole: Whole) -> None:
+def test_checkpoints_are_periodic_and_at_the_end(whole: Whole) -> None:
     assert names(whole[0].directory) == ["step-00000003", "step-00000006", "step-00000008"]
     assert [outcome.stopped_by for outcome in whole[1]] == [0, 0]
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_signal_on_one_rank_stops_all_and_the_run_goes_on(
+def test_a_signal_on_one_rank_stops_all_and_the_run_is_resumed(
     whole: Whole, tmp_path: Path, wait: bool
 ) -> None:
     case = Case(tmp_path / "run", wait=wait)
     stopped = case.run(rank=1, signal_after=4)
     assert [outcome.stopped_by for outcome in stopped] == [signal.SIGTERM] * 2
-    # The others hear of it in the step after.
+    # The ranks agree on it in the next step.
     assert names(case.directory) == ["step-00000003", "step-00000005"]
     assert len(losses(case.directory)) == 5
     outcomes = case.run()
@@ -165,10 +163,12 @@ def test_a_signal_on_one_rank_stops_all_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_a_killed_run_goes_on_on_other_ranks(whole: Whole, tmp_path: Path, num_ranks: int) -> None:
+def test_a_killed_run_is_resumed_on_another_number_of_ranks(
+    whole: Whole, tmp_path: Path, num_ranks: int
+) -> None:
     case = replace(whole[0], directory=tmp_path / "run", num_ranks=num_ranks, overwrite=False)
     shutil.copytree(whole[0].directory, case.directory)
-    for step in (6, 8):  # it was killed before these, and amid a line
+    for step in (6, 8):  # killed before these, and while writing a line
         shutil.rmtree(case.directory / "checkpoints" / f"step-{step:08}")
     with (case.directory / "metrics.jsonl").open("a", encoding="utf-8") as metrics:
         metrics.write('{"step": 9, "lo')
@@ -179,7 +179,7 @@ def test_a_killed_run_goes_on_on_other_ranks(whole: Whole, tmp_path: Path, num_r
     assert names(case.directory) == names(whole[0].directory)
 
 
-def test_a_run_whose_last_step_was_saved_only_ends(whole: Whole, tmp_path: Path) -> None:
+def test_a_run_killed_before_its_summary_only_summarizes(whole: Whole, tmp_path: Path) -> None:
     case = replace(whole[0], directory=tmp_path / "run", overwrite=False)
     shutil.copytree(whole[0].directory, case.directory)
     (case.directory / "summary.json").unlink()
@@ -213,13 +213,15 @@ def test_a_store_with_a_finished_run_leaves_nothing_to_train(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"layers": 3}, r"model\.layers=3, not 2 as in .*step-00000008"),
-        ({"seed": 7}, r"train\.seed=7, not 0 as in"),
-        ({"glob": "d*.py"}, r"data: other text than in"),
+        ({"layers": 3}, r"model\.layers=3 differs from that of .*step-00000008, which has 2"),
+        ({"seed": 7}, r"train\.seed=7 differs .*, which has 0"),
+        ({"glob": "d*.py"}, r"data: the text differs from that of"),
         ({"steps": 7}, r"train\.steps=7: .* is beyond it"),
     ],
 )
-def test_another_run_is_refused(whole: Whole, change: dict[str, object], complaint: str) -> None:
+def test_a_checkpoint_of_another_run_is_rejected(
+    whole: Whole, change: dict[str, object], complaint: str
+) -> None:
     before = sorted(path.stat().st_mtime_ns for path in whole[0].directory.rglob("*"))
     with pytest.raises(ConfigError, match=complaint) as refused:
         open_run(replace(whole[0], overwrite=False, **change).config)  # type: ignore[arg-type]
@@ -227,31 +229,31 @@ def test_another_run_is_refused(whole: Whole, change: dict[str, object], complai
     assert before == sorted(path.stat().st_mtime_ns for path in whole[0].directory.rglob("*"))
 
 
-def test_a_run_goes_on_from_a_store_in_another_directory(whole: Whole, tmp_path: Path) -> None:
+def test_a_run_is_resumed_from_a_store_in_another_directory(whole: Whole, tmp_path: Path) -> None:
     store = f"file://{tmp_path}/store/checkpoints"
     Case(tmp_path / "one", store=store).run(signal_after=4)
     Case(tmp_path / "two", store=store).run()
     assert names(tmp_path / "one") == names(tmp_path / "two") == []
     first, *_ = (tmp_path / "two" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert json.loads(first)["step"] > 4, "it began anew"
+    assert json.loads(first)["step"] > 4, "it started over"
     assert content(tmp_path / "store") == content(whole[0].directory)
 
 
-def test_what_may_change_may_change(whole: Whole, tmp_path: Path) -> None:
+def test_steps_and_ranks_may_change(whole: Whole, tmp_path: Path) -> None:
     shutil.copytree(whole[0].directory, tmp_path / "run")
     case = replace(whole[0], directory=tmp_path / "run", overwrite=False, steps=10, num_ranks=4)
     run = open_run(case.config)
     assert run.step == STEPS
-    assert len(run.history()) == STEPS
+    assert len(run.history) == STEPS
 
 
-def test_a_checkpoint_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_program_is_rejected(tmp_path: Path) -> None:
     sw.save(tmp_path / "checkpoints" / "step-5", model=torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"step-5: was not saved by `shardwise train`"):
         open_run(Case(tmp_path).config)
 
 
-def test_beginning_anew_removes_the_checkpoints(whole: Whole, tmp_path: Path) -> None:
+def test_starting_over_removes_the_checkpoints(whole: Whole, tmp_path: Path) -> None:
     shutil.copytree(whole[0].directory, tmp_path / "run")
     run = open_run(replace(whole[0], directory=tmp_path / "run", layers=3).config)
     assert (run.step, run.checkpoint, names(run.path)) == (0, None, [])

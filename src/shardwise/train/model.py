@@ -1,17 +1,21 @@
-"""A small GPT: pre-norm blocks, rotary positions, fused attention, a head tied to the embedding."""
+"""A small GPT: pre-norm blocks, rotary embeddings, fused attention, tied head."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from shardwise.train.checkpointing import recomputed
+from shardwise.train.config import SampleConfig
 
-__all__ = ["GPT", "Attention", "Block", "Shape", "is_matrix"]
+__all__ = ["GPT", "Attention", "Block", "Shape", "generate"]
 
-DEVIATION = 0.02  # of first weights
+INIT_STD = 0.02
 
 ROTARY_BASE = 10_000.0
 
@@ -37,8 +41,8 @@ class GPT(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.checkpoint_every = 0  # blocks, of which one is recomputed in backward; 0 is none
-        self.checkpoint = "full"  # what of it, as in `train.checkpointing`
+        self.checkpoint_every = 0  # recompute every n-th block in backward; 0: none
+        self.checkpoint = "full"  # or "reentrant" or "selective", see `checkpointed`
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width, bias=False)
@@ -51,19 +55,19 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def fill(self, module: nn.Module) -> None:
-        """Give what ``module``, a part of this model, holds itself its first values.
+        """Initialize the parameters and buffers that ``module`` itself has.
 
-        Small normal weights, smaller ones in layers that add to the residual stream, as in GPT-2:
-        with 2 * layers additions of equal variance the stream would grow with depth; the smaller
-        deviation keeps its variance near that of one addition.
+        Weights are normal, with a smaller deviation in layers whose output is added to the
+        residual stream, as in GPT-2: the variance of the stream would grow with its 2 * layers
+        additions, and so stays near that of one.
         """
         if module is self:
             self.rotations.copy_(rotary_table(self.shape))
         elif isinstance(module, nn.LayerNorm):
             module.reset_parameters()
         elif isinstance(module, (nn.Linear, nn.Embedding)):
-            shrinks = isinstance(module, ResidualLinear)
-            std = DEVIATION / math.sqrt(2 * self.shape.layers) if shrinks else DEVIATION
+            is_residual = isinstance(module, ResidualLinear)
+            std = INIT_STD / math.sqrt(2 * self.shape.layers) if is_residual else INIT_STD
             nn.init.normal_(module.weight, std=std)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -72,7 +76,7 @@ class GPT(nn.Module):
         x = self.embedding(tokens)  # [batch, time, width]
         for number, block in enumerate(self.blocks, start=1):
             if self.training and self.checkpoint_every and number % self.checkpoint_every == 0:
-                x = recomputed(block, self.checkpoint)(x, rotations)
+                x = checkpointed(block, self.checkpoint)(x, rotations)
             else:
                 x = block(x, rotations)
         logits: Tensor = self.head(self.norm(x))
@@ -80,7 +84,7 @@ class GPT(nn.Module):
 
 
 class ResidualLinear(nn.Linear):
-    """What it gives is added to the residual stream."""
+    """A linear layer whose output is added to the residual stream."""
 
 
 class Block(nn.Module):
@@ -104,7 +108,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions."""
+    """Causal self-attention with rotary embeddings."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -123,7 +127,7 @@ class Attention(nn.Module):
 
 
 def rotary_table(shape: Shape) -> Tensor:
-    """Cosines and sines of every position's angles, [2, context, head_width] (arXiv 2104.09864)."""
+    """Cosine and sine of each position's angles, [2, context, head_width] (arXiv 2104.09864)."""
     pairs = shape.head_width // 2
     speeds = ROTARY_BASE ** (-torch.arange(pairs, dtype=torch.float64) / pairs)  # [pairs]
     angles = torch.outer(torch.arange(shape.context, dtype=torch.float64), speeds)
@@ -132,12 +136,59 @@ def rotary_table(shape: Shape) -> Tensor:
 
 
 def rotate(x: Tensor, rotations: Tensor) -> Tensor:
-    """Turn each pair (i, i + head_width/2) of ``x`` by its position's angle."""
+    """Rotate each pair (i, i + head_width / 2) of ``x`` by its position's angle."""
     cosines, sines = rotations.unbind()
     left, right = x.chunk(2, dim=-1)
     return x * cosines + torch.cat([-right, left], dim=-1) * sines
 
 
-def is_matrix(parameter: nn.Parameter) -> bool:
-    """Whether it mixes features, unlike the scales of a norm."""
-    return parameter.ndim > 1
+_aten = torch.ops.aten
+# Selective checkpointing keeps the results that cost most to recompute for their size.
+_KEPT = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+]
+
+
+def checkpointed(block: nn.Module, kind: str) -> Callable[..., Any]:
+    """``block`` with activation checkpointing.
+
+    Args:
+        block: a module.
+        kind: "full" keeps the inputs of the block alone, as does the older "reentrant";
+            "selective" also keeps the results of matrix products and of attention.
+    """
+    if kind == "selective":
+        contexts = partial(create_selective_checkpoint_contexts, _KEPT)
+        return partial(checkpoint, block, use_reentrant=False, context_fn=contexts)
+    return partial(checkpoint, block, use_reentrant=kind == "reentrant")
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, config: SampleConfig, *, context: int, seed: int, device: torch.device
+) -> str:
+    """The prompt and ``config.bytes`` generated bytes; control characters become U+FFFD.
+
+    A forward of a sharded model gathers units, so every rank has to call this. The result is the
+    same on all ranks.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(config.prompt.encode())
+    model.eval()
+    for _ in range(config.bytes):
+        window = torch.tensor([tokens[-context:]], device=device)  # [1, time]
+        best = model(window)[0, -1].float().cpu().topk(config.top_k)  # [top_k]
+        probabilities = torch.softmax(best.values / config.temperature, dim=0)
+        choice = torch.multinomial(probabilities, num_samples=1, generator=generator)
+        tokens.append(int(best.indices[choice]))
+    model.train()
+    text = bytes(tokens).decode("utf-8", errors="replace")
+    # An untrained model may generate escape sequences, which a terminal would execute.
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )

@@ -1,0 +1,111 @@
+"""Where metrics go."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from shardwise.errors import ConfigError
+from shardwise.train.config import Config
+from shardwise.train.data import Entropies
+from shardwise.train.sinks import (
+    JsonLines,
+    LossPlot,
+    Record,
+    check_trackers,
+    open_trackers,
+    running_mean,
+)
+
+FIRST = Record(1, 5.5, 0.9, 1e-3, 100, 1000.0, 0.1)
+SECOND = Record(2, 5.25, 0.8, 1e-3, 200, 1000.0, 0.2, validation_loss=5.0)
+
+
+def with_sinks(*names: str) -> Config:
+    return Config.model_validate({"run": {"sinks": names}})
+
+
+def test_a_line_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path)
+    sink.log(FIRST)
+    sink.log(SECOND)
+    first, second = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    sink.close()
+    assert first == {
+        "step": 1,
+        "loss": 5.5,
+        "grad_norm": 0.9,
+        "lr": 1e-3,
+        "tokens": 100,
+        "tokens_per_second": 1000.0,
+        "seconds": 0.1,
+    }
+    assert second["validation_loss"] == 5.0
+
+
+def test_tensorboard_has_a_scalar_for_each_metric(tmp_path: Path) -> None:
+    [sink] = open_trackers(with_sinks("tensorboard"), tmp_path)
+    sink.log(FIRST)
+    sink.log(SECOND)
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    losses = events.Scalars("loss")
+    assert [(event.step, event.value) for event in losses] == [(1, 5.5), (2, 5.25)]
+    [validation] = events.Scalars("validation_loss")
+    assert (validation.step, validation.value) == (2, 5.0)
+
+
+def test_wandb_gets_the_configuration_and_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    run = SimpleNamespace(
+        log=lambda metrics, step: calls.append((step, metrics["loss"])),
+        finish=lambda: calls.append("finish"),
+    )
+
+    def init(**options: Any) -> SimpleNamespace:
+        calls.append((options["name"], options["config"]["train"]["steps"]))
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    config = with_sinks("wandb")
+    [sink] = open_trackers(config, tmp_path)
+    sink.log(FIRST)
+    sink.close()
+    assert calls == [("stdlib", config.train.steps), (1, 5.5), "finish"]
+
+
+def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_trackers(with_sinks("tensorboard"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(
+        ConfigError, match=r'wandb is not installed; pip install "shardwise\[log\]"'
+    ):
+        check_trackers(with_sinks("wandb"))
+
+
+@pytest.mark.parametrize("validation_loss", [None, 5.0])
+def test_the_plot_is_a_png(tmp_path: Path, validation_loss: float | None) -> None:
+    path = tmp_path / "loss.png"
+    sink = LossPlot(path, "a run", Entropies(uniform=5.55, unigram=3.2, bigram=2.4), [FIRST])
+    sink.log(Record(2, 5.0, 0.9, 1e-3, 200, 1000.0, 0.2, validation_loss))
+    sink.close()
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 10_000
+
+
+def test_the_running_mean_does_not_lag() -> None:
+    line = [float(step) for step in range(500)]
+    assert running_mean(line) == pytest.approx(line)
+
+
+def test_the_running_mean_is_smooth() -> None:
+    jagged = [float(step % 2) for step in range(1000)]
+    assert all(abs(mean - 0.5) < 0.05 for mean in running_mean(jagged)[20:-20])
