@@ -1,4 +1,4 @@
-"""``shardwise bench``: a table, JSON and a picture; mistakes are one line and code 2."""
+"""``shardwise bench``: a table, JSON and a plot; usage errors are one line and exit code 2."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from .commands import fail, run
 
-MISTAKES = {
+USAGE_ERRORS = {
     "--size 50G": "--size 50G: expected 10M, 50M, 125M or a configuration",
     "--size none.toml": "none.toml: no such file",
     "--ranks 1": "--ranks 1: expected 2 or more",
@@ -53,8 +53,8 @@ def test_a_small_comparison(tiny: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert ours["trimmed_peak"] is None
 
 
-@pytest.mark.parametrize(("command_line", "message"), MISTAKES.items())
-def test_a_mistake_is_one_line(
+@pytest.mark.parametrize(("command_line", "message"), USAGE_ERRORS.items())
+def test_a_usage_error_is_one_line(
     command_line: str, message: str, elsewhere: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (elsewhere / "there.txt").touch()

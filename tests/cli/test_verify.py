@@ -19,7 +19,7 @@ def subject():
         lambda model, batch: model(batch).square().mean(),
     )
 """
-MISTAKES = {
+USAGE_ERRORS = {
     "gtp": "gtp: expected one of gpt, moe, encoder-decoder, conv, lora; did you mean gpt?",
     "own.py:subjects": "own.py has no function 'subjects'",
     "--strategies zero9": "strategy='zero9': expected one of",
@@ -73,7 +73,7 @@ def test_an_error_found_on_the_ranks_is_one_line(own: Path) -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
-@pytest.mark.parametrize(("command_line", "message"), MISTAKES.items())
+@pytest.mark.parametrize(("command_line", "message"), USAGE_ERRORS.items())
 def test_an_error_is_one_line(
     command_line: str,
     message: str,

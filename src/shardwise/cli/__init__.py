@@ -1,7 +1,13 @@
 """The command line: one thin file for each command.
 
-What is imported here is light, so that ``shardwise --help`` answers at once; a command imports
-what it needs when it runs.
+Exit codes, the same for all commands:
+
+- 0: success;
+- 1: a check found differences or damage, or the run failed;
+- 2: a usage or configuration error, one line on stderr; nothing was started;
+- 130: interrupted by SIGINT (128 + the number of any other signal).
+
+A command imports torch when it runs, so that ``shardwise --help`` is fast.
 """
 
 import sys
@@ -21,8 +27,8 @@ from shardwise.errors import ConfigError, PlanError, ShardwiseError
 __all__ = ["app", "main"]
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-# The base of all that typer finds wrong with a command line; it comes from click, which some
-# versions of typer carry inside them, so it has no other name that is the same for all.
+# The base class of typer's usage errors. It is click's, of which some versions of typer contain a
+# copy, so this is its only name in all versions.
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
 
 app = typer.Typer(
@@ -39,14 +45,15 @@ app.command()(export)
 
 @app.callback()
 def commands() -> None:
-    """Fully Sharded Data Parallel training for PyTorch."""
+    """Fully Sharded Data Parallel training for PyTorch.
+
+    Exit codes: 0 success; 1 a check found differences, or the run failed; 2 a usage or
+    configuration error; 130 interrupted.
+    """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line (that of the process by default) and return its exit code.
-
-    A mistake of the user is one line on stderr and code 2.
-    """
+    """Run a command line, by default that of the process, and return its exit code."""
     command = get_command(app)
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:

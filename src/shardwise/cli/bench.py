@@ -10,45 +10,45 @@ def bench(
     size: Annotated[
         str,
         typer.Option(
-            metavar="SIZE", help="10M, 50M, 125M, or a CONFIG.toml whose [model] is meant."
+            metavar="SIZE", help="10M, 50M, 125M, or a CONFIG.toml, whose [model] is used."
         ),
     ] = "50M",
-    ranks: Annotated[int, typer.Option(metavar="N", help="Local CPU ranks.")] = 2,
+    ranks: Annotated[int, typer.Option(metavar="N", help="Number of local CPU ranks.")] = 2,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="fp32 or bf16.")] = "fp32",
     vs: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,NAME",
-            help="Some of ddp, fsdp1, fsdp2, zero-optimizer, deepspeed; all that are installed by "
-            "default. ddp is the base and always there.",
+            help="Peers: ddp, fsdp1, fsdp2, zero-optimizer, deepspeed (default: all that are "
+            "installed). ddp is the base of the ratios and always included.",
         ),
     ] = None,
     ours: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,NAME",
-            help="Some of ddp, zero1, zero2, fsdp, hsdp, hfsdp (the default, as far as the ranks "
-            "allow), fsdp-no-prefetch, fsdp-transaction.",
+            help="Strategies: ddp, zero1, zero2, fsdp, hsdp, hfsdp (default: those that the number "
+            "of ranks allows), fsdp-no-prefetch, fsdp-transaction.",
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(metavar="N", help="Rounds that count.")] = 12,
-    sequence: Annotated[int, typer.Option(metavar="N", help="Tokens of a sequence.")] = 128,
-    batch: Annotated[int, typer.Option(metavar="N", help="Sequences of a rank in a step.")] = 2,
+    rounds: Annotated[int, typer.Option(metavar="N", help="Number of measured rounds.")] = 12,
+    sequence: Annotated[int, typer.Option(metavar="N", help="Tokens per sequence.")] = 128,
+    batch: Annotated[int, typer.Option(metavar="N", help="Sequences per rank and step.")] = 2,
     measure: Annotated[
         str,
-        typer.Option(metavar="WHAT,WHAT", help="Some of time, traffic, memory, units."),
+        typer.Option(metavar="NAME,NAME", help="Measurements: time, traffic, memory, units."),
     ] = "time,traffic,memory,units",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="For results.json and bench.png; a new one under runs/."),
+        typer.Option(metavar="DIR", help="For results.json and bench.png (default: under runs/)."),
     ] = None,
 ) -> None:
     """Compare with DDP, FSDP1, FSDP2, ZeroRedundancyOptimizer and DeepSpeed on this machine.
 
-    The engines take turns in rounds, on the same model and data; what is told is the median of
-    ratios to DDP. Nothing is asserted: the exit code says only whether it ran.
+    The engines take turns in rounds, on the same model and data. The result is the median of the
+    ratios to DDP. No time is asserted, so the exit code does not depend on the figures.
     """
-    from shardwise.bench.harness import run  # noqa: PLC0415 (torch takes seconds to import)
+    from shardwise.bench.harness import run  # noqa: PLC0415 (imports torch)
     from shardwise.bench.setting import Request  # noqa: PLC0415
 
     run(

@@ -39,7 +39,7 @@ class VerifyOptions:
     corrupt: str | None  # a parameter
 
     def check(self) -> None:
-        """Find mistakes before any rank is started.
+        """Find errors in the options before any rank is started.
 
         Raises:
             ConfigError: the model does not exist, or an option is not valid.

@@ -7,21 +7,23 @@ import typer
 
 
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to train.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.toml", help="The configuration of the run.")
+    ],
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Put a value over the file's."),
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the file."),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(metavar="N", help="Local ranks, instead of shard.nproc.")
+        int | None, typer.Option(metavar="N", help="Number of local ranks (default: shard.nproc).")
     ] = None,
 ) -> None:
     """Train a GPT, sharded over ranks.
 
-    Starts its local ranks itself, unless a launcher such as torchrun has started this process as
-    one of several (RANK and WORLD_SIZE are set): then it joins them.
+    Starts local ranks, or joins the ranks of a launcher such as torchrun (RANK and WORLD_SIZE are
+    set). SIGINT and SIGTERM save a checkpoint and stop; run the same command to resume.
     """
-    from shardwise.train.run import run  # noqa: PLC0415 (torch takes seconds to import)
+    from shardwise.train.run import run  # noqa: PLC0415 (imports torch)
     from shardwise.train.settings import read_config  # noqa: PLC0415
 
     run(read_config(config, settings or []), nproc)

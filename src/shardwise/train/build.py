@@ -20,7 +20,7 @@ __all__ = ["build_model", "build_plan", "check", "find_units", "offload_policy",
 
 
 def check(config: Config) -> None:
-    """Find mistakes before any rank is started.
+    """Find errors in the configuration before any rank is started.
 
     Raises:
         ConfigError: the text is missing or too short, a package is missing, or keys conflict.

@@ -110,7 +110,7 @@ class Entropies:
             last = chunk[-1:]
         nexts = counts.sum(axis=0)
         if len(text):
-            nexts[text.read(0, 1)[0]] += 1  # the first byte is nobody's next
+            nexts[text.read(0, 1)[0]] += 1  # the first byte, which follows none
         bigram = _entropy(counts) - _entropy(counts.sum(axis=1))
         return Entropies(math.log(VOCABULARY), _entropy(nexts), bigram)
 

@@ -157,7 +157,7 @@ def _open_sinks(
 
 
 def _print_finished(directory: RunDirectory) -> None:
-    """Not an error, for whoever restarts jobs."""
+    """Exits with 0, so that a job that restarts itself ends."""
     line = (
         f"nothing to train: {directory.checkpoint} has all {directory.step} steps of this run; "
         "raise train.steps to continue, or set run.overwrite=true to start over"
