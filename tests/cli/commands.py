@@ -54,7 +54,7 @@ def start(arguments: Sequence[str | Path], cwd: Path, **changes: str) -> subproc
 
 
 def finish(process: subprocess.Popen[str]) -> Finished:
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=280)
     return Finished(process.returncode, stdout, stderr)
 
 
