@@ -1,5 +1,6 @@
 """Units: what a wrap choice selects, and who owns which parameter."""
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -189,7 +190,9 @@ def test_names_with_a_common_prefix_are_not_inside_each_other() -> None:
 
 def test_reshard_is_the_units_own() -> None:
     wanted = {"": False, "blocks.0": True, "blocks.1": False}
-    units = plan_units(Model(), {name: UnitOptions(frees) for name, frees in wanted.items()}, 2)
+    units = plan_units(
+        Model(), {name: UnitOptions(reshard=frees) for name, frees in wanted.items()}, 2
+    )
     assert [unit.reshard for unit in units] == [False, True, False]
 
 
@@ -297,7 +300,9 @@ def trees(draw: st.DrawFn) -> tuple[nn.Module, dict[str, UnitOptions]]:
             user.register_parameter(f"p{i}", parameter)
     names = [name for name, _ in nodes[0].named_modules()]
     return nodes[0], {
-        name: UnitOptions(draw(st.booleans())) for name in names if not name or draw(st.booleans())
+        name: UnitOptions(reshard=draw(st.booleans()))
+        for name in names
+        if not name or draw(st.booleans())
     }
 
 
@@ -370,3 +375,40 @@ def test_chosen_units_come_in_module_order(
     order = [name for name, _ in root.named_modules()]
     assert names == [name for name in order if name in names]
     assert names[0] == ""
+
+
+@pytest.mark.parametrize(
+    ("units", "message"),
+    [
+        ("Block", r"units='Block'.*pass the class itself, as in units=Block"),
+        ("block", r"units='block'.*did you mean 'Block'"),
+        ("Auto", r"units='Auto'.*did you mean 'auto'"),
+        ("xyz", r"units='xyz'.*or a policy$"),
+    ],
+)
+def test_a_word_that_is_no_choice_of_units_gets_a_hint(units: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        choose_units(Model(), units)
+
+
+def test_planning_takes_linear_time() -> None:
+    """Calls of Python functions are counted, since time depends on the machine."""
+    calls = [_calls_to_plan(num_blocks) for num_blocks in (50, 400)]
+    assert calls[1] < 8.8 * calls[0], calls
+
+
+def _calls_to_plan(num_blocks: int) -> int:
+    root = Model(num_blocks)
+    names = choose_units(root, Block)
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        planned(root, *names[1:])
+    finally:
+        sys.setprofile(None)
+    return calls

@@ -12,6 +12,7 @@ from math import prod
 from typing import Literal, get_args
 
 from shardwise.errors import PlanError
+from shardwise.plan.spelling import did_you_mean
 
 __all__ = ["Block", "Granularities", "Granularity", "Granularizer", "block", "granule_elements"]
 
@@ -118,4 +119,5 @@ def _checked(granularity: object, where: str) -> Granularity:
             return word  # type: ignore[no-any-return]
     raise PlanError(
         f"granularity{where}={granularity!r}: expected 'element', 'row', 'tensor' or sw.block(n)"
+        f"{did_you_mean(granularity, get_args(Word))}"
     )

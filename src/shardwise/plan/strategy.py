@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import PlanError
+from shardwise.plan.spelling import did_you_mean
 
 __all__ = ["PRESETS", "STRATEGIES", "AxisPlacement", "Level", "Strategy", "resolve_strategy"]
 
@@ -210,5 +211,6 @@ def resolve_strategy(strategy: str | Strategy) -> Strategy:
     if strategy not in STRATEGIES:
         raise PlanError(
             f"strategy={strategy!r}: expected one of {', '.join(STRATEGIES)}, or a Strategy"
+            f"{did_you_mean(strategy, STRATEGIES)}"
         )
     return STRATEGIES[strategy]

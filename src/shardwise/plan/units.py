@@ -1,13 +1,13 @@
-"""Which modules are gathered together: from a module tree and a wrap choice to units.
+"""Which modules are gathered together: from a module tree and a choice of modules to units.
 
 A *unit* is a module whose own parameters (those of no unit inside it) are gathered before its
-forward and freed after. A parameter that several modules share belongs to the innermost unit that
-encloses them all.
+forward and freed after it. A parameter that several modules share belongs to the innermost unit
+around all of them.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -18,6 +18,7 @@ from shardwise.plan.granularity import Granularities, Granularizer
 from shardwise.plan.layout import Cast, Layout, ParameterSpec, lay_out_in_buffers
 from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.plan.precision import AS_IT_CAME, Dtypes, MixedPrecisionPolicy
+from shardwise.plan.spelling import did_you_mean
 
 __all__ = ["UnitOptions", "UnitPlan", "UnitPolicy", "Units", "choose_units", "plan_units"]
 
@@ -29,37 +30,33 @@ Units = type[nn.Module] | Collection[type[nn.Module]] | str | int | UnitPolicy |
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class UnitOptions:
-    """What is decided for a unit before its parameters are looked at; see `UnitPlan`."""
+    """Decisions about a unit that do not depend on its parameters."""
 
-    reshard: bool
-    subgroup: int = 0
-    two_level_gather: bool = False
-    holds_gradients: bool = False
+    reshard: bool  # freed after forward and gathered again for backward
+    subgroup: int = 0  # ranks among which it is gathered again; 0: all that shard it
+    two_level_gather: bool = False  # and for forward too, after one gather over the outer axis
+    holds_gradients: bool = False  # has room of its own for unsharded gradients all the time
     precision: MixedPrecisionPolicy = AS_IT_CAME
-    offload: CPUOffloadPolicy | None = None
+    offload: CPUOffloadPolicy | None = None  # shards and their gradients are on the host
 
 
-@dataclass(frozen=True)
-class UnitPlan:
-    """A unit: its parameters and the flat buffers that hold them, one a dtype and trainability.
+@dataclass(frozen=True, kw_only=True)
+class UnitPlan(UnitOptions):
+    """A unit: its parameters and the flat buffers that hold them.
 
-    Frozen parameters have a buffer of their own, so they never get room for gradients. Where it
-    saves much padding, so have parameters of one granule.
+    There is a buffer for each dtype and, so that frozen parameters never get room for gradients,
+    for each of trainable and frozen. Where that saves much padding, parameters of one granule have
+    a buffer of their own.
     """
 
     name: str  # path of its module; "" is the root
-    label: str  # what people read: the path, or the class of the root
+    label: str  # for people: the path, or the class of the root
     parameters: tuple[ParameterSpec, ...]
     layouts: tuple[Layout, ...]
-    parent: int | None  # index of the innermost unit around it; None is the root's
-    has_child_units: bool  # another unit is inside it
-    reshard: bool  # freed after forward and gathered again for backward
-    subgroup: int = 0  # ranks among which it is gathered again; 0: all that shard it
-    two_level_gather: bool = False  # and for forward as well, from what the outer axis brings once
-    holds_gradients: bool = False  # has room of its own for whole gradients, in every moment
-    offload: CPUOffloadPolicy | None = None  # shards and their gradients are on the host
+    parent: int | None  # index of the innermost unit around it; None for the root
+    has_child_units: bool
 
     def __post_init__(self) -> None:
         laid_out = [extent.parameter for layout in self.layouts for extent in layout.extents]
@@ -67,22 +64,22 @@ class UnitPlan:
 
     @cached_property
     def gathered_bytes(self) -> int:
-        """What the unit takes while it is gathered; 0 if this rank keeps the whole of it."""
+        """Size of the gathered unit; 0 if this rank keeps all of it."""
         return sum(layout.gathered_bytes for layout in self.layouts if layout.needs_gather)
 
     @cached_property
     def kept_bytes(self) -> int:
-        """What a rank keeps of a gathered unit for the gathers of a smaller group."""
+        """What a rank keeps of a gathered unit for gathers in the subgroup."""
         return self.gathered_bytes // self.subgroup if self.subgroup else 0
 
     @cached_property
     def shard_bytes(self) -> int:
-        """What one rank keeps of its parameters."""
+        """Size of one rank's shards."""
         return sum(layout.shard_bytes for layout in self.layouts)
 
     @cached_property
     def device_copy_bytes(self) -> int:
-        """What the device keeps of shards that are on the host."""
+        """Size of the copy that the device keeps of shards on the host."""
         if self.offload is None or self.offload.parameters:
             return 0
         return sum(layout.shard_elements * layout.cast.compute_itemsize for layout in self.layouts)
@@ -93,12 +90,12 @@ class UnitPlan:
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """What its unreduced gradients take on one rank."""
+        """Size of the unreduced gradients on one rank."""
         return sum(layout.reduced_bytes for layout in self.trainable_layouts)
 
     @cached_property
     def gradient_shard_bytes(self) -> int:
-        """What one rank keeps of its reduced gradients."""
+        """Size of one rank's shards of the reduced gradients."""
         return sum(layout.shard_bytes for layout in self.trainable_layouts)
 
 
@@ -106,8 +103,7 @@ def choose_units(root: nn.Module, units: Units) -> list[str]:
     """Names of the modules that become units, in module order; the root ("") is always first.
 
     Raises:
-        PlanError: the choice is of no known kind, matches nothing, or matches a module that has
-            no forward of its own.
+        PlanError: ``units`` is of no known kind, or matches nothing or a module without a forward.
     """
     if units is None:
         return [""]
@@ -127,10 +123,10 @@ def choose_units(root: nn.Module, units: Units) -> list[str]:
 
 
 def check_is_unit(module: nn.Module, name: str) -> None:
-    """Refuse a module that is never called.
+    """Refuse a module that has no forward, since nothing would ever gather its parameters.
 
     Raises:
-        PlanError: the module has no forward, so nothing would ever gather its parameters.
+        PlanError: ``module`` is a container of modules or parameters.
     """
     if isinstance(module, NEVER_CALLED):
         raise PlanError(
@@ -150,20 +146,21 @@ def plan_units(
     """Assign every parameter of ``root`` to a unit and lay the units out over ``world_size`` ranks.
 
     Args:
-        root: read for names, shapes and dtypes only; meta tensors will do.
+        root: read for names, shapes and dtypes only; it may be on the meta device.
         options: the units by name, in module order.
         world_size: number of ranks that the parameters are sharded over.
         granularity: where parameters may be cut, for all or by name.
-        settled: what was sharded before, by name: its granularity, unless that is the element,
-            and its dtypes stay.
-        ignored: names of parameters that are left as they are.
+        settled: parameters that were sharded before, by name. They keep their dtypes, and their
+            granularity unless it was "element".
+        ignored: names of parameters that are not sharded.
 
     Raises:
-        PlanError: the granularity is none, or is for a name that no parameter has.
+        PlanError: ``granularity`` is invalid or names no parameter.
     """
+    chains = _chains(root, options)
     owned: dict[str, list[ParameterSpec]] = {name: [] for name in options}
     granularizer = Granularizer(granularity)
-    for owner, spec in _owned_parameters(root, options):
+    for owner, spec in _owned_parameters(root, options, chains):
         if any(name in ignored for name in spec.names):
             continue
         chosen = granularizer.of(spec.names, spec.shape)
@@ -171,20 +168,18 @@ def plan_units(
         chosen = chosen if before.granularity == "element" else before.granularity
         owned[owner].append(replace(spec, granularity=chosen, cast=before.cast))
     granularizer.check_all_matched([spec.name for specs in owned.values() for spec in specs])
-    order = list(options)
+    index = {name: i for i, name in enumerate(options)}
+    parents = {name: index[chains[name][-2]] for name in options if name}
+    enclosing = set(parents.values())
     return tuple(
         UnitPlan(
             name=name,
-            label=name or _root_label(root, order),
+            label=name or _root_label(root, options),
             parameters=tuple(specs),
             layouts=_lay_out_by_kind(specs, world_size, options[name]),
-            parent=_parent(name, order),
-            has_child_units=any(_is_inside(other, name) for other in order),
-            reshard=options[name].reshard,
-            subgroup=options[name].subgroup,
-            two_level_gather=options[name].two_level_gather,
-            holds_gradients=options[name].holds_gradients,
-            offload=options[name].offload,
+            parent=parents.get(name),
+            has_child_units=index[name] in enclosing,
+            **{field.name: getattr(options[name], field.name) for field in fields(UnitOptions)},
         )
         for name, specs in owned.items()
     )
@@ -197,7 +192,8 @@ def _policy(root: nn.Module, units: Units) -> UnitPolicy:
         return lambda module, recurse, numel: recurse or module in blocks  # noqa: ARG005
     if isinstance(units, (bool, str)) or units is None:
         raise PlanError(
-            f"units={units!r}: expected a module class, a set, 'auto', a size, a policy"
+            f"units={units!r}: expected a module class or set of classes, 'auto', a size in "
+            f"parameters, or a policy{_hint(root, units)}"
         )
     if isinstance(units, int):
         if units < 1:
@@ -211,6 +207,14 @@ def _policy(root: nn.Module, units: Units) -> UnitPolicy:
             raise PlanError(f"units={_shown(units)}: expected subclasses of torch.nn.Module")
         return lambda module, recurse, numel: recurse or isinstance(module, classes)  # noqa: ARG005
     return units
+
+
+def _hint(root: nn.Module, units: object) -> str:
+    """The way out for the name of a class, or a misspelt word."""
+    classes = {type(module).__name__ for module in root.modules()}
+    if units in classes:
+        return f"; pass the class itself, as in units={units}"
+    return did_you_mean(units, ["auto", *classes])
 
 
 def _size_policy(minimum: int) -> UnitPolicy:
@@ -263,25 +267,32 @@ def _repeated_blocks(module: nn.Module) -> set[nn.Module]:
     return blocks
 
 
+def _chains(root: nn.Module, units: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """By path of a module: the units around it, outermost first, itself included."""
+    unit_of_module = {root.get_submodule(name): name for name in units}
+    chains: dict[str, tuple[str, ...]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        own = (unit_of_module[module],) if module in unit_of_module else ()
+        chains[path] = (chains[path.rpartition(".")[0]] if path else ()) + own
+    return chains
+
+
 def _owned_parameters(
-    root: nn.Module, units: Mapping[str, UnitOptions]
+    root: nn.Module, units: Mapping[str, UnitOptions], chains: Mapping[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, ParameterSpec]]:
     """Every parameter once, in the order of ``root.parameters()``, with the unit that owns it."""
-    unit_of_module = {root.get_submodule(name): name for name in units}
-    names: dict[int, list[str]] = {}
-    chains: dict[int, list[list[str]]] = {}
-    homes: dict[int, nn.Module] = {}
+    found: dict[nn.Parameter, list[tuple[str, str, nn.Module]]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
-        chain = _enclosing_units(root, path, unit_of_module)
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(f"{path}.{attribute}" if path else attribute)
-            chains.setdefault(id(parameter), []).append(chain)
-            homes.setdefault(id(parameter), module)
+            name = f"{path}.{attribute}" if path else attribute
+            found.setdefault(parameter, []).append((name, path, module))
     for parameter in root.parameters():
-        unit = _innermost_common(chains[id(parameter)])
-        dtypes = units[unit].precision.dtypes_of(parameter, homes[id(parameter)])
+        names, paths, modules = zip(*found[parameter], strict=True)
+        shared = set(chains[paths[0]]).intersection(*(chains[path] for path in paths[1:]))
+        unit = next(name for name in reversed(chains[paths[0]]) if name in shared)
+        dtypes = units[unit].precision.dtypes_of(parameter, modules[0])
         spec = ParameterSpec(
-            names=tuple(names[id(parameter)]),
+            names=names,
             shape=tuple(parameter.shape),
             dtype=_name_of(dtypes.kept),
             itemsize=dtypes.kept.itemsize,
@@ -302,23 +313,6 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _enclosing_units(
-    root: nn.Module, path: str, unit_of_module: Mapping[nn.Module, str]
-) -> list[str]:
-    """Units around the module at ``path``, outermost first, itself included."""
-    parts = path.split(".") if path else []
-    chain, module = [unit_of_module[root]], root
-    for part in parts:
-        module = module.get_submodule(part)
-        if module in unit_of_module:
-            chain.append(unit_of_module[module])
-    return chain
-
-
-def _innermost_common(chains: list[list[str]]) -> str:
-    return [unit for unit in chains[0] if all(unit in chain for chain in chains)][-1]
-
-
 def _lay_out_by_kind(
     specs: Iterable[ParameterSpec], world_size: int, options: UnitOptions
 ) -> tuple[Layout, ...]:
@@ -335,15 +329,6 @@ def _lay_out_by_kind(
 def _root_label(root: nn.Module, names: Collection[str]) -> str:
     label = type(root).__name__
     return label if label not in names else f"{label} (root)"
-
-
-def _parent(name: str, names: Collection[str]) -> int | None:
-    around = [(len(other), i) for i, other in enumerate(names) if _is_inside(name, other)]
-    return max(around)[1] if around else None
-
-
-def _is_inside(name: str, outer: str) -> bool:
-    return name != outer and (not outer or name.startswith(outer + "."))
 
 
 def _num_elements(module: nn.Module) -> int:

@@ -1,0 +1,13 @@
+"""Suggestions for misspelt words."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = ["did_you_mean"]
+
+
+def did_you_mean(word: object, choices: Iterable[str]) -> str:
+    """``"; did you mean 'fsdp'?"`` for ``"FSPD"``; empty if nothing is close."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = get_close_matches(str(word).lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
