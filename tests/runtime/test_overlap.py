@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.runtime.ledger import Ledger
 from shardwise.schedule.events import EventKind
+from shardwise.transport.host.channel import Message
 from shardwise.transport.host.point_to_point import PointToPoint
 from tests.ranks import on_ranks
 
@@ -121,7 +122,7 @@ def _stopped_between_units() -> Iterator[None]:
         assert COMPUTING.wait(SECONDS), "compute waits for an exchange"
         exchange(peers, *arguments, **options)
 
-    def swap_in_compute(peers: PointToPoint, *arguments: Any) -> dict[int, bytes]:
+    def swap_in_compute(peers: PointToPoint, *arguments: Any) -> dict[int, Message]:
         assert COMPUTING.wait(SECONDS), "compute waits for an exchange"
         return swap(peers, *arguments)  # before and after a gather in shared memory
 

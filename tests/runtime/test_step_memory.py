@@ -169,5 +169,6 @@ def _live_bytes(runtime: Runtime) -> int:
 def _in_common(pool: Pool) -> Iterator[tuple[int, int]]:
     """Addresses and sizes of memory that is mapped for it."""
     if pool.shared is not None:
-        for memory in (*pool.shared._own.values(), *pool.shared._opened.values()):
+        opened = [one.memory for one in pool.shared._opened.values()]
+        for memory in (*pool.shared._own.values(), *opened):
             yield torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), len(memory)

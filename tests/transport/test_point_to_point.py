@@ -4,7 +4,9 @@ import ctypes
 import errno
 import os
 import socket
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,7 +21,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import PeerLost
-from shardwise.transport.host import peers
+from shardwise.transport.host import handshake, peers, process_memory
+from shardwise.transport.host.channel import Channel, new_socket, recv_message
 from shardwise.transport.host.point_to_point import _PIECE_BYTES, PointToPoint, _Errors, _Pairs
 from tests.ranks import run_on
 from tests.runtime.one_process import assert_equal_training, rank
@@ -84,30 +87,90 @@ def test_training_is_right_without_peers(strategy: str) -> None:
     run_on(3, _train_through_gloo, strategy)
 
 
-def test_a_stranger_is_not_let_in() -> None:
-    listener = peers._listen(2)
+def test_strangers_are_shut_out_and_not_waited_for() -> None:
+    listener = handshake.listen(2)
     assert listener is not None
-    with listener, peers._socket() as stranger:
-        stranger.connect(listener.getsockname())
-        stranger.sendall(peers._HELLO.pack(1, b"x" * 32))
-        handshakes = [(0, 0, -1, SECRET, listener.getsockname()), (0, 0, -1, b"", b"")]
-        calling = peers._connect(1, handshakes)
-        channels = peers._accept(listener, {1}, SECRET)
-        assert list(channels) == [1]
-        calling[0].send(7, b"hello")
-        assert channels[1].recv(7) == b"hello"
-        assert stranger.recv(1) == b"", "it was shut out"
+    own, other = (handshake.Identity(number, listener) for number in (0, 1))
+    with listener, new_socket() as silent, new_socket() as guessing:
+        for stranger in (silent, guessing):
+            stranger.connect(listener.getsockname())
+        guessing.sendall(handshake._GREETING.pack(1, b"x" * 32))
+        called = handshake.connect(other, [own.pack(), b""])
+        began = time.monotonic()
+        greeted = handshake.accept(own, listener, {1}, [own.pack(), other.pack()])
+        assert time.monotonic() - began < 5
+        assert list(greeted) == [1]
+        assert handshake.read_greeting(called[0], other.secret)[0] == 0
+        one, two = (Channel(each, timedelta(seconds=9)) for each in (called[0], greeted[1][0]))
+        one.send(7, b"hello")
+        assert two.recv(7).content == b"hello"
+        for stranger in (silent, guessing):
+            assert stranger.recv(1) == b"", "it was shut out"
 
 
-def test_nobody_behind_a_name_is_another_host() -> None:
-    assert peers._connect(1, [(0, 0, -1, SECRET, b"\0nobody"), (0, 0, -1, b"", b"")]) == {}
+def test_processes_of_other_users_are_shut_out() -> None:
+    listener = handshake.listen(2)
+    assert listener is not None
+    own, other = (handshake.Identity(number, listener) for number in (0, 1))
+    with listener:
+        called = handshake.connect(other, [own.pack(), b""])
+        connection, _ = listener.accept()
+        with mock.patch.object(os, "geteuid", return_value=os.geteuid() + 1):
+            assert handshake.connect(other, [own.pack(), b""]) == {}
+            assert handshake.read_greeting(connection, own.secret) == (-1, None)
+        assert list(called) == [0]
+        connection.close()
+        called[0].close()
+
+
+def test_no_socket_of_a_name_means_another_host() -> None:
+    own, other = (handshake.Identity(number, None) for number in (0, 1))
+    assert handshake.connect(other, [own.pack(), b""]) == {}
 
 
 def test_a_process_is_read_only_if_it_has_the_secret() -> None:
     kept = ctypes.create_string_buffer(SECRET, len(SECRET))
-    assert peers._reads(os.getpid(), ctypes.addressof(kept), SECRET)
-    assert not peers._reads(os.getpid(), ctypes.addressof(kept), b"t" * 32)
-    assert not peers._reads(os.getpid(), 0, SECRET)
+    has_bytes = process_memory.has_bytes
+    assert has_bytes(os.getpid(), ctypes.addressof(kept), SECRET)
+    assert not has_bytes(os.getpid(), ctypes.addressof(kept), b"t" * 32)
+    assert not has_bytes(os.getpid(), 0, SECRET)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 65), (-1, 8), (32, 65), (8, 4)])
+def test_nothing_outside_of_an_offer_is_read(start: int, stop: int) -> None:
+    """Not by an assertion, which ``python -O`` removes."""
+    source, into = torch.ones(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    offer = peers.Offer(os.getpid(), source.data_ptr(), 64, into, lambda: None)
+    with mock.patch.object(peers, "read_memory") as read:
+        with pytest.raises(ValueError, match="do not fit"):
+            offer.read(start, stop)
+        window = peers.Offer(os.getpid(), source.data_ptr(), 64, into[:16], lambda: None)
+        with pytest.raises(ValueError, match="do not fit"):
+            window.read(0, 17)
+        read.assert_not_called()
+
+
+def test_a_file_is_passed_with_a_message() -> None:
+    one, two = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sender, receiver = (Channel(each, timedelta(seconds=9)) for each in (one, two))
+    with tempfile.TemporaryFile() as file:
+        file.write(b"content")
+        file.flush()
+        sender.send(1, b"first", file.fileno())
+        sender.send(2, b"second")
+        assert receiver.recv(2) == (b"second", None), "kept messages keep their files"
+        content, passed = receiver.recv(1)
+        assert content == b"first"
+        assert passed is not None
+        assert passed.number != file.fileno()
+        assert os.pread(passed.number, 7, 0) == b"content"
+        number = passed.number
+        del passed
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(number)
+    one.close()
+    assert recv_message(two).content == b""
+    two.close()
 
 
 # -- in a rank -----------------------------------------------------------------------------------
@@ -116,11 +179,11 @@ def test_a_process_is_read_only_if_it_has_the_secret() -> None:
 @contextmanager
 def only(way: str) -> Iterator[None]:
     """Ranks meet there as on a system that offers nothing better."""
-    read = peers._process_vm_readv if way == "memory" else None
-    open_listener = (lambda _: None) if way == "gloo" else peers._listen
+    read = process_memory._process_vm_readv if way == "memory" else None
+    listen = (lambda _: None) if way == "gloo" else handshake.listen
     with (
-        mock.patch.object(peers, "_process_vm_readv", read),
-        mock.patch.object(peers, "_listen", open_listener),
+        mock.patch.object(process_memory, "_process_vm_readv", read),
+        mock.patch.object(handshake, "listen", listen),
     ):
         yield
 
@@ -154,7 +217,7 @@ def _is_forbidden(wire: PointToPoint) -> bool:
     place = torch.tensor([os.getpid(), ctypes.addressof(kept)])
     process, address = wire.swap(place, 1)[1 - rank() % 2].tolist()
     try:
-        peers._read(process, address, ctypes.addressof(found), 8)
+        process_memory.read_memory(process, address, ctypes.addressof(found), 8)
         forbidden = False
     except OSError as error:
         forbidden = error.errno in {errno.EPERM, errno.ENOSYS}
@@ -170,9 +233,9 @@ def _message(sender: int, to: int, num_bytes: int) -> Tensor:
 def _exchange_all(way: str) -> None:
     wire, own = _wire(way), rank()
     others = [other for other in range(dist.get_world_size()) if other != own]
-    assert set(wire.peers._channels) == (set() if way == "gloo" else set(others))
+    assert set(wire.peers._peers) == (set() if way == "gloo" else set(others))
     reads = way == "memory" and not _is_forbidden(wire)
-    assert set(wire.peers._processes) == (set(others) if reads else set())
+    assert set(wire.peers._readable) == (set(others) if reads else set())
     for tag, num_bytes in enumerate(SIZES):
         wire.through_gloo.clear()
         pairs = {
@@ -253,7 +316,7 @@ def _add(total: Tensor, tensors: list[Tensor], piece: slice) -> None:
 def _train_through_gloo(strategy: str) -> None:
     group = dist.new_group(list(range(dist.get_world_size())))  # one without links
     mesh = DeviceMesh.from_group(group, "cpu")
-    with only("gloo"), mock.patch.object(peers, "_connect", side_effect=AssertionError):
+    with only("gloo"), mock.patch.object(handshake, "connect", side_effect=AssertionError):
         assert_equal_training("stack", strategy=strategy, mesh=mesh)
 
 
@@ -271,7 +334,7 @@ def _exchange_dtype(dtype: torch.dtype) -> None:
 
 def _forbid_on_one() -> None:
     wire = _wire("memory" if rank() else "sockets")
-    assert not wire.peers._processes
+    assert not wire.peers._readable
     sent, received = torch.full((1 << 20,), float(rank())), torch.zeros(1 << 20)
     wire.exchange({1 - rank(): (sent, received)}, 0)
     assert torch.equal(received, torch.full_like(sent, 1.0 - rank()))
@@ -303,7 +366,7 @@ def _cross_threads() -> None:
 def _leave(num_bytes: int) -> None:
     wire = _wire()
     if rank():
-        wire.peers._channels[0]._connection.shutdown(socket.SHUT_RDWR)
+        wire.peers._peers[0].channel.connection.shutdown(socket.SHUT_RDWR)
         return
     sent = torch.zeros(num_bytes, dtype=torch.uint8)
     with pytest.raises(PeerLost, match="rank 0 lost rank 1"):

@@ -20,22 +20,21 @@ from shardwise.runtime.memory import FlatBuffer, Pools
 from shardwise.runtime.mesh import resolve_mesh
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import Communicator, communicator
-from shardwise.transport.host import peers
+from shardwise.transport.host import handshake, peers
+from shardwise.transport.host.channel import Descriptor
 from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.host.shared_memory import (
-    _MOST_SEGMENTS,
+    _MAX_SEGMENTS,
+    _PLACE,
     SharedMemory,
     _can_offer,
     is_place,
-    offer_secret,
-    shares,
 )
 from tests.models import WIDTH, Block, build
 from tests.ranks import run_on
 from tests.runtime.one_process import assert_equal_training, rank, runtime_of, world_size
 
 CPU = torch.device("cpu")
-SECRET = b"s" * 32
 
 
 # -- between processes ---------------------------------------------------------------------------
@@ -91,13 +90,20 @@ def test_memory_goes_with_the_model() -> None:
 # -- in one process ------------------------------------------------------------------------------
 
 
-def test_a_place_is_found_by_what_is_told_of_it() -> None:
+def _open(
+    there: SharedMemory, here: SharedMemory, address: int, num_bytes: int
+) -> torch.UntypedStorage:
+    """The place that ``here`` has located, opened by ``there`` as by another process."""
+    message, descriptor = here.locate(address, 0)
+    return there.open(Descriptor(os.dup(descriptor)), message, num_bytes)
+
+
+def test_a_place_is_opened_by_its_message_and_file() -> None:
     here, there = SharedMemory(), SharedMemory()
     storages = [here.allocate(size) for size in (4096, 1 << 20, 64)]
     for storage in storages:
         own = _bytes(storage)
-        word = here.message(own[32:].data_ptr(), 0)
-        other = _bytes(there.open(os.getpid(), word, 16))
+        other = _bytes(_open(there, here, own[32:].data_ptr(), 16))
         own[32:48] = 7
         assert other.tolist() == [7] * 16
         other.fill_(9)
@@ -105,49 +111,71 @@ def test_a_place_is_found_by_what_is_told_of_it() -> None:
         assert not own[48:].any(), "the rest is zeros, as it was"
 
 
-def test_memory_that_was_freed_is_not_kept() -> None:
+def test_freed_memory_is_not_kept() -> None:
     here, there = SharedMemory(), SharedMemory()
     first = here.allocate(4096)
-    word = here.message(first.data_ptr(), 0)
-    there.open(os.getpid(), word, 64)
+    _open(there, here, first.data_ptr(), 64)
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     del first
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors - 2, "its file's, and mmap's"
     second = here.allocate(4096)
-    there.open(os.getpid(), here.message(second.data_ptr(), 0), 64)
+    _open(there, here, second.data_ptr(), 64)
     assert len(there._opened) == 1, "the first is older than any that is there"
-    with pytest.raises(OSError, match="fd"):
-        SharedMemory().open(os.getpid(), _of_closed_file(), 64)
+
+
+@pytest.mark.parametrize(("offset", "num_bytes"), [(0, 4097), (4096, 1), (-8, 8)])
+def test_a_place_outside_of_its_file_is_refused(offset: int, num_bytes: int) -> None:
+    """Access beyond the end of a file would end the process."""
+    here = SharedMemory()
+    storage = here.allocate(4096)
+    message, descriptor = here.locate(storage.data_ptr(), 0)
+    owner, number, oldest, _, in_use = _PLACE.unpack(message)
+    wrong = _PLACE.pack(owner, number, oldest, offset, in_use)
+    with pytest.raises(ConnectionError, match="are not in a file of 4096"):
+        SharedMemory().open(Descriptor(os.dup(descriptor)), wrong, num_bytes)
+
+
+def test_a_recycled_descriptor_is_another_file() -> None:
+    """A descriptor's number says nothing: what is passed is the file, known by its inode."""
+    here, there = SharedMemory(), SharedMemory()
+    first = here.allocate(4096)
+    message, descriptor = here.locate(first.data_ptr(), 0)
+    file = Descriptor(os.dup(descriptor))
+    _bytes(there.open(file, message, 64)).fill_(1)
+    del first, file
+    second = here.allocate(4096)
+    _bytes(_open(there, here, second.data_ptr(), 64)).fill_(2)
+    assert _bytes(second)[:64].tolist() == [2] * 64
 
 
 def test_few_files_are_open_however_much_is_allocated() -> None:
     here, there = SharedMemory(), SharedMemory()
     before = len(list(Path("/proc/self/fd").iterdir()))
-    kept = [here.allocate(4096) for _ in range(3 * _MOST_SEGMENTS)]
-    words = [here.message(storage.data_ptr(), 0) for storage in kept]
-    assert [is_place(word) for word in words] == [n < _MOST_SEGMENTS for n in range(len(kept))]
+    kept = [here.allocate(4096) for _ in range(3 * _MAX_SEGMENTS)]
+    places = [here.locate(storage.data_ptr(), 0)[0] for storage in kept]
+    assert [is_place(place) for place in places] == [n < _MAX_SEGMENTS for n in range(len(kept))]
     first = kept[0]  # is the oldest one all the time
-    for _ in range(3 * _MOST_SEGMENTS):
+    for _ in range(3 * _MAX_SEGMENTS):
         kept = []
         kept.append(here.allocate(4096))
-        there.open(os.getpid(), here.message(kept[0].data_ptr(), 0), 64)
-    assert len(there._opened) <= _MOST_SEGMENTS
-    assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3 * _MOST_SEGMENTS + 4
-    assert is_place(here.message(first.data_ptr(), 0))
+        _open(there, here, kept[0].data_ptr(), 64)
+    assert len(there._opened) <= _MAX_SEGMENTS
+    assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3 * _MAX_SEGMENTS + 4
+    assert is_place(here.locate(first.data_ptr(), 0)[0])
 
 
-def test_an_open_place_outlives_who_offered_it() -> None:
+def test_an_open_place_outlives_its_owner() -> None:
     here, there = SharedMemory(), SharedMemory()
     storage = here.allocate(4096)
     _bytes(storage).fill_(5)
-    other = _bytes(there.open(os.getpid(), here.message(storage.data_ptr(), 0), 4096))
+    other = _bytes(_open(there, here, storage.data_ptr(), 4096))
     del storage, here, there
     assert other.tolist() == [5] * 4096
 
 
-def test_ranks_agree_on_who_shares() -> None:
+def test_ranks_agree_on_which_of_them_share() -> None:
     ranks = peers.HostPeers()
-    assert not ranks.can_share((0, 1)), "before they met"
+    assert not ranks.can_share((0, 1)), "before they connect"
     ranks._opens = [{1, 2}, {0}, {0, 1}]
     assert ranks.can_share((0, 1))
     assert ranks.can_share((2, 0))
@@ -155,22 +183,13 @@ def test_ranks_agree_on_who_shares() -> None:
     assert not ranks.can_share((1, 2))
 
 
-def test_without_files_memory_is_ones_own() -> None:
+def test_without_files_memory_is_private() -> None:
     memory = SharedMemory()
     with mock.patch.object(os, "memfd_create", side_effect=OSError(24, "Too many open files")):
         storage = memory.allocate(4096)
         assert not _can_offer()
     assert storage.nbytes() == 4096
-    assert not is_place(memory.message(storage.data_ptr(), 0))
-
-
-def test_a_file_is_shared_only_if_it_has_the_secret() -> None:
-    descriptor = offer_secret(SECRET)
-    assert shares(os.getpid(), descriptor, SECRET)
-    assert not shares(os.getpid(), descriptor, b"t" * 32)
-    os.close(descriptor)
-    assert not shares(os.getpid(), descriptor, SECRET)
-    assert not shares(os.getpid(), -1, SECRET)
+    assert not is_place(memory.locate(storage.data_ptr(), 0)[0])
 
 
 # -- in a rank -----------------------------------------------------------------------------------
@@ -238,12 +257,6 @@ def _layout(number: int, size: int) -> Layout:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-def _of_closed_file() -> bytes:
-    memory = SharedMemory()
-    storage = memory.allocate(64)
-    return memory.message(storage.data_ptr(), 0)
 
 
 def _gather_once() -> None:
@@ -388,11 +401,11 @@ def _stay_away() -> None:
 
 def _train_without_files() -> None:
     all_ranks = range(world_size())
-    with mock.patch.object(peers, "shares", return_value=rank() == 0):
+    with mock.patch.object(handshake, "_file_with", return_value=None):
         links = Communicator(resolve_mesh(None, PRESETS["fsdp"]).world, CPU)
     assert isinstance(links.gather, HostCollectives)
     wire = links.gather.point_to_point
-    assert not wire.can_share(all_ranks), "nor does the one that could"
+    assert not wire.can_share(all_ranks), "no rank could pass a file"
     assert wire.can_read([other for other in all_ranks if other != rank()])
     with mock.patch.object(HostCollectives, "_shares_memory", return_value=False):
         assert_equal_training("gpt")
@@ -418,14 +431,14 @@ def _send_at_once() -> None:
 
 
 def _gather_many() -> None:
-    num_units = 3 * _MOST_SEGMENTS
+    num_units = 3 * _MAX_SEGMENTS
     buffers = Buffers(*range(10, 10 + num_units))
     for turn in range(3):
         in_common = []
         for number in range(num_units):
             buffers.gather(number, 100.0 * turn)
             in_common.append(buffers.is_common(number))
-        assert sum(in_common) == (_MOST_SEGMENTS if turn == 0 else num_units), "in an arena then"
+        assert sum(in_common) == (_MAX_SEGMENTS if turn == 0 else num_units), "in an arena then"
         for number in range(num_units):
             buffers.check(number, 100.0 * turn)
             buffers.free(number)

@@ -357,8 +357,8 @@ class FlatBuffer:
         if shared is None or not num_bytes:
             return None
         return SharedRange(
-            shared.message(self._storage.data_ptr(), self._pool.in_use),
-            lambda process, message: self._move(shared.open(process, message, num_bytes)),
+            *shared.locate(self._storage.data_ptr(), self._pool.in_use),
+            lambda file, message: self._move(shared.open(file, message, num_bytes)),
             lambda: self._move(_allocate(num_bytes, self._pool.device)),
         )
 

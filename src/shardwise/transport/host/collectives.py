@@ -27,6 +27,7 @@ from shardwise.transport.api import (
 )
 from shardwise.transport.device import ThreadStream, copy_scaled_
 from shardwise.transport.health.status import QueueState
+from shardwise.transport.host.channel import Message
 from shardwise.transport.host.point_to_point import PointToPoint
 from shardwise.transport.host.shared_memory import DISAGREES, SharedRange, is_place
 from shardwise.transport.host.sums import Finish, Summation
@@ -177,14 +178,7 @@ class HostCollectives:
         failure: BaseException | None = None
         is_shared = False
         try:
-            ranges = peers.swap_messages(others, shared.message, tag)
-            first = group.ranks[0]
-            place = ranges.get(first, shared.message)
-            is_shared = is_place(place) and all(map(shared.agrees, ranges.values()))
-            if not is_shared:
-                shared.use_private_memory()
-            elif first != self._own:
-                shared.move(peers.process_of(first), place)
+            is_shared = self._agree_on_memory(group, shared, tag)
             if fill is not None:
                 fill()
         except Exception as error:  # noqa: BLE001 - it is raised once the others know
@@ -192,13 +186,30 @@ class HostCollectives:
         outcomes = peers.swap_messages(others, b"failed" if failure else b"filled", tag)
         if failure is not None:
             raise failure
-        failed = [rank for rank, outcome in outcomes.items() if outcome != b"filled"]
+        failed = [rank for rank, outcome in outcomes.items() if outcome.content != b"filled"]
         if failed:
             raise PeerAborted(f"rank {failed[0]} could not take part in {collective.label}")
         if is_shared:
             peers.count(collective.slot_bytes * len(others))
         else:
             gather(tag)
+
+    def _agree_on_memory(self, group: RankGroup, shared: SharedRange, tag: int) -> bool:
+        """Move to the range of the first rank if all have the same buffers in use."""
+        first = group.ranks[0]
+        descriptor = shared.descriptor if first == self._own else -1
+        others = [rank for _, rank in group.others]
+        ranges = self.point_to_point.swap_messages(others, shared.message, tag, descriptor)
+        place, file = ranges.get(first, Message(shared.message))
+        agrees = all(shared.agrees(one.content) for one in ranges.values())
+        if not (agrees and is_place(place)):
+            shared.use_private_memory()
+            return False
+        if first != self._own:
+            if file is None:
+                raise ConnectionError(f"rank {first} did not pass the file of its memory")
+            shared.move(file, place)
+        return True
 
     # -- the stages of a reduction ---------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Sends and receives between pairs of ranks, which collectives on the CPU are made of.
 
-Ranks of one host have a way of their own (`peers`), the others send through Gloo.
+Ranks of one host have a way of their own (`HostPeers`), the others send through Gloo.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import PeerLost
+from shardwise.transport.host.channel import Message
 from shardwise.transport.host.peers import INLINE_BYTES, HostPeers, Offer
 
 __all__ = ["PointToPoint", "Use", "window_elements"]
@@ -36,7 +37,7 @@ class PointToPoint:
         self.num_exchanges = 0
         self.sent_bytes = 0
         self._peers = HostPeers()
-        self._peers.connect(own, num_ranks, lambda tensor: self.swap(tensor, _HELLO))
+        self._peers.connect(own, num_ranks, timeout, lambda tensor: self.swap(tensor, _HELLO))
 
     def can_read(self, ranks: Iterable[int]) -> bool:
         """Whether this rank reads large tensors from the memory of all of these."""
@@ -45,10 +46,6 @@ class PointToPoint:
     def can_share(self, ranks: Sequence[int]) -> bool:
         """Whether all of these can open each other's files; each of them has the same answer."""
         return self._peers.can_share(ranks)
-
-    def process_of(self, rank: int) -> int:
-        """Of one on this host."""
-        return self._peers.process_of(rank)
 
     def swap(self, own: Tensor, tag: int) -> list[Tensor]:
         """Every rank's tensor, by rank.
@@ -79,7 +76,7 @@ class PointToPoint:
         lost: _Errors = {}
         near, far = self._sort(tensors)
         works = self._start(far, tag, lost)
-        offers = self._meet(near, tag, lost)
+        offers = self._send_and_recv(near, tag, lost)
         for rank, of_rank in works.items():
             for work in of_rank:
                 with _noting(lost, rank):
@@ -95,7 +92,7 @@ class PointToPoint:
         finally:  # whatever happens, all go on, and nobody reads this rank's tensors any more
             for rank, offer in offers:
                 with _noting(lost, rank):
-                    offer.accept()
+                    offer.release()
             for rank, (sent, _) in near.items():
                 with _noting(lost, rank):
                     self._peers.end(rank, sent, tag)
@@ -112,8 +109,16 @@ class PointToPoint:
         received = self.swap(torch.frombuffer(padded, dtype=torch.uint8), tag)
         return [bytes(one[: int(size)].tolist()) for one, size in zip(received, sizes, strict=True)]
 
-    def swap_messages(self, ranks: Iterable[int], message: bytes, tag: int) -> dict[int, bytes]:
+    def swap_messages(
+        self, ranks: Iterable[int], message: bytes, tag: int, descriptor: int = -1
+    ) -> dict[int, Message]:
         """Send a few bytes to ranks of this host, and return what they send; not an exchange.
+
+        Args:
+            ranks: of this host.
+            message: the bytes.
+            tag: the same on all of these ranks.
+            descriptor: of an open file that is passed with the message, unless it is negative.
 
         Raises:
             PeerLost: as `exchange`.
@@ -122,7 +127,7 @@ class PointToPoint:
         lost: _Errors = {}
         for rank in ranks:
             with _noting(lost, rank):
-                self._peers.send_message(rank, message, tag)
+                self._peers.send_message(rank, message, tag, descriptor)
         messages = {}
         for rank in ranks:
             with _noting(lost, rank):
@@ -141,11 +146,11 @@ class PointToPoint:
 
     def _sort(self, tensors: _Pairs) -> tuple[_Pairs, _Pairs]:
         """What peers exchange, and what goes through Gloo."""
-        take = self._peers.take
-        near = {rank: pair for rank, pair in tensors.items() if take(rank, *pair)}
+        handles = self._peers.handles
+        near = {rank: pair for rank, pair in tensors.items() if handles(rank, *pair)}
         return near, {rank: pair for rank, pair in tensors.items() if rank not in near}
 
-    def _meet(self, tensors: _Pairs, tag: int, lost: _Errors) -> list[tuple[int, Offer]]:
+    def _send_and_recv(self, tensors: _Pairs, tag: int, lost: _Errors) -> list[tuple[int, Offer]]:
         """Exchange small tensors with peers, and offers of large ones."""
         offers: list[tuple[int, Offer]] = []
         for rank, (sent, _) in tensors.items():

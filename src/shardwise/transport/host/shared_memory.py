@@ -1,40 +1,34 @@
-"""Memory that ranks of one host have in common: what they gather is there once, not once a rank.
+"""Memory that ranks of one host share: one copy of a gathered unit per host, not one per rank.
 
-Every rank takes a place for what it gathers in a file that has no name and lies in memory; others
-open it through ``/proc``. If all that gather a unit find that they have the same buffers in use,
-all compute in the place of the first of them: each writes its shard there, and nothing is read from
-anybody. The other places are not touched, so they take no memory.
+Every rank allocates its gathered buffers in files without a name, in memory. If all ranks that
+gather a unit find that they have the same buffers in use, all compute in the range of the first of
+them, which passes its open file with the message that says where: each writes its shard there, and
+nothing is read from anywhere. The other ranges are not touched, so they take no memory.
 
-A place is written to only then. That all have come means that nobody uses what was there before:
-what the first rank has given back, all have. If they find otherwise, as when an exception has freed
-on one rank what another one still uses, each gathers in memory of its own.
+A range is written to only then. All ranks have entered this all-gather, so all have freed what was
+there before. If they do not agree, as when an exception has freed on one rank what another one
+still uses, each gathers in private memory.
 """
 
 import contextlib
 import mmap
 import os
+import secrets
 import struct
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-__all__ = [
-    "DISAGREES",
-    "SharedMemory",
-    "SharedRange",
-    "is_offered",
-    "is_place",
-    "offer_secret",
-    "shares",
-]
+from shardwise.transport.host.channel import Descriptor
 
-_MOST_SEGMENTS = 16  # each takes two descriptors, of which a process may have 1024
-_WORD = struct.Struct("<qqqqq")  # descriptor, number and oldest number of segments, offset, in use
-_NOWHERE = (-1, 0, 0, 0)
-DISAGREES = _WORD.pack(*_NOWHERE, -1)  # with everybody
+__all__ = ["DISAGREES", "SharedMemory", "SharedRange", "is_offered", "is_place"]
+
+_MAX_SEGMENTS = 16  # each takes two descriptors, of which a process may have 1024
+_PLACE = struct.Struct("<qqqqq")  # owner, number and oldest number of segments, offset, in use
+_NOWHERE = (0, 0, 0, 0)
+DISAGREES = _PLACE.pack(*_NOWHERE, -1)  # with every rank
 
 
 def _can_offer() -> bool:
@@ -42,32 +36,33 @@ def _can_offer() -> bool:
         os.close(os.memfd_create("shardwise-try"))
     except (AttributeError, OSError):  # another system, or one that does not permit it
         return False
-    return Path("/proc/self/fd").is_dir()
+    return True
 
 
-is_offered = _can_offer()  # whether another process can open it has to be tried
+is_offered = _can_offer()  # whether files can be passed as well is tried in the handshake
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRange:
-    """The place that a rank has taken for what it is about to gather."""
+    """Where a rank has memory for what it is about to gather."""
 
     message: bytes  # where that is, and what else is in use
-    move: Callable[[int, bytes], None]  # to the place that a process has told of
-    use_private_memory: Callable[[], None]  # to memory that nobody else uses
+    descriptor: int  # of the file, to be passed to other processes; -1: there is none
+    move: Callable[[Descriptor, bytes], None]  # to the range of another process
+    use_private_memory: Callable[[], None]
 
-    def agrees(self, word: bytes) -> bool:
-        """Whether another rank has the same in use."""
-        return bool(_WORD.unpack(self.message)[-1] == _WORD.unpack(word)[-1])
+    def agrees(self, message: bytes) -> bool:
+        """Whether another rank has the same buffers in use."""
+        return bool(_PLACE.unpack(self.message)[-1] == _PLACE.unpack(message)[-1])
 
 
-def is_place(word: bytes) -> bool:
-    """Whether it tells of memory that others can open."""
-    return bool(_WORD.unpack(word)[0] >= 0)
+def is_place(message: bytes) -> bool:
+    """Whether it says where memory is that others can open."""
+    return bool(_PLACE.unpack(message)[1])
 
 
 class _Segment(mmap.mmap):
-    """A file in memory, and a descriptor by which other processes open it."""
+    """A file in memory, and a descriptor to pass to other processes."""
 
     descriptor: int
     number: int
@@ -86,18 +81,28 @@ def _make_segment(num_bytes: int) -> _Segment:
     return segment
 
 
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A segment of another process."""
+
+    owner: int
+    number: int
+    memory: mmap.mmap
+
+
 class SharedMemory:
     """Memory of this process that others may compute in, and theirs that this one does."""
 
     def __init__(self) -> None:
+        self._id = secrets.randbits(62)
         self._num_segments = 0
         self._own: weakref.WeakValueDictionary[int, _Segment] = weakref.WeakValueDictionary()
-        self._opened: dict[tuple[int, int], mmap.mmap] = {}  # by process and number
+        self._opened: dict[tuple[int, int], _Opened] = {}  # by device and inode of the file
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
-        """Memory that is taken where it is written to; after some, for this process alone."""
+        """Memory that is taken where it is written to; private beyond a number of segments."""
         segment: _Segment | None = None
-        if len(self._own) < _MOST_SEGMENTS:
+        if len(self._own) < _MAX_SEGMENTS:
             with contextlib.suppress(OSError):  # too many open files
                 segment = _make_segment(num_bytes)
         if segment is None:
@@ -108,62 +113,45 @@ class SharedMemory:
         self._own[storage.data_ptr()] = segment
         return storage
 
-    def message(self, address: int, in_use: int) -> bytes:
-        """Tell others of a place in memory of `allocate`, and what else is in use here."""
+    def locate(self, address: int, in_use: int) -> tuple[bytes, int]:
+        """Message and descriptor of a place in memory of `allocate`, for other processes."""
         segments = dict(self._own)
         start = max((start for start in segments if start <= address), default=0)
         if not start or address >= start + len(segments[start]):
-            return _WORD.pack(*_NOWHERE, in_use)
+            return _PLACE.pack(*_NOWHERE, in_use), -1
         oldest = min(segment.number for segment in segments.values())
         segment = segments[start]
-        return _WORD.pack(segment.descriptor, segment.number, oldest, address - start, in_use)
+        place = _PLACE.pack(self._id, segment.number, oldest, address - start, in_use)
+        return place, segment.descriptor
 
-    def open(self, process: int, word: bytes, num_bytes: int) -> torch.UntypedStorage:
-        """The place of which another process tells.
+    def open(self, file: Descriptor, message: bytes, num_bytes: int) -> torch.UntypedStorage:
+        """The place in ``file`` that another process has located.
 
         Raises:
-            OSError: it is gone.
+            OSError: it cannot be mapped.
+            ConnectionError: it is not as large as the other process says.
         """
-        descriptor, number, oldest, offset, _ = _WORD.unpack(word)
-        key = process, number
-        memory = self._opened.pop(key, None)
-        if memory is None:
-            self._forget(process, oldest)
-            opened = os.open(_path(process, descriptor), os.O_RDWR)
-            try:
-                memory = mmap.mmap(opened, 0)
-            finally:
-                os.close(opened)
-        self._opened[key] = memory  # the last one
-        return _storage(memory, offset, num_bytes)
+        owner, number, oldest, offset, _ = _PLACE.unpack(message)
+        status = os.fstat(file.number)
+        if offset < 0 or offset + num_bytes > status.st_size:
+            raise ConnectionError(
+                f"bytes {offset} to {offset + num_bytes} are not in a file of {status.st_size}"
+            )
+        key = status.st_dev, status.st_ino  # of no other file while this one is mapped
+        opened = self._opened.pop(key, None)
+        if opened is None:
+            self._forget(owner, oldest)
+            opened = _Opened(owner, number, mmap.mmap(file.number, 0))
+        self._opened[key] = opened  # the last one
+        return _storage(opened.memory, offset, num_bytes)
 
-    def _forget(self, process: int, oldest: int) -> None:
-        """What that process has freed, as far as it tells, and what was not used for long."""
-        for key in [one for one in self._opened if one[0] == process and one[1] < oldest]:
+    def _forget(self, owner: int, oldest: int) -> None:
+        """Drop what the owner has freed, as it says, and what has not been used for longest."""
+        freed = [k for k, one in self._opened.items() if one.owner == owner and one.number < oldest]
+        for key in freed:
             del self._opened[key]
-        if len(self._opened) >= _MOST_SEGMENTS:
+        if len(self._opened) >= _MAX_SEGMENTS:
             del self._opened[next(iter(self._opened))]
-
-
-def offer_secret(secret: bytes) -> int:
-    """A descriptor by which others can open the secret if they `share`; -1: nobody can."""
-    if not is_offered:
-        return -1
-    descriptor = os.memfd_create("shardwise-secret")
-    os.write(descriptor, secret)
-    return descriptor
-
-
-def shares(process: int, descriptor: int, secret: bytes) -> bool:
-    """Whether this process can open what that one has, and finds its secret there."""
-    try:
-        return _path(process, descriptor).read_bytes() == secret
-    except OSError:
-        return False
-
-
-def _path(process: int, descriptor: int) -> Path:
-    return Path(f"/proc/{process}/fd/{descriptor}")
 
 
 def _storage(memory: mmap.mmap, offset: int, num_bytes: int) -> torch.UntypedStorage:

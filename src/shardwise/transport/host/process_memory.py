@@ -1,0 +1,58 @@
+"""Reads from the memory of another process of the same user, by `process_vm_readv` of Linux."""
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable
+
+__all__ = ["has_bytes", "read_memory"]
+
+
+class _Piece(ctypes.Structure):
+    """``struct iovec``."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
+
+
+def _find_reader() -> Callable[..., int] | None:
+    try:
+        found = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    except (AttributeError, OSError, TypeError):  # another system
+        return None
+    pieces = (ctypes.POINTER(_Piece), ctypes.c_ulong)
+    found.argtypes = (ctypes.c_int, *pieces, *pieces, ctypes.c_ulong)
+    found.restype = ctypes.c_ssize_t
+    reader: Callable[..., int] = found
+    return reader
+
+
+_process_vm_readv = _find_reader()
+
+
+def read_memory(process: int, address: int, into: int, num_bytes: int) -> None:
+    """Copy from the memory of ``process`` to the address ``into``; other threads run meanwhile.
+
+    Raises:
+        OSError: the process is gone, or the system does not permit it.
+    """
+    if _process_vm_readv is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    done = 0
+    while done < num_bytes:
+        rest = num_bytes - done
+        here, there = _Piece(into + done, rest), _Piece(address + done, rest)
+        count = _process_vm_readv(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        if count <= 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        done += count
+
+
+def has_bytes(process: int, address: int, expected: bytes) -> bool:
+    """Whether this process can read that one's memory, and finds ``expected`` there."""
+    found = ctypes.create_string_buffer(len(expected))
+    try:
+        read_memory(process, address, ctypes.addressof(found), len(expected))
+    except OSError:
+        return False
+    return found.raw == expected
