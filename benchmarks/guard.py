@@ -106,7 +106,7 @@ def measure(model: torch.nn.Module) -> list[Chore]:
     unit = scheduler.units[1].plan
 
     def note() -> None:
-        scheduler._note(f"forward of {unit.label}")
+        scheduler.report(f"forward of {unit.label}")
 
     def enter() -> None:
         links.recent_units.append(7, unit.label)

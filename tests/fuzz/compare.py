@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.features import fused_wgrad
 from shardwise.runtime.tensor import ShardedTensor
-from shardwise.runtime.unit import UnitState
+from shardwise.schedule.sequencer import UnitState
 from tests.fuzz.build import Fork, Net, build, settle_forks, trainable
 from tests.fuzz.faults import Boom, arm
 from tests.fuzz.programs import Case, Fault, Step
@@ -225,7 +225,9 @@ class Comparison:
 
     def _check_idle(self) -> None:
         runtime = runtime_of(self.model)
-        gathered = [u.plan.label for u in runtime.units if u.state is not UnitState.SHARDED]
+        state = runtime.scheduler.sequencer.state
+        labels = [unit.plan.label for unit in runtime.units]
+        gathered = [name for i, name in enumerate(labels) if state(i) is not UnitState.SHARDED]
         held = runtime.scheduler.ledger.gathered_bytes
         if gathered or held:
             self._report(f"{gathered} are gathered still, {held} bytes")

@@ -10,7 +10,6 @@ from torch import nn
 import shardwise as sw
 from shardwise.runtime.module import UnshardHandle, register_forward_method
 from shardwise.runtime.tensor import ShardedTensor
-from shardwise.schedule.events import EventKind
 from tests.models import WIDTH, Block, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_close, full, own_part, rank, world_size
@@ -26,9 +25,9 @@ def batch() -> torch.Tensor:
     return own_part(whole)
 
 
-def gathers(model: nn.Module, events: list[Any] | None = None) -> list[str]:
-    found = sw.ledger(model).events() if events is None else events
-    return [event.unit for event in found if event.kind is EventKind.GATHER]
+def gathers(model: nn.Module) -> list[str]:
+    names = sw.ledger(model).names()
+    return [name for name in names if name.startswith("gather ")]
 
 
 @on_ranks(2)

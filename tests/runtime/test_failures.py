@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.runtime.unit import UnitState
+from shardwise.schedule.sequencer import UnitState
 from tests import ranks
 from tests.models import WIDTH, Block
 from tests.ranks import RankFailed, on_ranks, run_on
@@ -99,6 +99,12 @@ def _make() -> tuple[nn.Sequential, nn.Sequential]:
     return reference, sw.fully_shard(model, units={Block, FailingLinear})
 
 
+def is_sharded(model: nn.Module) -> bool:
+    scheduler = runtime_of(model).scheduler
+    states = map(scheduler.sequencer.state, range(len(scheduler.units)))
+    return all(state is UnitState.SHARDED for state in states)
+
+
 def _check_step(model: nn.Module, reference: nn.Module) -> None:
     batch = torch.randn(12, WIDTH).double()
     model.zero_grad()
@@ -108,7 +114,7 @@ def _check_step(model: nn.Module, reference: nn.Module) -> None:
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert_close(p.grad, q.grad, name)
     runtime = runtime_of(model)
-    assert all(unit.state is UnitState.SHARDED for unit in runtime.units)
+    assert is_sharded(model)
     assert runtime.scheduler.ledger.gathered_bytes == 0
 
 
@@ -125,7 +131,7 @@ def _raise(where: str, position: int, raising: Sequence[int]) -> None:
             model(torch.randn(4, WIDTH).double()).square().mean().backward()
         failing.where = ""
         if raising == EVERY:
-            assert all(unit.state is UnitState.SHARDED for unit in runtime_of(model).units)
+            assert is_sharded(model)
         _check_step(model, reference)
 
 

@@ -11,6 +11,8 @@ from shardwise.runtime.ledger import Ledger, Record
 from shardwise.schedule.events import Event, EventKind
 from shardwise.transport.api import Work
 
+UNITS = [*"abcdefgh", "before", "by hand", *(f"step {step}" for step in range(6))]
+
 
 def mark(started: float, finished: float) -> Work:
     made = Work()
@@ -21,16 +23,20 @@ def mark(started: float, finished: float) -> Work:
 def record(
     kind: EventKind, began: float, ended: float, *marks: Work, unit: str = "a", num_bytes: int = 0
 ) -> Record:
-    return Record(Event(kind, unit, num_bytes), 0, began, ended, marks)
+    return Record(Event(kind, UNITS.index(unit), num_bytes), 0, began, ended, marks)
 
 
 def ledger_of(*records: Record) -> Ledger:
     """One complete step."""
-    ledger = Ledger()
+    ledger = Ledger(UNITS)
     for each in records:
         ledger.append(each)
     ledger.begin_step()
     return ledger
+
+
+def units_of(events: list[Event]) -> list[str]:
+    return [UNITS[event.unit] for event in events]
 
 
 def gathers(ledger: Ledger, *units: str) -> None:
@@ -47,25 +53,25 @@ def frees(ledger: Ledger, *units: str) -> None:
 
 
 def test_the_last_complete_step_is_the_default() -> None:
-    ledger = Ledger()
+    ledger = Ledger(UNITS)
     gathers(ledger, "a", "b")
     ledger.begin_step()
     gathers(ledger, "c")
     assert ledger.step == 1
-    assert [event.unit for event in ledger.events()] == ["a", "b"]
+    assert units_of(ledger.events()) == ["a", "b"]
     assert ledger.events() == ledger.events(0)
-    assert [str(event) for event in ledger.events(1)] == ["gather c"], "the one under way"
+    assert ledger.names(1) == ["gather c"], "the one under way"
     ledger.begin_step()
-    assert [event.unit for event in ledger.events()] == ["c"]
+    assert units_of(ledger.events()) == ["c"]
 
 
 def test_only_the_last_steps_are_kept() -> None:
-    ledger = Ledger(max_steps=3)
+    ledger = Ledger(UNITS, max_steps=3)
     for step in range(6):
         gathers(ledger, f"step {step}")
         ledger.begin_step()
     assert ledger.step == 6
-    assert {step: [e.unit for e in ledger.events(step)] for step in (4, 5, 6)} == {
+    assert {step: units_of(ledger.events(step)) for step in (4, 5, 6)} == {
         4: ["step 4"],
         5: ["step 5"],
         6: [],
@@ -74,7 +80,7 @@ def test_only_the_last_steps_are_kept() -> None:
 
 @pytest.mark.parametrize("step", [0, 3, 7, -2])
 def test_another_step_is_refused_with_those_that_are_kept(step: int) -> None:
-    ledger = Ledger(max_steps=3)
+    ledger = Ledger(UNITS, max_steps=3)
     for _ in range(6):
         ledger.begin_step()
     message = f"^step {step} is not in the ledger, which keeps steps 4 to 6$"
@@ -84,7 +90,7 @@ def test_another_step_is_refused_with_those_that_are_kept(step: int) -> None:
 
 def test_before_the_first_step_has_ended_there_is_no_last_one() -> None:
     with pytest.raises(IndexError, match="no step has ended yet"):
-        Ledger().events()
+        Ledger(UNITS).events()
 
 
 def test_what_is_handed_out_is_a_copy() -> None:
@@ -94,20 +100,20 @@ def test_what_is_handed_out_is_a_copy() -> None:
 
 
 def test_a_forward_without_a_backward_is_kept_until_the_next_forward() -> None:
-    ledger = Ledger()
+    ledger = Ledger(UNITS)
     gathers(ledger, "by hand")
     for is_trained, unit in [(True, "a"), (False, "b"), (False, "c"), (True, "d"), (False, "e")]:
         ledger.begin_forward()
         gathers(ledger, unit)
         ledger.end_forward(awaits_backward=is_trained)
-    assert [event.unit for event in ledger.events(0)] == ["by hand", "a", "d", "e"]
+    assert units_of(ledger.events(0)) == ["by hand", "a", "d", "e"]
     ledger.begin_step()
     ledger.begin_forward()
     assert ledger.events(1) == []
 
 
 def test_forwards_that_no_backward_follows_are_forgotten() -> None:
-    ledger = Ledger()
+    ledger = Ledger(UNITS)
     for _ in range(300):
         ledger.begin_forward()
         gathers(ledger, *"abcdefgh" * 10)
@@ -119,7 +125,7 @@ def test_forwards_that_no_backward_follows_are_forgotten() -> None:
 
 
 def test_the_peak_is_of_all_steps() -> None:
-    ledger = Ledger(max_steps=1)
+    ledger = Ledger(UNITS, max_steps=1)
     gathers(ledger, "a", "b", "c")
     frees(ledger, "a", "b")
     assert (ledger.gathered_bytes, ledger.peak_gathered_bytes()) == (100, 300)
@@ -133,7 +139,7 @@ def test_the_peak_is_of_all_steps() -> None:
 def test_reductions_are_not_gathered_bytes() -> None:
     ledger = ledger_of(
         record(EventKind.REDUCE, 0.0, 0.0, num_bytes=100),
-        record(EventKind.COLLECT, 0.0, 0.0, num_bytes=100),
+        record(EventKind.FINISH_REDUCE, 0.0, 0.0, num_bytes=100),
     )
     assert (ledger.gathered_bytes, ledger.peak_gathered_bytes()) == (0, 0)
 
@@ -144,11 +150,11 @@ def test_an_abandoned_step_leaves_no_records_and_nothing_gathered() -> None:
     ledger.abandon_step()
     assert ledger.step == 1, "it is tried again under the same number"
     assert ledger.records(1) == []
-    assert [event.unit for event in ledger.events()] == ["before"]
+    assert units_of(ledger.events()) == ["before"]
     assert (ledger.gathered_bytes, ledger.peak_gathered_bytes()) == (0, 200)
     gathers(ledger, "c")
     ledger.begin_step()
-    assert [event.unit for event in ledger.events()] == ["c"]
+    assert units_of(ledger.events()) == ["c"]
 
 
 # -- overlap -------------------------------------------------------------------------------------
@@ -172,7 +178,7 @@ def test_overlapped_is_what_compute_did_not_wait_for(waits: list[float], share: 
         *(record(EventKind.WAIT, 10.0, 10.0 + seconds) for seconds in waits),
         # Neither a reduction nor the wait for its end is a gather.
         record(EventKind.REDUCE, 20.0, 20.0, mark(20.0, 90.0)),
-        record(EventKind.COLLECT, 30.0, 90.0),
+        record(EventKind.FINISH_REDUCE, 30.0, 90.0),
     )
     assert ledger.overlapped_share() == pytest.approx(share)
 
@@ -211,7 +217,7 @@ def test_a_trace_has_a_row_for_compute_and_one_for_each_link(tmp_path: Path) -> 
         record(EventKind.FORWARD, 10.6, 10.6),
         record(EventKind.BACKWARD, 11.0, 11.0),
         record(EventKind.REDUCE, 11.5, 11.5, mark(11.5, 12.0), num_bytes=64),
-        record(EventKind.COLLECT, 11.5, 12.0, num_bytes=64),
+        record(EventKind.FINISH_REDUCE, 11.5, 12.0, num_bytes=64),
         record(EventKind.FREE, 12.0, 12.0, num_bytes=64),
     )
     assert list(spans_of(ledger, tmp_path, "gather")) == [
@@ -221,7 +227,7 @@ def test_a_trace_has_a_row_for_compute_and_one_for_each_link(tmp_path: Path) -> 
     assert list(spans_of(ledger, tmp_path, "reduce")) == [("reduce a", 1_500_000, 500_000)]
     assert sorted(spans_of(ledger, tmp_path, "compute")) == [
         ("backward a", 1_000_000, 1_000_000),  # to the end of the step
-        ("collect a", 1_500_000, 500_000),
+        ("finish_reduce a", 1_500_000, 500_000),
         ("forward a", 600_000, 400_000),  # until the next unit is turned to
         ("wait a", 100_000, 500_000),
     ]

@@ -47,7 +47,7 @@ def test_gathered_bytes_never_exceed_one_unit_and_those_ahead(name: str, prefetc
     assert pools.gradients.held_bytes == pools.outer_gradients.held_bytes == 0
     outstanding = 0
     for event in ledger.events():
-        outstanding += (event.kind is EventKind.REDUCE) - (event.kind is EventKind.COLLECT)
+        outstanding += (event.kind is EventKind.REDUCE) - (event.kind is EventKind.FINISH_REDUCE)
         assert outstanding <= 2, "at most two reduce buffers are alive"
 
 

@@ -10,7 +10,7 @@ from shardwise.plan.layout import ParameterSpec, lay_out
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import PRESETS
 from shardwise.plan.units import UnitPlan
-from shardwise.schedule.events import Event, EventKind
+from shardwise.schedule.events import Event, EventKind, describe
 from shardwise.schedule.sequencer import Call, Outcome, Sequencer
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "programs",
 ]
 
-COLLECTIVES = (EventKind.GATHER, EventKind.REDUCE, EventKind.COLLECT)
+COLLECTIVES = (EventKind.GATHER, EventKind.REDUCE, EventKind.FINISH_REDUCE)
 
 
 # -- plans -------------------------------------------------------------------------------------
@@ -205,7 +205,8 @@ class Monitor:
     check_bound: bool = False
 
     def __post_init__(self) -> None:
-        self.units = {unit.label: unit for unit in self.plan.units}
+        self.units = self.plan.units
+        self.labels = [unit.label for unit in self.units]
 
     def perform(self, events: list[Event], busy: Iterable[int]) -> None:
         """Apply ``events``, while the units of ``busy`` compute."""
@@ -252,7 +253,7 @@ class Monitor:
         assert unit.label not in self.reducing, f"{event}: its last reduction is under way"
         self.reducing.append(unit.label)
 
-    def _collect(self, unit: UnitPlan, event: Event, _: set[str]) -> None:
+    def _finish_reduce(self, unit: UnitPlan, event: Event, _: set[str]) -> None:
         assert event.bytes == unit.gradient_shard_bytes
         assert self.reducing.popleft() == unit.label, f"{event}: not the oldest"
 
@@ -278,7 +279,7 @@ class Monitor:
 
     @property
     def collectives(self) -> list[str]:
-        return [str(event) for event in self.events if event.kind in COLLECTIVES]
+        return [describe(e, self.labels) for e in self.events if e.kind in COLLECTIVES]
 
 
 # -- running them ------------------------------------------------------------------------------
@@ -301,7 +302,7 @@ class Ran:
     def order(self) -> float:
         """Autograd's: by the age of what it returned."""
         last = self.inner[-1] if self.inner else None
-        if self.spec.returns_inner and last is not None and last.call.differentiable:
+        if self.spec.returns_inner and last is not None and last.call.is_differentiable:
             return last.order - 1e-6
         return self.call.exited
 
@@ -349,7 +350,7 @@ class Driver:
             return None
         if op.grad:
             self.pending.insert(0, ran[0])
-        if not any(call.differentiable for call in ran[0].call.of.calls):
+        if not any(call.is_differentiable for call in ran[0].call.of.calls):
             assert not self.monitor.gathered, "no backward will come"
         return ran[0]
 
@@ -367,7 +368,7 @@ class Driver:
         ran = Ran(spec, call, self.stack[-1] if self.stack else None)
         self._perform(events, ran)
         if not recomputed and not self.stack:
-            gathered = {event.unit for event in events if event.kind is EventKind.GATHER}
+            gathered = {self.plan.units[e.unit].label for e in events if e.kind is EventKind.GATHER}
             assert self.monitor.gathered == gathered, "stale since the optimizer's last step"
         else:
             check_thrift(events)
@@ -436,7 +437,7 @@ class Driver:
         under_way = [
             other for other in self.walking[task] if not other.call.entered > ran.call.exited
         ]
-        around = [other for other in ran.enclosing() if other.call.differentiable]
+        around = [other for other in ran.enclosing() if other.call.is_differentiable]
         self.walking[task] = under_way
         events = self.sequencer.before_backward(ran.call, task)
         self._perform(events, ran, *around)
@@ -469,7 +470,7 @@ class Driver:
         """Every trainable unit with a differentiable call, once for each pass that is walked."""
         expected = Counter[str]()
         for of in dict.fromkeys(ran.call.of for ran in arrivals):
-            units = {self.plan.units[call.unit] for call in of.calls if call.differentiable}
+            units = {self.plan.units[call.unit] for call in of.calls if call.is_differentiable}
             expected.update(unit.label for unit in units if unit.gradient_bytes)
         return expected
 
@@ -479,14 +480,15 @@ class Driver:
         self.monitor.perform(events, {ran.call.unit for ran in under_way})
         self.monitor.check_ready({ran.call.unit for ran in (*under_way, *beginning)})
         if self.reduced:
-            self.reduced[-1].update(e.unit for e in events if e.kind is EventKind.REDUCE)
+            reduced = [e.unit for e in events if e.kind is EventKind.REDUCE]
+            self.reduced[-1].update(self.plan.units[unit].label for unit in reduced)
         if self.walking:
             assert len(self.monitor.reducing) <= 1, "backward goes on without room for gradients"
 
 
 def reached(top: Ran, missing: int) -> list[Ran]:
     """The calls that a gradient reaches: the last of the pass, and others not in ``missing``."""
-    calls = [ran for ran in top.everything() if ran.call.differentiable]
+    calls = [ran for ran in top.everything() if ran.call.is_differentiable]
     calls.sort(key=lambda ran: -ran.call.exited)
     return [ran for i, ran in enumerate(calls) if i == 0 or not missing >> i & 1]
 
@@ -507,7 +509,7 @@ def region(ran: Ran, recompute: Recompute) -> list[CallSpec]:
 
 def check_thrift(events: Iterable[Event]) -> None:
     """Nothing is freed and gathered again before anything else computes."""
-    freed: set[str] = set()
+    freed: set[int] = set()
     for event in events:
         if event.kind is EventKind.FREE:
             freed.add(event.unit)

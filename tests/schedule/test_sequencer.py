@@ -1,5 +1,7 @@
 """The schedule: written out for a small model, and lawful for random programs."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from torch import nn
 
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.strategy import PRESETS
-from shardwise.schedule.events import EventKind
+from shardwise.schedule.events import EventKind, describe
 from shardwise.schedule.sequencer import Outcome, Sequencer, schedule
 from tests.schedule.programs import (
     DIFFERENTIABLE_OR_NOT,
@@ -51,7 +53,7 @@ WRITTEN_OUT = {
         backward Root
         backward 1
         free 1, reduce 1, gather 0, wait 0, backward 0
-        free 0, reduce 0, free Root, collect 1, collect 0, reduce Root, collect Root
+        free 0, reduce 0, free Root, finish 1, finish 0, reduce Root, finish Root
     """,
     1: """
         gather Root, gather 0, wait Root, forward Root
@@ -60,7 +62,7 @@ WRITTEN_OUT = {
         backward Root
         gather 0, backward 1
         free 1, reduce 1, wait 0, backward 0
-        free 0, reduce 0, free Root, collect 1, collect 0, reduce Root, collect Root
+        free 0, reduce 0, free Root, finish 1, finish 0, reduce Root, finish Root
     """,
     2: """
         gather Root, gather 0, gather 1, wait Root, forward Root
@@ -69,19 +71,25 @@ WRITTEN_OUT = {
         gather 0, backward Root
         backward 1
         free 1, reduce 1, wait 0, backward 0
-        free 0, reduce 0, free Root, collect 1, collect 0, reduce Root, collect Root
+        free 0, reduce 0, free Root, finish 1, finish 0, reduce Root, finish Root
     """,
 }
 
 
 def words(events: str) -> list[str]:
-    return [word.strip() for line in events.split("\n") for word in line.split(",") if word.strip()]
+    words = re.split(r"[,\n]", events.replace("finish ", "finish_reduce "))
+    return [word.strip() for word in words if word.strip()]
+
+
+def described(plan: Plan) -> list[str]:
+    labels = [unit.label for unit in plan.units]
+    return [describe(event, labels) for event in schedule(plan)]
 
 
 @pytest.mark.parametrize("prefetch", WRITTEN_OUT)
 def test_the_example_written_out(prefetch: int) -> None:
     plan = make_plan(Root(), world_size=2, units=Block, prefetch=prefetch)
-    events = [str(event).replace("blocks.", "") for event in schedule(plan)]
+    events = [name.replace("blocks.", "") for name in described(plan)]
     assert events == words(WRITTEN_OUT[prefetch])
 
 
@@ -93,7 +101,7 @@ def test_bytes_of_the_example() -> None:
         (EventKind.GATHER, 64),
         (EventKind.FREE, 64),
         (EventKind.REDUCE, 64),
-        (EventKind.COLLECT, 32),
+        (EventKind.FINISH_REDUCE, 32),
         (EventKind.WAIT, 0),
         (EventKind.FORWARD, 0),
         (EventKind.BACKWARD, 0),
@@ -111,8 +119,8 @@ def test_a_frozen_front_has_no_backward() -> None:
     model.fc.requires_grad_(False)
     model.blocks[0].requires_grad_(False)
     events = schedule(make_plan(model, world_size=2, units=Block))
-    assert [e.unit for e in events if e.kind is EventKind.BACKWARD] == ["Root", "blocks.1"]
-    assert [e.unit for e in events if e.kind is EventKind.REDUCE] == ["blocks.1"]
+    assert [e.unit for e in events if e.kind is EventKind.BACKWARD] == [0, 2]
+    assert [e.unit for e in events if e.kind is EventKind.REDUCE] == [2]
 
 
 @given(plans())
@@ -136,7 +144,8 @@ def flat_plan(num_blocks: int, *, prefetch: int = 1) -> Plan:
 
 def told(driver: Driver, start: int = 0) -> list[str]:
     compute = (EventKind.FORWARD, EventKind.BACKWARD, EventKind.WAIT)
-    return [str(e) for e in driver.monitor.events[start:] if e.kind not in compute]
+    events = [e for e in driver.monitor.events[start:] if e.kind not in compute]
+    return [describe(event, driver.monitor.labels) for event in events]
 
 
 def test_a_new_order_gathers_nothing_ahead() -> None:
@@ -164,7 +173,7 @@ def test_an_older_pass_may_be_walked_first() -> None:
     driver.run((Forward(CallSpec(1)), Forward(CallSpec(2))))
     start = len(driver.monitor.events)
     driver.run((Backward((1,)),))
-    assert told(driver, start) == words("free u2, gather u1, free u1, reduce u1, collect u1")
+    assert told(driver, start) == words("free u2, gather u1, free u1, reduce u1, finish u1")
 
 
 def test_recomputing_several_units_keeps_the_one_that_is_next() -> None:
@@ -190,7 +199,7 @@ def test_one_unit_called_twice_is_reduced_once() -> None:
     driver = Driver(flat_plan(1))
     driver.run((Forward(CallSpec(0, inner=(CallSpec(1), CallSpec(1)))), Backward()))
     assert told(driver) == words(
-        "gather u0, gather u1, free u1, reduce u1, free u0, collect u1, reduce u0, collect u0"
+        "gather u0, gather u1, free u1, reduce u1, free u0, finish u1, reduce u0, finish u0"
     )
 
 
@@ -202,8 +211,8 @@ def test_two_passes_in_one_graph_task() -> None:
     start = len(driver.monitor.events)
     driver.run((Backward((0, 1)),))
     assert told(driver, start) == words(
-        """reduce u1, collect u1, reduce u0, collect u0,
-        free u1, reduce u1, free u0, collect u1, reduce u0, collect u0"""
+        """reduce u1, finish u1, reduce u0, finish u0,
+        free u1, reduce u1, free u0, finish u1, reduce u0, finish u0"""
     )
 
 
@@ -242,7 +251,7 @@ def test_a_nested_backward_leaves_room_for_the_outer_one() -> None:
     reentrant = Recompute(reentrant=True, region="siblings", stop_after=None)
     driver.run((Forward(CallSpec(0, inner=inner)), Backward(recomputes=(None, reentrant))))
     reduced = [e.unit for e in driver.monitor.events if e.kind is EventKind.REDUCE]
-    assert reduced == ["u2", "u1", "u3", "u0"]
+    assert reduced == [2, 1, 3, 0]
 
 
 def test_a_sequencer_knows_what_is_in_use() -> None:
@@ -340,4 +349,4 @@ def check_gathers_ahead(monitor: Monitor, start: int, kind: EventKind) -> None:
     for i, snapshot in enumerate(computes):
         following = [each.event.unit for each in computes[i + 1 :]]
         units = [unit for unit in following if monitor.units[unit].gathered_bytes]
-        assert not units or units[0] in snapshot.gathered, f"{units[0]} at {snapshot.event}"
+        assert not units or monitor.labels[units[0]] in snapshot.gathered, str(snapshot.event)

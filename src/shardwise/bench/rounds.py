@@ -26,7 +26,7 @@ from shardwise.schedule.events import EventKind
 __all__ = ["NUM_WARM_UP", "Communication", "RankRound", "Turn", "run_heat", "run_tiny_heat"]
 
 NUM_WARM_UP = 2
-_WAITS = (EventKind.WAIT, EventKind.COLLECT)
+_WAITS = (EventKind.WAIT, EventKind.FINISH_REDUCE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
-from shardwise.schedule.events import Event, EventKind
+from shardwise.schedule.events import Event, EventKind, describe
 from shardwise.schedule.sequencer import schedule
 from shardwise.transport.api import Capabilities, Operation, RankGroup, Stage
 
@@ -33,7 +33,7 @@ class StepMemory:
     gradient_bytes: int  # after backward; of the device and of the host
     transient_bytes: int  # what a step takes and gives back, gradient shards aside, at its peak
     peak_bytes: int
-    peak_event: Event  # the first after which that much is held
+    peak_event: str  # the first after which that much is held, such as "gather layers.0"
     host_bytes: int = 0  # shards and gradients that are offloaded
     host_peak_bytes: int = 0
     total_peak_bytes: int = 0  # of device and host together, as where the CPU computes
@@ -76,7 +76,7 @@ def step_memory(
         gradient_bytes=replay.gradients,
         transient_bytes=replay.transient,
         peak_bytes=replay.peak,
-        peak_event=peak_event,
+        peak_event=describe(peak_event, [unit.label for unit in plan.units]),
         host_bytes=replay.host,
         host_peak_bytes=replay.host_peak,
         total_peak_bytes=replay.total_peak,
@@ -100,7 +100,6 @@ class _Replay:
     def __init__(self, plan: Plan, way: _Way) -> None:
         self._plan = plan
         self._way = way
-        self._units = {unit.label: unit for unit in plan.units}
         self._landing = _Landing(0, 0)
         self._made = 0  # gradient shards that were not there before, and are now
         kept = [_kept_bytes(unit, way) for unit in plan.units]
@@ -120,15 +119,17 @@ class _Replay:
 
     def take(self, event: Event) -> bool:
         """Whether more is held than ever before."""
-        unit, way = self._units[event.unit], self._way
+        unit, way = self._plan.units[event.unit], self._way
         gradients = _gradient_bytes(unit, way)
         before = self.peak
         match event.kind:
-            case EventKind.KEEP | EventKind.DROP if way.holds and unit.two_level_gather:
+            case EventKind.RESHARD_TO_SUBGROUP | EventKind.FREE_SUBGROUP if (
+                way.holds and unit.two_level_gather
+            ):
                 pass
-            case EventKind.GATHER | EventKind.KEEP:
+            case EventKind.GATHER | EventKind.RESHARD_TO_SUBGROUP:
                 self._held += event.bytes
-            case EventKind.FREE | EventKind.DROP:
+            case EventKind.FREE | EventKind.FREE_SUBGROUP:
                 self._held -= event.bytes
             case EventKind.BACKWARD:
                 self._held += gradients.on_the_way - gradients.in_buffer * way.holds
@@ -138,7 +139,7 @@ class _Replay:
                 self._held -= gradients.on_the_way - gradients.in_buffer
                 self._held += self._beside(unit)
                 self._make(unit.gradient_shard_bytes - _in_place_bytes(unit, way), unit)
-            case EventKind.COLLECT:
+            case EventKind.FINISH_REDUCE:
                 self._held -= gradients.buffer + self._beside(unit)
                 self._make(_in_place_bytes(unit, way) - _standing_bytes(unit, way), unit)
                 self._land(_landing(unit, way))

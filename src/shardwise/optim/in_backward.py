@@ -69,7 +69,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "StepsInBac
     scheduler = runtime_of_root(model).scheduler
     if scheduler.steps_in_backward:
         raise PlanError("the model has an optimizer in backward; call remove() of its handle first")
-    scheduler.check_between_steps()
+    scheduler.check_idle("when the optimizer steps cannot change in the middle of a step")
     _check_optimizer(optimizer)
     _check_parameters(model, optimizer)
     return StepsInBackward(scheduler, model, optimizer)

@@ -175,11 +175,11 @@ def _begin_backward(scheduler: Scheduler, call: Call) -> None:
 
 def _join_backward(scheduler: Scheduler, task: int) -> None:
     """Have ``scheduler`` know when graph task ``task`` ends, which may have others inside it."""
-    if not scheduler.is_walking(task):
+    if not scheduler.has_begun(task):
         hooks.at_end_of_backward(
             partial(scheduler.finish_backward, task), partial(scheduler.abandon_backward, task)
         )
-        scheduler.join_backward(task)
+        scheduler.begin_backward(task)
 
 
 def _accept(

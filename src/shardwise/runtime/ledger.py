@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.schedule.events import Event, EventKind
+from shardwise.schedule.events import Event, EventKind, describe
 from shardwise.transport.api import Work
 
 __all__ = ["Ledger", "Record"]
@@ -39,7 +39,8 @@ class Ledger:
     step under way until the next forward begins.
     """
 
-    def __init__(self, max_steps: int = 8) -> None:
+    def __init__(self, labels: Sequence[str], max_steps: int = 8) -> None:
+        self._labels = labels  # of the plan's units
         self._steps: deque[list[Record]] = deque([[]], maxlen=max_steps)
         self._step = 0
         self._gathered_bytes = 0
@@ -54,9 +55,9 @@ class Ledger:
     def append(self, record: Record) -> None:
         self._steps[-1].append(record)
         event = record.event
-        if event.kind in (EventKind.GATHER, EventKind.KEEP):
+        if event.kind in (EventKind.GATHER, EventKind.RESHARD_TO_SUBGROUP):
             self._gathered_bytes += event.bytes
-        elif event.kind in (EventKind.FREE, EventKind.DROP):
+        elif event.kind in (EventKind.FREE, EventKind.FREE_SUBGROUP):
             self._gathered_bytes -= event.bytes
         self._peak_gathered_bytes = max(self._peak_gathered_bytes, self._gathered_bytes)
 
@@ -103,6 +104,10 @@ class Ledger:
         """The events of a step, in order; see `records`."""
         return [record.event for record in self.records(step)]
 
+    def names(self, step: int = -1) -> list[str]:
+        """The events of a step as text, such as ``gather layers.0``; see `records`."""
+        return [describe(event, self._labels) for event in self.events(step)]
+
     @property
     def gathered_bytes(self) -> int:
         """What gathered units take now."""
@@ -127,35 +132,43 @@ class Ledger:
 
         One row is compute with the waits in it; one is gathers, one reductions.
         """
-        trace = {"traceEvents": list(_trace_events(self.records(step)))}
+        trace = {"traceEvents": list(_trace_events(self.records(step), self._labels))}
         Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
 
 _COMPUTE = (EventKind.FORWARD, EventKind.BACKWARD)
-_LINKS = {EventKind.GATHER: "gather", EventKind.KEEP: "gather", EventKind.REDUCE: "reduce"}
+_LINKS = {
+    EventKind.GATHER: "gather",
+    EventKind.RESHARD_TO_SUBGROUP: "gather",
+    EventKind.REDUCE: "reduce",
+}
 
 
-def _trace_events(records: Sequence[Record]) -> Iterable[dict[str, Any]]:
+def _trace_events(records: Sequence[Record], labels: Sequence[str]) -> Iterable[dict[str, Any]]:
     if not records:
         return
     origin = records[0].began
     computes = [r for r in records if r.event.kind in _COMPUTE]
     ends = [r.began for r in computes[1:]] + [records[-1].ended] if computes else []
     for record, end in zip(computes, ends, strict=True):
-        yield _span("compute", record.event, record.ended - origin, end - origin)
+        yield _span("compute", record.event, labels, record.ended - origin, end - origin)
     for record in records:
         kind = record.event.kind
         if kind in _LINKS:
             for mark in record.marks:
                 start, stop = mark.span[0] - origin, mark.span[1] - origin
-                yield _span(_LINKS[kind], record.event, start, stop)
-        elif kind in (EventKind.WAIT, EventKind.COLLECT, EventKind.STEP):
-            yield _span("compute", record.event, record.began - origin, record.ended - origin)
+                yield _span(_LINKS[kind], record.event, labels, start, stop)
+        elif kind in (EventKind.WAIT, EventKind.FINISH_REDUCE, EventKind.STEP):
+            yield _span(
+                "compute", record.event, labels, record.began - origin, record.ended - origin
+            )
 
 
-def _span(row: str, event: Event, start: float, stop: float) -> dict[str, Any]:
+def _span(
+    row: str, event: Event, labels: Sequence[str], start: float, stop: float
+) -> dict[str, Any]:
     return {
-        "name": str(event),
+        "name": describe(event, labels),
         "cat": event.kind.value,
         "ph": "X",
         "pid": 0,

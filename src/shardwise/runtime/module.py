@@ -18,6 +18,7 @@ from shardwise.runtime import compiler
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.scheduler import Scheduler
+from shardwise.schedule.events import EventKind
 
 __all__ = [
     "FSDPModule",
@@ -103,7 +104,7 @@ class UnshardHandle:
         """Have the whole parameters in the module; calling it again does nothing."""
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
-            scheduler.await_by_hand(self._indices)
+            scheduler.request(EventKind.WAIT, self._indices)
 
 
 class FSDPModule(nn.Module):
@@ -146,7 +147,7 @@ class FSDPModule(nn.Module):
             async_op: return at once, with a handle to wait for them.
         """
         scheduler, indices = _scheduler_of(self), _indices_in(self, recurse=False)
-        scheduler.gather_by_hand(indices)
+        scheduler.request(EventKind.GATHER, indices)
         handle = UnshardHandle(scheduler, indices)
         if async_op:
             return handle
@@ -155,7 +156,7 @@ class FSDPModule(nn.Module):
 
     def reshard(self) -> None:
         """Free this unit's gathered parameters, if no forward or backward of it is under way."""
-        _scheduler_of(self).free_by_hand(_indices_in(self, recurse=False))
+        _scheduler_of(self).request(EventKind.FREE, _indices_in(self, recurse=False))
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether units are freed after forward and gathered again for backward.
@@ -169,7 +170,7 @@ class FSDPModule(nn.Module):
                 "pass a number to fully_shard(reshard_after_forward=...)"
             )
         indices = _indices_in(self, recurse=recurse)
-        _scheduler_of(self).set_reshards(indices, value=reshard_after_forward)
+        _set(_scheduler_of(self).sequencer.reshards, indices, reshard_after_forward)
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -182,7 +183,7 @@ class FSDPModule(nn.Module):
         True before the last. As in FSDP2; every rank has to call it.
         """
         indices = _indices_in(self, recurse=recurse)
-        _scheduler_of(self).set_synchronizes(indices, value=requires_gradient_sync)
+        _set(_scheduler_of(self).sequencer.reduce_grads, indices, requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over the outer axis of a two-dimensional mesh, too.
@@ -190,7 +191,7 @@ class FSDPModule(nn.Module):
         While not, they add up in shards of the inner axis. As in FSDP2.
         """
         indices = _indices_in(self, recurse=recurse)
-        _scheduler_of(self).set_crosses(indices, value=requires_all_reduce)
+        _set(_scheduler_of(self).sequencer.all_reduce_grads, indices, requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's gradients, summed over all ranks, by ``factor``, not their number.
@@ -359,6 +360,11 @@ def _scheduler_of(module: nn.Module) -> Scheduler:
         raise PlanError(f"{type(module).__name__} is on the meta device, so not sharded yet")
     scheduler: Scheduler = module.__dict__[HANDLE].runtime.scheduler
     return scheduler
+
+
+def _set(flags: list[bool], indices: Sequence[int], value: bool) -> None:
+    for index in indices:
+        flags[index] = value
 
 
 def _indices_in(module: nn.Module, *, recurse: bool) -> list[int]:

@@ -13,7 +13,6 @@ For every layout of its plan a unit has a `FlatParameters`: the persistent ``sha
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import StrEnum
 from functools import partial
 
 import torch
@@ -34,25 +33,9 @@ from shardwise.transport.communicator import Communicator
 from shardwise.transport.device import copy_
 from shardwise.transport.host.peers import INLINE_BYTES
 
-__all__ = ["FlatParameters", "Unit", "UnitState", "foresee_memory"]
+__all__ = ["FlatParameters", "Unit", "foresee_memory"]
 
 SMALL_BYTES = INLINE_BYTES  # a shard that is sent at once; to agree on memory takes a message more
-
-
-class UnitState(StrEnum):
-    """Where a unit's parameters are."""
-
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    GATHERED = "gathered"
-
-
-_TRANSITIONS = {
-    (UnitState.SHARDED, UnitState.GATHERING),
-    (UnitState.GATHERING, UnitState.GATHERED),
-    (UnitState.GATHERING, UnitState.SHARDED),  # gathered ahead in vain, or an exception
-    (UnitState.GATHERED, UnitState.SHARDED),
-}
 
 
 class FlatParameters:
@@ -99,13 +82,13 @@ class FlatParameters:
 
     def foresee(self, kind: EventKind, alive: defaultdict[Arena, dict[str, int]]) -> None:
         """Tell the pool what an event of the imagined step allocates; ``alive`` is updated."""
-        of_part = kind in (EventKind.KEEP, EventKind.DROP)
+        of_part = kind in (EventKind.RESHARD_TO_SUBGROUP, EventKind.FREE_SUBGROUP)
         owner = self._part_owner if of_part else self.buffer.owner
-        if kind in (EventKind.GATHER, EventKind.KEEP):
+        if kind in (EventKind.GATHER, EventKind.RESHARD_TO_SUBGROUP):
             num_bytes = self.buffer.num_bytes // (self._plan.subgroup if of_part else 1)
             self._pool.foresee(owner, num_bytes, alive[self._pool])
             alive[self._pool][owner] = num_bytes
-        elif kind in (EventKind.FREE, EventKind.DROP):
+        elif kind in (EventKind.FREE, EventKind.FREE_SUBGROUP):
             alive[self._pool].pop(owner, None)
 
     def launch_gather(self, collectives: Collectives, label: str) -> Work:
@@ -202,10 +185,9 @@ class FlatParameters:
 
 def foresee_memory(units: Sequence["Unit"], events: Iterable[Event]) -> None:
     """Plan offsets for what ``events``, one imagined step, allocate and free."""
-    by_label = {unit.plan.label: unit for unit in units}
     alive: defaultdict[Arena, dict[str, int]] = defaultdict(dict)
     for event in events:
-        for flat in by_label[event.unit].flats:
+        for flat in units[event.unit].flats:
             if not flat.is_whole:
                 flat.foresee(event.kind, alive)
 
@@ -216,12 +198,10 @@ class Unit:
     def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters]) -> None:
         self.plan = plan
         self.flats = tuple(flats)
-        self.state = UnitState.SHARDED
         self.expects_gradients = False
         self._gathering: list[Work] = []
         self._reducing: list[Work] = []
         self._is_exposed = False
-        self._versions = self._shard_versions()
 
     @property
     def parameters(self) -> Iterator[FSDPParameter]:
@@ -235,7 +215,6 @@ class Unit:
     # -- parameters ------------------------------------------------------------------------------
 
     def launch_gather(self, collectives: Collectives) -> tuple[Work, ...]:
-        self._move(UnitState.GATHERING)
         label = f"gather {self.plan.label}"
         cut = [flat for flat in self.flats if not flat.is_whole]
         pending = [flat.launch_gather(collectives, label) for flat in cut]
@@ -257,7 +236,6 @@ class Unit:
         for pending in self._gathering:
             links.wait(pending)
         self._gathering = []
-        self._move(UnitState.GATHERED)
 
     def expose(self) -> None:
         """Put the dense parameters into the modules."""
@@ -289,7 +267,6 @@ class Unit:
         for flat in self.flats:
             if flat.buffer.is_acquired:
                 flat.buffer.release()
-        self._move(UnitState.SHARDED)
         changed = [parameter.name for parameter in self.parameters if parameter.forget_changes()]
         if changed:
             raise StepError(
@@ -316,15 +293,6 @@ class Unit:
         self.conceal()
         for flat in self.flats:
             flat.end_hold(write_back=write_back)
-
-    def changed_parameters(self) -> list[str]:
-        """Those whose shards were changed since this was last asked, by an optimizer or a user."""
-        before, self._versions = self._versions, self._shard_versions()
-        pairs = zip(self.parameters, before, self._versions, strict=True)
-        return [parameter.name for parameter, old, new in pairs if old != new]
-
-    def _shard_versions(self) -> list[tuple[int, int]]:
-        return [(p.sharded._version, p.local._version) for p in self.parameters]
 
     def forget_changes(self) -> None:
         """Do not mind that the gathered parameters were changed."""
@@ -420,7 +388,6 @@ class Unit:
                 flat.buffer.release()
             flat.drop_part()
             flat.end_hold(write_back=False)
-        self.state = UnitState.SHARDED
 
     def _waits(self, gradients: GradientBuffer) -> bool:
         """Whether its gradients do, for their buffer would be open while units inside compute."""
@@ -432,7 +399,3 @@ class Unit:
             if gradient is not None and flat.gradients is not None:
                 flat.gradients.write(position, gradient)
                 parameter.dense.grad = None
-
-    def _move(self, to: UnitState) -> None:
-        assert (self.state, to) in _TRANSITIONS, f"{self.plan.label}: {self.state} -> {to}"
-        self.state = to

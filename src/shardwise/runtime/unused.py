@@ -8,11 +8,19 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import StepError
+from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import Communicator
 
-__all__ = ["UNUSED", "Agreement", "Unused", "check_all_used", "launch_agreement"]
+__all__ = [
+    "UNUSED",
+    "Agreement",
+    "Unused",
+    "check_all_used",
+    "launch_agreement",
+    "settle_unused",
+]
 
 Unused = Literal["none", "zeros", "error"]
 UNUSED: tuple[str, ...] = get_args(Unused)
@@ -76,6 +84,40 @@ def check_all_used(
         + "\nLet every rank use them, freeze them with requires_grad_(False), or pass "
         "unused='none' to fully_shard; zero_grad() drops what this backward left."
     )
+
+
+def settle_unused(
+    gradients: Sequence[GradientBuffer],
+    agreement: Agreement | None,
+    links: Communicator,
+    unused: Unused,
+    *,
+    fills: bool,
+) -> None:
+    """Leave the gradient of a parameter alone if no rank used it, or refuse that.
+
+    Args:
+        gradients: of all units, which have their reduced values.
+        agreement: about the parameters in them; None if ranks need none.
+        links: of these ranks.
+        unused: as in `fully_shard`.
+        fills: without an agreement, parameters without a gradient get zeros.
+
+    Raises:
+        StepError: with ``unused="error"``, a rank did not use some parameters.
+    """
+    if agreement is None:
+        for each in gradients:
+            if fills:
+                each.shard.fill_with_zeros()
+            each.forget()
+        return
+    used = agreement.settle(links)
+    if unused == "error":
+        check_all_used([p for each in gradients for p in each.parameters], used)
+    used_anywhere = iter([any(by_rank) for by_rank in zip(*used, strict=True)])
+    for each in gradients:
+        each.settle([next(used_anywhere) for _ in each.used])
 
 
 def _shown(by_rank: Sequence[bool | int]) -> str:

@@ -1,37 +1,40 @@
-"""The words in which a step is told: what the plan foresees and what the ledger records."""
+"""What happens to a unit in a step: predicted by `schedule`, recorded by the ledger."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Event", "EventKind"]
+__all__ = ["Event", "EventKind", "describe"]
 
 
 class EventKind(StrEnum):
     """What can happen to a unit in a step."""
 
-    GATHER = "gather"  # its all-gather is launched
-    WAIT = "wait"  # compute waits until its parameters are whole
-    FORWARD = "forward"  # its forward begins
-    BACKWARD = "backward"  # its backward begins
-    FREE = "free"  # its gathered parameters are dropped
-    KEEP = "keep"  # a part for the gathers of a smaller group is kept, or gathered for them
-    DROP = "drop"  # that part is dropped
-    REDUCE = "reduce"  # the reduce-scatter of its gradients is launched
-    COLLECT = "collect"  # its reduced gradients are waited for and handed to the parameters
-    STEP = "step"  # the optimizer updates its parameters, in backward, and its gradients are freed
+    GATHER = "gather"  # launch the all-gather of its parameters
+    WAIT = "wait"  # have compute wait for that
+    FORWARD = "forward"  # begin its forward
+    BACKWARD = "backward"  # begin its backward
+    FREE = "free"  # free its gathered parameters
+    RESHARD_TO_SUBGROUP = "reshard_to_subgroup"  # keep, or gather, its shard within a subgroup
+    FREE_SUBGROUP = "free_subgroup"  # free that shard
+    REDUCE = "reduce"  # launch the reduce-scatter of its gradients
+    FINISH_REDUCE = "finish_reduce"  # wait for that and hand the gradients to the parameters
+    STEP = "step"  # have the optimizer update its parameters, in backward, and free its gradients
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happens to one unit.
+    """One thing that happens to one unit, given by its index in the plan.
 
     ``bytes`` is the size of the flat buffer that the event gathers, frees, reduces or hands over,
     and of the gradients that a step frees; 0 for compute and waits.
     """
 
     kind: EventKind
-    unit: str
+    unit: int
     bytes: int = 0
 
-    def __str__(self) -> str:
-        return f"{self.kind.value} {self.unit}"
+
+def describe(event: Event, labels: Sequence[str]) -> str:
+    """Such as ``gather layers.0``, where ``labels`` are those of the plan's units."""
+    return f"{event.kind.value} {labels[event.unit]}"

@@ -1,14 +1,14 @@
 """When everything happens: one state machine that turns calls of units into events.
 
 The engine reports what its hooks see (a unit is entered, left, reached by backward) and performs
-the events that come back; `schedule` reports an imagined step to the same machine. So a forecast
-is what the engine would do, by construction.
+the events that come back. `schedule` reports a simulated step to the same machine, so what it
+predicts is what the engine does, by construction.
 
 Two blocks inside a root, prefetch=1, from the second step on::
 
     forward    gather root, gather 0, wait root | gather 1, wait 0 | free 0, wait 1 |
     backward   BACKWARD root | gather 0, BACKWARD 1 | free 1, reduce 1, BACKWARD 0 |
-               free 0, reduce 0, free root, collect 1, collect 0, reduce root, collect root
+               free 0, reduce 0, free root, finish 1, finish 0, reduce root, finish root
 
 What is decided here, and why:
 
@@ -19,116 +19,68 @@ What is decided here, and why:
 - *A call is finished* when backward reaches one that had ended before it began: autograd runs
   nodes by descending age, so nothing of the younger call is left. Counting gradients instead
   would wait for ever for an unused parameter.
-- *Two reductions* are under way at most, and the root's alone: nothing is left to compute then.
+- *Two reductions* run at most, and the root's alone: nothing is left to compute then.
 - *A unit lingers* after its call until another is entered, for the next may be the same unit, or
   the first of backward.
-- *A unit is stepped in backward*, if the user wants that, when its gradients are collected and all
-  its calls of this step were walked. Where that cannot be known, at the end of backward.
+- *A unit is stepped in backward*, if the user wants that, when its gradients are complete and all
+  its calls of this step were visited. Where that cannot be known, at the end of backward.
 """
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import chain, islice
+from itertools import chain
+from operator import attrgetter
 
-from shardwise.errors import StepError
 from shardwise.plan.plan import Plan
 from shardwise.schedule.events import Event, EventKind
+from shardwise.schedule.passes import BackwardPass, Call, Outcome, Pass
 
-__all__ = ["Call", "Outcome", "Sequencer", "schedule"]
-
-
-class Outcome(Enum):
-    """How a unit's forward ended."""
-
-    DIFFERENTIABLE = auto()  # backward may reach what it returned
-    HIDDEN = auto()  # backward may reach something that it did not return
-    DETACHED = auto()  # backward cannot reach it
-    FAILED = auto()  # it raised
+__all__ = ["Call", "Outcome", "Sequencer", "UnitState", "schedule"]
 
 
-@dataclass(eq=False, slots=True)
-class Pass:
-    """One outermost forward, or one recomputation inside backward."""
+class UnitState(Enum):
+    """Where a unit's parameters are."""
 
-    recomputed: bool
-    grad: bool
-    expected: tuple[int, ...]  # units in the order in which the last such pass entered them
-    calls: list["Call"] = field(default_factory=list)
-    of_unit: defaultdict[int, list["Call"]] = field(default_factory=lambda: defaultdict(list))
-    on_track: bool = True
-
-    def note(self, call: "Call") -> None:
-        position = len(self.calls)
-        known = position < len(self.expected) and self.expected[position] == call.unit
-        self.on_track = self.on_track and known
-        self.calls.append(call)
-        self.of_unit[call.unit].append(call)
-
-    @property
-    def upcoming(self) -> Iterable[int]:
-        return islice(self.expected, len(self.calls), None) if self.on_track else ()
-
-    @property
-    def differentiable(self) -> bool:
-        return any(call.differentiable for call in self.calls)
+    SHARDED = auto()  # each rank has its shard
+    GATHERING = auto()  # their all-gather has been launched
+    GATHERED = auto()  # compute may use them
 
 
-@dataclass(eq=False, slots=True)
-class Call:
-    """One run of a unit's forward."""
-
-    unit: int  # index in the plan
-    of: Pass
-    entered: int
-    exited: int = -1
-    outcome: Outcome = Outcome.DETACHED
-
-    @property
-    def differentiable(self) -> bool:
-        return self.outcome in (Outcome.DIFFERENTIABLE, Outcome.HIDDEN)
+_TRANSITIONS = {
+    (UnitState.SHARDED, EventKind.GATHER): UnitState.GATHERING,
+    (UnitState.GATHERING, EventKind.WAIT): UnitState.GATHERED,
+    (UnitState.GATHERING, EventKind.FREE): UnitState.SHARDED,  # gathered in vain
+    (UnitState.GATHERED, EventKind.FREE): UnitState.SHARDED,
+}
 
 
-class Walk:
-    """One backward through the calls of one pass."""
+class Reservation(Enum):
+    """For what a unit was gathered before its forward began."""
 
-    def __init__(self, of: Pass) -> None:
-        calls = [call for call in of.calls if call.differentiable]
-        self._unvisited = deque(sorted(calls, key=lambda call: -call.exited))
-        self._awaited = set(calls)  # the same ones
-        self._visited: dict[Call, None] = {}  # and not finished
-        self.num_calls = Counter(call.unit for call in calls)
-        self._num_left = self.num_calls.copy()  # calls that are not finished
+    PREFETCH = auto()  # for a later call of this pass
+    REQUEST = auto()  # by the user between passes, for the next
 
-    @property
-    def upcoming(self) -> Iterator[int]:
-        return (call.unit for call in self._unvisited)
 
-    @property
-    def units_in_use(self) -> set[int]:
-        return {call.unit for call in self._visited}
+@dataclass(slots=True)
+class Residency:
+    """What a rank has of a unit besides its shard."""
 
-    def visits_until(self, last: Call | None) -> Iterator[Call]:
-        """Unvisited calls up to ``last`` (all of them for None), each visited as it is yielded."""
-        while self._unvisited and (last is None or last in self._awaited):
-            call = self._unvisited.popleft()
-            self._awaited.discard(call)
-            self._visited[call] = None
-            yield call
+    state: UnitState = UnitState.SHARDED
+    has_subgroup_shard: bool = False
+    reservation: Reservation | None = None
 
-    def finish_younger(self, than: int) -> Iterator[Call]:
-        """Visited calls that began after tick ``than``, youngest first, finished as yielded."""
-        younger = sorted(
-            (call for call in self._visited if call.entered > than), key=lambda call: -call.entered
-        )
-        for call in younger:
-            del self._visited[call]
-            self._num_left[call.unit] -= 1
-            yield call
 
-    def is_outstanding(self, unit: int) -> bool:
-        return self._num_left[unit] > 0
+_BYTES = {
+    EventKind.GATHER: attrgetter("gathered_bytes"),
+    EventKind.FREE: attrgetter("gathered_bytes"),
+    EventKind.RESHARD_TO_SUBGROUP: attrgetter("kept_bytes"),
+    EventKind.FREE_SUBGROUP: attrgetter("kept_bytes"),
+    EventKind.REDUCE: attrgetter("gradient_bytes"),
+    EventKind.FINISH_REDUCE: attrgetter("gradient_shard_bytes"),
+    EventKind.STEP: attrgetter("gradient_shard_bytes"),
+}
 
 
 class Sequencer:
@@ -140,27 +92,23 @@ class Sequencer:
     def __init__(self, plan: Plan) -> None:
         self._units = plan.units
         self._prefetch = plan.prefetch
-        self._tick = 0
+        self.reshards = [unit.reshard for unit in plan.units]  # after forward
+        self.reduce_grads = [True] * len(plan.units)  # in backward, or a later one does
+        self.all_reduce_grads = [True] * len(plan.units)  # over the outer axis, or a later one does
+        self.steps_in_backward = False
+        self._residency = [Residency() for _ in plan.units]
+        self.tick = 0  # of what is reported here
         self._stack: list[Call] = []
         self._expected: dict[bool, tuple[int, ...]] = {False: (), True: ()}
-        self._walks: dict[int, dict[Pass, Walk]] = {}  # by the id of autograd's graph task
-        self.synchronizes = [True] * len(plan.units)  # or gradients are held until it does
-        self.crosses = [True] * len(plan.units)  # or they are summed within the row only
-        self._held: set[int] = set()  # units whose gradients wait for either
-        self._is_accumulating = False  # no optimizer steps before the next backward
-        self._kept: set[int] = set()  # a part of them is, for a smaller group
-        self._gathered: set[int] = set()
-        self._waited: set[int] = set()
-        self._ahead: set[int] = set()  # gathered by forward prefetch and not entered yet
-        self._by_hand: set[int] = set()  # gathered between steps, for the next
-        self.reshards = [unit.reshard for unit in plan.units]  # after forward
+        # By the id of autograd's graph task.
+        self._backwards: dict[int, dict[Pass, BackwardPass]] = {}
         self._lingering: int | None = None
         self._reducing: deque[int] = deque()
+        self._unreduced: set[int] = set()  # units whose gradients wait for a later reduction
+        self._is_accumulating = False  # no optimizer steps before the next backward
+        self._calls_left: Counter[int] = Counter()  # of forward, not visited by a backward yet
+        self._unstepped: set[int] = set()  # have gradients and may get more
         self._events: list[Event] = []
-        self.steps_in_backward = False
-        self._calls_left: Counter[int] = Counter()  # of forward, that no backward has walked yet
-        self._unstepped: set[int] = set()  # collected, and more may come
-        self._changed: dict[int, tuple[int, str]] = {}  # unit to when, and which parameters
 
     # -- forward ---------------------------------------------------------------------------------
 
@@ -174,15 +122,17 @@ class Sequencer:
         """
         of = self._pass(grad=grad, recomputed=recomputed)
         call = Call(unit, of, entered=self._next_tick())
-        of.note(call)
+        of.append(call)
         self._stack.append(call)
-        self._ahead.discard(unit)
+        if self._residency[unit].reservation is Reservation.PREFETCH:
+            self._residency[unit].reservation = None
         if not of.on_track:
-            self._free_ahead()
+            self._free_prefetched()
         window = [unit, *self._distinct(of.upcoming, self._prefetch)]
         self._end_lingering(keep=window)
         self._gather(unit)
-        self._ahead.update(ahead for ahead in window[1:] if self._gather(ahead))
+        for ahead in window[1:]:
+            self._gather(ahead, Reservation.PREFETCH)
         self._wait(unit)
         self._emit(EventKind.FORWARD, unit)
         return call, self._flush()
@@ -197,104 +147,100 @@ class Sequencer:
             self._calls_left[call.unit] += 1  # a detached one, too: it may be recomputed
         if not self._is_kept_for_backward(call):
             self._end_lingering()
-            if call.differentiable:
+            if call.is_differentiable:
                 self._lingering = call.unit
             else:
-                self._free(call.unit, keep=False)
+                self._free(call.unit)
         if not self._stack or self._stack[-1].of is not call.of:
             self._end_pass(call.of, failed=outcome is Outcome.FAILED)
         return self._flush()
 
     # -- backward --------------------------------------------------------------------------------
 
-    def join_backward(self, task: int) -> None:
-        """Autograd's graph task ``task`` is under way until `finish_backward`."""
-        self._walks.setdefault(task, {})
+    def begin_backward(self, task: int) -> None:
+        """Autograd's graph task ``task`` runs until `finish_backward`."""
+        self._backwards.setdefault(task, {})
 
     def before_backward(self, call: Call, task: int) -> list[Event]:
         """Gradients reach what ``call`` returned, in autograd's graph task ``task``."""
-        walks = self._walks.setdefault(task, {})
-        if call.of not in walks:
-            walks[call.of] = Walk(call.of)
-        walk = walks[call.of]
-        window = self._window(walk.upcoming)
-        for of, other in walks.items():
+        backwards = self._backwards.setdefault(task, {})
+        if call.of not in backwards:
+            backwards[call.of] = BackwardPass(call.of)
+        backward = backwards[call.of]
+        window = self._window(backward.upcoming)
+        for of, other in backwards.items():
             if of.calls[0].entered > call.exited:
-                # Before any visit, so that it ends alike whichever of its calls were reached.
+                # Before any visit, so that ranks agree whichever of its calls were reached.
                 self._complete(other, keep=window)
-        for visited in walk.visits_until(call):
-            self._visit(walk, visited)
+        for visited in backward.visit_until(call):
+            self._visit(backward, visited)
         return self._flush()
 
     def finish_backward(self, task: int) -> list[Event]:
         """Autograd has run the last node of graph task ``task``."""
-        for walk in self._walks.get(task, {}).values():
-            self._complete(walk)
-        self._walks.pop(task, None)
-        if self._walks:  # an outer backward, which needs room to go on
-            self._collect_until(1)
+        for backward in self._backwards.get(task, {}).values():
+            self._complete(backward)
+        self._backwards.pop(task, None)
+        if self._backwards:  # an outer backward, which needs room to go on
+            self._finish_reduces(1)
             return self._flush()
-        for unit in sorted(self._held):
-            if self.synchronizes[unit] and self.crosses[unit]:
+        for unit in sorted(self._unreduced):
+            if self._reduces_fully(unit):
                 self._reduce(unit)
-        self._collect_until(0)
+        self._finish_reduces(0)
         for unit in sorted(self._unstepped):
             self._step(unit)
         if not self.steps_in_backward:
             self._calls_left.clear()
-        self._is_accumulating = not all((*self.synchronizes, *self.crosses))
+        self._is_accumulating = not all((*self.reduce_grads, *self.all_reduce_grads))
         self._free_all()
         return self._flush()
 
     def abandon(self) -> list[Event]:
-        """Backward raised: forget what is under way; reductions in flight count as collected."""
-        self._walks.clear()
+        """Backward raised: forget what was begun; reductions in flight count as finished."""
+        self._backwards.clear()
         self._reducing.clear()
-        self._held.clear()
+        self._unreduced.clear()
         self._calls_left.clear()
         self._unstepped.clear()
         self._is_accumulating = False
         self._free_all()
         return self._flush()
 
-    def note_changed(self, unit: int, names: str) -> None:
-        """Parameters of ``unit`` have new values: the backward of an earlier forward is refused."""
-        self._changed[unit] = self._next_tick(), names
+    # -- requests of the user --------------------------------------------------------------------
 
-    def rest(self) -> list[Event]:
-        """Somebody else will use the parameters now: keep shards only."""
-        self._is_accumulating = False
-        self._free_all()
+    def request(self, kind: EventKind, units: Iterable[int]) -> list[Event]:
+        """Gather units, wait for them or free them outside the schedule; those in use stay.
+
+        FREE_SUBGROUP frees everything but shards, whatever a later backward would need again.
+        """
+        for unit in units:
+            match kind:
+                case EventKind.GATHER:
+                    in_pass = bool(self._stack)
+                    self._gather(unit, Reservation.PREFETCH if in_pass else Reservation.REQUEST)
+                case EventKind.WAIT:
+                    self._wait(unit)
+                case EventKind.FREE:
+                    self._free(unit)
+                case EventKind.FREE_SUBGROUP:
+                    self._is_accumulating = False
+                    self._free(unit)
+                    self._free_subgroup(unit)
         return self._flush()
 
-    # -- by hand ---------------------------------------------------------------------------------
+    def state(self, unit: int) -> UnitState:
+        return self._residency[unit].state
 
-    def gather(self, unit: int) -> list[Event]:
-        """Somebody wants ``unit`` gathered now, before it is entered."""
-        if self._gather(unit):
-            (self._ahead if self._stack else self._by_hand).add(unit)
-        return self._flush()
-
-    def wait(self, unit: int) -> list[Event]:
-        """And wants to use it."""
-        self._wait(unit)
-        return self._flush()
-
-    def free(self, unit: int) -> list[Event]:
-        """And needs it no more; one that is in use stays."""
-        self._by_hand.discard(unit)
-        self._free(unit, keep=False)
-        return self._flush()
-
-    def is_gathered(self, unit: int) -> bool:
-        """Whether its parameters are whole, or there is nothing to gather."""
-        return unit in self._waited or not self._units[unit].gathered_bytes
+    def is_usable(self, unit: int) -> bool:
+        """Whether its parameters are gathered, or there is nothing to gather."""
+        is_gathered = self._residency[unit].state is UnitState.GATHERED
+        return is_gathered or not self._units[unit].gathered_bytes
 
     def is_in_use(self, unit: int) -> bool:
-        """Whether a forward or backward of ``unit`` is under way."""
-        walking = (walk for walks in self._walks.values() for walk in walks.values())
+        """Whether a forward or backward of ``unit`` is running."""
         return any(call.unit == unit for call in self._stack) or any(
-            unit in walk.units_in_use for walk in walking
+            backward.is_active(unit) for backward in self._all_backwards()
         )
 
     # -- steps of the above ----------------------------------------------------------------------
@@ -304,80 +250,94 @@ class Sequencer:
             return self._stack[-1].of
         if recomputed:
             return Pass(recomputed, grad, expected=(), on_track=False)
-        # An optimizer may have stepped since: what is gathered is stale, unless it was asked for.
-        self._free_all(but=self._by_hand)
-        self._by_hand = set()
+        # An optimizer may have stepped since: what is gathered is stale, unless it was requested.
+        self._free_all(but_requested=True)
         return Pass(recomputed, grad, self._expected[grad])
 
     def _end_pass(self, of: Pass, *, failed: bool) -> None:
-        self._free_ahead()
+        self._free_prefetched()
         if of.recomputed:
             return
-        if failed or not of.differentiable:
+        if failed or not of.is_differentiable:
             self._free_all()
         if not failed:
             self._expected[of.grad] = tuple(call.unit for call in of.calls)
 
     def _is_kept_for_backward(self, call: Call) -> bool:
-        if self.is_in_use(call.unit) or self._is_awaited(call.unit):
+        if self.is_in_use(call.unit) or self._is_prefetched_by_backward(call.unit):
             return True
-        calls = call.of.of_unit[call.unit]
+        calls = call.of.by_unit[call.unit]
         if any(other.outcome is Outcome.HIDDEN for other in calls):
             return True  # nothing would gather it before its backward
-        return not self.reshards[call.unit] and any(c.differentiable for c in calls)
+        return not self.reshards[call.unit] and any(c.is_differentiable for c in calls)
 
-    def _visit(self, walk: Walk, call: Call) -> None:
-        self._check_unchanged(call)
-        window = self._window(chain((call.unit,), walk.upcoming))
+    def _visit(self, backward: BackwardPass, call: Call) -> None:
+        window = self._window(chain((call.unit,), backward.upcoming))
         self._end_lingering(keep=window)
-        for finished in walk.finish_younger(than=call.exited):
-            self._finish(walk, finished, keep=window)
+        for finished in backward.finish_younger(than=call.exited):
+            self._finish(backward, finished, keep=window)
         for unit in window:
             self._gather(unit)
-        self._collect_until(1)
-        self._collect_unit(call.unit)
+        self._finish_reduces(1)
+        self._finish_reduces_of(call.unit)
         self._wait(call.unit)
         self._emit(EventKind.BACKWARD, call.unit)
 
-    def _complete(self, walk: Walk, keep: Collection[int] = ()) -> None:
-        for call in walk.visits_until(None):
-            self._visit(walk, call)
-        for call in walk.finish_younger(than=-1):
-            self._finish(walk, call, keep)
+    def _complete(self, backward: BackwardPass, keep: Collection[int] = ()) -> None:
+        for call in backward.visit_until(None):
+            self._visit(backward, call)
+        for call in backward.finish_younger(than=-1):
+            self._finish(backward, call, keep)
 
-    def _finish(self, walk: Walk, call: Call, keep: Collection[int]) -> None:
-        is_last = not walk.is_outstanding(call.unit)
-        if call.unit not in keep:
-            self._free(call.unit, keep=not is_last or self._is_needed_again(call.unit))
-        if self._units[call.unit].gradient_bytes and is_last:
-            self._calls_left[call.unit] -= walk.num_calls[call.unit]
-            if self.synchronizes[call.unit]:
-                self._reduce(call.unit)
+    def _finish(self, backward: BackwardPass, call: Call, keep: Collection[int]) -> None:
+        unit, is_last = call.unit, backward.is_finished(call.unit)
+        if unit not in keep:
+            # Another backward follows before an optimizer changes the parameters.
+            accumulates = self._units[unit].two_level_gather and not self._reduces_fully(unit)
+            self._free(unit, to_subgroup=not is_last or accumulates)
+        if self._units[unit].gradient_bytes and is_last:
+            self._calls_left[unit] -= backward.num_calls[unit]
+            if self.reduce_grads[unit]:
+                self._reduce(unit)
             else:
-                self._held.add(call.unit)
+                self._unreduced.add(unit)
 
-    def _is_needed_again(self, unit: int) -> bool:
-        """Whether another backward follows before an optimizer changes the parameters."""
-        steps = self.synchronizes[unit] and self.crosses[unit]
-        return self._units[unit].two_level_gather and not steps
+    # -- reductions ------------------------------------------------------------------------------
+
+    def _reduces_fully(self, unit: int) -> bool:
+        return self.reduce_grads[unit] and self.all_reduce_grads[unit]
 
     def _reduce(self, unit: int) -> None:
         is_root = unit == 0 and self._units[unit].has_child_units
-        self._collect_until(0 if is_root else 1)
-        self._collect_unit(unit)
+        self._finish_reduces(0 if is_root else 1)
+        self._finish_reduces_of(unit)
         self._emit(EventKind.REDUCE, unit)
         self._reducing.append(unit)
-        if self.crosses[unit]:
-            self._held.discard(unit)
+        if self.all_reduce_grads[unit]:
+            self._unreduced.discard(unit)
         else:
-            self._held.add(unit)
+            self._unreduced.add(unit)
+
+    def _finish_reduces(self, left: int) -> None:
+        while len(self._reducing) > left:
+            unit = self._reducing.popleft()
+            self._emit(EventKind.FINISH_REDUCE, unit)
+            if self.steps_in_backward and unit not in self._unreduced:
+                self._unstepped.add(unit)
+                if not self._backwards or self._calls_left[unit] == 0:
+                    self._step(unit)
+
+    def _finish_reduces_of(self, unit: int) -> None:
+        """Make the buffer of its gradients free; another pass may have reduced it last."""
+        while unit in self._reducing:
+            self._finish_reduces(len(self._reducing) - 1)
 
     def _step(self, unit: int) -> None:
         self._unstepped.discard(unit)
         self._calls_left[unit] = 0
         self._emit(EventKind.STEP, unit)
 
-    # -- single decisions ------------------------------------------------------------------------
+    # -- what to gather --------------------------------------------------------------------------
 
     def _window(self, units: Iterable[int]) -> list[int]:
         """Of units in the order of backward: the first, and those to gather while it computes."""
@@ -400,134 +360,109 @@ class Sequencer:
                     break
         return chosen
 
-    def _is_awaited(self, unit: int) -> bool:
-        """Whether a backward in progress has gathered ``unit`` ahead."""
-        walking = (walk for walks in self._walks.values() for walk in walks.values())
-        return any(unit in self._distinct(walk.upcoming, self._prefetch) for walk in walking)
+    def _is_prefetched_by_backward(self, unit: int) -> bool:
+        return any(
+            unit in self._distinct(backward.upcoming, self._prefetch)
+            for backward in self._all_backwards()
+        )
 
-    def _gather(self, unit: int) -> bool:
-        if unit in self._gathered or not self._units[unit].gathered_bytes:
-            return False
-        self._gathered.add(unit)
+    def _all_backwards(self) -> Iterator[BackwardPass]:
+        return chain.from_iterable(each.values() for each in self._backwards.values())
+
+    # -- residency -------------------------------------------------------------------------------
+
+    def _gather(self, unit: int, reservation: Reservation | None = None) -> None:
+        residency = self._residency[unit]
+        if residency.state is not UnitState.SHARDED or not self._units[unit].gathered_bytes:
+            return
         if self._units[unit].two_level_gather:
-            self._keep(unit)
-        self._emit(EventKind.GATHER, unit)
-        return True
+            self._reshard_to_subgroup(unit)
+        self._move(EventKind.GATHER, unit)
+        residency.reservation = reservation
 
     def _wait(self, unit: int) -> None:
-        if unit in self._gathered and unit not in self._waited:
-            self._waited.add(unit)
-            self._emit(EventKind.WAIT, unit)
+        if self._residency[unit].state is UnitState.GATHERING:
+            self._move(EventKind.WAIT, unit)
 
-    def _free(self, unit: int, *, keep: bool) -> None:
-        """Drop a gathered unit; with ``keep``, all but what a smaller group gathers it from."""
-        if unit not in self._gathered or self.is_in_use(unit):
+    def _free(self, unit: int, *, to_subgroup: bool = False) -> None:
+        """Free a gathered unit, with ``to_subgroup`` all but its shard within a subgroup."""
+        residency = self._residency[unit]
+        if residency.state is UnitState.SHARDED or self.is_in_use(unit):
             return
-        if keep and self._units[unit].subgroup:
-            self._keep(unit)
-        self._gathered.discard(unit)
-        self._waited.discard(unit)
-        self._ahead.discard(unit)
-        self._emit(EventKind.FREE, unit)
-        if not keep:
-            self._drop(unit)
+        if to_subgroup and self._units[unit].subgroup:
+            self._reshard_to_subgroup(unit)
+        self._move(EventKind.FREE, unit)
+        residency.reservation = None
+        if not to_subgroup:
+            self._free_subgroup(unit)
 
-    def _keep(self, unit: int) -> None:
-        if unit not in self._kept:
-            self._kept.add(unit)
-            self._emit(EventKind.KEEP, unit)
+    def _reshard_to_subgroup(self, unit: int) -> None:
+        if not self._residency[unit].has_subgroup_shard:
+            self._residency[unit].has_subgroup_shard = True
+            self._emit(EventKind.RESHARD_TO_SUBGROUP, unit)
 
-    def _drop(self, unit: int) -> None:
+    def _free_subgroup(self, unit: int) -> None:
         outlives = self._units[unit].two_level_gather and self._is_accumulating
-        if self.steps_in_backward and self.synchronizes[unit] and self.crosses[unit]:
+        if self.steps_in_backward and self._reduces_fully(unit):
             outlives = False  # it has stepped, whatever others wait for
-        if unit in self._kept and not outlives and not self.is_in_use(unit):
-            self._kept.discard(unit)
-            self._emit(EventKind.DROP, unit)
+        if self._residency[unit].has_subgroup_shard and not outlives and not self.is_in_use(unit):
+            self._residency[unit].has_subgroup_shard = False
+            self._emit(EventKind.FREE_SUBGROUP, unit)
 
-    def _free_ahead(self) -> None:
-        for unit in sorted(self._ahead):
-            self._free(unit, keep=self._units[unit].two_level_gather)
+    def _free_prefetched(self) -> None:
+        for unit, residency in enumerate(self._residency):
+            if residency.reservation is Reservation.PREFETCH:
+                self._free(unit, to_subgroup=self._units[unit].two_level_gather)
 
-    def _free_all(self, but: Collection[int] = ()) -> None:
+    def _free_all(self, *, but_requested: bool = False) -> None:
         self._lingering = None
-        for unit in sorted(self._gathered.difference(but)):
-            self._free(unit, keep=False)
-        for unit in sorted(self._kept):
-            self._drop(unit)
+        for unit, residency in enumerate(self._residency):
+            if but_requested and residency.reservation is Reservation.REQUEST:
+                residency.reservation = None
+            else:
+                self._free(unit)
+                self._free_subgroup(unit)
 
     def _end_lingering(self, keep: Collection[int] = ()) -> None:
         if self._lingering is not None and self._lingering not in keep:
-            self._free(self._lingering, keep=True)
+            self._free(self._lingering, to_subgroup=True)
         self._lingering = None
 
-    def _collect_until(self, left: int) -> None:
-        while len(self._reducing) > left:
-            unit = self._reducing.popleft()
-            self._emit(EventKind.COLLECT, unit)
-            if self.steps_in_backward and unit not in self._held:
-                self._unstepped.add(unit)
-                if not self._walks or self._calls_left[unit] == 0:
-                    self._step(unit)
-
-    def _collect_unit(self, unit: int) -> None:
-        """Have the buffer of its gradients free, for another pass may have reduced it last."""
-        while unit in self._reducing:
-            self._collect_until(len(self._reducing) - 1)
-
-    def _check_unchanged(self, call: Call) -> None:
-        changed, names = self._changed.get(call.unit, (-1, ""))
-        if call.entered < changed:
-            way_out = (
-                "sw.optimizer_in_backward steps in the first backward that reduces gradients; call "
-                "set_requires_gradient_sync(False) before all backwards of a step but the last"
-                if self.steps_in_backward
-                else "run the backward of a forward before the optimizer's step"
-            )
-            raise StepError(
-                f"{names}: changed between a forward of {self._units[call.unit].label} and its "
-                f"backward, whose gradient would be of neither value; {way_out}"
-            )
+    def _move(self, kind: EventKind, unit: int) -> None:
+        residency = self._residency[unit]
+        residency.state = _TRANSITIONS[residency.state, kind]
+        self._emit(kind, unit)
 
     def _emit(self, kind: EventKind, unit: int) -> None:
-        self._events.append(Event(kind, self._units[unit].label, self._bytes(kind, unit)))
-
-    def _bytes(self, kind: EventKind, unit: int) -> int:
-        match kind:
-            case EventKind.GATHER | EventKind.FREE:
-                return self._units[unit].gathered_bytes
-            case EventKind.KEEP | EventKind.DROP:
-                return self._units[unit].kept_bytes
-            case EventKind.REDUCE:
-                return self._units[unit].gradient_bytes
-            case EventKind.COLLECT | EventKind.STEP:
-                return self._units[unit].gradient_shard_bytes
-            case _:
-                return 0
+        num_bytes = _BYTES[kind](self._units[unit]) if kind in _BYTES else 0
+        self._events.append(Event(kind, unit, num_bytes))
 
     def _flush(self) -> list[Event]:
         events, self._events = self._events, []
         return events
 
     def _next_tick(self) -> int:
-        self._tick += 1
-        return self._tick
+        self.tick += 1
+        return self.tick
 
 
 def schedule(plan: Plan, *, steps_in_backward: bool = False) -> list[Event]:
     """The events of one training step, from the second on, if units run in module order.
 
-    The root encloses all others, and every unit runs once. What a unit returns is taken to need
-    gradients if it, a unit inside it or one before it has a trainable parameter.
-    ``steps_in_backward`` is what `sw.optimizer_in_backward` makes of it.
+    Every unit runs once, inside the one around it. What it returns is taken to need gradients if
+    it, a unit inside it or one before it has a trainable parameter.
+
+    Args:
+        plan: of the model.
+        steps_in_backward: with `sw.optimizer_in_backward`.
     """
     sequencer = Sequencer(plan)
     sequencer.steps_in_backward = steps_in_backward
-    _imagine_step(plan, sequencer)
-    return _imagine_step(plan, sequencer)
+    _simulate_step(plan, sequencer)
+    return _simulate_step(plan, sequencer)
 
 
-def _imagine_step(plan: Plan, sequencer: Sequencer) -> list[Event]:
+def _simulate_step(plan: Plan, sequencer: Sequencer) -> list[Event]:
     events: list[Event] = []
     exited: list[Call] = []
     trained = False
@@ -546,6 +481,6 @@ def _imagine_step(plan: Plan, sequencer: Sequencer) -> list[Event]:
 
     run(0)
     for call in reversed(exited):
-        if call.differentiable:
+        if call.is_differentiable:
             events.extend(sequencer.before_backward(call, task=0))
     return events + sequencer.finish_backward(task=0)

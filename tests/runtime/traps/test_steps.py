@@ -263,7 +263,7 @@ def test_the_first_step_with_an_optimizer_in_backward_holds_few_gradients() -> N
     model(own_part(batch())).square().mean().backward()
     kinds = [event.kind for event in sw.ledger(model).events()]
     held = [
-        kinds[:i].count(EventKind.COLLECT) - kinds[:i].count(EventKind.STEP)
+        kinds[:i].count(EventKind.FINISH_REDUCE) - kinds[:i].count(EventKind.STEP)
         for i in range(len(kinds))
     ]
     assert max(held) <= 2
@@ -275,16 +275,15 @@ def test_the_first_step_with_an_optimizer_in_backward_holds_few_gradients() -> N
 @on_ranks(2)
 def test_an_exchange_under_way_outlives_the_step_that_failed() -> None:
     model = sharded()
-    scheduler = model._shardwise.runtime.scheduler
     seen: list[weakref.ref[Agreement]] = []
 
-    def settle(agreement: Agreement | None) -> None:
+    def settle(_gradients: Any, agreement: Agreement | None, *_: Any, **__: Any) -> None:
         assert agreement is not None
         seen.append(weakref.ref(agreement))
         raise RuntimeError("here")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "_settle", settle)
+        patch.setattr("shardwise.runtime.scheduler.settle_unused", settle)
         with pytest.raises(RuntimeError):
             model(own_part(batch())).square().mean().backward()
     assert seen[0]() is not None, "other ranks may write its flags"
