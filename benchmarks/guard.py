@@ -100,7 +100,7 @@ def measure(model: torch.nn.Module) -> list[Chore]:
     records = sw.ledger(model).records()
     kinds = [record.event.kind for record in records]
     forwards, backwards = kinds.count(EventKind.FORWARD), kinds.count(EventKind.BACKWARD)
-    collectives = sum(len(record.marks) for record in records) + 1  # agreeing on unused parameters
+    collectives = sum(len(record.works) for record in records) + 1  # agreeing on unused parameters
 
     scheduler = model.__dict__["_shardwise"].runtime.scheduler
     unit = scheduler.units[1].plan

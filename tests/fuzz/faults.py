@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.runtime.hooks import tensors_in
+from shardwise.runtime.nested import tensors_in
 from tests.fuzz.build import trainable
 from tests.fuzz.programs import Fault
 

@@ -111,7 +111,7 @@ def _wait_for_gathers(ledger: Ledger) -> None:
     COMPUTING.set()
     for record in ledger.records(ledger.step):
         if record.event.kind is EventKind.GATHER:
-            assert all(work.wait(SECONDS) for work in record.marks), str(record.event)
+            assert all(work.wait(SECONDS) for work in record.works), str(record.event)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from shardwise.errors import PeerAborted, PlanError, StepError
 from shardwise.features.snapshot import ModelSnapshot, OptimizerSnapshot
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import runtime_of_root
+from shardwise.runtime.scheduler import Scheduler
 from shardwise.transport.communicator import Communicator, communicator
 
 __all__ = ["transaction"]
@@ -65,7 +66,7 @@ def transaction(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
     """
     _check_optimizers(optimizers)
     runtime = runtime_of_root(model)
-    runtime.scheduler.open_transaction()
+    _begin(runtime.scheduler)
     step = _Step(runtime)
     try:
         step.begin(model, optimizers)
@@ -77,7 +78,19 @@ def transaction(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
         raise
     finally:
         step.forget()
-        runtime.scheduler.close_transaction()
+        runtime.scheduler.is_in_transaction = False
+
+
+def _begin(scheduler: Scheduler) -> None:
+    if scheduler.is_in_transaction:
+        raise StepError(
+            "a transaction of this model is open already; one transaction is one step, so put "
+            "the whole step into a single `with sw.transaction(...)`"
+        )
+    scheduler.check_idle("a transaction cannot begin in a forward, a backward or sw.gathered")
+    scheduler.recover()
+    scheduler.report("a transaction")
+    scheduler.is_in_transaction = True
 
 
 class _Step:

@@ -29,6 +29,7 @@ from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.mesh import DataParallelMesh
+from shardwise.runtime.nested import tensors_left_in
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.structure import Structure
 from shardwise.runtime.unit import FlatParameters, Unit, foresee_memory
@@ -124,7 +125,7 @@ class Runtime:
                 output = cast_tensors(output, precision.output_dtype)
             outcome = hooks.watch_outputs(
                 output,
-                hooks.tensors_left_in(module, HANDLE),
+                tensors_left_in(module, HANDLE),
                 partial(_begin_backward, scheduler, call),
                 trainable=self.plan.units[index].gradient_bytes > 0,
             )

@@ -1,34 +1,17 @@
-"""The record of everything that moved, in the words of the plan, with the time it took."""
+"""The ledger: the events of the last steps, with the time each took."""
 
 import json
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from shardwise.runtime.records import Record, trace_events
 from shardwise.schedule.events import Event, EventKind, describe
-from shardwise.transport.api import Work
 
 __all__ = ["Ledger", "Record"]
 
+_GATHERS = (EventKind.GATHER, EventKind.RESHARD_TO_SUBGROUP)
 _MAX_RECORDS = 1 << 14  # of forwards that wait for their backward: more than 100 layers x 32 passes
-
-
-@dataclass(slots=True)
-class Record:
-    """One event that took place. Times are seconds of `time.perf_counter`."""
-
-    event: Event
-    step: int
-    began: float  # when the engine turned to it
-    ended: float = 0.0  # when it went on; for a wait the difference is exposed communication
-    marks: tuple[Work, ...] = ()  # of the communication that it launched
-
-    @property
-    def busy_seconds(self) -> float:
-        """How long its communication ran, if it launched one."""
-        return sum(mark.span[1] - mark.span[0] for mark in self.marks)
 
 
 class Ledger:
@@ -55,7 +38,7 @@ class Ledger:
     def append(self, record: Record) -> None:
         self._steps[-1].append(record)
         event = record.event
-        if event.kind in (EventKind.GATHER, EventKind.RESHARD_TO_SUBGROUP):
+        if event.kind in _GATHERS:
             self._gathered_bytes += event.bytes
         elif event.kind in (EventKind.FREE, EventKind.FREE_SUBGROUP):
             self._gathered_bytes -= event.bytes
@@ -123,7 +106,7 @@ class Ledger:
         1 if there was nothing to gather. The exposed part of a gather is the wait for it.
         """
         records = self.records(step)
-        busy = sum(r.busy_seconds for r in records if _LINKS.get(r.event.kind) == "gather")
+        busy = sum(r.busy_seconds for r in records if r.event.kind in _GATHERS)
         exposed = sum(r.ended - r.began for r in records if r.event.kind is EventKind.WAIT)
         return max(0.0, 1.0 - exposed / busy) if busy else 1.0
 
@@ -132,48 +115,5 @@ class Ledger:
 
         One row is compute with the waits in it; one is gathers, one reductions.
         """
-        trace = {"traceEvents": list(_trace_events(self.records(step), self._labels))}
+        trace = {"traceEvents": list(trace_events(self.records(step), self._labels))}
         Path(path).write_text(json.dumps(trace), encoding="utf-8")
-
-
-_COMPUTE = (EventKind.FORWARD, EventKind.BACKWARD)
-_LINKS = {
-    EventKind.GATHER: "gather",
-    EventKind.RESHARD_TO_SUBGROUP: "gather",
-    EventKind.REDUCE: "reduce",
-}
-
-
-def _trace_events(records: Sequence[Record], labels: Sequence[str]) -> Iterable[dict[str, Any]]:
-    if not records:
-        return
-    origin = records[0].began
-    computes = [r for r in records if r.event.kind in _COMPUTE]
-    ends = [r.began for r in computes[1:]] + [records[-1].ended] if computes else []
-    for record, end in zip(computes, ends, strict=True):
-        yield _span("compute", record.event, labels, record.ended - origin, end - origin)
-    for record in records:
-        kind = record.event.kind
-        if kind in _LINKS:
-            for mark in record.marks:
-                start, stop = mark.span[0] - origin, mark.span[1] - origin
-                yield _span(_LINKS[kind], record.event, labels, start, stop)
-        elif kind in (EventKind.WAIT, EventKind.FINISH_REDUCE, EventKind.STEP):
-            yield _span(
-                "compute", record.event, labels, record.began - origin, record.ended - origin
-            )
-
-
-def _span(
-    row: str, event: Event, labels: Sequence[str], start: float, stop: float
-) -> dict[str, Any]:
-    return {
-        "name": describe(event, labels),
-        "cat": event.kind.value,
-        "ph": "X",
-        "pid": 0,
-        "tid": row,
-        "ts": start * 1e6,
-        "dur": max(0.0, stop - start) * 1e6,
-        "args": {"bytes": event.bytes},
-    }

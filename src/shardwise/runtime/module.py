@@ -69,14 +69,8 @@ def gathered(module: nn.Module, *, write_back: bool = False) -> Iterator[None]:
         StepError: a forward or backward is under way.
         PlanError: a change does not fit the shards, or differs between ranks.
     """
-    scheduler = handle_of(module).runtime.scheduler
-    scheduler.hold()
-    try:
+    with handle_of(module).runtime.scheduler.gathered(write_back=write_back):
         yield
-    except BaseException as error:
-        scheduler.release(write_back=False, error=error if write_back else None)
-        raise
-    scheduler.release(write_back=write_back)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:

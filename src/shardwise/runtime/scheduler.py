@@ -9,18 +9,20 @@ import torch
 
 from shardwise.errors import StepError
 from shardwise.plan.plan import Plan
+from shardwise.runtime.attach import check_same_sums
 from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.mesh import DataParallelMesh
+from shardwise.runtime.recovery import Recovery
 from shardwise.runtime.stepping import Stepper
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.unused import Agreement, Unused, launch_agreement, settle_unused
 from shardwise.runtime.versions import ShardVersions
-from shardwise.runtime.write_back import agree_on_changes
+from shardwise.runtime.write_back import ADVICE, collect_changes
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, Sequencer
 from shardwise.transport.api import Work
-from shardwise.transport.communicator import POLL_SECONDS, Communicator, communicator
+from shardwise.transport.communicator import Communicator, communicator
 
 __all__ = ["Scheduler"]
 
@@ -40,7 +42,7 @@ class Scheduler:
         self.sequencer = Sequencer(plan)
         self.units = tuple(units)
         self.unused: Unused = unused
-        self.is_held = False  # everything is gathered, from `hold` to `release`
+        self.is_held = False  # by `gathered`
         self._with_copies = [unit for unit in units if unit.plan.device_copy_bytes]
         self._versions = ShardVersions(self.units)
         self._axis = axis
@@ -48,12 +50,11 @@ class Scheduler:
         self._depth = 0  # of forwards
         self._tasks: set[int] = set()  # autograd's graph tasks that have reached the model
         self._is_broken = False  # an event failed, so units are not where the sequencer has them
-        self._condemned: list[Unit] = []  # their communication outlives an error
+        self._recovery = Recovery(self.units)
         self._agreement: Agreement | None = None  # in flight
-        self._orphans: list[Agreement] = []  # other ranks may still write to their memory
         self._landing: Unit | None = None
         self._hidden: dict[int, Call] = {}
-        self._is_in_transaction = False
+        self.is_in_transaction = False
         self._stepper: Stepper | None = None
 
     @cached_property
@@ -79,7 +80,7 @@ class Scheduler:
     # -- forward ---------------------------------------------------------------------------------
 
     def enter(self, index: int, *, recomputed: bool) -> Call | None:
-        """Make a unit ready to compute; None while `hold` keeps everything gathered."""
+        """Make a unit ready to compute; None inside `gathered`."""
         if self.is_held:
             return None
         with self.guarded():
@@ -212,7 +213,7 @@ class Scheduler:
         """Have units stepped in backward from now on; None ends that.
 
         Raises:
-            StepError: a forward, a backward or `hold` is running.
+            StepError: a forward, a backward or `gathered` is running.
         """
         self.check_idle("when the optimizer steps cannot change in the middle of a step")
         self.recover()
@@ -224,7 +225,7 @@ class Scheduler:
     # -- between steps ---------------------------------------------------------------------------
 
     def check_idle(self, message: str) -> None:
-        """Raise a StepError with ``message`` in a forward, a backward or `hold`."""
+        """Raise a StepError with ``message`` in a forward, a backward or `gathered`."""
         if not self.is_idle or self.is_held:
             raise StepError(message)
 
@@ -244,12 +245,9 @@ class Scheduler:
             elif kind is EventKind.FREE:
                 self._conceal(indices)
 
-    def hold(self) -> None:
-        """Gather every unit and keep it until `release`.
-
-        Raises:
-            StepError: a forward or backward is running.
-        """
+    @contextlib.contextmanager
+    def gathered(self, *, write_back: bool) -> Iterator[None]:
+        """Keep every unit gathered, in tensors of its own; see `module.gathered`."""
         self.check_idle("parameters cannot be gathered in the middle of a step")
         with self.guarded():
             self.recover()
@@ -260,22 +258,13 @@ class Scheduler:
                 unit.launch_hold(self._links.gather)
             for unit in self.units:
                 unit.await_hold(self._links)
-        self.is_held = True
-
-    def release(self, *, write_back: bool, error: BaseException | None = None) -> None:
-        """End `hold`; an ``error`` of this rank also ends it on ranks that write back.
-
-        Raises:
-            PlanError: a change cannot be written back, or differs between ranks.
-            PeerAborted: another rank raised; no rank has written anything.
-        """
-        is_agreed = False
+        self.is_held, is_agreed = True, False
         try:
-            if error is not None:
-                self._links.abort(error)
-            elif write_back:
-                agree_on_changes(self.units, self._axis, self._links)
-                is_agreed = True
+            with self._aborting(write_back):
+                yield
+                sums = collect_changes(self.units) if write_back else {}
+            check_same_sums(sums, self._axis, ADVICE)
+            is_agreed = write_back
         finally:
             for index, unit in enumerate(self.units):
                 unit.end_hold(write_back=is_agreed)
@@ -284,35 +273,12 @@ class Scheduler:
                     self._versions.note(index, self.sequencer.tick, names)
             self.is_held = False
 
-    def open_transaction(self) -> None:
-        """Begin what `close_transaction` ends; ranks that an error has parted are in step again.
-
-        Raises:
-            StepError: one is open, or a forward, a backward or `hold` is running.
-        """
-        if self._is_in_transaction:
-            raise StepError(
-                "a transaction of this model is open already; one transaction is one step, so put "
-                "the whole step into a single `with sw.transaction(...)`"
-            )
-        self.check_idle("a transaction cannot begin in a forward, a backward or sw.gathered")
-        self.recover()
-        self.report("a transaction")
-        self._is_in_transaction = True
-
-    def close_transaction(self) -> None:
-        self._is_in_transaction = False
-
     # -- errors ----------------------------------------------------------------------------------
 
     def recover(self) -> None:
         """After an exception: bring the ranks back into step and free what was left behind."""
         self._links.recover()
-        for unit in self._condemned:
-            unit.quiesce(POLL_SECONDS)
-            unit.reset()
-        self._condemned = []
-        self._orphans = []
+        self._recovery.finish()
 
     def abandon(self, error: BaseException) -> None:
         """End the step where it is, backwards included."""
@@ -324,24 +290,24 @@ class Scheduler:
         self._links.abort(error)
         self.sequencer.abandon()
         self._landing = None
-        self._orphans += [] if self._agreement is None else [self._agreement]
-        self._agreement = None
-        if self._stepper is not None:
-            self._orphans += self._stepper.abandon()
+        exchanges = [] if self._stepper is None else self._stepper.abandon()
+        if self._agreement is not None:
+            exchanges.append(self._agreement)
+            self._agreement = None
         self._is_broken = False
-        # What all ranks launched ends in a moment; what only some did never will.
-        patience = 0.0 if isinstance(error, StepError) else POLL_SECONDS
-        until = time.monotonic() + patience
-        for unit in self.units:
-            if unit in self._condemned:
-                continue
-            if unit.quiesce(max(0.0, until - time.monotonic())):
-                unit.reset()
-            else:
-                unit.conceal()
-                self._condemned.append(unit)
+        self._recovery.reset_units(error, exchanges)
         self._hidden.clear()
         self.ledger.abandon_step()
+
+    @contextlib.contextmanager
+    def _aborting(self, is_needed: bool) -> Iterator[None]:
+        """Tell the other ranks of an exception, where they wait for this one at the end."""
+        try:
+            yield
+        except BaseException as error:
+            if is_needed:
+                self._links.abort(error)
+            raise
 
     def report(self, where: str) -> None:
         """Say where this rank is, for the error of ranks that wait for it."""
@@ -356,7 +322,7 @@ class Scheduler:
         self._is_broken = True
         for event in events:
             record = Record(event, self.ledger.step, time.perf_counter())
-            record.marks = self._do(event.kind, self.units[event.unit])
+            record.works = self._do(event.kind, self.units[event.unit])
             record.ended = time.perf_counter()
             self.ledger.append(record)
         self._is_broken = False

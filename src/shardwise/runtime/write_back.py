@@ -5,37 +5,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise.runtime.attach import check_same_sums, checksum
-from shardwise.runtime.mesh import DataParallelMesh
+from shardwise.runtime.attach import checksum
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
-from shardwise.transport.communicator import Communicator
 
-__all__ = ["agree_on_changes"]
+__all__ = ["ADVICE", "collect_changes"]
 
-_ADVICE = (
+ADVICE = (
     "every rank has to make the same change inside sw.gathered(write_back=True); for random values "
     "call torch.manual_seed with one seed on every rank"
 )
 
 
-def agree_on_changes(units: Sequence[Unit], axis: DataParallelMesh, links: Communicator) -> None:
-    """Copy what the modules hold into the held buffers, if every rank has the same.
-
-    Raises:
-        PlanError: a parameter was replaced by something that does not fit, or ranks differ.
-        PeerAborted: another rank raised.
-    """
-    try:
-        sums = _collect_changes(units)
-    except BaseException as error:
-        links.abort(error)
-        raise
-    check_same_sums(sums, axis, _ADVICE)
-
-
 @torch.no_grad()
-def _collect_changes(units: Sequence[Unit]) -> dict[str, Tensor]:
+def collect_changes(units: Sequence[Unit]) -> dict[str, Tensor]:
     """Copy what the modules hold into the held buffers; returns a checksum for each parameter.
 
     Shards are left alone, so that nothing is written if this raises or if ranks differ.

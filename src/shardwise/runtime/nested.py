@@ -1,0 +1,72 @@
+"""Tensors inside containers, objects and attributes of modules."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["tensors_in", "tensors_left_in"]
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_FIRST_PARTS = 64
+_LEAVES = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, nn.Module)
+
+
+def tensors_left_in(module: nn.Module, mark: str) -> Iterator[Tensor]:
+    """Tensors in attributes of ``module`` and of modules inside it, except those of other units.
+
+    A unit has an attribute named ``mark``.
+
+    Tensors may be buffers, or up to three containers or objects deep in an attribute. Of long
+    containers that begin with something else only the first parts are looked at: this runs at every
+    call, and modules hold vocabularies, too.
+    """
+    yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+    for name, value in vars(module).items():
+        if name not in _OF_EVERY_MODULE and not isinstance(value, _LEAVES):
+            yield from _tensors_within(value, depth=3)
+    for child in module.children():
+        if mark not in vars(child):
+            yield from tensors_left_in(child, mark)
+
+
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Every tensor in nested containers, dataclasses and plain objects."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, _LEAVES) or id(value) in seen:
+        return
+    seen.add(id(value))
+    for part in _parts(value):
+        yield from tensors_in(part, seen)
+
+
+def _tensors_within(value: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth:
+        parts = iter(_parts(value))
+        first = next(parts, None)
+        if isinstance(first, Tensor):
+            yield first
+            yield from (part for part in parts if isinstance(part, Tensor))
+            return
+        for part in (first, *islice(parts, _FIRST_PARTS)):
+            if not isinstance(part, _LEAVES):
+                yield from _tensors_within(part, depth - 1)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from (getattr(value, field.name, None) for field in dataclasses.fields(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+        yield from vars(value).values()
