@@ -1,7 +1,9 @@
 """Groups of ranks: which process groups are made for them, and that ranks agree on those."""
 
+import inspect
 import threading
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +16,7 @@ import shardwise as sw
 from shardwise.plan.strategy import PRESETS
 from shardwise.runtime.mesh import resolve_mesh
 from shardwise.transport import communicator as module
+from shardwise.transport import process_group
 from shardwise.transport.api import Operation, RankGroup, Reduction, Stage
 from shardwise.transport.communicator import communicator, make_collectives
 from shardwise.transport.host.collectives import HostCollectives
@@ -127,6 +130,31 @@ def test_sums_and_gathers_of_a_permuted_group_without_point_to_point() -> None:
     gathered[group.index] = rank
     queue.all_gather(gathered, group, "gather")
     assert torch.equal(gathered, torch.tensor([2.0, 0.0, 1.0]))
+
+
+@on_ranks(2)
+def test_a_gather_passes_few_frames() -> None:
+    """From the function that carries out events to torch.distributed."""
+    seen: list[list[str]] = []
+    gather = process_group._all_gather
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        frame, files = inspect.currentframe(), []
+        while (frame := frame.f_back if frame else None) is not None:
+            files.append(frame.f_code.co_filename)
+            if frame.f_code.co_name.strip("_") == "perform":
+                seen.append(files)
+                break
+        return gather(*args, **kwargs)
+
+    patched = mock.patch.object(process_group, "_all_gather", watched)
+    with patched, mock.patch.object(module, "make_collectives", _by_torch):
+        mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
+        model = sw.fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh, units=nn.Linear)
+        model(torch.ones(1, 4)).sum().backward()
+    assert seen
+    assert max(len(files) for files in seen) <= 7
+    assert max(len(set(files)) for files in seen) <= 3
 
 
 def _num_groups() -> int:

@@ -67,6 +67,8 @@ def _stop_a_rank(over: Path) -> str:
         os.kill(pids[1], signal.SIGSTOP)
         try:
             lost = _lost(model)
+            with pytest.raises(sw.PeerLost, match="no sign of life"):
+                links.recover()  # which waits for the other rank, and watches it meanwhile
         finally:
             os.kill(pids[1], signal.SIGCONT)
             over.touch()
