@@ -25,10 +25,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode  # the public ones cannot see c10d's ops
-from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
+from shardwise._private import TorchDispatchMode, pytree
 from shardwise.runtime.module import runtime_of_root
 from shardwise.transport.api import Collectives, CommStream
 from shardwise.transport.communicator import communicator
@@ -133,7 +132,7 @@ def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 
 def _bytes(tensors: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(tensors) if isinstance(leaf, Tensor))
 
 
 # -- what a rank sends, by the arguments of c10d's ops -------------------------------------------

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from shardwise._private import pytree
 from shardwise.diagnose.exchange import RankExchange
 from shardwise.errors import PlanError
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
+from shardwise import _private
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import FlatParameters
@@ -105,7 +105,7 @@ class SlotLinear(nn.Linear):
         if offer is None or not is_real or not _is_plain(input, weight):
             return super().forward(input)
         before = None
-        if input.requires_grad and _has_saving_hooks():
+        if input.requires_grad and _private.has_saved_tensors_hooks():
             input = _Saved.apply(input, weight)  # type: ignore[no-untyped-call]  # noqa: A001
             before = input.grad_fn
         output: Tensor = _Linear.apply(input, weight, self.bias, offer, before)  # type: ignore[no-untyped-call]
@@ -236,22 +236,16 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
         and weight.requires_grad
         and type(x) in (Tensor, nn.Parameter)
         and not torch.is_autocast_enabled(x.device.type)
-        and not torch._C._are_functorch_transforms_active()  # no public name
-        and forward_ad._current_level < 0
+        and not _private.is_transformed_by_functorch()
     )
-
-
-def _has_saving_hooks() -> bool:
-    """Whether something, such as a checkpoint, has a say in what autograd saves."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _goes_to_grad(node: Any) -> bool:
     """Whether autograd will hand a gradient to ``node``, an AccumulateGrad, and nobody else."""
     weight = getattr(node, "variable", None)
-    if torch.is_grad_enabled() or weight is None or weight._backward_hooks:
+    if torch.is_grad_enabled() or weight is None or _private.gradient_hooks(weight):
         return False
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return _private.will_execute(node)
     except RuntimeError:  # so says torch in `torch.autograd.grad`, which returns it
         return False

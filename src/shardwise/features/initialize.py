@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise._private import OpOverload, TorchDispatchMode
 from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
@@ -221,7 +221,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         types: Iterable[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -236,7 +236,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._addresses.add(tensor.untyped_storage().data_ptr())
         return func(*args, **kwargs)
 
-    def _check_draws_nothing(self, func: torch._ops.OpOverload, tensor: ShardedTensor) -> None:
+    def _check_draws_nothing(self, func: OpOverload, tensor: ShardedTensor) -> None:
         """A unit's values follow from the names of its own modules."""
         if draws(func):
             raise ShardedTensorError(f"{func} into {tensor.sharding.name}, which is cut already")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
+from shardwise._private import pytree
 from shardwise.fsdp.distribute import distribute, group_of
 from shardwise.runtime.tensor import ShardedTensor
 
@@ -131,7 +131,7 @@ def _gather(states: States, options: StateDictOptions | None) -> States:
             return None
         return full.cpu() if options.cpu_offload and isinstance(full, Tensor) else full
 
-    gathered: States = tree_map(whole, states)
+    gathered: States = pytree.tree_map(whole, states)
     return gathered if is_kept else {}
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from shardwise._private import pytree
 from shardwise.plan.precision import MixedPrecisionPolicy
 
 __all__ = ["apply_precision", "cast_tensors"]

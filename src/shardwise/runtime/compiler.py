@@ -6,19 +6,19 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
+from shardwise._private import eval_frame
 
 __all__ = ["break_graph", "pause", "resume", "run_resumed"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_dynamo = torch._C._dynamo.eval_frame  # no public names
-
 
 def break_graph(function: F) -> F:
     """Run ``function`` as it is and compile what it calls."""
-    skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
-    _dynamo.set_code_exec_strategy(function.__code__, skip)
+    skip = eval_frame._FrameExecStrategy(
+        eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+    )
+    eval_frame.set_code_exec_strategy(function.__code__, skip)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
@@ -26,19 +26,19 @@ def break_graph(function: F) -> F:
 @break_graph
 def pause() -> Any:
     """Stop compiling what this thread calls; returns what `resume` takes."""
-    return _dynamo.set_eval_frame(None)
+    return eval_frame.set_eval_frame(None)
 
 
 @break_graph
 def resume(compiler: Any) -> None:
-    _dynamo.set_eval_frame(compiler)
+    eval_frame.set_eval_frame(compiler)
 
 
 @break_graph
 def run_resumed(compiler: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function`` with a paused compiler at work again."""
-    _dynamo.set_eval_frame(compiler)
+    eval_frame.set_eval_frame(compiler)
     try:
         return function(*args, **kwargs)
     finally:
-        _dynamo.set_eval_frame(None)
+        eval_frame.set_eval_frame(None)

@@ -8,6 +8,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from shardwise._private import num_tensor_references
 from shardwise.plan.layout import Layout
 from shardwise.runtime.gradient_shards import GradientShard, ShardOffloader
 from shardwise.runtime.memory import CAN_SWAP, FlatBuffer, Pool
@@ -107,7 +108,7 @@ class GradientBuffer:
         if position in self._claimed:
             before = self._claimed[position]()
             # If it was added to a gradient from elsewhere, it is held no more, or by a user alone.
-            if before is None or before._use_count() != 2:  # type: ignore[attr-defined]  # noqa: PLR2004
+            if before is None or num_tensor_references(before) != 2:  # noqa: PLR2004
                 return None
             return before, True
         view = self._buffer.views[position]

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
+from shardwise import _private
 from shardwise.errors import StepError
 from shardwise.runtime import nested
 from shardwise.schedule.passes import Outcome
@@ -37,8 +37,7 @@ NO_TASK = -1
 
 def current_task() -> int:
     """Autograd's graph task that this thread is in, or `NO_TASK`."""
-    task: int = torch._C._current_graph_task_id()  # no public name
-    return task
+    return _private.current_graph_task()
 
 
 def watch_outputs(
@@ -71,8 +70,7 @@ def at_end_of_backward(
     finish: Callable[[], None], abandon: Callable[[BaseException], None]
 ) -> None:
     """Call ``finish`` when the graph task of this thread ends, or ``abandon`` if it dies."""
-    engine = Variable._execution_engine
-    engine.queue_callback(_End(finish, abandon))
+    _private.queue_callback(_End(finish, abandon))
 
 
 def check_first_order() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from shardwise._private import can_swap_storages, num_storage_references, swap_storages
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.schedule.memory import MemoryPlan
 from shardwise.transport.device import host_tensor
@@ -30,7 +31,7 @@ ALIGNMENT = 64  # bytes: a cache line, and what vector loads want
 _SLACK = 1 + 1 / 64
 _TRUSTED_STEPS = 2  # in which an arena may be larger than what is allocated
 
-CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # private, and new in torch 2.13
+CAN_SWAP = can_swap_storages()
 
 
 class PeakCounter:
@@ -389,9 +390,8 @@ class FlatBuffer:
 def is_shared(tensor: Tensor, own_references: int) -> bool:
     """Whether tensors other than ``own_references`` known ones hold the storage of ``tensor``."""
     storage = tensor.untyped_storage()
-    # There is no public count; torch's own CUDA graph pools ask in the same way.
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count > own_references + 1  # `storage` itself
+    # `storage` itself is one more.
+    return num_storage_references(storage) > own_references + 1
 
 
 def aligned(num_bytes: int) -> int:
@@ -406,7 +406,7 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
 def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Exchange the memory of two Storages, one of which is empty."""
     if CAN_SWAP:
-        one._swap_data_ptr_(other)  # type: ignore[attr-defined]
+        swap_storages(one, other)
         return
     # The same through the allocator.
     num_bytes = max(one.nbytes(), other.nbytes())

@@ -20,11 +20,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.utils import _pytree as pytree
 
+from shardwise._private import (
+    OpOverload,
+    accumulated_gradient_hooks,
+    disabled_torch_function,
+    gradient_hooks,
+    pytree,
+)
 from shardwise.errors import ShardedTensorError
 from shardwise.plan.layout import Layout, ParameterExtent, Run
 from shardwise.runtime.distributed_checkpoint import chunks_of, items_of
@@ -85,7 +90,7 @@ class ShardedTensor(torch.Tensor):
     _sharding: Sharding
     steps_in_backward = False  # the gradient is dropped before backward ends
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -239,7 +244,7 @@ class ShardedTensor(torch.Tensor):
 
 def apply_gradient_hooks(parameter: Tensor, gradient: Tensor) -> Tensor:
     """Apply the hooks that the user registered on ``parameter`` to its gradient."""
-    for hook in (parameter._backward_hooks or {}).values():
+    for hook in gradient_hooks(parameter):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient
@@ -247,7 +252,7 @@ def apply_gradient_hooks(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 def run_accumulated_hooks(parameter: Tensor) -> None:
     """Call the user's hooks for a gradient that has been accumulated."""
-    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in accumulated_gradient_hooks(parameter):
         hook(parameter)
 
 

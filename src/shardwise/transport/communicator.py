@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from shardwise._private import default_store
 from shardwise.errors import PeerLost, PlanError
 from shardwise.transport.api import CollectiveId, Collectives, RankGroup, Work
 from shardwise.transport.device import ThreadStream
@@ -240,7 +241,6 @@ def _store(patience: Patience) -> Store:
     So no other wait on it blocks the heartbeat, and if the process that holds it was stopped, calls
     do not wait as long as the job's own would.
     """
-    # It has no public accessor; a store of our own would need an address of its own.
-    store: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    store: Store = default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=patience.silent_seconds))
     return store

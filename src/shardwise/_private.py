@@ -1,0 +1,154 @@
+"""Every private name of torch that shardwise uses, with the reason why no public one will do.
+
+A missing name fails here, at import, and not in the middle of a step. The few that have a public
+fallback are listed in `OPTIONAL`.
+"""
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload  # the type of what `__torch_dispatch__` is called with
+from torch.autograd import Variable, forward_ad
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
+from torch.utils import _pytree as pytree  # torch's own containers; there is no public module
+from torch.utils._python_dispatch import TorchDispatchMode  # its public alias has no c10d operators
+
+__all__ = [
+    "OpOverload",
+    "TorchDispatchMode",
+    "accumulated_gradient_hooks",
+    "can_swap_storages",
+    "current_graph_task",
+    "default_store",
+    "disabled_torch_function",
+    "eval_frame",
+    "gradient_hooks",
+    "has_saved_tensors_hooks",
+    "is_transformed_by_functorch",
+    "num_storage_references",
+    "num_tensor_references",
+    "pytree",
+    "queue_callback",
+    "swap_storages",
+    "will_execute",
+]
+
+REQUIRED = (
+    "torch._C._are_functorch_transforms_active",
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch._C._current_graph_task_id",
+    "torch._C._disabled_torch_function_impl",
+    "torch._C._dynamo.eval_frame.set_eval_frame",
+    "torch._C._storage_Use_Count",
+    "torch._C._will_engine_execute_node",
+    "torch.Tensor._use_count",
+)
+OPTIONAL = ("torch.UntypedStorage._swap_data_ptr_",)  # new in 2.13; `resize_` does the same, slower
+
+
+def missing(names: Iterable[str]) -> list[str]:
+    """Those of ``names``, each as "torch.a.b", that this version of torch does not have."""
+    return [name for name in names if not _exists(name.removeprefix("torch."))]
+
+
+def _exists(name: str) -> bool:
+    try:
+        operator.attrgetter(name)(torch)
+    except AttributeError:
+        return False
+    return True
+
+
+if missing(REQUIRED):
+    raise ImportError(
+        f"shardwise needs {', '.join(missing(REQUIRED))}, which torch {torch.__version__} does not "
+        "have; install a version of torch that pyproject.toml of shardwise allows"
+    )
+
+# -- tensors and storages ------------------------------------------------------------------------
+
+# A tensor subclass whose `__torch_function__` only dispatches: what torch's own subclasses use.
+disabled_torch_function = torch._C._disabled_torch_function_impl
+
+
+def can_swap_storages() -> bool:
+    """Whether `swap_storages` works."""
+    return not missing(OPTIONAL)
+
+
+def swap_storages(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Exchange the memory of two storages. Tensors that view them keep their storage."""
+    one._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+def num_storage_references(storage: torch.UntypedStorage) -> int:
+    """How many tensors and storages hold the memory; torch's CUDA graph pools ask the same way."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
+
+
+def num_tensor_references(tensor: Tensor) -> int:
+    """How many references from C++ and Python a tensor has."""
+    count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return count
+
+
+# -- autograd ------------------------------------------------------------------------------------
+
+
+def current_graph_task() -> int:
+    """The number of autograd's graph task that this thread is in, or -1."""
+    task: int = torch._C._current_graph_task_id()
+    return task
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Have ``callback`` called when the graph task of this thread ends."""
+    engine = Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def will_execute(node: Any) -> bool:
+    """Whether the graph task of this thread will run ``node``.
+
+    Raises:
+        RuntimeError: in `torch.autograd.grad`, which captures gradients instead.
+    """
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether something, such as a checkpoint, changes what autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def is_transformed_by_functorch() -> bool:
+    """Whether `torch.func` transforms the code that runs, or forward-mode differentiation does."""
+    is_active: bool = torch._C._are_functorch_transforms_active()
+    return is_active or forward_ad._current_level >= 0
+
+
+def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """What was registered with `Tensor.register_hook`."""
+    return list((tensor._backward_hooks or {}).values())
+
+
+def accumulated_gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]:
+    """What was registered with `Tensor.register_post_accumulate_grad_hook`."""
+    return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+# -- compile and distributed ---------------------------------------------------------------------
+
+# `torch.compiler.disable` does what is done with it, but importing it takes seconds.
+eval_frame = torch._C._dynamo.eval_frame
+
+
+def default_store() -> Store:
+    """The store of the job; one of our own would need an address of its own."""
+    store: Store = distributed_c10d._get_default_store()
+    return store

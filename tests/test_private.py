@@ -1,0 +1,35 @@
+"""Private names of torch: in one file, and checked when it is imported."""
+
+import re
+from pathlib import Path
+
+import shardwise
+from shardwise import _private
+
+PACKAGE = Path(shardwise.__file__).parent
+PRIVATE = re.compile(
+    r"torch\._C|torch\._[a-z]|from torch[a-z_.]* import _|torch\.[a-z.]*\._[a-z]"
+    r"|distributed_c10d( as|\._)"
+    r"|_execution_engine|_swap_data_ptr_|_use_count\(|_backward_hooks|_post_accumulate_grad_hooks"
+)
+
+
+# Process groups with names and timeouts of their own need much of c10d.
+C10D = PACKAGE / "transport" / "process_group.py"
+
+
+def test_no_other_file_uses_private_names_of_torch() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path not in (Path(_private.__file__), C10D)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if PRIVATE.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_a_missing_name_is_found() -> None:
+    assert _private.missing(_private.REQUIRED) == []
+    assert _private.missing(["torch.Tensor._no_such_name"]) == ["torch.Tensor._no_such_name"]
+    assert _private.missing(["torch._no_such.module"]) == ["torch._no_such.module"]
