@@ -129,10 +129,10 @@ def check_same_sums(
     if not sums or not _can_compare(axis):
         return
     by_rank = across(list(sums.values()), axis, axis.world)  # [ranks, parameters]
-    for position, name in enumerate(sums):
-        different = (by_rank[:, position] != by_rank[0, position]).nonzero()
-        if different.numel():
-            raise PlanError(f"{name} differs between ranks 0 and {different[0].item()}; {advice}")
+    differs = by_rank != by_rank[0]
+    for position in differs.any(0).nonzero().flatten().tolist()[:1]:
+        rank = differs[:, position].nonzero()[0].item()
+        raise PlanError(f"{list(sums)[position]} differs between ranks 0 and {rank}; {advice}")
 
 
 def device_for(root: nn.Module, axis: DataParallelMesh) -> torch.device:

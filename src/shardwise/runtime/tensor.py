@@ -349,6 +349,11 @@ def _to_run(func: OpOverload, x: Any, first: ShardedTensor) -> Any:
     return x.expand(shape).reshape(-1)[run.start : run.stop]
 
 
+def _alias(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> ShardedTensor:
+    """As `_on_runs`, which is slower: every `nn.Parameter` and every optimizer step calls this."""
+    return ShardedTensor(func(args[0]._local), args[0]._sharding)
+
+
 def _on_lists(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`foreach` and `fused` kernels: entry i of every list belongs to the same parameter."""
     _check_lists(func, args)
@@ -512,7 +517,7 @@ _DRAWN_BY_RANK = {"bernoulli", "dropout", "native_dropout", "rand_like"}
 
 # torch does not tag these as pointwise, but they are, or they make a tensor of the same shape.
 _LIKE_POINTWISE = {
-    "_to_copy", "alias", "clone", "copy_", "detach", "detach_", "empty_like", "fill_", "full_like",
+    "_to_copy", "clone", "copy_", "detach_", "empty_like", "fill_", "full_like",
     "lift_fresh", "masked_fill", "masked_fill_", "ones_like", "zero_", "zeros_like",
 }  # fmt: skip
 
@@ -520,6 +525,7 @@ _LIKE_POINTWISE = {
 _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(_DRAWN_BY_RANK, _refuse),
     **dict.fromkeys(_LIKE_POINTWISE, _on_runs),
+    **dict.fromkeys(("alias", "detach"), _alias),
     **dict.fromkeys(_RANDOM, _draw),
     **dict.fromkeys(_REDUCTIONS, _reduce),
     **dict.fromkeys(("view", "_unsafe_view", "expand"), _view),
