@@ -24,7 +24,7 @@ from pathlib import Path
 # All that a rank needs, before it is forked.
 import shardwise.train.run
 from shardwise.checkpoint.directory import MARKER, complete, latest
-from shardwise.checkpoint.remote import folder_at
+from shardwise.checkpoint.stores import folder_at
 from shardwise.cli import main as command_line
 
 STEPS = 40

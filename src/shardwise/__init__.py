@@ -3,7 +3,7 @@
 from shardwise.api import fully_shard
 from shardwise.checkpoint.directory import Retention, latest
 from shardwise.checkpoint.load import Loaded, load
-from shardwise.checkpoint.report import Report
+from shardwise.checkpoint.matching import LoadReport
 from shardwise.checkpoint.save import Save, save
 from shardwise.diagnose.verification import Verification, VerificationError
 from shardwise.diagnose.verify import verify
@@ -37,6 +37,7 @@ __all__ = [
     "CheckpointError",
     "FSDPModule",
     "Initialization",
+    "LoadReport",
     "Loaded",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -44,7 +45,6 @@ __all__ = [
     "PeerLost",
     "PlanError",
     "RanksDiverged",
-    "Report",
     "Retention",
     "Save",
     "ShardedTensor",

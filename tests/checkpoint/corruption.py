@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint.doctor import examine
+from shardwise.checkpoint.offline import examine
 
 MAX_FILE_BYTES = 3_000_000
 

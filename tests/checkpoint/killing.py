@@ -17,8 +17,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.directory import MARKER, is_complete
-from shardwise.checkpoint.doctor import examine
-from shardwise.checkpoint.remote import folder_at
+from shardwise.checkpoint.offline import examine
+from shardwise.checkpoint.stores import folder_at
 
 ROUNDS = 16
 RETENTION = sw.Retention(last=2)

@@ -13,12 +13,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import save as save_module
-from shardwise.checkpoint.collect import axis_of
-from shardwise.checkpoint.peers import Peers, peers_of
+from shardwise.checkpoint.collect import HostCopies, TensorSlice, axis_of
+from shardwise.checkpoint.coordination import Coordinator, coordinator_of
 from shardwise.checkpoint.save import Save
-from shardwise.checkpoint.shares import Share
-from shardwise.checkpoint.staging import Staging
-from shardwise.checkpoint.write import Task, write
+from shardwise.checkpoint.write import WriteJob, write
 from tests.checkpoint.training import Training, differing, digests
 from tests.ranks import run_on
 from tests.runtime.one_process import rank
@@ -40,21 +38,21 @@ def test_each_of_several_holds_its_own(tmp_path: Path) -> None:
 
 def test_memory_is_kept_and_lent_once() -> None:
     values = torch.arange(4.0)
-    shares = {"model": {"weight": Share(3, values), "bias": Share(0, torch.ones(2))}}
-    staging = Staging()
-    first = staging.lend(shares)
+    shares = {"model": {"weight": TensorSlice(3, values), "bias": TensorSlice(0, torch.ones(2))}}
+    copies = HostCopies()
+    first = copies.copy(shares)
     place = first["model"]["weight"].elements.data_ptr()
-    staging.take_back(first)
+    copies.reclaim(first)
     values += 1
-    again = staging.lend(shares)["model"]["weight"]
+    again = copies.copy(shares)["model"]["weight"]
     assert (again.start, again.elements.data_ptr()) == (3, place)
     assert torch.equal(again.elements, values)
-    under_way = staging.lend(shares)["model"]["weight"]
+    under_way = copies.copy(shares)["model"]["weight"]
     assert under_way.elements.data_ptr() != place
-    staging.take_back({"model": {"weight": again}})
-    wider = {"model": {"weight": Share(0, torch.ones(4, dtype=torch.float64))}}
+    copies.reclaim({"model": {"weight": again}})
+    wider = {"model": {"weight": TensorSlice(0, torch.ones(4, dtype=torch.float64))}}
     assert torch.equal(
-        staging.lend(wider)["model"]["weight"].elements, wider["model"]["weight"].elements
+        copies.copy(wider)["model"]["weight"].elements, wider["model"]["weight"].elements
     )
 
 
@@ -62,9 +60,11 @@ def test_memory_is_kept_and_lent_once() -> None:
 def test_memory_goes_with_what_waits(call: str, tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     sw.save(tmp_path / "1", model=model, wait=False).wait()
-    staging = peers_of(axis_of([model]), model).staging
-    lent = staging.lend({"model": {"weight": Share(0, torch.ones(6))}})["model"]["weight"].elements
-    staging.take_back({"model": {"weight": Share(0, lent)}})
+    copies = coordinator_of(axis_of([model]), model).host_copies
+    lent = copies.copy({"model": {"weight": TensorSlice(0, torch.ones(6))}})["model"][
+        "weight"
+    ].elements
+    copies.reclaim({"model": {"weight": TensorSlice(0, lent)}})
     kept = weakref.ref(lent)
     del lent
     assert kept() is not None
@@ -83,9 +83,9 @@ def test_one_that_nobody_waited_for_keeps_its_memory(
     expected = model.weight.detach().clone()
     gate = threading.Event()
 
-    def write_later(task: Task, peers: Peers) -> None:
+    def write_later(job: WriteJob, ranks: Coordinator) -> None:
         _pass(gate)
-        write(task, peers)
+        write(job, ranks)
 
     def interrupt(_: Save) -> None:
         raise KeyboardInterrupt

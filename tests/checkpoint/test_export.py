@@ -55,13 +55,13 @@ def test_mistakes(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["export", str(saved), str(tmp_path / "out"), "--format", "onnx"]) == 1
     assert "expected one of hf, dcp, torch" in capsys.readouterr().err
     assert main(["export", str(saved), str(saved)]) == 1
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     content = bytearray((saved / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (saved / "model.safetensors").write_bytes(content)
     assert main(["export", str(saved), str(tmp_path / "out")]) == 1
     assert not list(tmp_path.glob("out*")), "something was left"
-    assert "not saved so" in " ".join(capsys.readouterr().err.split())
+    assert "differ from what was saved" in " ".join(capsys.readouterr().err.split())
 
 
 def _save(path: Path) -> None:

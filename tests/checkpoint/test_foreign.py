@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from shardwise.checkpoint.export import export
+from shardwise.checkpoint.offline import export
 from tests.ranks import run_on
 from tests.runtime.one_process import full, rank
 
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     with pytest.raises(sw.CheckpointError, match="expected a dict, got a list"):
         sw.load(tmp_path / "list", model=model, source="torch")
     (tmp_path / "noise").write_bytes(b"noise")
-    with pytest.raises(sw.CheckpointError, match="no state dict of torch"):
+    with pytest.raises(sw.CheckpointError, match="not a state dict of torch"):
         sw.load(tmp_path / "noise", model=model, source="torch")
     with pytest.raises(sw.CheckpointError, match="metadata is missing"):
         sw.load(tmp_path, model=model, source="dcp")

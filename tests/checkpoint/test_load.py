@@ -46,13 +46,13 @@ def test_partial_loads_are_asked_for(tmp_path: Path) -> None:
 def test_shapes_and_dtypes(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
     sw.save(tmp_path / "x", model=model)
-    with pytest.raises(sw.CheckpointError, match=r"weight: \(3, 5\), found \(3, 4\)"):
+    with pytest.raises(sw.CheckpointError, match=r"weight: expected \(3, 5\), found \(3, 4\)"):
         sw.load(tmp_path / "x", model=nn.Linear(5, 3), strict=False)
     wider = nn.Linear(4, 3, dtype=torch.float64)
     report = sw.load(tmp_path / "x", model=wider).report
     assert report.retyped == [
-        "weight: torch.float64, found torch.float32",
-        "bias: torch.float64, found torch.float32",
+        "weight: expected torch.float64, found torch.float32",
+        "bias: expected torch.float64, found torch.float32",
     ]
     assert torch.equal(wider.weight, model.weight.double())
     narrower = nn.Linear(4, 3, dtype=torch.bfloat16)
@@ -69,11 +69,11 @@ def test_an_optimizer_with_other_parameters(tmp_path: Path) -> None:
         sw.load(tmp_path / "x", model=model, optimizer=torch.optim.SGD([model.weight]))
     groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
     swapped = torch.optim.SGD(groups)
-    with pytest.raises(sw.CheckpointError, match=r"param_groups: of 2 groups of 1, 1, found 1"):
+    with pytest.raises(sw.CheckpointError, match=r"param_groups: expected 2 groups of 1, 1, found 1"):
         sw.load(tmp_path / "x", model=model, optimizer=swapped)
-    with pytest.raises(sw.CheckpointError, match="not one of the model's"):
+    with pytest.raises(sw.CheckpointError, match="is not one of the model's"):
         sw.save(tmp_path / "y", model=model, optimizer=torch.optim.SGD([torch.ones(2)]))
-    with pytest.raises(sw.CheckpointError, match="scheduler: not in the checkpoint, which has"):
+    with pytest.raises(sw.CheckpointError, match="scheduler: not in the checkpoint, which contains"):
         sw.load(tmp_path / "x", model=model, scheduler=1)
 
 

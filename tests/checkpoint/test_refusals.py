@@ -15,9 +15,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import write
-from shardwise.checkpoint.crc import crc32
-from shardwise.checkpoint.doctor import examine
-from shardwise.checkpoint.export import export
+from shardwise.checkpoint.checksums import crc32
+from shardwise.checkpoint.offline import examine, export
 
 # -- paths ---------------------------------------------------------------------------------------
 

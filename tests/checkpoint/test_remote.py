@@ -14,11 +14,11 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import upload
-from shardwise.checkpoint.doctor import examine
-from shardwise.checkpoint.files import File, Spec
-from shardwise.checkpoint.remote import folder_at
-from shardwise.checkpoint.sources import read_manifest
-from shardwise.checkpoint.upload import deal
+from shardwise.checkpoint.format import File, Spec
+from shardwise.checkpoint.offline import examine
+from shardwise.checkpoint.read import read_manifest
+from shardwise.checkpoint.stores import folder_at
+from shardwise.checkpoint.upload import assign_files
 from shardwise.cli import main
 from tests.checkpoint.s3 import FakeS3, reach, serving
 from tests.checkpoint.training import Training, differing, digests, options_for
@@ -68,9 +68,9 @@ def test_large_tensors_whose_cuts_are_inside_blocks(
 
 def test_files_are_dealt_by_bytes() -> None:
     files = [File(str(size), (Spec("x", "U8", (size,)),)) for size in (10, 4000, 3000, 900, 2000)]
-    names = [[file.name for file in row] for row in deal(files, 2)]
+    names = [[file.name for file in row] for row in assign_files(files, 2)]
     assert names == [["4000", "900", "10"], ["3000", "2000"]]
-    assert deal(files[:1], 2) == [files[:1], []]
+    assert assign_files(files[:1], 2) == [files[:1], []]
 
 
 def test_other_stores(tmp_path: Path) -> None:
@@ -141,11 +141,11 @@ def test_damage_is_named(s3: FakeS3, capsys: pytest.CaptureFixture[str]) -> None
     assert f"{url}: whole" in capsys.readouterr().out
     name = "run/x/model.safetensors"
     s3.objects[name] = s3.objects[name][:-1] + bytes([s3.objects[name][-1] ^ 1])
-    with pytest.raises(sw.CheckpointDamaged, match="weight: among its bytes"):
+    with pytest.raises(sw.CheckpointDamaged, match="weight: bytes 0 to 1048576 differ"):
         sw.load(url, model=model)
     del s3.objects["run/x/rng.safetensors"]
     s3.objects["run/x/more.safetensors"] = b""
-    with pytest.raises(sw.CheckpointDamaged, match=f"{url}/rng.safetensors: missing; it has value"):
+    with pytest.raises(sw.CheckpointDamaged, match=f"{url}/rng.safetensors: missing; it contains value"):
         sw.load(url, model=model)
     assert main(["doctor", url]) == 1
     told = capsys.readouterr().err
@@ -157,10 +157,10 @@ def test_damage_is_named(s3: FakeS3, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_what_is_no_checkpoint_is_told(s3: FakeS3) -> None:
     model = nn.Linear(2, 3)
-    with pytest.raises(sw.CheckpointError, match="s3://bucket/run: no checkpoint: no such"):
+    with pytest.raises(sw.CheckpointError, match="s3://bucket/run: not a checkpoint: no such"):
         sw.load("s3://bucket/run", model=model)
     sw.save("s3://bucket/run/step-1/", model=model)
-    with pytest.raises(sw.CheckpointError, match="some inside it, such as s3://bucket/run/step-1 "):
+    with pytest.raises(sw.CheckpointError, match="it contains checkpoints, such as s3://bucket/run/step-1 "):
         sw.load("s3://bucket/run", model=model)
     with pytest.raises(sw.CheckpointError, match="contains a complete checkpoint"):
         sw.save("s3://bucket/run/step-1", model=model)
@@ -172,9 +172,9 @@ def test_what_is_no_checkpoint_is_told(s3: FakeS3) -> None:
         assert loaded.bytes_read == 36
     s3.objects["run/step-1/checkpoint.json.partial"] = b""
     del s3.objects["run/step-1/checkpoint.json"]
-    with pytest.raises(sw.CheckpointError, match="remains of a save that did not end"):
+    with pytest.raises(sw.CheckpointError, match="a save that is unfinished or was killed"):
         sw.load("s3://bucket/run/step-1", model=model)
-    with pytest.raises(sw.CheckpointError, match="source='dcp' reads files of this machine alone"):
+    with pytest.raises(sw.CheckpointError, match="source='dcp' reads local files only"):
         sw.load("s3://bucket/run", model=model, source="dcp")
 
 
@@ -273,7 +273,7 @@ def _read_wide(endpoint: str, url: str) -> int:
 def _grow(url: str) -> int:
     model = nn.Linear(1024, WIDE // 1024, bias=False)
     sw.fully_shard(model)
-    sw.save(f"{url}-first", model=nn.Linear(2, 3))  # which has what is loaded once
+    sw.save(f"{url}-first", model=sw.fully_shard(nn.Linear(1024, 16)))  # imports, threads, links
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
     before = _peak()
     sw.save(url, model=model)

@@ -15,7 +15,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint import directory, write
 from shardwise.checkpoint.directory import MARKER, Owner
-from shardwise.checkpoint.storage import Folder
+from shardwise.checkpoint.stores import Folder
 
 
 def test_keeps_the_newest_and_every_nth(tmp_path: Path) -> None:

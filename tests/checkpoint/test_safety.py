@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint.doctor import examine
-from shardwise.checkpoint.remote import folder_at
-from shardwise.checkpoint.sources import read_manifest
+from shardwise.checkpoint.offline import examine
+from shardwise.checkpoint.read import read_manifest
+from shardwise.checkpoint.stores import folder_at
 from shardwise.cli import main
 from tests.checkpoint.corruption import find_unseen
 from tests.checkpoint.training import Training
@@ -69,15 +69,15 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
     with pytest.raises(sw.CheckpointError, match="no such directory"):
         sw.load(tmp_path / "nothing", model=model)
     sw.save(tmp_path / "step-1", model=model)
-    with pytest.raises(sw.CheckpointError, match=r"some inside it, such as .*step-1"):
+    with pytest.raises(sw.CheckpointError, match=r"it contains checkpoints, such as .*step-1"):
         sw.load(tmp_path, model=model)
     (tmp_path / "step-1" / "checkpoint.json").rename(
         tmp_path / "step-1" / "checkpoint.json.partial"
     )
-    with pytest.raises(sw.CheckpointError, match="remains of a save that did not end"):
+    with pytest.raises(sw.CheckpointError, match="a save that is unfinished or was killed"):
         sw.load(tmp_path / "step-1", model=model)
     (tmp_path / "step-1" / "checkpoint.json.partial").unlink()
-    with pytest.raises(sw.CheckpointError, match=r"checkpoint\.json is missing; .* source='hf'"):
+    with pytest.raises(sw.CheckpointError, match=r"checkpoint\.json is missing; pass source='hf'"):
         sw.load(tmp_path / "step-1", model=model)
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(sw.CheckpointError, match="Not a directory"):
@@ -95,7 +95,7 @@ def test_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(tmp_path / "x")]) == 1
     told = capsys.readouterr().err
     assert "weight of model: bytes 0 to 24 are damaged" in told
-    assert "rng.safetensors: missing; it has value" in told
+    assert "rng.safetensors: missing; it contains value" in told
 
 
 def _names(folder: Path) -> list[str]:
@@ -118,7 +118,7 @@ def _load_damaged(path: Path) -> None:
         content[file.offsets[name] + 3] ^= 4
         (path / file.name).write_bytes(content)
     dist.barrier()
-    with pytest.raises(sw.CheckpointDamaged, match=f"{name}: among its bytes 0 to 1048576"):
+    with pytest.raises(sw.CheckpointDamaged, match=f"{name}: bytes 0 to 1048576 differ"):
         sw.load(path, model=training.model)
     with pytest.raises(sw.CheckpointError, match="no such directory"):
         sw.load(path / "elsewhere", model=training.model)
@@ -150,7 +150,7 @@ def _fail_and_go_on(folder: Path) -> None:
     sw.save(folder / "step-1", model=training.model)
     assert examine(folder / "step-1") == []
     missing = folder / "step-0" if rank() == 0 else folder / "step-1"
-    with pytest.raises(sw.CheckpointError, match="to do something else"):
+    with pytest.raises(sw.CheckpointError, match=r"but rank \d is not"):
         sw.load(missing, model=training.model)
 
 

@@ -1,4 +1,4 @@
-"""What is saved: modules, optimizers and other state as components with named tensors."""
+"""What a save writes: values as components with named tensors, and this rank's slice of each."""
 
 import re
 from collections.abc import Mapping
@@ -11,8 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import tree
-from shardwise.checkpoint.files import Spec, spec_of
+from shardwise.checkpoint.checksums import BLOCK_BYTES
+from shardwise.checkpoint.format import Spec, spec_of
 from shardwise.errors import CheckpointError
+from shardwise.plan.layout import Run
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.runtime.mesh import DataParallelMesh, resolve_mesh
 from shardwise.runtime.module import FSDPModule
@@ -20,21 +22,27 @@ from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = [
     "Collected",
+    "HostCopies",
+    "TensorSlice",
     "axis_of",
-    "check_idle",
+    "bytes_of",
     "check_name",
+    "check_sharded",
+    "check_storable",
     "collect",
+    "own_slice",
     "parameter_names",
+    "slice_to_write",
     "specs_of",
     "tensors_of",
 ]
 
-_MAX_NAME_BYTES = 200  # file systems take 255
+_MAX_NAME_BYTES = 200  # file systems allow 255
 
 
 @dataclass
 class Collected:
-    """A component: its tensors by name, and the rest of it as JSON."""
+    """A component before it is written: its tensors by name, and everything else as JSON."""
 
     kind: str
     tree: Any
@@ -42,15 +50,34 @@ class Collected:
     aliases: dict[str, str] = field(default_factory=dict)
 
 
+def collect(name: str, value: Any, model: nn.Module) -> Collected:
+    """The component of ``value``, which was passed to `save` as ``name``.
+
+    Raises:
+        CheckpointError: it cannot be saved; names the key.
+    """
+    match value:
+        case nn.Module():
+            check_sharded(value)
+            tensors, aliases = tensors_of(value)
+            return Collected("module", None, tensors, aliases)
+        case Optimizer():
+            return _encoded("optimizer", _by_name(value, model), name)
+        case _ if callable(getattr(value, "state_dict", None)):
+            return _encoded("object", value.state_dict(), name)
+        case _:
+            return _encoded("data", value, name)
+
+
 def specs_of(name: str, collected: Collected) -> list[Spec]:
-    """The tensors of the component ``name`` as files describe them.
+    """The tensors of the component ``name``, as files describe them.
 
     Raises:
         CheckpointError: one of them cannot be saved; names it.
     """
     try:
         for key, tensor in collected.tensors.items():
-            _check_storable(key, tensor)
+            check_storable(key, tensor)
         return [spec_of(key, tensor) for key, tensor in collected.tensors.items()]
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from error
@@ -70,29 +97,23 @@ def check_name(name: str) -> None:
         )
 
 
-def collect(name: str, value: Any, model: nn.Module) -> Collected:
-    """``value``, which is called ``name`` in the checkpoint, taken apart.
+def check_storable(key: str, tensor: Tensor) -> None:
+    """Refuse a tensor that has no dense elements on this rank.
 
     Raises:
-        CheckpointError: it cannot be saved; names what of it.
+        CheckpointError: names it.
     """
-    match value:
-        case nn.Module():
-            check_idle(value)
-            tensors, aliases = tensors_of(value)
-            return Collected("module", None, tensors, aliases)
-        case Optimizer():
-            return _encoded("optimizer", _by_name(value, model), name)
-        case _ if callable(getattr(value, "state_dict", None)):
-            return _encoded("object", value.state_dict(), name)
-        case _:
-            return _encoded("data", value, name)
+    if type(tensor) is DTensor:  # of torch; a ShardedTensor is saved
+        raise CheckpointError(f"{key}: a DTensor cannot be saved; pass its full_tensor()")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
+        raise CheckpointError(f"{key}: a {kind} tensor cannot be saved; expected a dense one")
 
 
 def tensors_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Its parameters and persistent buffers, and the other names of tied ones.
 
-    Of several names the first one counts, as in ``named_parameters()``.
+    A tied tensor is known by its first name, as in ``named_parameters()``.
     """
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -100,8 +121,8 @@ def tensors_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     for name, tensor in module.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
             raise CheckpointError(
-                f"{name}: extra state of a module is saved only if it is a tensor, got a "
-                f"{type(tensor).__name__}; save it beside the model, as in sw.save(..., extra=...)"
+                f"{name}: the extra state of a module must be a tensor, got a "
+                f"{type(tensor).__name__}; save it separately, as in sw.save(..., extra=...)"
             )
         known = first.setdefault(id(tensor), name)
         if known == name:
@@ -115,7 +136,7 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
     """The parameters of ``optimizer`` by their names in ``model``, in the order of the groups.
 
     Raises:
-        CheckpointError: one is not the model's.
+        CheckpointError: the model does not contain one of them.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, Tensor] = {}
@@ -123,16 +144,16 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
                 raise CheckpointError(
-                    f"optimizer, group {number}, parameter {position} of shape "
-                    f"{tuple(parameter.shape)}: not one of the model's; build the optimizer from "
-                    "model.parameters()"
+                    f"optimizer: parameter {position} of group {number}, of shape "
+                    f"{tuple(parameter.shape)}, is not one of the model's; build the optimizer "
+                    "from model.parameters()"
                 )
             found[names[id(parameter)]] = parameter
     return found
 
 
 def axis_of(modules: list[nn.Module]) -> DataParallelMesh:
-    """The ranks that save or load them: those of their shards, or all, which then are replicas."""
+    """The ranks that save or load: those of the shards; all ranks if nothing is sharded."""
     for module in modules:
         for parameter in module.parameters():
             if isinstance(parameter, ShardedTensor):
@@ -140,8 +161,8 @@ def axis_of(modules: list[nn.Module]) -> DataParallelMesh:
     return resolve_mesh(None, STRATEGIES["ddp"])
 
 
-def check_idle(module: nn.Module) -> None:
-    """Refuse a model whose parameters are whole at the moment, as inside a step.
+def check_sharded(module: nn.Module) -> None:
+    """Refuse a model whose parameters are gathered, as they are during a step.
 
     Raises:
         CheckpointError: names one of them.
@@ -152,20 +173,12 @@ def check_idle(module: nn.Module) -> None:
         for name, parameter in unit.named_parameters():
             if not isinstance(parameter, ShardedTensor):
                 raise CheckpointError(
-                    f"{name} is gathered; save and load between steps, outside of sw.gathered"
+                    f"{name} is gathered; save and load between steps, outside sw.gathered"
                 )
 
 
-def _check_storable(key: str, tensor: Tensor) -> None:
-    if type(tensor) is DTensor:  # a ShardedTensor is not one of these
-        raise CheckpointError(f"{key}: a DTensor cannot be saved; pass its full_tensor()")
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
-        raise CheckpointError(f"{key}: a {kind} tensor cannot be saved; expected a dense one")
-
-
 def _by_name(optimizer: Optimizer, model: nn.Module) -> Mapping[str, Any]:
-    """Its state and its groups, with names of parameters in the place of parameters."""
+    """Its state dict, with names instead of parameters."""
     parameters = parameter_names(optimizer, model)
     names = {id(parameter): name for name, parameter in parameters.items()}
     states = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}
@@ -186,3 +199,112 @@ def _encoded(kind: str, value: Any, name: str) -> Collected:
         raise CheckpointError(f"{name}: nested too deeply, or contains itself") from error
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from error
+
+
+# -- slices of tensors ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """Elements of a tensor in row-major order, from ``start`` on."""
+
+    start: int
+    elements: Tensor  # [n]
+
+    @property
+    def start_byte(self) -> int:
+        return self.start * self.elements.itemsize
+
+    @property
+    def stop_byte(self) -> int:
+        return self.start_byte + self.elements.nbytes
+
+
+def own_slice(tensor: Tensor) -> TensorSlice:
+    """The elements of ``tensor`` on this rank, which share its memory if it is contiguous."""
+    if isinstance(tensor, ShardedTensor):
+        return TensorSlice(tensor.sharding.run.start, tensor.to_local().detach())
+    return TensorSlice(0, tensor.detach().reshape(-1))
+
+
+def slice_to_write(tensor: Tensor, number: int, rank: int) -> TensorSlice | None:
+    """The elements that this rank writes of ``tensor``, the ``number``-th of all.
+
+    Together the ranks write each element once. Replicas divide a shard among them. Rank 0 writes
+    what every rank has, such as buffers.
+    """
+    own = own_slice(tensor)
+    if not isinstance(tensor, ShardedTensor):
+        return own if rank == 0 else None
+    part = _part_of_replica(own.elements, number, tensor.sharding.axis)
+    if not len(part):
+        return None
+    return TensorSlice(own.start + part.start, own.elements[part.start : part.stop])
+
+
+def bytes_of(elements: Tensor) -> memoryview:
+    """The bytes of ``elements`` [n]: its own memory if it is contiguous and on the CPU."""
+    array: Any = elements.contiguous().cpu().view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _part_of_replica(elements: Tensor, number: int, axis: DataParallelMesh) -> Run:
+    """The part of a shard that this replica writes."""
+    num_elements = len(elements)
+    copies = axis.num_ranks // axis.size
+    if copies == 1:
+        return Run(0, num_elements)
+    replica = next(i for i, row in enumerate(axis.rows) if axis.group_rank in row)
+    if elements.nbytes < BLOCK_BYTES:  # too small to divide
+        return Run(0, num_elements if number % copies == replica else 0)
+    return Run(num_elements * replica // copies, num_elements * (replica + 1) // copies)
+
+
+_Slices = Mapping[str, Mapping[str, TensorSlice]]  # by component and tensor
+
+
+class HostCopies:
+    """Copies of slices in host memory, which a save with ``wait=False`` writes.
+
+    The memory is kept for the next save: copying into new memory takes twice as long or more.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[str, str], Tensor] = {}
+
+    def copy(self, slices: _Slices) -> dict[str, dict[str, TensorSlice]]:
+        """Copies of ``slices``, whose memory is not reused until `reclaim`."""
+        free, self._free = self._free, {}
+        return {
+            name: {
+                key: TensorSlice(own.start, _copied(own.elements, free.pop((name, key), None)))
+                for key, own in by_key.items()
+            }
+            for name, by_key in slices.items()
+        }
+
+    def reclaim(self, copies: _Slices) -> None:
+        """Reuse the memory of ``copies`` in the next save."""
+        self._free = {
+            (name, key): copy.elements
+            for name, by_key in copies.items()
+            for key, copy in by_key.items()
+        }
+
+    def clear(self) -> None:
+        """Free the memory that is kept."""
+        self._free = {}
+
+
+def _copied(source: Tensor, memory: Tensor | None) -> Tensor:
+    """A copy, in ``memory`` if that fits, and pinned if the source is on a GPU."""
+    pinned = source.device.type != "cpu"
+    fits = (
+        memory is not None
+        and memory.shape == source.shape
+        and memory.dtype is source.dtype
+        and memory.is_pinned() == pinned
+    )
+    if memory is None or not fits:
+        memory = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
+    return memory.copy_(source)

@@ -20,8 +20,7 @@ from typing import overload
 import psutil
 
 from shardwise.checkpoint.manifest import MANIFEST
-from shardwise.checkpoint.remote import folder_at
-from shardwise.checkpoint.storage import Folder
+from shardwise.checkpoint.stores import Folder, folder_at
 from shardwise.errors import CheckpointError
 
 __all__ = [
@@ -199,7 +198,7 @@ def prepare(folder: Folder) -> Owner:
     owner = Owner.current()
     _in_progress.add(owner.token)
     try:
-        folder.make(MARKER, json.dumps(asdict(owner)).encode())
+        folder.create(MARKER, json.dumps(asdict(owner)).encode())
     except BaseException:
         release(owner)
         raise

@@ -1,9 +1,9 @@
-"""Checkpoints that others wrote: Hugging Face's, and two of torch's.
+"""Reading checkpoints of other programs: Hugging Face's, and two formats of torch.
 
-Directories of `torch.distributed.checkpoint` and files of `torch.save` have parts by name
-(``model``, ``optim``, ...), or are a model's state dict and nothing else. An optimizer's states are
-known by the names of parameters, as torch's ``get_state_dict`` gives them, nested or flattened (as
-torchtitan has them).
+Directories of `torch.distributed.checkpoint` and files of `torch.save` contain components by name
+(``model``, ``optim``, ...), or the state dict of a model. The states of an optimizer must be known
+by the names of parameters, as torch's ``get_state_dict`` returns them, nested or flattened (as in
+torchtitan).
 """
 
 import contextlib
@@ -27,66 +27,49 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from shardwise.checkpoint import tree
-from shardwise.checkpoint.crc import BLOCK_BYTES
-from shardwise.checkpoint.files import Spec, spec_of
-from shardwise.checkpoint.opening import Opened, Part
-from shardwise.checkpoint.reader import Reader
-from shardwise.checkpoint.remote import folder_at
-from shardwise.checkpoint.shares import Share, bytes_of
-from shardwise.checkpoint.sources import open_hf
+from shardwise.checkpoint.checksums import BLOCK_BYTES
+from shardwise.checkpoint.collect import TensorSlice, bytes_of
+from shardwise.checkpoint.format import Spec, spec_of
+from shardwise.checkpoint.read import OpenCheckpoint, OpenComponent, Reader, open_hf
+from shardwise.checkpoint.stores import Folder, LocalFolder
 from shardwise.errors import CheckpointDamaged, CheckpointError
 
 __all__ = ["open_foreign"]
 
 _METADATA = ".metadata"
-_OPTIMIZERS = ("optimizer", "optim", "optimizers")  # the first is what `load` calls it
+_OPTIMIZERS = ("optimizer", "optim", "optimizers")  # `load` uses the first
 
 
-class _Specs:
-    """A source that its reader does not read byte by byte."""
-
-    def __init__(self, specs: Mapping[str, Spec]) -> None:
-        self.specs = specs
-
-    read_bytes = BLOCK_BYTES
-
-    def read(self, name: str, start: int, into: memoryview) -> None:
-        raise NotImplementedError(name)
-
-
-def open_foreign(place: str, source: str, cleanup: contextlib.ExitStack) -> Opened:
-    """Open what is at ``place``; files stay open until ``cleanup`` ends.
+def open_foreign(folder: Folder, source: str, cleanup: contextlib.ExitStack) -> OpenCheckpoint:
+    """Open a checkpoint of another program; its files stay open until ``cleanup`` ends.
 
     Raises:
-        CheckpointError: it is no such thing.
+        CheckpointError: ``folder`` does not contain one.
     """
-    match source:
-        case "hf":
-            folder = folder_at(place)
-            places = cleanup.enter_context(contextlib.closing(open_hf(folder)))
-            parts = {"model": Part("module", Reader(places))}
-            return Opened(parts, num_readers=folder.num_readers)
-        case "dcp" | "torch" if "://" in place:
-            raise CheckpointError(f"{place}: source={source!r} reads files of this machine alone")
-        case "dcp":
-            return Opened(_open_dcp(Path(place)))
-        case "torch":
-            return Opened(_open_torch(Path(place)))
-    raise CheckpointError(f"source={source!r}: expected 'shardwise', 'hf', 'dcp' or 'torch'")
+    if source == "hf":
+        tensors = cleanup.enter_context(contextlib.closing(open_hf(folder)))
+        model = OpenComponent("module", Reader(tensors))
+        return OpenCheckpoint({"model": model}, num_readers=folder.num_readers)
+    if source not in ("dcp", "torch"):
+        raise CheckpointError(f"source={source!r}: expected 'shardwise', 'hf', 'dcp' or 'torch'")
+    if not isinstance(folder, LocalFolder):
+        raise CheckpointError(f"{folder}: source={source!r} reads local files only")
+    components = _open_dcp(folder.path) if source == "dcp" else _open_torch(folder.path)
+    return OpenCheckpoint(components)
 
 
 # -- torch.distributed.checkpoint ----------------------------------------------------------------
 
 
-def _open_dcp(path: Path) -> dict[str, Part]:
-    """The parts of a directory that `torch.distributed.checkpoint` wrote, from any sharding.
+def _open_dcp(path: Path) -> dict[str, OpenComponent]:
+    """The components of a directory of `torch.distributed.checkpoint`, with any sharding.
 
     Raises:
-        CheckpointError: ``path`` is none.
+        CheckpointError: ``path`` is not one.
     """
     if not (path / _METADATA).is_file():
         raise CheckpointError(
-            f"{path}: no checkpoint of torch.distributed.checkpoint: {_METADATA} is missing"
+            f"{path}: not a checkpoint of torch.distributed.checkpoint: {_METADATA} is missing"
         )
     files = FileSystemReader(path)
     metadata = files.read_metadata()
@@ -97,13 +80,13 @@ def _open_dcp(path: Path) -> dict[str, Part]:
         first, *rest = paths.get(key, (key,))
         name, inner = (first, tuple(rest)) if rest else ("model", (first,))
         nested.setdefault(_own_name(name), {})[inner] = key
-    return {name: _part(name, inner, files, metadata) for name, inner in nested.items()}
+    return {name: _dcp_component(name, inner, files, metadata) for name, inner in nested.items()}
 
 
-def _part(
+def _dcp_component(
     name: str, keys: Mapping[tuple[Any, ...], str], files: FileSystemReader, metadata: Metadata
-) -> Part:
-    """A part of a checkpoint, whose entries have ``keys`` there."""
+) -> OpenComponent:
+    """A component, whose entries have the given keys in the checkpoint, by their path."""
     stored, specs = {}, {}
     whole: dict[Any, Any] = {}
     for path, key in keys.items():
@@ -118,14 +101,26 @@ def _part(
         _put(whole, path, value)
     reader = _DistributedReader(files, stored, specs)
     if name == _OPTIMIZERS[0]:
-        return Part("optimizer", reader, _named(_with_lists(whole)))
+        return OpenComponent("optimizer", reader, _named(_with_lists(whole)))
     if len(specs) == len(keys):
-        return Part("module", reader)
-    return Part("object", reader, _with_lists(whole))
+        return OpenComponent("module", reader)
+    return OpenComponent("object", reader, _with_lists(whole))
+
+
+class _UnreadSource:
+    """The tensors of a `_DistributedReader`, which reads them itself."""
+
+    read_bytes = BLOCK_BYTES
+
+    def __init__(self, specs: Mapping[str, Spec]) -> None:
+        self.specs = specs
+
+    def read(self, name: str, start: int, content: memoryview) -> None:
+        raise NotImplementedError(name)
 
 
 class _DistributedReader(Reader):
-    """Reads the rows of a tensor in which a run lies, whichever ranks wrote them."""
+    """Reads the rows that contain a slice of a tensor, whichever ranks wrote them."""
 
     def __init__(
         self,
@@ -133,31 +128,31 @@ class _DistributedReader(Reader):
         stored: Mapping[str, tuple[str, TensorStorageMetadata]],
         specs: Mapping[str, Spec],
     ) -> None:
-        """``stored`` are the keys and descriptions of tensors by their names."""
-        super().__init__(_Specs(specs))
+        """``stored`` has the key and the description of each tensor, by its name."""
+        super().__init__(_UnreadSource(specs))
         self._files = files
         self._stored = stored
 
-    def read(self, name: str, into: Share) -> None:
-        if not len(into.elements):
+    def read(self, name: str, target: TensorSlice) -> None:
+        if not len(target.elements):
             return
         key, stored = self._stored[name]
-        stop = into.start + len(into.elements)
+        stop = target.start + len(target.elements)
         row = prod(stored.size[1:])
-        first, last = into.start // row, -(-stop // row)
+        first, last = target.start // row, -(-stop // row)
         size = torch.Size((last - first, *stored.size[1:])) if stored.size else stored.size
         rows = torch.empty(size, dtype=stored.properties.dtype)
         at = torch.Size((first, *(0 for _ in size[1:]))) if size else size
         items = create_read_items_for_chunk_list(key, stored, [ChunkStorageMetadata(at, size)])
         if sum(prod(item.lengths) for item in items) != rows.numel():
-            raise CheckpointDamaged(f"{name}: parts of it are in no file")
+            raise CheckpointDamaged(f"{name}: no file contains all of it")
         _read(self._files, items, _Rows(rows), name)
-        into.elements.copy_(rows.view(-1)[into.start - first * row : stop - first * row])
-        self.bytes_read += len(into.elements) * rows.itemsize
+        target.elements.copy_(rows.view(-1)[target.start - first * row : stop - first * row])
+        self.bytes_read += len(target.elements) * rows.itemsize
 
 
 class _Rows(DefaultLoadPlanner):
-    """Puts what is read into ``rows``."""
+    """Reads into ``rows``."""
 
     def __init__(self, rows: Tensor) -> None:
         super().__init__()
@@ -176,11 +171,11 @@ class _Rows(DefaultLoadPlanner):
 
 
 class _Value(DefaultLoadPlanner):
-    """Keeps what is read."""
+    """Keeps the value that is read."""
 
     value: Any = None
 
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:  # noqa: ARG002 - there is one
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:  # noqa: ARG002 - there is only one
         self.value = torch.load(value, weights_only=True)
 
 
@@ -197,43 +192,44 @@ def _read(
 ) -> None:
     try:
         files.read_data(LoadPlan(items), planner).wait()
-    except Exception as error:  # torch says of damage what its unpickler met
+    except Exception as error:  # torch raises whatever its unpickler does
         raise CheckpointDamaged(f"{name}: cannot be read: {error}") from error
 
 
 # -- torch.save ----------------------------------------------------------------------------------
 
 
-def _open_torch(path: Path) -> dict[str, Part]:
-    """The parts of a file of `torch.save`; its tensors are not read before they are needed.
+def _open_torch(path: Path) -> dict[str, OpenComponent]:
+    """The components of a file of `torch.save`, whose tensors are mapped into memory.
 
     Raises:
-        CheckpointError: ``path`` is none, or has more in it than tensors and plain data.
+        CheckpointError: ``path`` is not one, or contains more than tensors and plain data.
     """
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # torch says of damage what its unpickler met
-        raise CheckpointError(f"{path}: no state dict of torch.save: {error}") from error
+    except Exception as error:  # torch raises whatever its unpickler does
+        raise CheckpointError(f"{path}: not a state dict of torch.save: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a dict, got a {type(content).__name__}")
     if any(isinstance(value, Tensor) for value in content.values()):
         content = {"model": content}
-    return {_own_name(name): _part_of(_own_name(name), value) for name, value in content.items()}
+    named = {_own_name(name): value for name, value in content.items()}
+    return {name: _component_of(name, value) for name, value in named.items()}
 
 
-def _part_of(name: str, value: Any) -> Part:
+def _component_of(name: str, value: Any) -> OpenComponent:
     tensors: dict[str, Tensor] = {}
     if isinstance(value, dict) and value and all(isinstance(v, Tensor) for v in value.values()):
-        return Part("module", Reader(_Tensors(value)))
+        return OpenComponent("module", Reader(_Tensors(value)))
     encoded = tree.encode(value, tensors)
     reader = Reader(_Tensors(tensors))
     if name == _OPTIMIZERS[0]:
-        return Part("optimizer", reader, _named(encoded))
-    return Part("object" if isinstance(value, dict) else "data", reader, encoded)
+        return OpenComponent("optimizer", reader, _named(encoded))
+    return OpenComponent("object" if isinstance(value, dict) else "data", reader, encoded)
 
 
 class _Tensors:
-    """A source of tensors that are there, in memory or in a file that is mapped into it."""
+    """A source of tensors in memory, or in a file that is mapped into it."""
 
     read_bytes = BLOCK_BYTES
 
@@ -241,11 +237,11 @@ class _Tensors:
         self.specs: Mapping[str, Spec] = {name: spec_of(name, t) for name, t in tensors.items()}
         self._flat = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
 
-    def read(self, name: str, start: int, into: memoryview) -> None:
-        into[:] = bytes_of(self._flat[name])[start : start + into.nbytes]
+    def read(self, name: str, start: int, content: memoryview) -> None:
+        content[:] = bytes_of(self._flat[name])[start : start + content.nbytes]
 
 
-# -- what is in them -----------------------------------------------------------------------------
+# -- names and structure --------------------------------------------------------------------------
 
 
 def _own_name(name: str) -> str:
@@ -259,7 +255,7 @@ def _put(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_lists(nested: Any) -> Any:
-    """Dicts whose keys are positions become lists."""
+    """Turn dicts whose keys are positions into lists."""
     if not isinstance(nested, dict):
         return nested
     inner = {key: _with_lists(value) for key, value in nested.items()}
@@ -269,23 +265,23 @@ def _with_lists(nested: Any) -> Any:
 
 
 def _named(states: Any) -> Any:
-    """An optimizer's states by the names of parameters, however they were flattened.
+    """The states of an optimizer by the names of parameters, nested or flattened.
 
     Raises:
-        CheckpointError: they are by number.
+        CheckpointError: they are known by number.
     """
     if not isinstance(states.get("state", {}), dict) or "param_groups" not in states:
         states = _unflattened(states)
     if any(name == "$dict" or name.isdigit() for name in states.get("state", {})):
         raise CheckpointError(
-            "the optimizer's states are known by number; save what torch's get_state_dict returns, "
-            "which knows them by the names of parameters"
+            "the optimizer's states are known by number; save the result of torch's "
+            "get_state_dict, which has the names of parameters"
         )
     return {"state": {}, "param_groups": [], **states}
 
 
 def _unflattened(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Of ``state.PARAMETER.KEY`` and ``param_groups.PARAMETER.OPTION``."""
+    """Nest ``state.PARAMETER.KEY`` and ``param_groups.PARAMETER.OPTION``."""
     by_kind: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     for path, value in states.items():
         kind, _, rest = path.partition(".")

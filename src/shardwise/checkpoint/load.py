@@ -1,4 +1,4 @@
-"""`load`: every rank reads the bytes that it keeps, and no others."""
+"""`load`: every rank reads the bytes of its own shards."""
 
 import contextlib
 import os
@@ -12,17 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint import crc, tree
-from shardwise.checkpoint.collect import axis_of
+from shardwise.checkpoint import tree
+from shardwise.checkpoint.checksums import decode_parts, encode_parts
+from shardwise.checkpoint.collect import axis_of, own_slice
+from shardwise.checkpoint.coordination import coordinator_of
 from shardwise.checkpoint.foreign import open_foreign
-from shardwise.checkpoint.opening import Opened, Part, open_checkpoint
-from shardwise.checkpoint.peers import peers_of
-from shardwise.checkpoint.reader import Reader
-from shardwise.checkpoint.remote import folder_at
-from shardwise.checkpoint.report import Report
-from shardwise.checkpoint.shares import own_run
-from shardwise.checkpoint.states import States
-from shardwise.checkpoint.targets import Choice, Target, match_module
+from shardwise.checkpoint.matching import (
+    LoadReport,
+    OptimizerStates,
+    Selection,
+    Target,
+    match_module,
+)
+from shardwise.checkpoint.read import OpenCheckpoint, OpenComponent, Reader, open_checkpoint
+from shardwise.checkpoint.stores import folder_at
 from shardwise.errors import CheckpointError
 from shardwise.runtime.tensor import ShardedTensor
 
@@ -31,16 +34,16 @@ __all__ = ["Loaded", "load"]
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` has done.
+    """The result of `load`.
 
     Attributes:
         state: the plain data that were saved, by name.
-        report: what did not fit exactly, and was allowed.
-        bytes_read: of tensors, by this rank.
+        report: differences that were allowed.
+        bytes_read: bytes of tensors that this rank read.
     """
 
     state: dict[str, Any]
-    report: Report
+    report: LoadReport
     bytes_read: int
 
 
@@ -56,113 +59,119 @@ def load(
     source: Literal["shardwise", "hf", "dcp", "torch"] = "shardwise",
     **state: Any,
 ) -> Loaded:
-    """Load a checkpoint, written by any number of ranks; all ranks have to call this.
+    """Load a checkpoint that any number of ranks has written. Every rank must call this.
 
-    Each rank reads the bytes of its own shards, straight into them, and every byte is checked.
-    Values of 16-bit files become those of 32-bit masters as they are read. After an error that is
-    a `CheckpointDamaged` the model may have values of the checkpoint in it; after any other it is
-    as it was.
+    Each rank reads the bytes of its own shards directly into them, and every byte is checked.
+    Values in 16 bits are converted to a float32 master as they are read. After a
+    `CheckpointDamaged` the model may contain some values of the checkpoint; after any other error
+    it is unchanged.
 
     Args:
-        path: the directory of a complete checkpoint, or its URL; `latest` finds the newest.
-        model: sharded by `fully_shard`, by any strategy, or plain.
-        optimizer: of the model's parameters. It takes the saved options (the learning rate), too.
-        strict: False leaves out what is only here or only there; the report lists it.
-        only: patterns of names, as in fnmatch, of the tensors and the parameters' states to load.
-        cast: whether values may be rounded to the dtype that is here.
-        source: what else there may be in ``path``, without checksums: ``"hf"``, the weights of a
-            Hugging Face directory or of one safetensors file; ``"dcp"``, a directory of
-            ``torch.distributed.checkpoint``; ``"torch"``, a file of ``torch.save``. In the last two
-            are state dicts by name (``model``, ``optim``), or that of a model. Optimizer states
-            have the names of parameters, as torch's ``get_state_dict`` gives them.
-        state: what `save` was given by these names: modules, optimizers, and objects with
+        path: the directory or URL of a complete checkpoint; `latest` finds the newest one.
+        model: sharded by `fully_shard` with any strategy, or not sharded.
+        optimizer: of the model's parameters. Its options, such as the learning rate, are restored.
+        strict: False ignores names that exist only here or only in the checkpoint, and reports
+            them.
+        only: patterns, as in fnmatch, for the names of the tensors and of the parameters whose
+            states are loaded.
+        cast: whether values may be rounded to the dtype of the model.
+        source: the format, of which only ``"shardwise"`` has checksums. ``"hf"``: the weights in a
+            Hugging Face directory or in one safetensors file. ``"dcp"``: a directory of
+            ``torch.distributed.checkpoint``. ``"torch"``: a file of ``torch.save``. The last two
+            contain state dicts by name (``model``, ``optim``), or that of a model. Optimizer states
+            must be known by the names of parameters, as torch's ``get_state_dict`` returns them.
+        state: what was passed to `save` under these names: modules, optimizers, and objects with
             ``load_state_dict()``. Plain data are returned instead.
 
     Raises:
-        CheckpointError: on every rank: there is no complete checkpoint, or it does not fit; lists
+        CheckpointError: on every rank: there is no complete checkpoint, or it does not match; lists
             missing, unexpected, reshaped and re-typed tensors.
-        CheckpointDamaged: a byte is not the one that was saved; names the tensor.
+        CheckpointDamaged: a byte differs from what was saved; names the tensor.
     """
-    where = str(folder_at(path))
+    folder = folder_at(path)
+    where = str(folder)
     given = {"model": model, "optimizer": optimizer, **state}
     values = {name: value for name, value in given.items() if value is not None}
     modules = [value for value in values.values() if isinstance(value, nn.Module)]
     axis = axis_of(modules)
     device = next((p.device for m in modules for p in m.parameters()), torch.device("cpu"))
-    peers = peers_of(axis, modules[0] if modules else None)
-    peers.meet(axis, device, f"load {where}")
-    peers.settle()
-    peers.staging.release()
-    choice = Choice(None if only is None else tuple(only), strict, cast)
+    ranks = coordinator_of(axis, modules[0] if modules else None)
+    ranks.agree(axis, device, f"load {where}")
+    ranks.finish_pending()
+    ranks.host_copies.clear()
+    selection = Selection(None if only is None else tuple(only), strict, cast)
     with contextlib.ExitStack() as cleanup:
-        with peers.together("open the checkpoint"):
+        with ranks.raises_together("open the checkpoint"):
             opened = (
-                open_checkpoint(folder_at(where), cleanup)
+                open_checkpoint(folder, cleanup)
                 if source == "shardwise"
-                else open_foreign(where, source, cleanup)
+                else open_foreign(folder, source, cleanup)
             )
-            plan = _Plan(opened, model, choice)
+            plan = _LoadPlan(opened, model, selection)
             for name, value in values.items():
                 plan.add(name, value)
-            plan.report.check(where, strict=strict, cast=cast)
-        peers.meet(axis, device, f"load {plan.names} of {where}")
-        with peers.together("read"):
+            plan.report.check(where, selection)
+        ranks.agree(axis, device, f"load {plan.names} of {where}")
+        with ranks.raises_together("read"):
             plan.read()
-        told = peers.exchange(crc.encode(opened.unchecked))
-        opened.check([part for parts in told for part in crc.decode(parts)])
-    with peers.together("assign what was read"):
+        parts = ranks.all_gather(encode_parts(opened.unchecked))
+        opened.check([part for encoded in parts for part in decode_parts(encoded)])
+    with ranks.raises_together("assign what was read"):
         plan.finish()
     return Loaded(plan.state, plan.report, opened.bytes_read)
 
 
-class _Plan:
-    """What is read where, and what is done when all has been read."""
+class _LoadPlan:
+    """What is read, and what is assigned after everything has been read."""
 
-    def __init__(self, opened: Opened, model: nn.Module | None, choice: Choice) -> None:
-        self._parts = opened.parts
-        self._num_readers = opened.num_readers
-        self.report = Report()
+    def __init__(
+        self, opened: OpenCheckpoint, model: nn.Module | None, selection: Selection
+    ) -> None:
+        self.report = LoadReport()
         self.state: dict[str, Any] = {}
+        self._components = opened.components
+        self._num_readers = opened.num_readers
         self._model = model
-        self._choice = choice
+        self._selection = selection
         self._targets: list[tuple[Reader, Target]] = []
-        self._whole: list[tuple[Part, Callable[[Any], None]]] = []  # read as it is
+        self._states: list[OptimizerStates] = []
+        # Components that are decoded as they are, and what takes their values.
+        self._whole: list[tuple[OpenComponent, Callable[[Any], None]]] = [
+            (component, partial(self.state.__setitem__, name))
+            for name, component in opened.components.items()
+            if component.kind == "data"
+        ]
         self._decoded: list[tuple[Callable[[Any], None], Any]] = []
-        self._states: list[States] = []
-        for name, part in opened.parts.items():
-            if part.kind == "data":
-                self._whole.append((part, partial(self.state.__setitem__, name)))
 
     def add(self, name: str, value: Any) -> None:
-        """``value`` takes what was saved as ``name``."""
-        part = self._parts.get(name)
-        if part is None:
-            known = ", ".join(sorted(self._parts))
-            raise CheckpointError(f"{name}: not in the checkpoint, which has {known}")
-        match part.kind, value:
+        """Load the component ``name`` into ``value``."""
+        component = self._components.get(name)
+        if component is None:
+            known = ", ".join(sorted(self._components))
+            raise CheckpointError(f"{name}: not in the checkpoint, which contains {known}")
+        match component.kind, value:
             case "module", nn.Module():
-                self._extend(
-                    part,
-                    match_module(value, part.specs, part.aliases, self._choice, self.report),
-                )
+                specs, aliases = component.specs, component.aliases
+                targets = match_module(value, specs, aliases, self._selection, self.report)
+                self._read_into(component, targets)
             case "optimizer", Optimizer():
                 if self._model is None:
-                    raise CheckpointError(f"{name}: an optimizer is loaded with its model=")
-                states = States(value, self._model, part.tree, part.specs)
-                states.match(self._choice, self.report)
+                    raise CheckpointError(f"{name}: pass model= to load an optimizer")
+                states = OptimizerStates(value, self._model, component.tree, component.specs)
+                states.match(self._selection, self.report)
                 self._states.append(states)
-                self._extend(part, states.targets)
+                self._read_into(component, states.targets)
             case "object", _ if callable(getattr(value, "load_state_dict", None)):
-                self._whole.append((part, value.load_state_dict))
+                self._whole.append((component, value.load_state_dict))
             case _:
                 raise CheckpointError(
-                    f"{name}: saved as {part.kind}, and a {type(value).__name__} cannot take that; "
-                    "plain data come back in `.state` of what sw.load returns"
+                    f"{name}: saved as {component.kind}, which a {type(value).__name__} cannot "
+                    "load; plain data are in `.state` of what sw.load returns"
                 )
 
     @property
     def names(self) -> list[str]:
-        """What is read, the same on every rank."""
+        """The names of the tensors to be read, the same on every rank."""
         return [target.name for _, target in self._targets]
 
     def read(self) -> None:
@@ -174,26 +183,28 @@ class _Plan:
             try:
                 for done in [threads.submit(_fill, *each) for each in self._targets]:
                     done.result()
-            finally:  # after an error the rest is not read
+            finally:
                 threads.shutdown(cancel_futures=True)
-        for part, take in self._whole:
-            self._decoded.append((take, tree.decode(part.tree, part.reader.read_whole)))
+        for component, take in self._whole:
+            value = tree.decode(component.tree, component.reader.read_whole)
+            self._decoded.append((take, value))
 
     def finish(self) -> None:
+        """Assign what was read, apart from tensors, which were read in place."""
         for states in self._states:
             states.assign()
         for take, value in self._decoded:
             take(value)
 
-    def _extend(self, part: Part, targets: Sequence[Target]) -> None:
-        self._targets += [(part.reader, target) for target in targets]
+    def _read_into(self, component: OpenComponent, targets: Sequence[Target]) -> None:
+        self._targets += [(component.reader, target) for target in targets]
 
 
-@torch.no_grad()  # which is of a thread
+@torch.no_grad()  # also on other threads, each of which has its own mode
 def _fill(reader: Reader, target: Target) -> None:
     tensor: Tensor = target.tensor
-    share = own_run(tensor)
-    reader.read(target.name, share)
+    own = own_slice(tensor)
+    reader.read(target.name, own)
     if not isinstance(tensor, ShardedTensor) and not tensor.is_contiguous():
-        tensor.copy_(share.elements.view(tensor.shape))  # which was not its own memory
+        tensor.copy_(own.elements.view(tensor.shape))  # `own` is a copy
     torch.autograd.graph.increment_version(tensor)

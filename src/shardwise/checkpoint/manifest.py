@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from shardwise.checkpoint import tree
-from shardwise.checkpoint.crc import BLOCK_BYTES, crc32
-from shardwise.checkpoint.files import DTYPES, File, Spec, is_plain_file_name
+from shardwise.checkpoint.checksums import BLOCK_BYTES, crc32
+from shardwise.checkpoint.format import DTYPES, File, Spec, is_plain_file_name
 from shardwise.errors import CheckpointDamaged, CheckpointError
 
 __all__ = ["MANIFEST", "Component", "Manifest", "tensor_ids"]

@@ -1,4 +1,4 @@
-"""`save`: every rank writes its own bytes into files that all ranks share."""
+"""`save`: every rank writes its own bytes of files that all ranks share."""
 
 import os
 import threading
@@ -14,20 +14,24 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.collect import Collected, axis_of, check_name, collect, specs_of
+from shardwise.checkpoint.collect import (
+    Collected,
+    TensorSlice,
+    axis_of,
+    check_name,
+    collect,
+    slice_to_write,
+    specs_of,
+)
+from shardwise.checkpoint.coordination import Coordinator, coordinator_of
 from shardwise.checkpoint.directory import Retention
-from shardwise.checkpoint.files import File, pack
+from shardwise.checkpoint.format import MAX_FILE_BYTES, File, pack
 from shardwise.checkpoint.manifest import Component
-from shardwise.checkpoint.peers import Peers, peers_of
-from shardwise.checkpoint.remote import folder_at
-from shardwise.checkpoint.shares import Share, share_to_write
-from shardwise.checkpoint.storage import Folder
-from shardwise.checkpoint.write import Task, write
+from shardwise.checkpoint.stores import Folder, folder_at
+from shardwise.checkpoint.write import WriteJob, write
 from shardwise.errors import CheckpointError
 
-__all__ = ["MAX_FILE_BYTES", "Save", "save"]
-
-MAX_FILE_BYTES = 5 * 10**9  # Hugging Face's default
+__all__ = ["Save", "save"]
 
 
 def save(
@@ -41,116 +45,122 @@ def save(
     max_file_bytes: int = MAX_FILE_BYTES,
     **state: Any,
 ) -> "Save":
-    """Write a checkpoint to ``path``; all ranks have to call this.
+    """Write a checkpoint to ``path``. Every rank must call this.
 
-    Each rank writes its own byte ranges of the shared files, without gathering anything: what it
-    takes beside the model is a buffer of a few megabytes. The bytes on disk are the same whatever
-    the strategy, the number of ranks, units and granularity. The checkpoint exists from the moment
-    when all of it is on disk; until then, and if the process is killed, the directory has no
-    manifest, and the next save there removes what is left. At a URL each file is sent by one rank,
-    to which the others pass their bytes.
+    Each rank writes its own byte ranges of the shared files, so nothing is gathered, and a save
+    takes a few megabytes of memory. The files do not depend on the strategy, the number of ranks,
+    the units or the granularity. The checkpoint exists once all of it is on disk. If the process is
+    killed before that, the directory has no manifest, and the next save to it, or one with
+    ``retention`` next to it, removes what is left. At a URL, each file is sent by one rank, which
+    receives the bytes of the others.
 
     Args:
-        path: a directory that does not exist, or has no checkpoint in it; or such a place in a
-            store, by a URL that fsspec knows, as in ``"s3://bucket/run/step-100"``. A number at
-            the end of its name, as in ``step-100``, is what `latest` and `Retention` go by.
-        model: sharded by `fully_shard`, between steps; or plain, and the same on every rank.
-        optimizer: of the model's parameters; its states are saved by parameter name.
-        wait: False returns as soon as this rank's shards are copied to host memory, and writes
-            beside the next steps. Call ``wait()`` of what is returned before the process group is
-            destroyed. The next `save` or `load` of the same model waits for it first. The memory
-            of the copies stays for the next such save, until one with ``wait=True``, or a `load`.
-        retention: which other checkpoints in the same directory stay; None keeps all of them.
-        max_file_bytes: longer parts are split into several files.
-        state: modules (a moving average), optimizers, objects with ``state_dict()``, and plain
-            data (numbers, strings, tensors; lists, tuples and dicts of them). All but shards are
-            taken from rank 0.
+        path: a directory that does not exist or contains no checkpoint, or the URL of one, in any
+            store that fsspec supports, such as ``"s3://bucket/run/step-100"``. `latest` and
+            `Retention` use the number at the end of its name.
+        model: sharded by `fully_shard`, between steps; or not sharded, and equal on every rank.
+        optimizer: of the model's parameters; its states are saved by the parameters' names.
+        wait: False returns as soon as this rank's shards are copied to host memory, and writes them
+            during the next steps. Call ``wait()`` of the result before you destroy the process
+            group. The next `save` or `load` of the same model waits for it first. The memory of the
+            copies is kept until a save with ``wait=True`` or a `load`.
+        retention: which older checkpoints in the same directory to keep; None keeps all.
+        max_file_bytes: a component with more bytes is split into several files.
+        state: modules (such as a moving average), optimizers, objects with ``state_dict()``, and
+            plain data (numbers, strings, tensors; lists, tuples and dicts of them). Everything but
+            shards is taken from rank 0.
 
     Raises:
-        CheckpointError: on every rank, and in the words of the rank where it happened: something
-            cannot be saved or written, or an earlier ``wait=False`` failed. The model is as it
-            was, and training may go on.
+        CheckpointError: on every rank, with the message of the rank that failed: something cannot
+            be saved or written, or an earlier save with ``wait=False`` failed. The model is
+            unchanged, and training can continue.
     """
     folder = folder_at(path)
-    where = str(folder)
     axis = axis_of([model])
-    peers = peers_of(axis, model)
-    peers.meet(axis, _device_of(model), f"save to {where}")
-    peers.settle()
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    ranks = coordinator_of(axis, model)
+    ranks.agree(axis, device, f"save to {folder}")
+    ranks.finish_pending()
     values = {"model": model, "optimizer": optimizer, **state}
     if optimizer is None:
         del values["optimizer"]
-    with peers.together("collect its state"):
+    with ranks.raises_together("collect its state"):
         for name in values:
             check_name(name)
         found = {name: collect(name, value, model) for name, value in sorted(values.items())}
         files = {name: pack(name, specs_of(name, x), max_file_bytes) for name, x in found.items()}
         _check_unique(files)
-        task = _task(folder, found, files, peers.rank, retention)
+        job = _write_job(folder, found, files, ranks.rank, retention)
         if wait:
-            peers.staging.release()
+            ranks.host_copies.clear()
         else:
-            task = replace(task, shares=peers.staging.lend(task.shares))
-    peers.meet(axis, _device_of(model), f"save {files}")
-    return _start(task, peers, wait=wait)
+            job = replace(job, slices=ranks.host_copies.copy(job.slices))
+    ranks.agree(axis, device, f"save {files}")
+    return _start(job, ranks, wait=wait)
 
 
 class Save:
-    """A checkpoint that is written, perhaps still."""
+    """A checkpoint that is being written, or has been.
+
+    Attributes:
+        path: the absolute path, or the URL.
+    """
 
     def __init__(self, path: Path | str, job: Callable[[], None]) -> None:
         self.path = path
         self._job: Callable[[], None] | None = job
         self._errors: list[Exception] = []  # not yet raised
         self._done = threading.Event()
-        weakref.finalize(self, _tell, path, self._errors)  # also when the interpreter ends
+        weakref.finalize(self, _warn, path, self._errors)  # also at the interpreter's exit
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with or without an error."""
         return self._done.is_set()
 
     def wait(self) -> None:
         """Return when the checkpoint is complete.
 
         Raises:
-            CheckpointError: it could not be written; said once.
+            CheckpointError: it could not be written; raised once.
         """
         self._done.wait()
         if self._errors:
             raise self._errors.pop()
 
     def run(self) -> None:
-        """Write; errors are left for `wait`."""
-        job, self._job = self._job, None
-        assert job is not None
-        _run([job], self._errors, self._done)
+        """Write it; `wait` raises the error if there is one."""
+        _run(self._take_job(), self._errors, self._done)
 
     def start(self) -> None:
-        """Write on a thread; the interpreter does not end before it does."""
+        """Write it on a thread, which the interpreter waits for before it exits."""
+        arguments = (self._take_job(), self._errors, self._done)
+        threading.Thread(target=_run, args=arguments, name="shardwise-save").start()
+
+    def _take_job(self) -> list[Callable[[], None]]:
         job, self._job = self._job, None
         assert job is not None
-        arguments = ([job], self._errors, self._done)
-        threading.Thread(target=_run, args=arguments, name="shardwise-save").start()
+        return [job]
 
 
 def _run(box: list[Callable[[], None]], errors: list[Exception], done: threading.Event) -> None:
-    """Do the job in ``box``, and let go of it and of the copies of the shards that it holds."""
+    """Run the job in ``box``, and release it with the copies of shards that it holds."""
     try:
         box.pop()()
-    except Exception as error:  # noqa: BLE001 - it is raised where somebody waits
+    except Exception as error:  # noqa: BLE001 - `Save.wait` raises it
         traceback.clear_frames(error.__traceback__)
         errors.append(error)
     finally:
         done.set()
 
 
-def _tell(path: Path | str, errors: list[Exception]) -> None:
+def _warn(path: Path | str, errors: list[Exception]) -> None:
     if errors:
         warnings.warn(f"the save to {path} failed: {errors[0]}", stacklevel=2)
 
 
 def _check_unique(files: Mapping[str, list[File]]) -> None:
+    """Refuse two components that would share a file, as one called "model-00001-of-00002" can."""
     owners: dict[str, str] = {}
     for name in sorted(files, key=lambda name: len(files[name]), reverse=True):
         for file in files[name]:
@@ -161,45 +171,41 @@ def _check_unique(files: Mapping[str, list[File]]) -> None:
                 )
 
 
-def _task(
-    directory: Folder,
+def _write_job(
+    folder: Folder,
     found: Mapping[str, Collected],
     files: Mapping[str, list[File]],
     rank: int,
     retention: Retention | None,
-) -> Task:
+) -> WriteJob:
     """What this rank writes."""
     components: dict[str, Component] = {}
-    shares: dict[str, dict[str, Share]] = {}
+    slices: dict[str, dict[str, TensorSlice]] = {}
     number = 0
     for name, part in found.items():
         components[name] = Component(part.kind, part.tree, tuple(files[name]), part.aliases)
-        shares[name] = {}
+        slices[name] = {}
         for key, tensor in sorted(part.tensors.items()):
-            share = share_to_write(tensor, number, rank)
-            if share is not None:
-                shares[name][key] = share
+            own = slice_to_write(tensor, number, rank)
+            if own is not None:
+                slices[name][key] = own
             number += 1
-    return Task(directory, components, shares, retention)
+    return WriteJob(folder, components, slices, retention)
 
 
-def _start(task: Task, peers: Peers, *, wait: bool) -> Save:
+def _start(job: WriteJob, ranks: Coordinator, *, wait: bool) -> Save:
     if wait:
-        pending = Save(task.directory.target, lambda: write(task, peers))
+        pending = Save(job.folder.target, lambda: write(job, ranks))
         pending.run()
         pending.wait()
     else:
-        peers.pending = pending = Save(task.directory.target, lambda: _write_lent(task, peers))
+        ranks.pending = pending = Save(job.folder.target, lambda: _write_copies(job, ranks))
         pending.start()
     return pending
 
 
-def _write_lent(task: Task, peers: Peers) -> None:
+def _write_copies(job: WriteJob, ranks: Coordinator) -> None:
     try:
-        write(task, peers)
+        write(job, ranks)
     finally:
-        peers.staging.take_back(task.shares)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+        ranks.host_copies.reclaim(job.slices)

@@ -1,8 +1,8 @@
 """Nested state as JSON and named tensors, and back.
 
 ``{"lr": 0.1, "ema": [x]}`` becomes the JSON ``{"lr": 0.1, "ema": [{"$tensor": "ema/0"}]}`` and the
-tensor ``ema/0``. What JSON does not have is marked in the same way: tuples, arrays of numpy, and
-dicts whose keys are not plain strings.
+tensor ``ema/0``. Similar marks stand for other types that JSON lacks: tuples, NumPy arrays, and
+dicts whose keys are not all strings.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,10 +20,10 @@ _ARRAY, _DICT, _TENSOR, _TUPLE = "$array", "$dict", "$tensor", "$tuple"
 
 
 def encode(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
-    """``value`` as JSON; its tensors go to ``tensors``, by their path.
+    """``value`` as JSON. Its tensors are added to ``tensors`` by their path.
 
     Raises:
-        CheckpointError: something in it is neither data nor a tensor; names its path.
+        CheckpointError: it contains something other than data and tensors; names the path.
     """
     encoded: Any
     match value:
@@ -50,7 +50,7 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
 
 
 def decode(encoded: Any, read: Callable[[str], Tensor]) -> Any:
-    """What `encode` was given; ``read`` returns a tensor by its name."""
+    """The reverse of `encode`; ``read`` returns a tensor by its name."""
     if isinstance(encoded, list):
         return [decode(x, read) for x in encoded]
     if not isinstance(encoded, dict):

@@ -1,13 +1,20 @@
-"""From shares in memory to a complete checkpoint on disk; may run beside the training."""
+"""From slices in memory to a complete checkpoint; may run on a thread during training."""
 
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from shardwise.checkpoint import crc
-from shardwise.checkpoint.crc import Part, block_sums
+from shardwise.checkpoint.checksums import (
+    BlockPart,
+    block_sums,
+    crc32,
+    decode_parts,
+    encode_parts,
+    split_at_blocks,
+)
+from shardwise.checkpoint.collect import TensorSlice, bytes_of
+from shardwise.checkpoint.coordination import Coordinator
 from shardwise.checkpoint.directory import (
     Owner,
     Retention,
@@ -17,32 +24,29 @@ from shardwise.checkpoint.directory import (
     release,
     remove_remains,
 )
-from shardwise.checkpoint.files import File, index_of
+from shardwise.checkpoint.format import File, index_of
 from shardwise.checkpoint.manifest import Component, Manifest, tensor_ids
-from shardwise.checkpoint.peers import Peers
-from shardwise.checkpoint.remote import Remote
-from shardwise.checkpoint.shares import Share, bytes_of
-from shardwise.checkpoint.storage import Folder
+from shardwise.checkpoint.stores import Folder, LocalFolder, RemoteFolder
 from shardwise.checkpoint.upload import upload
 from shardwise.errors import CheckpointError, StepError
 
-__all__ = ["Task", "write"]
+__all__ = ["WriteJob", "write"]
 
-_BEGIN_BYTES = 8 << 20  # with 1 MiB, or with 32, saves took as long or longer
+_FLUSH_BYTES = 8 << 20  # saves took as long or longer with 1 MiB and with 32 MiB
 
 
 @dataclass(frozen=True)
-class Task:
-    """All that is needed to write."""
+class WriteJob:
+    """Everything that is needed to write a checkpoint."""
 
-    directory: Folder
+    folder: Folder
     components: Mapping[str, Component]
-    shares: Mapping[str, Mapping[str, Share]]  # by component and tensor: what this rank writes
+    slices: Mapping[str, Mapping[str, TensorSlice]]  # of this rank, by component and tensor
     retention: Retention | None
 
     @property
     def others(self) -> dict[str, bytes]:
-        """Whole files beside the safetensors: the indices of what was split."""
+        """The files without tensors: the index of each component that is split."""
         return {
             f"{name}.safetensors.index.json": index_of(part.files)
             for name, part in self.components.items()
@@ -50,96 +54,121 @@ class Task:
         }
 
 
-def write(task: Task, peers: Peers) -> None:
-    """All ranks write their shares; an error on one of them is one on all.
+def write(job: WriteJob, ranks: Coordinator) -> None:
+    """Write the slices of all ranks; an error on one rank is raised on all.
 
     Raises:
-        CheckpointError: what was written is removed, as far as that goes.
+        CheckpointError: what was written is removed, if that is possible.
     """
     owner: Owner | None = None  # on rank 0
     try:
-        with peers.together("prepare the directory"):
-            if peers.rank == 0:
-                owner = prepare(task.directory)
-        if isinstance(task.directory, Remote):
-            own = upload(task.directory, task.components, task.shares, task.others, peers)
+        with ranks.raises_together("prepare the directory"):
+            if ranks.rank == 0:
+                owner = prepare(job.folder)
+        if isinstance(job.folder, RemoteFolder):
+            own = upload(job.folder, job.components, job.slices, job.others, ranks)
         else:
-            own = _write_in_place(task, peers)
-        parts = [part for told in peers.exchange(crc.encode(own)) for part in crc.decode(told)]
-        with peers.together("complete the checkpoint"):
+            assert isinstance(job.folder, LocalFolder)
+            with ranks.raises_together("write"):
+                own = _write_in_place(job.folder, job, ranks)
+        encoded = ranks.all_gather(encode_parts(own))
+        parts = [part for one in encoded for part in decode_parts(one)]
+        with ranks.raises_together("complete the checkpoint"):
             if owner is not None:
-                commit(task.directory, _manifest(task, parts).render(), owner)
+                commit(job.folder, _manifest(job, parts).render(), owner)
     except StepError:  # other ranks may still be writing
         raise
     except Exception:
-        with contextlib.suppress(OSError, CheckpointError):  # for the same reason, perhaps
-            if owner is not None and is_owned(task.directory, owner):
-                remove_remains(task.directory)
+        with contextlib.suppress(OSError, CheckpointError):  # perhaps for the same reason
+            if owner is not None and is_owned(job.folder, owner):
+                remove_remains(job.folder)
         raise
     finally:
         if owner is not None:
             release(owner)
-    with peers.together("remove older checkpoints; the new one is complete"):
-        if peers.rank == 0 and task.retention is not None:
-            task.retention.apply(task.directory)
+    with ranks.raises_together("remove older checkpoints; the new one is complete"):
+        if ranks.rank == 0 and job.retention is not None:
+            job.retention.apply(job.folder)
 
 
-def _write_in_place(task: Task, peers: Peers) -> list[Part]:
-    """All ranks write into the same files; the checksums of what this one wrote."""
-    with peers.together("write"):
-        path = Path(str(task.directory))
-        own = _write_shares(path, task, peers)
-        if peers.rank == 0:
-            _write_others(path, task)
-        return own
+def _manifest(job: WriteJob, parts: list[BlockPart]) -> Manifest:
+    by_tensor: dict[int, list[BlockPart]] = {}
+    for part in parts:
+        by_tensor.setdefault(part.tensor, []).append(part)
+    ids = tensor_ids(job.components)
+    sums: dict[str, dict[str, list[int]]] = {}
+    for name, component in job.components.items():
+        sums[name] = {}
+        for key, spec in component.specs.items():
+            found = block_sums(by_tensor.get(ids[name, key], ()), spec.num_bytes)
+            whole = [one for one in found if one is not None]
+            assert len(whole) == len(found), f"{key}: the ranks did not write all of it"
+            sums[name][key] = whole
+    others = {name: (len(content), crc32(content)) for name, content in job.others.items()}
+    return Manifest(job.components, sums, others)
 
 
-def _write_shares(path: Path, task: Task, peers: Peers) -> list[Part]:
+# -- local files ---------------------------------------------------------------------------------
+
+
+def _write_in_place(folder: LocalFolder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]:
     """Write this rank's bytes, bring them to disk, and return their checksums."""
-    numbered = tensor_ids(task.components)
-    parts: list[Part] = []
-    with contextlib.ExitStack() as files:
-        for name, file in _in_turn(task.components, peers):
-            found = {spec.name: task.shares[name].get(spec.name) for spec in file.specs}
-            shares = {key: share for key, share in found.items() if share is not None}
-            if not shares:
+    parts = _write_slices(folder, job, ranks)
+    if ranks.rank == 0:
+        heads = {file.name: file.head for part in job.components.values() for file in part.files}
+        for name, content in {**heads, **job.others}.items():
+            with _opened(folder, name) as descriptor:
+                _write_at(descriptor, memoryview(content), 0)
+    return parts
+
+
+def _write_slices(folder: LocalFolder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]:
+    ids = tensor_ids(job.components)
+    parts: list[BlockPart] = []
+    with contextlib.ExitStack() as files:  # which are brought to disk at its end
+        for name, file in _rotated(job.components, ranks):
+            found = {spec.name: job.slices[name].get(spec.name) for spec in file.specs}
+            slices = {key: own for key, own in found.items() if own is not None}
+            if not slices:
                 continue
-            disk = _Disk(files.enter_context(_opened(path / file.name)))
-            for key, share in shares.items():
-                parts += _write_share(disk, file.offsets[key], share, numbered[name, key])
-            disk.begin()
-    return parts  # all of them are on disk
+            output = _FlushedFile(files.enter_context(_opened(folder, file.name)))
+            for key, own in slices.items():
+                parts += _write_slice(output, file.offsets[key], own, ids[name, key])
+            output.flush()
+    return parts
 
 
-def _in_turn(components: Mapping[str, Component], peers: Peers) -> list[tuple[str, File]]:
-    """The files of all components, for each rank from another one on.
+def _rotated(components: Mapping[str, Component], ranks: Coordinator) -> list[tuple[str, File]]:
+    """The files of all components, where each rank starts with another one.
 
-    A file takes the bytes of one rank at a time: two that begin with the same wait for each other.
+    The system lets one process at a time write to a file.
     """
     files = [(name, file) for name, part in components.items() for file in part.files]
-    first = peers.rank * len(files) // peers.size
+    first = ranks.rank * len(files) // ranks.size
     return files[first:] + files[:first]
 
 
-def _write_share(disk: "_Disk", offset: int, share: Share, number: int) -> Iterator[Part]:
-    """Write it block by block: a block is in the processor's cache when it is copied."""
-    elements, start = share.elements, share.start_byte
+def _write_slice(
+    output: "_FlushedFile", offset: int, own: TensorSlice, tensor: int
+) -> Iterator[BlockPart]:
+    """Write block by block, so that each is in the processor's cache when it is copied."""
+    elements, start = own.elements, own.start_byte
     itemsize = elements.itemsize
-    here = bytes_of(elements) if elements.device.type == "cpu" else None
-    for begin, end in crc.blocks(start, share.stop_byte):
-        if here is None:
+    memory = bytes_of(elements) if elements.device.type == "cpu" else None
+    for begin, end in split_at_blocks(start, own.stop_byte):
+        if memory is None:
             content = bytes_of(elements[(begin - start) // itemsize : (end - start) // itemsize])
         else:
-            content = here[begin - start : end - start]
-        yield Part(number, begin, end, crc.crc32(content))
-        disk.write(content, offset + begin)
+            content = memory[begin - start : end - start]
+        yield BlockPart(tensor, begin, end, crc32(content))
+        output.write(content, offset + begin)
 
 
-class _Disk:
-    """An open file whose bytes are on their way to disk while more are written.
+class _FlushedFile:
+    """An open file that is written to disk while more is added.
 
-    Left alone the system begins much later, and then makes whoever writes wait. fdatasync would
-    begin at once, but what it waits for holds up the writing, too.
+    By default the system starts much later, and then makes writers wait. fdatasync would start at
+    once, but blocks the caller.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -151,44 +180,16 @@ class _Disk:
         _write_at(self._descriptor, content, offset)
         self._waiting.append((offset, content.nbytes))
         self._waiting_bytes += content.nbytes
-        if self._waiting_bytes >= _BEGIN_BYTES:
-            self.begin()
+        if self._waiting_bytes >= _FLUSH_BYTES:
+            self.flush()
 
-    def begin(self) -> None:
-        """Let the disk have what was written, and do not wait; errors are told by fsync."""
+    def flush(self) -> None:
+        """Start to write to disk, without waiting; fsync reports errors."""
         for offset, num_bytes in self._waiting:
-            # Linux drops what is on disk already, and begins to write what is not: these are not.
+            # Linux drops the pages that are on disk, and starts to write those that are not.
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
         self._waiting, self._waiting_bytes = [], 0
-
-
-def _write_others(path: Path, task: Task) -> None:
-    """The beginnings of files, and those that are not made of tensors."""
-    for component in task.components.values():
-        for file in component.files:
-            with _opened(path / file.name) as descriptor:
-                _write_at(descriptor, memoryview(file.head), 0)
-    for name, content in task.others.items():
-        with _opened(path / name) as descriptor:
-            _write_at(descriptor, memoryview(content), 0)
-
-
-def _manifest(task: Task, parts: list[Part]) -> Manifest:
-    by_tensor: dict[int, list[Part]] = {}
-    for part in parts:
-        by_tensor.setdefault(part.tensor, []).append(part)
-    numbered = tensor_ids(task.components)
-    sums: dict[str, dict[str, list[int]]] = {}
-    for name, component in task.components.items():
-        sums[name] = {}
-        for key, spec in component.specs.items():
-            found = block_sums(by_tensor.get(numbered[name, key], ()), spec.num_bytes)
-            whole = [one for one in found if one is not None]
-            assert len(whole) == len(found), f"{key}: the ranks did not write all of it"
-            sums[name][key] = whole
-    others = {name: (len(content), crc.crc32(content)) for name, content in task.others.items()}
-    return Manifest(task.components, sums, others)
 
 
 def _write_at(descriptor: int, content: memoryview, offset: int) -> None:
@@ -198,12 +199,13 @@ def _write_at(descriptor: int, content: memoryview, offset: int) -> None:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def _opened(folder: LocalFolder, name: str) -> Iterator[int]:
     """A file that other ranks write to as well; on disk at the end of the block.
 
     Raises:
         OSError: with the path in it.
     """
+    path = folder.path / name
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
         try:

@@ -16,7 +16,7 @@ def doctor(
 
     Exit code 0 means that it is whole, 1 that it is not; then each line names what is damaged.
     """
-    from shardwise.checkpoint.doctor import examine  # noqa: PLC0415 (torch takes seconds)
+    from shardwise.checkpoint.offline import examine  # noqa: PLC0415 (torch takes seconds)
 
     problems = examine(checkpoint)
     if problems:

@@ -22,7 +22,7 @@ def export(
     ] = "hf",
 ) -> None:
     """Write a checkpoint in the format of other programs. Runs in one process, on any machine."""
-    from shardwise.checkpoint.export import export as write  # noqa: PLC0415 (torch takes seconds)
+    from shardwise.checkpoint.offline import export as write  # noqa: PLC0415 (torch takes seconds)
 
     write(checkpoint, out, format_)
     typer.echo(f"{out}: written")

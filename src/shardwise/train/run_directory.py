@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.checkpoint.directory import complete, discard, latest
-from shardwise.checkpoint.remote import folder_at
+from shardwise.checkpoint.stores import folder_at
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.config import Config
 from shardwise.train.saver import check_same_run, step_of

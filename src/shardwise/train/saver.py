@@ -14,8 +14,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import tree
-from shardwise.checkpoint.remote import folder_at
-from shardwise.checkpoint.sources import read_manifest
+from shardwise.checkpoint.read import read_manifest
+from shardwise.checkpoint.stores import folder_at
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.launch.world import World
 from shardwise.plan.layout import Run

@@ -1,4 +1,4 @@
-"""safetensors files: which tensor is where in which of them. No tensors here, only their names.
+"""safetensors files: which file contains a tensor, and where. No tensors, only their names.
 
 A file is 8 bytes with the length of the header, the header (JSON, padded with spaces) and the
 tensors, row-major and without gaps::
@@ -6,8 +6,8 @@ tensors, row-major and without gaps::
     | length | {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} | a | b | ...
     0        8                                                                   data_start
 
-A rank's run of a parameter is one run of bytes of the file, so it can be written and read without
-the other ranks. Source of the format: https://huggingface.co/docs/safetensors.
+A rank's slice of a parameter is one range of bytes in the file, which the rank can write and read
+on its own. The format is defined at https://huggingface.co/docs/safetensors.
 """
 
 import json
@@ -33,7 +33,8 @@ __all__ = [
     "spec_of",
 ]
 
-# The names of safetensors.
+MAX_FILE_BYTES = 5 * 10**9  # the default of Hugging Face
+# By their names in safetensors.
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -54,12 +55,12 @@ DTYPES: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES = 8
-_ALIGNMENT_BYTES = 64  # of the first tensor; the format asks for 8
+_ALIGNMENT_BYTES = 64  # of the first tensor; the format requires 8
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A tensor as a file knows it."""
+    """A tensor, as the header of a file describes it."""
 
     name: str
     dtype: str  # a key of DTYPES
@@ -90,15 +91,15 @@ def spec_of(name: str, tensor: torch.Tensor) -> Spec:
     """
     if tensor.dtype not in _NAMES:
         raise CheckpointError(
-            f"{name}: safetensors has no {tensor.dtype}; save it in another dtype, or as a view "
-            "of one, such as torch.view_as_real"
+            f"{name}: safetensors has no {tensor.dtype}; convert it, for example with "
+            "torch.view_as_real"
         )
     return Spec(name, _NAMES[tensor.dtype], tuple(tensor.shape))
 
 
 @dataclass(frozen=True)
 class File:
-    """One safetensors file; its tensors stand in the order of ``specs``."""
+    """One safetensors file, with its tensors in the order of ``specs``."""
 
     name: str
     specs: tuple[Spec, ...]
@@ -106,7 +107,7 @@ class File:
     @cached_property
     def head(self) -> bytes:
         """Everything before the first tensor."""
-        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers wants it
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # required by transformers
         stop = 0
         for spec in self.specs:
             start, stop = stop, stop + spec.num_bytes
@@ -131,10 +132,10 @@ class File:
 
 
 def pack(component: str, specs: Iterable[Spec], max_bytes: int) -> list[File]:
-    """Files of at most ``max_bytes`` of tensors (or a single tensor) for a part of a checkpoint.
+    """The files of a component, each with at most ``max_bytes`` of tensors, or a single tensor.
 
-    They are filled by name, and in a file wide dtypes come first, so that all are aligned. So the
-    bytes follow from names, shapes and dtypes alone.
+    Tensors are assigned to files by name. Within a file, wider dtypes come first, so that all are
+    aligned. The result depends only on names, shapes and dtypes.
     """
     groups: list[list[Spec]] = []
     room = 0
@@ -154,12 +155,12 @@ def pack(component: str, specs: Iterable[Spec], max_bytes: int) -> list[File]:
 
 
 def is_plain_file_name(name: str) -> bool:
-    """Whether ``name`` is that of a file in a directory, and does not lead out of it."""
+    """Whether ``name`` is that of a file in a directory, rather than a path out of it."""
     return "\0" not in name and name not in ("", ".", "..") and name == PurePosixPath(name).name
 
 
 def index_of(files: Sequence[File]) -> bytes:
-    """The JSON that says which of several files has a tensor, as Hugging Face writes it."""
+    """The JSON file that maps tensors to files, as Hugging Face writes it."""
     where = {spec.name: file.name for file in files for spec in file.specs}
     total = sum(spec.num_bytes for file in files for spec in file.specs)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
@@ -167,10 +168,10 @@ def index_of(files: Sequence[File]) -> bytes:
 
 
 def parse_header(name: str, header: bytes) -> dict[str, tuple[Spec, int]]:
-    """By name: each tensor of a foreign file, and where it begins after the header.
+    """The tensors of a file by name, and where each begins after the header.
 
     Raises:
-        CheckpointDamaged: the header is none, or contradicts itself.
+        CheckpointDamaged: the header is malformed.
     """
     found: dict[str, tuple[Spec, int]] = {}
     try:
@@ -189,4 +190,4 @@ def _check(file: str, spec: Spec, start: int, stop: int) -> None:
     if spec.dtype not in DTYPES:
         raise CheckpointError(f"{file}: {spec.name} has the unknown dtype {spec.dtype}")
     if start < 0 or stop - start != spec.num_bytes:
-        raise CheckpointDamaged(f"{file}: {spec.name} is not as long as its shape says")
+        raise CheckpointDamaged(f"{file}: {spec.name} has data_offsets that do not match its shape")

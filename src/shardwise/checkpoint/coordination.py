@@ -1,0 +1,184 @@
+"""What the ranks of a save or load exchange: agreement, bytes and errors."""
+
+import contextlib
+import errno
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.collect import HostCopies
+from shardwise.errors import CheckpointDamaged, CheckpointError
+from shardwise.runtime.mesh import DataParallelMesh
+from shardwise.runtime.reductions import across
+from shardwise.transport.api import Work
+from shardwise.transport.communicator import (
+    POLL_SECONDS,
+    Communicator,
+    communicator,
+    make_collectives,
+)
+
+__all__ = ["Coordinator", "coordinator_of"]
+
+_CPU = torch.device("cpu")
+# By process group, as in `transport.communicator`; by model in a single process.
+_coordinators: "weakref.WeakKeyDictionary[object, Coordinator]" = weakref.WeakKeyDictionary()
+
+
+def coordinator_of(axis: DataParallelMesh, model: object | None) -> "Coordinator":
+    """The coordinator of the ranks of ``axis``. All ranks make the first call together."""
+    key = model if axis.group is None else axis.group
+    if key is None:
+        return Coordinator(axis)
+    if key not in _coordinators:
+        _coordinators[key] = Coordinator(axis)
+    return _coordinators[key]
+
+
+class Waitable(Protocol):
+    """A save that may be in progress."""
+
+    def wait(self) -> None:
+        """Return when it has ended, or raise its error."""
+        ...
+
+
+class Coordinator:
+    """The ranks of one process group, with collectives that run concurrently to those of a step."""
+
+    def __init__(self, axis: DataParallelMesh) -> None:
+        self.size = axis.num_ranks
+        self.rank = axis.group_rank
+        self.pending: Waitable | None = None  # the last save with wait=False
+        self.host_copies = HostCopies()
+        is_alone = axis.num_ranks == 1
+        self._collectives = None if is_alone else make_collectives(axis.world, _CPU, "checkpoint")
+        self._guard: Communicator | None = None  # detects ranks that were lost
+
+    def agree(self, axis: DataParallelMesh, device: torch.device, action: str) -> None:
+        """Return when all ranks have called this with the same ``action``.
+
+        Raises:
+            CheckpointError: another rank is about to do something else.
+            StepError: a rank raised, is lost, or waits for something else.
+        """
+        if self.size == 1:
+            return
+        digest = torch.tensor(zlib.crc32(action.encode()), device=device)
+        self._guard = communicator(axis.world, device)
+        by_rank = across([digest], axis, axis.world)[:, 0].tolist()
+        others = [rank for rank, other in enumerate(by_rank) if other != by_rank[self.rank]]
+        if others:
+            raise CheckpointError(
+                f"rank {self.rank} is about to {action}, but rank {others[0]} is not; every rank "
+                "must save or load the same tensors at the same path"
+            )
+
+    def finish_pending(self) -> None:
+        """Wait for the last save with ``wait=False``, and raise its error if it failed."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.wait()
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """The ``payload`` of every rank, by rank."""
+        if self._collectives is None:
+            return [payload]
+        sizes = self._gather_rows(torch.tensor([len(payload)], device=_CPU))[:, 0].tolist()
+        padded = bytearray(payload.ljust(max(*sizes, 1), b"\0"))
+        rows = self._gather_rows(torch.frombuffer(padded, dtype=torch.uint8)).numpy()
+        return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+    def all_to_all(
+        self, sent: Mapping[int, Tensor], num_bytes: Mapping[int, int]
+    ) -> dict[int, Tensor]:
+        """Send bytes to other ranks, and receive ``num_bytes`` from each. Called by all ranks.
+
+        Args:
+            sent: [n] of uint8, by rank, for some of the other ranks.
+            num_bytes: how many bytes each of the others sends here; zeros may be left out.
+        """
+        with torch.inference_mode(mode=False):  # as in `_gather_rows`
+            received = {rank: _empty(size) for rank, size in num_bytes.items() if size}
+            # Both ranks of a pair know whether there are bytes. One byte is sent if there are none.
+            pairs = {
+                rank: (sent.get(rank, _empty(1)), received.get(rank, _empty(1)))
+                for rank in sorted(sent.keys() | received.keys())
+            }
+        if self._collectives is not None:
+            self._wait(self._collectives.exchange(pairs, "checkpoint"))
+        return received
+
+    @contextlib.contextmanager
+    def raises_together(self, action: str) -> Iterator[None]:
+        """Raise on every rank, at the end of the block, what it raises on one.
+
+        Raises:
+            CheckpointError: on the other ranks, with the message of the rank that raised.
+        """
+        own_error: Exception | None = None
+        try:
+            yield
+        except OSError as error:
+            own_error = CheckpointError(_describe(error))
+            own_error.__cause__ = error
+        except Exception as error:  # noqa: BLE001 - raised below, after the exchange
+            own_error = error
+        text = "" if own_error is None else f"{type(own_error).__name__}\0{own_error}"
+        texts = self.all_gather(text.encode())
+        if own_error is not None:
+            raise own_error
+        for rank, encoded in enumerate(texts):
+            if encoded:
+                kind, _, message = encoded.decode().partition("\0")
+                raise _same_kind(kind)(f"rank {rank} could not {action}: {message}")
+
+    def _gather_rows(self, row: Tensor) -> Tensor:
+        """[ranks, n] of every rank's ``row`` [n]."""
+        assert self._collectives is not None
+        with torch.inference_mode(mode=False):  # written by another thread
+            rows = row.new_zeros(self.size, row.numel())
+
+        def fill() -> None:
+            rows[self.rank].copy_(row)
+
+        self._wait(
+            self._collectives.all_gather(rows.view(-1), self._collectives.world, "checkpoint", fill)
+        )
+        return rows
+
+    def _wait(self, work: Work) -> None:
+        while not work.wait(POLL_SECONDS):
+            if self._guard is not None:
+                self._guard.check_peers()
+        if work.error is not None:
+            raise work.error
+
+
+def _empty(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=_CPU)
+
+
+_ADVICE = {
+    "ENOSPC": "the disk is full; free some space, or keep fewer checkpoints (retention=)",
+    "EDQUOT": "the quota is used up; free some space, or keep fewer checkpoints (retention=)",
+    "EFBIG": "the file is larger than the system allows; use a smaller max_file_bytes",
+    "EROFS": "the file system is read-only; choose another path",
+    "EACCES": "no permission; choose another path, or change the directory's permissions",
+    "EPERM": "no permission; choose another path, or change the directory's permissions",
+}
+
+
+def _describe(error: OSError) -> str:
+    name = errno.errorcode.get(error.errno or 0, "")
+    where = f"{error.filename}: " if error.filename else ""
+    advice = f" ({_ADVICE[name]})" if name in _ADVICE else ""
+    return f"{where}{error.strerror or error}{advice}"
+
+
+def _same_kind(name: str) -> type[CheckpointError]:
+    return CheckpointDamaged if name == CheckpointDamaged.__name__ else CheckpointError

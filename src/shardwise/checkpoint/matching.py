@@ -1,0 +1,293 @@
+"""Which tensor of a checkpoint is loaded into which tensor here: decided before any is read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.checkpoint import tree
+from shardwise.checkpoint.collect import check_sharded, check_storable, parameter_names, tensors_of
+from shardwise.checkpoint.format import Spec
+from shardwise.errors import CheckpointError
+from shardwise.runtime.tensor import ShardedTensor
+
+__all__ = ["LoadReport", "OptimizerStates", "Selection", "Target", "match_module"]
+
+_MAX_SHOWN = 12  # names in each list of an error; a wrong model has thousands
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A tensor of the checkpoint, and the tensor that receives its values."""
+
+    name: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The tensors to load, and what is allowed: the arguments of `load`."""
+
+    only: tuple[str, ...] | None = None  # patterns of names; None for all
+    strict: bool = True
+    cast: bool = False
+
+    def includes(self, name: str) -> bool:
+        return self.only is None or any(fnmatchcase(name, pattern) for pattern in self.only)
+
+
+@dataclass
+class LoadReport:
+    """The differences between a checkpoint and what it was loaded into, as lists of names.
+
+    The last three also say what was expected and what was found.
+    """
+
+    missing: list[str] = field(default_factory=list)  # not in the checkpoint
+    unexpected: list[str] = field(default_factory=list)  # only in the checkpoint
+    reshaped: list[str] = field(default_factory=list)
+    retyped: list[str] = field(default_factory=list)  # converted without loss
+    narrowed: list[str] = field(default_factory=list)  # rounded
+
+    def check(self, where: str, selection: Selection) -> None:
+        """Refuse differences that ``selection`` does not allow.
+
+        Raises:
+            CheckpointError: lists them.
+        """
+        problems = []
+        if selection.strict:
+            problems += [
+                ("missing in the checkpoint", self.missing),
+                ("unexpected in the checkpoint", self.unexpected),
+            ]
+        problems.append(("of another shape", self.reshaped))
+        if not selection.cast:
+            problems.append(("of a dtype that would be rounded (pass cast=True)", self.narrowed))
+        found = [_section(title, names) for title, names in problems if names]
+        if found:
+            advice = "; to load a part, pass only=[patterns] or strict=False"
+            raise CheckpointError(
+                f"{where} does not match{advice if selection.strict else ''}\n" + "\n".join(found)
+            )
+
+    def __str__(self) -> str:
+        lists = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "reshaped": self.reshaped,
+            "re-typed": self.retyped,
+            "narrowed": self.narrowed,
+        }
+        return "\n".join(_section(title, names) for title, names in lists.items() if names)
+
+
+def _section(title: str, names: list[str]) -> str:
+    more = f"\n  and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return f"{title}: {len(names)}\n  " + "\n  ".join(names[:_MAX_SHOWN]) + more
+
+
+# -- modules -------------------------------------------------------------------------------------
+
+
+def match_module(
+    module: nn.Module,
+    specs: Mapping[str, Spec],
+    aliases: Mapping[str, str],
+    selection: Selection,
+    report: LoadReport,
+) -> list[Target]:
+    """Match the parameters and buffers of ``module``; a tied one by any of its names."""
+    check_sharded(module)
+    tensors, other_names = tensors_of(module)
+    names = {name: [name] for name in tensors}
+    for other, name in other_names.items():
+        names[name].append(other)
+    targets, used = [], set()
+    for name, tensor in tensors.items():
+        candidates = [aliases.get(other, other) for other in names[name]]
+        found = [candidate for candidate in candidates if candidate in specs]
+        used.update(found)
+        if not any(selection.includes(other) for other in names[name]):
+            continue
+        if not found:
+            report.missing.append(name)
+        elif _fits(specs[found[0]], tensor, report):
+            check_storable(name, tensor)
+            targets.append(Target(found[0], tensor))
+    report.unexpected += [name for name in specs if name not in used and selection.includes(name)]
+    return targets
+
+
+def _fits(spec: Spec, tensor: Tensor, report: LoadReport) -> bool:
+    """Whether the values can be loaded, perhaps converted."""
+    if spec.shape != tuple(tensor.shape):
+        report.reshaped.append(f"{spec.name}: expected {tuple(tensor.shape)}, found {spec.shape}")
+        return False
+    if spec.torch_dtype is not tensor.dtype:
+        text = f"{spec.name}: expected {tensor.dtype}, found {spec.torch_dtype}"
+        is_wider = torch.promote_types(spec.torch_dtype, tensor.dtype) is tensor.dtype
+        (report.retyped if is_wider else report.narrowed).append(text)
+    return True
+
+
+# -- optimizers ----------------------------------------------------------------------------------
+
+
+class OptimizerStates:
+    """The states of an optimizer, matched by the names of parameters.
+
+    `match` decides what is loaded; after all `targets` are read, `assign` changes the optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        encoded: Mapping[str, Any],
+        specs: Mapping[str, Spec],
+    ) -> None:
+        """``encoded`` is the component's tree, ``specs`` its tensors."""
+        self.targets: list[Target] = []
+        self._optimizer = optimizer
+        self._parameters = parameter_names(optimizer, model)
+        self._encoded = encoded
+        self._specs = specs
+        self._states: dict[Tensor, dict[str, Any]] = {}
+        self._options: list[dict[str, Any]] = []  # of each group
+        self._stale: list[Tensor] = []  # parameters whose state is removed: none was saved
+
+    def match(self, selection: Selection, report: LoadReport) -> None:
+        """Allocate the tensors to be read.
+
+        Raises:
+            CheckpointError: the states are those of another kind of optimizer.
+        """
+        _check_kind(self._optimizer, self._encoded)
+        saved = self._encoded["state"]
+        for name, state in saved.items():
+            if name in self._parameters and selection.includes(name):
+                parameter = self._parameters[name]
+                self._states[parameter] = {
+                    key: self._decode(parameter, key, value) for key, value in state.items()
+                }
+        self._stale = [
+            parameter
+            for name, parameter in self._parameters.items()
+            if name not in saved and selection.includes(name)
+        ]
+        self._match_groups(selection, report)
+
+    def assign(self) -> None:
+        """Give the optimizer its states and the options of its groups."""
+        for parameter in self._stale:
+            self._optimizer.state.pop(parameter, None)
+        self._optimizer.state.update(self._states)
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=False):
+            group.update(options)
+
+    def _match_groups(self, selection: Selection, report: LoadReport) -> None:
+        """Restore the options if the groups have the same parameters."""
+        saved = self._encoded["param_groups"]
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        own = [[names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
+        found = [group["params"] for group in saved]
+        if own == found:
+            self._options = [
+                tree.decode({k: v for k, v in group.items() if k != "params"}, self._whole)
+                for group in saved
+            ]
+            return
+        known = {name for group in found for name in group}
+        missing = [name for name in self._parameters if name not in known]
+        unexpected = [name for name in sorted(known) if name not in self._parameters]
+        for names_of, listed in ((missing, report.missing), (unexpected, report.unexpected)):
+            listed += [f"{x} in the optimizer" for x in names_of if selection.includes(x)]
+        if not missing and not unexpected and selection.only is None:
+            report.missing.append(f"param_groups: expected {_sizes(own)}, found {_sizes(found)}")
+
+    def _decode(self, parameter: Tensor, key: str, value: Any) -> Any:
+        present = self._optimizer.state.get(parameter, {}).get(key)
+
+        def allocate(name: str) -> Tensor:
+            spec = self._specs[name]
+            # As in torch, "step" is not sharded, even if a scalar parameter has the same shape.
+            if key == "step" or spec.shape != tuple(parameter.shape):
+                return self._whole(name, self._device_of(parameter, key))
+            is_reused = _can_hold(present, spec, parameter)
+            tensor = present if is_reused else _empty_like(parameter, spec)
+            assert isinstance(tensor, Tensor)
+            self.targets.append(Target(name, tensor))
+            return tensor
+
+        return tree.decode(value, allocate)
+
+    def _whole(self, name: str, device: torch.device | None = None) -> Tensor:
+        spec = self._specs[name]
+        tensor = torch.empty(spec.shape, dtype=spec.torch_dtype, device=device or "cpu")
+        self.targets.append(Target(name, tensor))
+        return tensor
+
+    def _device_of(self, parameter: Tensor, key: str) -> torch.device:
+        """Where torch's optimizers keep a state: steps on the CPU, unless a kernel reads them."""
+        for group in self._optimizer.param_groups:
+            if any(parameter is member for member in group["params"]):
+                on_gpu = group.get("fused") or group.get("capturable")
+                if key == "step" and not on_gpu:
+                    return torch.device("cpu")
+        return parameter.device
+
+
+# Options that choose an implementation, and those that schedulers add: every optimizer may have
+# them, and releases of torch differ in them.
+_SWITCHES = {"foreach", "fused", "capturable", "differentiable", "maximize"}
+_SCHEDULED = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+_COMMON_OPTIONS = {"params", "decoupled_weight_decay"} | _SWITCHES | _SCHEDULED
+
+
+def _check_kind(optimizer: Optimizer, encoded: Mapping[str, Any]) -> None:
+    """Refuse the states of another kind of optimizer, which would fail in its first step.
+
+    The kind differs if each side has options that the other lacks. The class is not compared, so
+    that states of Adam can be loaded into AdamW.
+
+    Raises:
+        CheckpointError: names the options and states.
+    """
+    groups = encoded["param_groups"]
+    saved = {key for group in groups for key in group} - _COMMON_OPTIONS
+    own = {key for group in optimizer.param_groups for key in group} - _COMMON_OPTIONS
+    unknown, lacking = sorted(saved - own), sorted(set(optimizer.defaults) & own - saved)
+    if groups and unknown and lacking:
+        states = sorted({key for state in encoded["state"].values() for key in state})
+        raise CheckpointError(
+            "optimizer: the checkpoint is that of another kind of optimizer, with the options "
+            f"{', '.join(unknown)} and the states {', '.join(states) or '(none)'}; "
+            f"{type(optimizer).__name__} has the options {', '.join(lacking)} instead; build the "
+            "optimizer that was saved, or load without optimizer="
+        )
+
+
+def _can_hold(present: Any, spec: Spec, parameter: Tensor) -> bool:
+    """Whether the tensor that the optimizer has can receive the values."""
+    if not isinstance(present, Tensor) or present.dtype is not spec.torch_dtype:
+        return False
+    if isinstance(parameter, ShardedTensor):
+        return isinstance(present, ShardedTensor) and present.sharding.matches(parameter.sharding)
+    return present.shape == parameter.shape and present.is_contiguous()
+
+
+def _empty_like(parameter: Tensor, spec: Spec) -> Tensor:
+    if not isinstance(parameter, ShardedTensor):
+        return torch.empty(spec.shape, dtype=spec.torch_dtype, device=parameter.device)
+    length = len(parameter.sharding.run)
+    local = torch.empty(length, dtype=spec.torch_dtype, device=parameter.device)
+    return ShardedTensor(local, parameter.sharding)
+
+
+def _sizes(groups: list[list[str]]) -> str:
+    return f"{len(groups)} groups of {', '.join(str(len(group)) for group in groups)}"

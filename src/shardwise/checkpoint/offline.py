@@ -1,0 +1,145 @@
+"""Work on checkpoints in one process, without a process group: `examine` and `export`."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+
+from shardwise.checkpoint import tree
+from shardwise.checkpoint.checksums import crc32, split_at_blocks
+from shardwise.checkpoint.collect import bytes_of
+from shardwise.checkpoint.format import MAX_FILE_BYTES, index_of, pack
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.read import (
+    OpenComponent,
+    file_problems,
+    open_checkpoint,
+    open_component,
+    read_manifest,
+)
+from shardwise.checkpoint.stores import Folder, folder_at
+from shardwise.errors import CheckpointError
+
+__all__ = ["FORMATS", "examine", "export"]
+
+
+def examine(path: str | os.PathLike[str]) -> list[str]:
+    """Describe the damage to the checkpoint at ``path``, one line each; an empty list if none.
+
+    Reads the whole checkpoint, one block at a time. Names files that are missing, truncated or not
+    part of the checkpoint, and damaged tensors.
+    """
+    try:
+        folder = folder_at(path)
+        manifest = read_manifest(folder)
+        problems = list(file_problems(folder, manifest))
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    return [*problems, *_tensor_problems(folder, manifest)]
+
+
+def _tensor_problems(folder: Folder, manifest: Manifest) -> Iterator[str]:
+    for name, component in manifest.components.items():
+        with contextlib.closing(open_component(folder, component)) as source:
+            for key, spec in component.specs.items():
+                try:
+                    for number, (start, stop) in enumerate(split_at_blocks(0, spec.num_bytes)):
+                        content = memoryview(bytearray(stop - start))
+                        source.read(key, start, content)
+                        if crc32(content) != manifest.sums[name][key][number]:
+                            yield f"{key} of {name}: bytes {start} to {stop} are damaged"
+                except (CheckpointError, OSError) as error:
+                    yield f"{key} of {name}: cannot be read: {error}"
+
+
+def export(path: str | os.PathLike[str], out: str | os.PathLike[str], format_: str = "hf") -> None:
+    """Convert a checkpoint to a format of other programs. Every byte is checked.
+
+    Args:
+        path: a complete checkpoint, or its URL.
+        out: what to write, which must not exist: a directory for ``"hf"`` (the weights in
+            safetensors files; one tensor is in memory at a time) and for ``"dcp"``
+            (``torch.distributed.checkpoint``), or a file for ``"torch"`` (``torch.load``). The
+            last two contain all components by name (``model``, ``optimizer``, ...), and need the
+            memory of the whole checkpoint.
+        format_: one of these.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or ``out`` cannot be written.
+    """
+    if format_ not in FORMATS:
+        raise CheckpointError(f"format {format_!r}: expected one of {', '.join(FORMATS)}")
+    target = Path(out)
+    if target.exists():
+        raise CheckpointError(f"{target}: already exists; choose another path")
+    with contextlib.ExitStack() as cleanup:
+        opened = open_checkpoint(folder_at(path), cleanup)
+        with _created(target) as partial:
+            FORMATS[format_](dict(opened.components), partial)
+
+
+@contextlib.contextmanager
+def _created(target: Path) -> Iterator[Path]:
+    """A path to write to, which becomes ``target``, or is removed after an error."""
+    partial = target.with_name(f"{target.name}.partial")
+    try:
+        yield partial
+        partial.rename(target)
+    except BaseException as error:
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        else:
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{target}: {error}") from error
+        raise
+
+
+def _to_hf(components: dict[str, OpenComponent], out: Path) -> None:
+    model = components.get("model")
+    if model is None:
+        raise CheckpointError("the checkpoint contains no model")
+    files = pack("model", model.specs.values(), MAX_FILE_BYTES)
+    out.mkdir(parents=True)
+    for file in files:
+        with (out / file.name).open("wb") as stream:
+            stream.write(file.head)
+            for spec in file.specs:
+                stream.write(bytes_of(model.reader.read_whole(spec.name).view(-1)))
+    if len(files) > 1:
+        (out / "model.safetensors.index.json").write_bytes(index_of(files))
+
+
+def _to_torch(components: dict[str, OpenComponent], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(_state_dicts(components), out)
+
+
+def _to_dcp(components: dict[str, OpenComponent], out: Path) -> None:
+    save_distributed(_state_dicts(components), checkpoint_id=out, no_dist=True)
+
+
+FORMATS: dict[str, Callable[[dict[str, OpenComponent], Path], None]] = {
+    "hf": _to_hf,
+    "dcp": _to_dcp,
+    "torch": _to_torch,
+}
+
+
+def _state_dicts(components: dict[str, OpenComponent]) -> dict[str, Any]:
+    """All components: modules as state dicts, with tied tensors under each name."""
+    return {name: _state_dict(component) for name, component in components.items()}
+
+
+def _state_dict(component: OpenComponent) -> Any:
+    read = component.reader.read_whole
+    if component.kind != "module":
+        return tree.decode(component.tree, read)
+    tensors: dict[str, Tensor] = {name: read(name) for name in component.specs}
+    return tensors | {alias: tensors[name] for alias, name in component.aliases.items()}

@@ -1,0 +1,387 @@
+"""Opening checkpoints, and reading tensors from them with every byte checked."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.checksums import (
+    BLOCK_BYTES,
+    BlockPart,
+    combine,
+    crc32,
+    split_at_blocks,
+)
+from shardwise.checkpoint.collect import TensorSlice, bytes_of
+from shardwise.checkpoint.directory import MARKER, checkpoint_files, complete, is_complete
+from shardwise.checkpoint.format import Spec, is_plain_file_name, parse_header
+from shardwise.checkpoint.manifest import MANIFEST, Component, Manifest, tensor_ids
+from shardwise.checkpoint.stores import Folder, OpenFile
+from shardwise.errors import CheckpointDamaged, CheckpointError
+
+__all__ = [
+    "OpenCheckpoint",
+    "OpenComponent",
+    "Reader",
+    "Source",
+    "file_problems",
+    "open_checkpoint",
+    "open_component",
+    "open_hf",
+    "read_manifest",
+]
+
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_Blocks = Mapping[int, tuple[str, int, Sequence[int]]]
+
+
+# -- opening -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OpenComponent:
+    """A component of a checkpoint, and the reader of its tensors."""
+
+    kind: str
+    reader: "Reader"
+    tree: Any = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        return self.reader.source.specs
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """The components by name. ``num_readers`` threads may read tensors at once, each its own.
+
+    ``blocks`` has the name, size in bytes and checksums of each tensor, by its number.
+    """
+
+    components: Mapping[str, OpenComponent]
+    blocks: _Blocks = field(default_factory=dict)
+    num_readers: int = 1
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(component.reader.bytes_read for component in self.components.values())
+
+    @property
+    def unchecked(self) -> list[BlockPart]:
+        """The parts of blocks that this rank read in part, and cannot check alone."""
+        return [part for component in self.components.values() for part in component.reader.parts]
+
+    def check(self, parts: Iterable[BlockPart]) -> None:
+        """Check the blocks that several ranks have read in part.
+
+        Args:
+            parts: ``unchecked`` of all ranks.
+
+        Raises:
+            CheckpointDamaged: names the tensor.
+        """
+        by_block: dict[tuple[int, int], set[BlockPart]] = {}
+        for part in parts:  # the same one twice if replicas read it
+            by_block.setdefault((part.tensor, part.block), set()).add(part)
+        for (tensor, block), found in sorted(by_block.items()):
+            name, num_bytes, sums = self.blocks[tensor]
+            start, stop = block * BLOCK_BYTES, min(num_bytes, (block + 1) * BLOCK_BYTES)
+            if combine(sorted(found), start, stop) != sums[block]:
+                raise _damaged(name, block)
+
+
+def open_checkpoint(folder: Folder, cleanup: contextlib.ExitStack) -> OpenCheckpoint:
+    """Open the checkpoint in ``folder``; its files stay open until ``cleanup`` ends.
+
+    Raises:
+        CheckpointError: there is none.
+        CheckpointDamaged: a file differs from what the manifest says.
+    """
+    manifest = read_manifest(folder)
+    problems = list(file_problems(folder, manifest))
+    if problems:
+        raise CheckpointDamaged("\n".join(problems))
+    ids = tensor_ids(manifest.components)
+    components = {}
+    blocks: dict[int, tuple[str, int, Sequence[int]]] = {}
+    for name, component in manifest.components.items():
+        source = cleanup.enter_context(contextlib.closing(open_component(folder, component)))
+        sums = manifest.sums[name]
+        own_ids = {key: ids[name, key] for key in component.specs}
+        reader = Reader(source, sums, own_ids)
+        components[name] = OpenComponent(component.kind, reader, component.tree, component.aliases)
+        for key, spec in component.specs.items():
+            blocks[own_ids[key]] = key, spec.num_bytes, sums[key]
+    return OpenCheckpoint(components, blocks, folder.num_readers)
+
+
+def read_manifest(folder: Folder) -> Manifest:
+    """The manifest of the checkpoint in ``folder``.
+
+    Raises:
+        CheckpointError: there is none; says what the folder contains instead.
+    """
+    if not is_complete(folder):
+        raise CheckpointError(f"{folder}: not a checkpoint: {_what_instead(folder)}")
+    return Manifest.parse(folder.read(MANIFEST), str(folder / MANIFEST))
+
+
+def file_problems(folder: Folder, manifest: Manifest) -> Iterator[str]:
+    """What is wrong with the files of a checkpoint, their tensors aside: sizes and headers."""
+    sizes = folder.sizes()
+    for file in manifest.files:
+        names = [spec.name for spec in file.specs]
+        which = f"{names[0]} and {len(names) - 1} more tensors" if len(names) > 1 else names[0]
+        head = _head(folder, file.name, len(file.head), sizes.get(file.name), file.num_bytes)
+        if isinstance(head, str):
+            yield f"{folder / file.name}: {head}; it contains {which}"
+        elif head != file.head:
+            yield f"{folder / file.name}: its header is damaged or foreign; it contains {which}"
+    for name, (size, crc) in manifest.others.items():
+        head = _head(folder, name, size, sizes.get(name), size)
+        if isinstance(head, str):
+            yield f"{folder / name}: {head}"
+        elif crc32(head) != crc:
+            yield f"{folder / name}: damaged or foreign"
+    known = {MANIFEST, *manifest.file_names}
+    for name in checkpoint_files(folder):
+        if name not in known:
+            yield f"{folder / name}: foreign: the manifest does not list it"
+
+
+def _head(
+    folder: Folder, name: str, num_bytes: int, size: int | None, expected: int
+) -> bytes | str:
+    """The first bytes of a file, or what is wrong with its size."""
+    if size is None:
+        return "missing"
+    if size != expected:
+        return f"{size} bytes long, expected {expected}"
+    return folder.read(name, num_bytes)
+
+
+def _what_instead(folder: Folder) -> str:
+    if not folder.exists():
+        return "no such directory"
+    if folder.has(MARKER):
+        return "a save that is unfinished or was killed; load an earlier one (sw.latest)"
+    inside = [str(found) for found in complete(folder)]
+    if inside:
+        return f"it contains checkpoints, such as {inside[-1]} (sw.latest)"
+    if checkpoint_files(folder):
+        return f"{MANIFEST} is missing; pass source='hf' to load the weights, unchecked"
+    return f"{MANIFEST} is missing"
+
+
+# -- sources -------------------------------------------------------------------------------------
+
+
+class Source(Protocol):
+    """Tensors by name, any bytes of which can be read."""
+
+    specs: Mapping[str, Spec]
+    read_bytes: int  # how much to read at once: whole blocks, or equal parts of one
+
+    def read(self, name: str, start: int, content: memoryview) -> None:
+        """Fill ``content`` with the bytes of a tensor from ``start`` on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Location:
+    """Where a tensor begins."""
+
+    file: str
+    offset: int
+
+
+class SafetensorsSource:
+    """Tensors in the safetensors files of a folder."""
+
+    def __init__(
+        self, folder: Folder, specs: Mapping[str, Spec], locations: Mapping[str, _Location]
+    ) -> None:
+        self.specs = specs
+        self.read_bytes = folder.read_bytes
+        self._folder = folder
+        self._locations = locations
+        self._files: dict[str, OpenFile] = {}
+
+    def read(self, name: str, start: int, content: memoryview) -> None:
+        at = self._locations[name]
+        if at.file not in self._files:
+            self._files[at.file] = self._folder.open(at.file)
+        if not self._files[at.file].read_into(content, at.offset + start):
+            raise CheckpointDamaged(f"{name}: {self._folder / at.file} ends before it")
+
+    def close(self) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
+
+
+def open_component(folder: Folder, component: Component) -> SafetensorsSource:
+    """The tensors of a component of the checkpoint in ``folder``."""
+    locations = {
+        name: _Location(file.name, offset)
+        for file in component.files
+        for name, offset in file.offsets.items()
+    }
+    return SafetensorsSource(folder, component.specs, locations)
+
+
+def open_hf(place: Folder) -> SafetensorsSource:
+    """The tensors of a Hugging Face checkpoint: a directory with safetensors, or one such file.
+
+    Raises:
+        CheckpointError: ``place`` is neither.
+    """
+    is_file = place.parent.has(place.name)
+    folder = place.parent if is_file else place
+    specs: dict[str, Spec] = {}
+    locations: dict[str, _Location] = {}
+    for file in [place.name] if is_file else _hf_files(folder):
+        for name, (spec, offset) in _tensors_in(folder, file).items():
+            specs[name] = spec
+            locations[name] = _Location(file, offset)
+    return SafetensorsSource(folder, specs, locations)
+
+
+def _hf_files(folder: Folder) -> list[str]:
+    index = "model.safetensors.index.json"
+    if folder.has(index):
+        return _files_in_index(folder, index)
+    if folder.has("model.safetensors"):
+        return ["model.safetensors"]
+    raise CheckpointError(
+        f"{folder}: not a Hugging Face checkpoint: expected model.safetensors, or several such "
+        f"files with a {index}"
+    )
+
+
+def _files_in_index(folder: Folder, index: str) -> list[str]:
+    try:
+        files = set(json.loads(folder.read(index))["weight_map"].values())
+        if all(map(is_plain_file_name, files)):
+            return sorted(files)
+        reason = "weight_map names files outside the directory"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"expected a weight_map from names to files ({error})"
+    raise CheckpointDamaged(f"{folder / index}: {reason}")
+
+
+def _tensors_in(folder: Folder, file: str) -> dict[str, tuple[Spec, int]]:
+    """The tensors of one file, and where each begins."""
+    path = str(folder / file)
+    length = int.from_bytes(folder.read(file, 8), "little")
+    if length > _MAX_HEADER_BYTES:
+        raise CheckpointDamaged(f"{path}: not a safetensors file")
+    found = parse_header(path, folder.read(file, 8 + length)[8:])
+    size = folder.sizes()[file]
+    for name, (spec, start) in found.items():
+        if 8 + length + start + spec.num_bytes > size:
+            raise CheckpointDamaged(f"{name}: {path} ends before it")
+    return {name: (spec, 8 + length + start) for name, (spec, start) in found.items()}
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Reads slices of a source's tensors, and compares them with the checksums of the blocks.
+
+    A block that this rank reads in part can only be checked together with the other ranks: `parts`
+    has the checksums of such parts, for `OpenCheckpoint.check`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        sums: Mapping[str, Sequence[int]] | None = None,
+        ids: Mapping[str, int] | None = None,
+    ) -> None:
+        """Without ``sums`` nothing is checked; ``ids`` are the numbers of the tensors."""
+        self.source = source
+        self.parts: list[BlockPart] = []
+        self.bytes_read = 0
+        self._sums = sums
+        self._ids = ids or {}
+        self._lock = threading.Lock()
+
+    def read(self, name: str, target: TensorSlice) -> None:
+        """Fill ``target`` with elements of a tensor, converted to its dtype.
+
+        Raises:
+            CheckpointDamaged: names the tensor.
+        """
+        spec = self.source.specs[name]
+        elements = target.elements
+        start, stop = (n * spec.itemsize for n in (target.start, target.start + len(elements)))
+        is_direct = elements.dtype is spec.torch_dtype and elements.device.type == "cpu"
+        memory = bytes_of(elements) if is_direct else memoryview(b"")
+        check = _RunningCheck(self, name, start, stop)
+        for begin, end in split_at_blocks(start, stop, self.source.read_bytes):
+            content = memory[begin - start : end - start]
+            if not is_direct:
+                converted = torch.empty((end - begin) // spec.itemsize, dtype=spec.torch_dtype)
+                content = bytes_of(converted)
+            self.source.read(name, begin, content)
+            if self._sums is not None:
+                check.update(content, begin, end)
+            if not is_direct:
+                place = (begin - start) // spec.itemsize
+                elements[place : place + len(converted)].copy_(converted)
+        with self._lock:
+            self.bytes_read += stop - start
+
+    def read_whole(self, name: str) -> Tensor:
+        """A new tensor on the CPU.
+
+        Raises:
+            CheckpointDamaged: names it.
+        """
+        spec = self.source.specs[name]
+        whole = torch.empty(spec.shape, dtype=spec.torch_dtype)
+        self.read(name, TensorSlice(0, whole.view(-1)))
+        return whole
+
+    def check(self, name: str, start: int, stop: int, crc: int) -> None:
+        """Compare the checksum of a block, or keep that of a part of one."""
+        assert self._sums is not None
+        number = start // BLOCK_BYTES
+        size = self.source.specs[name].num_bytes
+        if start % BLOCK_BYTES or stop < min(size, (number + 1) * BLOCK_BYTES):
+            self.parts.append(BlockPart(self._ids[name], start, stop, crc))
+        elif crc != self._sums[name][number]:
+            raise _damaged(name, number)
+
+
+class _RunningCheck:
+    """The checksum of the current block, of which less than a block is read at a time."""
+
+    def __init__(self, reader: Reader, name: str, start: int, stop: int) -> None:
+        self._reader = reader
+        self._name = name
+        self._stop = stop
+        self._block_start, self._crc = start, 0
+
+    def update(self, content: memoryview, begin: int, end: int) -> None:
+        """``content`` is bytes ``[begin, end)`` of the tensor."""
+        for first, last in split_at_blocks(begin, end):
+            self._crc = crc32(content[first - begin : last - begin], self._crc)
+            if last == self._stop or last % BLOCK_BYTES == 0:
+                self._reader.check(self._name, self._block_start, last, self._crc)
+                self._block_start, self._crc = last, 0
+
+
+def _damaged(name: str, block: int) -> CheckpointDamaged:
+    start = block * BLOCK_BYTES
+    return CheckpointDamaged(
+        f"{name}: bytes {start} to {start + BLOCK_BYTES} differ from what was saved; run "
+        "`shardwise doctor` to list all damage, and load an earlier checkpoint"
+    )

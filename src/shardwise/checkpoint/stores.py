@@ -1,0 +1,452 @@
+"""Where checkpoints are stored: local directories, and what `fsspec` reaches by a URL.
+
+The rest of this package reads checkpoints through a `Folder`. Only writing differs: all ranks write
+to the same local files, whereas a store receives each object as a whole from one rank.
+"""
+
+import contextlib
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from fsspec.core import url_to_fs
+
+from shardwise.errors import CheckpointError
+
+__all__ = ["Folder", "LocalFolder", "OpenFile", "RemoteFolder", "Upload", "folder_at"]
+
+PART_BYTES = 8 << 20  # of an upload; S3 requires at least 5 MiB
+_MAX_PARTS = 9000  # S3 allows 10,000
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+
+
+def folder_at(place: str | os.PathLike[str]) -> "Folder":
+    """The folder at a path or URL, which need not exist. Relative paths are resolved at once.
+
+    Stores take their options, such as credentials, from the configuration of fsspec.
+
+    Raises:
+        CheckpointError: it is neither, or fsspec cannot open the URL.
+    """
+    if not isinstance(place, str | os.PathLike) or not isinstance(os.fspath(place), str):
+        hint = "; sw.latest found no checkpoint" if place is None else ""
+        raise CheckpointError(f"expected the path or URL of a checkpoint, got {place!r}{hint}")
+    url = os.fspath(place)
+    if not url:
+        raise CheckpointError("expected the path or URL of a checkpoint, got an empty string")
+    if "://" not in url:
+        return LocalFolder(Path(url).absolute())
+    try:
+        store, path = url_to_fs(url)
+    except ImportError as error:
+        missing = getattr(error.__cause__ or error, "name", None)
+        advice = f" (pip install {missing})" if missing else ""
+        raise CheckpointError(f"{url}: {error}{advice}") from error
+    except ValueError as error:
+        raise CheckpointError(
+            f"{url}: {error}; expected a directory or a URL that fsspec knows, such as "
+            "s3://bucket/run/step-100"
+        ) from error
+    return RemoteFolder(store, path.rstrip("/"), url.rstrip("/"))
+
+
+class OpenFile(Protocol):
+    """A file that is open for reading."""
+
+    def read_into(self, content: memoryview, offset: int) -> bool:
+        """Fill ``content`` with the bytes from ``offset`` on; False if the file ends before."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Folder(Protocol):
+    """A directory, which need not exist, and whose content may change at any time.
+
+    Methods raise an OSError, or a CheckpointError that names the place.
+    """
+
+    read_bytes: int  # how much to read at once, a power of two
+    num_readers: int  # how many threads should read at once
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parent(self) -> "Folder": ...
+
+    @property
+    def target(self) -> Path | str:
+        """The path or URL, as users write it."""
+        ...
+
+    @property
+    def is_link(self) -> bool:
+        """Whether it is a symbolic link."""
+        ...
+
+    def __truediv__(self, name: str) -> "Folder": ...
+
+    def exists(self) -> bool: ...
+
+    def has(self, name: str) -> bool:
+        """Whether it contains a file of this name."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """The size in bytes of each file in it, sorted by name."""
+        ...
+
+    def folders(self) -> "list[Folder]":
+        """The folders in it, sorted by name, symbolic links to directories included."""
+        ...
+
+    def link_targets(self) -> set[str]:
+        """The names of entries that symbolic links in it point to."""
+        ...
+
+    def age_seconds(self, name: str) -> float:
+        """The time since a file was last changed; inf if files appear in one piece."""
+        ...
+
+    def read(self, name: str, num_bytes: int | None = None) -> bytes:
+        """The first bytes of a file, or all of them."""
+        ...
+
+    def open(self, name: str) -> OpenFile: ...
+
+    def create(self, marker: str, content: bytes) -> None:
+        """Create it with one file in it."""
+        ...
+
+    def publish(self, name: str, content: bytes, marker: str) -> None:
+        """Create a file at once, in place of ``marker``, after all others are on disk."""
+        ...
+
+    def retract(self, name: str, marker: str) -> None:
+        """Replace a file by ``marker``: the reverse of `publish`."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it still exists."""
+        ...
+
+    def remove_all_but(self, name: str) -> None:
+        """Remove every file but one, and all folders."""
+        ...
+
+    def remove_empty(self) -> None:
+        """Remove it if it is empty."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    """A directory of this machine, or of a file system that is mounted on it."""
+
+    path: Path
+    read_bytes = 256 << 10  # fits in the processor's cache while its checksum is computed
+    num_readers = 1
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def parent(self) -> "LocalFolder":
+        return LocalFolder(self.path.parent)
+
+    @property
+    def target(self) -> Path:
+        return self.path
+
+    @property
+    def is_link(self) -> bool:
+        return self.path.is_symlink()
+
+    def __truediv__(self, name: str) -> "LocalFolder":
+        return LocalFolder(self.path / name)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def exists(self) -> bool:
+        return self.path.is_dir()
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
+    def sizes(self) -> dict[str, int]:
+        return {path.name: path.stat().st_size for path in self._entries() if path.is_file()}
+
+    def folders(self) -> list[Folder]:
+        return [LocalFolder(path) for path in self._entries() if path.is_dir()]
+
+    def link_targets(self) -> set[str]:
+        root = self.path.resolve()
+        targets = [path.resolve() for path in self._entries() if path.is_symlink()]
+        return {
+            target.relative_to(root).parts[0]
+            for target in targets
+            if target != root and target.is_relative_to(root)
+        }
+
+    def age_seconds(self, name: str) -> float:
+        return time.time() - (self.path / name).stat().st_mtime
+
+    def read(self, name: str, num_bytes: int | None = None) -> bytes:
+        with (self.path / name).open("rb") as file:
+            return file.read() if num_bytes is None else file.read(num_bytes)
+
+    def open(self, name: str) -> OpenFile:
+        return _LocalFile(self.path / name)
+
+    def create(self, marker: str, content: bytes) -> None:
+        while True:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # a Retention removed the empty directory
+                (self.path / marker).write_bytes(content)
+                return
+
+    def publish(self, name: str, content: bytes, marker: str) -> None:
+        with (self.path / marker).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync(self.path)
+        (self.path / marker).rename(self.path / name)
+        _sync(self.path)
+        _sync(self.path.parent)
+
+    def retract(self, name: str, marker: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # another process removes it, too
+            (self.path / name).rename(self.path / marker)
+            _sync(self.path)
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def remove_all_but(self, name: str) -> None:
+        for entry in self._entries():
+            if entry.name == name:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+
+    def remove_empty(self) -> None:
+        with contextlib.suppress(OSError):  # it is not empty
+            self.path.rmdir()
+
+    def _entries(self) -> list[Path]:
+        return sorted(self.path.iterdir()) if self.path.is_dir() else []
+
+
+class _LocalFile:
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def read_into(self, content: memoryview, offset: int) -> bool:
+        while content.nbytes:
+            count = os.preadv(self._descriptor, [content], offset)
+            if count == 0:
+                return False
+            content, offset = content[count:], offset + count
+        return True
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _sync(directory: Path) -> None:
+    """Bring the names of its files to disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class RemoteFolder:
+    """The objects of a store whose names begin with ``path``, or a directory of a remote system.
+
+    An object appears as a whole or not at all, so nothing is renamed. fsspec keeps listings in
+    memory; they are dropped before each use.
+    """
+
+    store: Any  # fsspec.AbstractFileSystem
+    path: str  # as the store knows it
+    url: str
+    read_bytes = 4 << 20
+    num_readers = 8  # most of a request is waiting
+    is_link = False
+
+    @property
+    def name(self) -> str:
+        return self.path.rsplit("/", 1)[-1]
+
+    @property
+    def parent(self) -> "RemoteFolder":
+        return RemoteFolder(self.store, self.path.rpartition("/")[0], self.url.rpartition("/")[0])
+
+    @property
+    def target(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> "RemoteFolder":
+        return RemoteFolder(self.store, f"{self.path}/{name}", f"{self.url}/{name}")
+
+    def __str__(self) -> str:
+        return self.url
+
+    def exists(self) -> bool:
+        return bool(self._entries())
+
+    def has(self, name: str) -> bool:
+        with _errors_at(f"{self.url}/{name}"):
+            self.store.invalidate_cache()
+            try:
+                return bool(self.store.info(f"{self.path}/{name}")["type"] == "file")
+            except _ABSENT:
+                return False
+
+    def sizes(self) -> dict[str, int]:
+        return {name: x["size"] for name, x in self._entries().items() if x["type"] != "directory"}
+
+    def folders(self) -> list[Folder]:
+        return [self / name for name, x in self._entries().items() if x["type"] == "directory"]
+
+    def link_targets(self) -> set[str]:
+        return set()
+
+    def age_seconds(self, name: str) -> float:  # noqa: ARG002 - an object appears in one piece
+        return math.inf
+
+    def read(self, name: str, num_bytes: int | None = None) -> bytes:
+        with _errors_at(f"{self.url}/{name}"):
+            span = {} if num_bytes is None else {"start": 0, "end": num_bytes}
+            content: bytes = self.store.cat_file(f"{self.path}/{name}", **span)
+            return content
+
+    def open(self, name: str) -> OpenFile:
+        return _RemoteFile(self / name)
+
+    def create(self, marker: str, content: bytes) -> None:
+        with _errors_at(self.url):
+            try:
+                self.store.pipe_file(f"{self.path}/{marker}", content)
+            except FileNotFoundError:  # the store has directories, or the bucket is missing
+                _make_directory(self.store, self.path)
+                self.store.pipe_file(f"{self.path}/{marker}", content)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Store an object in one request."""
+        with _errors_at(f"{self.url}/{name}"):
+            self.store.pipe_file(f"{self.path}/{name}", content)
+
+    def publish(self, name: str, content: bytes, marker: str) -> None:
+        self.put(name, content)
+        with contextlib.suppress(CheckpointError):  # a marker next to a manifest is ignored
+            self.remove(marker)
+
+    def retract(self, name: str, marker: str) -> None:
+        self.put(marker, b"")
+        self.remove(name)
+
+    def remove(self, name: str) -> None:
+        with _errors_at(f"{self.url}/{name}"), contextlib.suppress(FileNotFoundError):
+            self.store.rm_file(f"{self.path}/{name}")
+
+    def remove_all_but(self, name: str) -> None:
+        for folder in self.folders():
+            folder.remove_all_but("")
+            folder.remove_empty()
+        for found in self.sizes():
+            if found != name:
+                self.remove(found)
+
+    def remove_empty(self) -> None:
+        # Most stores have no directories to remove. At the top this would be the bucket.
+        if "/" in self.path and not self._entries():
+            with contextlib.suppress(Exception):
+                self.store.rmdir(self.path)
+
+    def _entries(self) -> Mapping[str, Mapping[str, Any]]:
+        with _errors_at(self.url):
+            self.store.invalidate_cache()
+            try:
+                entries = self.store.ls(self.path, detail=True)
+            except _ABSENT:
+                return {}
+        found = {entry["name"].rstrip("/"): entry for entry in entries}
+        inside = {path.rsplit("/", 1)[-1]: x for path, x in found.items() if path != self.path}
+        return dict(sorted(inside.items()))
+
+
+class _RemoteFile:
+    def __init__(self, file: RemoteFolder) -> None:
+        self._file = file
+
+    def read_into(self, content: memoryview, offset: int) -> bool:
+        stop = offset + content.nbytes
+        with _errors_at(self._file.url):
+            found = self._file.store.cat_file(self._file.path, start=offset, end=stop)
+        if len(found) != content.nbytes:
+            return False
+        content[:] = found
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+class Upload:
+    """A file that is being sent to a store, where it appears once it is closed."""
+
+    def __init__(self, folder: RemoteFolder, name: str, num_bytes: int) -> None:
+        self._url = f"{folder.url}/{name}"
+        part_bytes = max(PART_BYTES, -(-num_bytes // _MAX_PARTS))
+        with _errors_at(self._url):
+            self._file = folder.store.open(f"{folder.path}/{name}", "wb", block_size=part_bytes)
+
+    def write(self, content: memoryview | bytes) -> None:
+        with _errors_at(self._url):
+            self._file.write(content)
+
+    def close(self) -> None:
+        with _errors_at(self._url):
+            self._file.close()
+
+    def discard(self) -> None:
+        """Give it up. Stores that cannot do so keep half a file, which is removed later."""
+        # Without `close` the garbage collector would close it, at an unknown time.
+        for end in (self._file.discard, self._file.close):
+            with contextlib.suppress(Exception):
+                end()
+
+
+@contextlib.contextmanager
+def _errors_at(url: str) -> Iterator[None]:
+    """Turn the errors of a store, each of which has its own, into a CheckpointError."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error) or "the store gave no reason"
+        raise CheckpointError(f"{url}: {type(error).__name__}: {reason}") from error
+
+
+def _make_directory(store: Any, path: str) -> None:
+    """Like ``mkdir --parents``, but never create a bucket, whose name may be misspelled."""
+    parent = path.rpartition("/")[0]
+    if not parent:
+        return
+    _make_directory(store, parent)
+    with contextlib.suppress(FileExistsError):
+        store.mkdir(path, create_parents=False)
