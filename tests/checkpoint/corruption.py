@@ -1,6 +1,6 @@
-"""``python -m tests.checkpoint.corruption``: random damage to a checkpoint, which has to be found.
+"""``python -m tests.checkpoint.corruption``: detect random damage to a checkpoint.
 
-Prints what was tried, and every case in which `load` or `examine` saw nothing.
+Prints how often each kind was tried, and every case that `load` or `examine` missed.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def _build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def flip_bit(path: Path, rng: random.Random) -> str:
     content = bytearray(path.read_bytes())
-    # Half of them at the beginning, where the headers are.
+    # Half of them at the beginning, in the headers.
     at = rng.randrange(min(len(content), 2000) if rng.random() < 0.5 else len(content))
     content[at] ^= 1 << rng.randrange(8)
     path.write_bytes(content)
@@ -94,7 +94,7 @@ def swap_bytes(path: Path, rng: random.Random) -> str:
     return f"two pieces of {half} bytes exchanged"
 
 
-def copy_beside(path: Path, rng: random.Random) -> str:  # noqa: ARG001
+def add_file(path: Path, rng: random.Random) -> str:  # noqa: ARG001
     shutil.copyfile(path, path.with_name("other.safetensors"))
     return "a foreign file"
 
@@ -106,17 +106,17 @@ DAMAGES: list[Callable[[Path, random.Random], str]] = [
     append,
     remove,
     swap_bytes,
-    copy_beside,
+    add_file,
 ]
 
 
-def find_unseen(cases: int, seed: int, folder: Path) -> tuple[list[str], Counter[str]]:
-    """Damage a checkpoint ``cases`` times: what nobody saw, and how often each was tried."""
+def find_undetected(cases: int, seed: int, folder: Path) -> tuple[list[str], Counter[str]]:
+    """Damage a checkpoint ``cases`` times; returns what was missed and the counts by kind."""
     rng = random.Random(seed)
     subject = Subject(folder)
     subject.load(subject.path)
     assert examine(subject.path) == []
-    unseen, tried = [], Counter[str]()
+    undetected, tried = [], Counter[str]()
     damaged = folder / "damaged"
     shutil.copytree(subject.path, damaged)
     for _ in range(cases):
@@ -125,12 +125,12 @@ def find_unseen(cases: int, seed: int, folder: Path) -> tuple[list[str], Counter
         what = f"{file.name}: {damage.__name__}: {damage(damaged / file.name, rng)}"
         tried[damage.__name__] += 1
         if _loads(subject, damaged):
-            unseen.append(f"load: {what}")
+            undetected.append(f"load: {what}")
         if not examine(damaged):
-            unseen.append(f"doctor: {what}")
+            undetected.append(f"doctor: {what}")
         shutil.copyfile(file, damaged / file.name)
         (damaged / "other.safetensors").unlink(missing_ok=True)
-    return unseen, tried
+    return undetected, tried
 
 
 def _loads(subject: Subject, path: Path) -> bool:
@@ -142,7 +142,7 @@ def _loads(subject: Subject, path: Path) -> bool:
 
 
 def main() -> int:
-    """Parse the command line, run, print; 1 if anything was not seen."""
+    """Parse the command line, run, print; returns 1 if any damage was missed."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.checkpoint.corruption", description=__doc__
     )
@@ -150,10 +150,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        unseen, tried = find_unseen(options.cases, options.seed, Path(folder))
+        undetected, tried = find_undetected(options.cases, options.seed, Path(folder))
     counts = ", ".join(f"{count} {name}" for name, count in tried.most_common())
-    sys.stdout.write("\n".join([*unseen, f"{counts}; {len(unseen)} not detected\n"]))
-    return bool(unseen)
+    sys.stdout.write("\n".join([*undetected, f"{counts}; {len(undetected)} not detected\n"]))
+    return bool(undetected)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""``python -m tests.checkpoint.killing FOLDER``: saves that are killed, and what they leave.
+"""``python -m tests.checkpoint.killing FOLDER``: kill saves and check what they leave.
 
-A process of its own, for it forks: the children save one checkpoint after the other until they are
-killed, at a random moment, and it looks at what is there.
+Runs in its own process because it forks. Each child saves one checkpoint after the other until it
+is killed at a random moment; then the parent checks the directory.
 """
 
 import os
@@ -29,24 +29,24 @@ def main(folder: Path) -> None:
     rng = random.Random(3)
     started = time.perf_counter()
     save(folder, 0, make(0))
-    seconds = time.perf_counter() - started  # of a save, on a machine as busy as this one
+    seconds = time.perf_counter() - started  # of a save, under the current load
     reached, remains = 0, 0
     for _ in range(ROUNDS):
         ready, tell = os.pipe()
         child = os.fork()
         if child == 0:
-            save_for_ever(folder, reached + 1, tell)
+            save_forever(folder, reached + 1, tell)
         os.close(tell)
         for _ in range(rng.randrange(1, 4)):
-            os.read(ready, 1)  # it is about to save another one
+            os.read(ready, 1)  # the child starts another save
         time.sleep(rng.random() * seconds)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(ready)
         reached = check(folder, reached)
         remains += sum((path / MARKER).exists() for path in folder.iterdir())
-    assert reached > 0, "never came to the end of a save"
-    assert remains > 0, "never killed in the middle of a save"
+    assert reached > 0, "no save was ever complete"
+    assert remains > 0, "no save was ever interrupted"
     directory.EMPTY_MARKER_SECONDS = 0.0  # nobody else is creating one
     save(folder, reached + 1, make(reached + 1))
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -55,7 +55,7 @@ def main(folder: Path) -> None:
     ]
 
 
-def save_for_ever(folder: Path, first: int, tell: int) -> None:
+def save_forever(folder: Path, first: int, tell: int) -> None:
     """In a child, until it is killed."""
     model = make(first)
     for number in range(first, 1 << 30):
@@ -77,10 +77,10 @@ def make(number: int) -> nn.Linear:
 
 
 def check(folder: Path, reached: int) -> int:
-    """The last complete checkpoint is whole, has its own values, and is no older than before."""
+    """Check that the last complete checkpoint is intact and no older than the previous one."""
     path = sw.latest(folder)
     if path is None:
-        assert reached < 0, "a complete checkpoint is gone"
+        assert reached < 0, "a complete checkpoint was lost"
         return reached
     assert is_complete(folder_at(path))
     assert examine(path) == []

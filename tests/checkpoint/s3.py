@@ -1,7 +1,7 @@
-"""A small fake of S3: what its HTTP interface does with whole objects, in this process's memory.
+"""A small fake of S3's HTTP interface, with the objects in this process's memory.
 
-Objects are there at once or not at all: a part of an upload is nothing until the upload is
-completed. It keeps a list of requests, and refuses those that it is told to.
+An object appears as a whole: the parts of an upload are invisible until it is completed. The fake
+records requests and refuses the ones that a test selects.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _DATE = "Tue, 01 Jan 2030 00:00:00 GMT"
 
 @dataclass(frozen=True)
 class Request:
-    """What somebody asked for."""
+    """A request that the fake received."""
 
     method: str
     key: str
@@ -45,25 +45,25 @@ class FakeS3:
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def names(self, prefix: str) -> list[str]:
-        """What is there, without ``prefix``."""
+        """The names of the objects under ``prefix``, without it."""
         found = [key for key in sorted(self.objects) if key.startswith(prefix)]
         return [key.removeprefix(prefix) for key in found]
 
     def digests(self, prefix: str) -> dict[str, str]:
-        """The sha256 of every object, as `training.digests` has those of files."""
+        """The sha256 of every object, as `training.digests` returns it for files."""
         return {
             name: hashlib.sha256(self.objects[prefix + name]).hexdigest()
             for name in self.names(prefix)
         }
 
     def read(self, suffix: str) -> list[tuple[int, int]]:
-        """The ranges that were read of objects whose names end so."""
+        """The ranges that were read of objects whose names end with ``suffix``."""
         return [(x.start, x.stop) for x in self.requests if x.stop and x.key.endswith(suffix)]
 
 
 @contextmanager
 def serving() -> Iterator[FakeS3]:
-    """A fake that ranks reach, too, once they are told by `reach`."""
+    """A running fake, which other processes use through `reach`."""
     fake = FakeS3()
 
     class Handler(_Handler):
@@ -82,7 +82,7 @@ def serving() -> Iterator[FakeS3]:
 
 @contextmanager
 def reach(endpoint: str) -> Iterator[None]:
-    """Let URLs with s3:// lead to ``endpoint`` in this process."""
+    """Resolve s3:// URLs to ``endpoint`` in this process."""
     obstore.fsspec.register("s3")
     fsspec.config.conf["s3"] = {
         "endpoint": endpoint,

@@ -1,4 +1,4 @@
-"""A save beside the training: of what was there when it was called, one at a time."""
+"""Saves with ``wait=False``: they write the values at the call, one save at a time."""
 
 import threading
 import time
@@ -22,21 +22,21 @@ from tests.ranks import run_on
 from tests.runtime.one_process import rank
 
 
-def test_it_holds_what_was_there_when_it_was_called(tmp_path: Path) -> None:
+def test_an_asynchronous_save_writes_the_values_at_the_call(tmp_path: Path) -> None:
     run_on(2, _save_and_step, tmp_path)
-    assert digests(tmp_path / "beside") == digests(tmp_path / "at once")
+    assert digests(tmp_path / "asynchronous") == digests(tmp_path / "blocking")
 
 
-def test_each_of_several_holds_its_own(tmp_path: Path) -> None:
-    """Though they are copied to the same memory, one after the other."""
-    for name, wait in (("at once", True), ("beside", False)):
+def test_each_asynchronous_save_writes_its_own_values(tmp_path: Path) -> None:
+    """All of them copy to the same host memory, one after the other."""
+    for name, wait in (("blocking", True), ("asynchronous", False)):
         run_on(2, _save_each_step, tmp_path / name, wait)
-    steps = [digests(tmp_path / "beside" / str(number)) for number in range(4)]
-    assert steps == [digests(tmp_path / "at once" / str(number)) for number in range(4)]
+    steps = [digests(tmp_path / "asynchronous" / str(number)) for number in range(4)]
+    assert steps == [digests(tmp_path / "blocking" / str(number)) for number in range(4)]
     assert len({str(step) for step in steps}) == 4
 
 
-def test_memory_is_kept_and_lent_once() -> None:
+def test_host_memory_is_reused_by_one_save_at_a_time() -> None:
     values = torch.arange(4.0)
     shares = {"model": {"weight": TensorSlice(3, values), "bias": TensorSlice(0, torch.ones(2))}}
     copies = HostCopies()
@@ -57,16 +57,15 @@ def test_memory_is_kept_and_lent_once() -> None:
 
 
 @pytest.mark.parametrize("call", ["save", "load"])
-def test_memory_goes_with_what_waits(call: str, tmp_path: Path) -> None:
+def test_a_blocking_call_frees_the_host_memory(call: str, tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     sw.save(tmp_path / "1", model=model, wait=False).wait()
     copies = coordinator_of(axis_of([model]), model).host_copies
-    lent = copies.copy({"model": {"weight": TensorSlice(0, torch.ones(6))}})["model"][
-        "weight"
-    ].elements
-    copies.reclaim({"model": {"weight": TensorSlice(0, lent)}})
-    kept = weakref.ref(lent)
-    del lent
+    slices = {"model": {"weight": TensorSlice(0, torch.ones(6))}}
+    copy_ = copies.copy(slices)["model"]["weight"].elements
+    copies.reclaim({"model": {"weight": TensorSlice(0, copy_)}})
+    kept = weakref.ref(copy_)
+    del copy_
     assert kept() is not None
     if call == "save":
         sw.save(tmp_path / "2", model=model)
@@ -75,10 +74,10 @@ def test_memory_goes_with_what_waits(call: str, tmp_path: Path) -> None:
     assert kept() is None
 
 
-def test_one_that_nobody_waited_for_keeps_its_memory(
+def test_a_save_that_was_not_waited_for_keeps_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while the next save waits for it; then there is another."""
+    """Ctrl-C interrupts the next save while it waits; then a third save starts."""
     model = nn.Linear(2, 3)
     expected = model.weight.detach().clone()
     gate = threading.Event()
@@ -107,22 +106,22 @@ def test_one_that_nobody_waited_for_keeps_its_memory(
     assert not model.weight.any()
 
 
-def test_the_next_call_waits_for_it(tmp_path: Path) -> None:
+def test_the_next_call_waits_for_the_pending_save(tmp_path: Path) -> None:
     run_on(2, _save_in_a_row, tmp_path)
 
 
-def test_its_error_surfaces_at_the_next_call(tmp_path: Path) -> None:
+def test_the_next_call_raises_the_error_of_the_pending_save(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     (tmp_path / "taken").write_bytes(b"")
     failed = sw.save(tmp_path / "taken", model=model, wait=False)
     with pytest.raises(sw.CheckpointError, match="taken"):
         sw.save(tmp_path / "x", model=model)
-    failed.wait()  # has been said
+    failed.wait()  # its error was raised already
     sw.save(tmp_path / "x", model=model)
     sw.load(tmp_path / "x", model=model)
 
 
-def test_an_error_that_nobody_asked_for_is_a_warning() -> None:
+def test_an_error_that_is_never_raised_becomes_a_warning() -> None:
     def fail() -> None:
         raise sw.CheckpointError("no room")
 
@@ -137,8 +136,7 @@ def test_an_error_that_nobody_asked_for_is_a_warning() -> None:
         del asked
 
 
-def test_writing_is_beside_the_caller(tmp_path: Path) -> None:
-    """While the writer waits for another, the caller has its hands free."""
+def test_a_save_on_a_thread_does_not_block_the_caller(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     gate = threading.Event()
     pending = Save(tmp_path, lambda: _pass(gate))
@@ -162,7 +160,7 @@ def _pass(gate: threading.Event) -> None:
 
 
 def ballast() -> torch.Tensor:
-    """Written before the model, by name, and long enough for some steps to pass meanwhile."""
+    """Sorts before the model, and takes several steps to write."""
     return torch.zeros(1 << 25, dtype=torch.uint8)
 
 
@@ -175,8 +173,8 @@ def _save_and_step(folder: Path) -> None:
         "ballast": ballast(),
         "at": {"step": 1},
     }
-    sw.save(folder / "at once", **everything)  # type: ignore[arg-type]
-    pending = sw.save(folder / "beside", wait=False, **everything)  # type: ignore[arg-type]
+    sw.save(folder / "blocking", **everything)  # type: ignore[arg-type]
+    pending = sw.save(folder / "asynchronous", wait=False, **everything)  # type: ignore[arg-type]
     for number in range(3):
         training.step(number)
     pending.wait()

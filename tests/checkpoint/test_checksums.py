@@ -1,4 +1,4 @@
-"""Checksums of blocks do not depend on who wrote which part."""
+"""Checksums of blocks do not depend on which rank wrote which part."""
 
 import random
 import zlib
@@ -20,7 +20,7 @@ from shardwise.checkpoint.checksums import (
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
-def test_combined_is_that_of_the_whole(first: bytes, second: bytes) -> None:
+def test_combined_checksums_equal_that_of_all_bytes(first: bytes, second: bytes) -> None:
     middle, end = len(first), len(first) + len(second)
     parts = [
         BlockPart(0, 0, middle, zlib.crc32(first)),
@@ -30,7 +30,7 @@ def test_combined_is_that_of_the_whole(first: bytes, second: bytes) -> None:
 
 
 @pytest.mark.parametrize("size", [1, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 17])
-def test_any_cuts_give_the_same_sums(size: int) -> None:
+def test_block_sums_do_not_depend_on_the_cuts(size: int) -> None:
     content = random.Random(size).randbytes(size)
     expected = [zlib.crc32(content[start:stop]) for start, stop in split_at_blocks(0, size)]
     for seed in range(4):
@@ -44,7 +44,7 @@ def test_any_cuts_give_the_same_sums(size: int) -> None:
         assert block_sums(decode_parts(encode_parts(parts + parts[:2])), size) == expected
 
 
-def test_what_is_missing_or_disputed_has_no_sum() -> None:
+def test_missing_or_contradictory_parts_have_no_sum() -> None:
     parts = [BlockPart(0, 0, 4, 1), BlockPart(0, 4, 8, 2)]
     assert combine(parts, 0, 8) == crc32_combine(1, 2, 4)
     assert combine(parts[:1], 0, 8) is None
@@ -53,5 +53,5 @@ def test_what_is_missing_or_disputed_has_no_sum() -> None:
     assert combine([], 0, 0) == 0
 
 
-def test_no_parts_travel_too() -> None:
+def test_an_empty_list_of_parts_is_encoded() -> None:
     assert decode_parts(encode_parts([])) == []

@@ -1,4 +1,4 @@
-"""What other programs read of a checkpoint."""
+"""Exported checkpoints are read by other programs."""
 
 from pathlib import Path
 
@@ -51,7 +51,9 @@ def test_to_distributed_checkpoint(saved: Path, tmp_path: Path) -> None:
     assert all(torch.equal(state["model"][name], x) for name, x in expected.items())
 
 
-def test_mistakes(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_leave_no_output(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["export", str(saved), str(tmp_path / "out"), "--format", "onnx"]) == 1
     assert "expected one of hf, dcp, torch" in capsys.readouterr().err
     assert main(["export", str(saved), str(saved)]) == 1

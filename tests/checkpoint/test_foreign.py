@@ -1,4 +1,4 @@
-"""What torch wrote is read on other ranks, and the other way round: bit for bit."""
+"""Checkpoints of torch are loaded on other ranks, and torch loads exports, bit for bit."""
 
 import copy
 import shutil
@@ -29,7 +29,7 @@ WIDTH = 6
 
 
 class Net(nn.Module):
-    """With parameters of no, one, two and four dimensions, a frozen one, and a buffer."""
+    """Has parameters of zero, one, two and four dimensions, a frozen one, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def test_a_distributed_checkpoint_is_read_on_other_ranks(writer: str, tmp_path: 
 def test_each_rank_reads_its_own_bytes(tmp_path: Path) -> None:
     run_on(2, _write, "model alone", tmp_path)
     counts, whole = zip(*run_on(3, _read, tmp_path, "dcp", False), strict=True)
-    # All have the buffers, and no rank more than its shards.
+    # Every rank reads the buffers and its own shards.
     buffers = (2 * WIDTH) * 4 + 8
     assert sum(counts) == whole[0] + 3 * buffers
     assert max(counts) < 0.5 * whole[0]
@@ -80,7 +80,7 @@ def test_an_export_is_read_by_fsdp2(tmp_path: Path) -> None:
     run_on(2, _read_with_torch, tmp_path)
 
 
-def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
+def test_mismatches_are_named(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     torch.save({"optim": optimizer.state_dict() | {"state": {0: {}}}}, tmp_path / "numbers")
@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
         sw.load(tmp_path / "x", model=model, source="dcp")
 
 
-def test_a_damaged_file_is_told(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     model = Net()
     save_distributed(model.state_dict(), checkpoint_id=tmp_path / "x", no_dist=True)
     (file,) = (tmp_path / "x").glob("*.distcp")
@@ -120,7 +120,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    # By name, for in FSDP1 all of them have one dimension.
+    # By name, because in FSDP1 all parameters have one dimension.
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = [p for name, p in named if "weight" in name]
     others = [p for name, p in named if "weight" not in name]

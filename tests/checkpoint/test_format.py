@@ -1,4 +1,4 @@
-"""Files are what the safetensors library reads, and their bytes follow from the tensors alone."""
+"""The safetensors library reads the files, whose bytes depend on the tensors alone."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_the_library_reads_every_dtype(tmp_path: Path) -> None:
         assert file.offsets[name] % tensor.itemsize == 0, "not aligned"
 
 
-def test_files_are_filled_by_name_up_to_their_size() -> None:
+def test_tensors_are_assigned_to_files_by_name() -> None:
     specs = [
         Spec(name, "F32", (size,)) for name, size in zip("cabde", (10, 10, 20, 1, 30), strict=True)
     ]
@@ -57,17 +57,19 @@ def test_headers_of_the_library_are_read(tmp_path: Path) -> None:
     assert {start for _, start in found.values()} == {0, 24}
 
 
-def test_bad_headers_are_named() -> None:
+def test_malformed_headers_are_named() -> None:
     for header in (b"", b"[1]", b'{"a": {"dtype": "F32"}}', b'{"a": 3}'):
         with pytest.raises(sw.CheckpointDamaged, match="file1"):
             parse_header("file1", header)
     lying = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}'
-    with pytest.raises(sw.CheckpointDamaged, match="a has data_offsets that do not match its shape"):
+    with pytest.raises(
+        sw.CheckpointDamaged, match="a has data_offsets that do not match its shape"
+    ):
         parse_header("file1", lying)
     with pytest.raises(sw.CheckpointError, match="F99"):
         parse_header("file1", lying.replace(b"F32", b"F99"))
 
 
-def test_a_dtype_without_a_name_is_refused() -> None:
+def test_an_unsupported_dtype_is_refused() -> None:
     with pytest.raises(sw.CheckpointError, match=r"w: safetensors has no torch\.complex128"):
         spec_of("w", torch.zeros(2, dtype=torch.complex128))

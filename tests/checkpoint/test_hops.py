@@ -1,4 +1,4 @@
-"""A checkpoint does not know who wrote it, and anybody may read it."""
+"""Checkpoints do not depend on the ranks and strategy that wrote them."""
 
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_training_goes_on_with_the_bits_of_an_undisturbed_run(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "zero2"), (4, "hsdp"), (4, "hfsdp")])
 def test_blocks_that_ranks_share(ranks: int, strategy: str, tmp_path: Path) -> None:
-    """Parameters of more than a block, whose cuts are inside blocks, and replicas that share."""
+    """Parameters larger than a block, with boundaries inside blocks; replicas divide them."""
     run_on(ranks, _write_wide, strategy, tmp_path / "x", deadline=60.0)
     run_on(1, _write_wide, "ddp", tmp_path / "y", deadline=60.0)
     assert digests(tmp_path / "x") == digests(tmp_path / "y")
@@ -63,7 +63,7 @@ def _begin(name: str, strategy: str, path: Path) -> None:
 
 
 def _hop(name: str, strategy: str, source: Path, path: Path) -> list[str]:
-    """Load and save; what changed on the way."""
+    """Load and save; returns the names of what changed."""
     options = {**options_for(strategy), **VARIATIONS.get(strategy, {})}
     training = Training(name, seed=5, **options)
     loaded = sw.load(source, model=training.model, optimizer=training.optimizer)
@@ -71,7 +71,7 @@ def _hop(name: str, strategy: str, source: Path, path: Path) -> list[str]:
     assert not str(loaded.report)
     sw.save(path, model=training.model, optimizer=training.optimizer, max_file_bytes=SMALL)
     again = Training(name, seed=6, **options)
-    again.step()  # has states already, which are overwritten
+    again.step()  # its states are overwritten
     sw.load(path, model=again.model, optimizer=again.optimizer)
     return differing(training.bits(), again.bits())
 

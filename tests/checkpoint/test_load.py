@@ -1,4 +1,4 @@
-"""What does not fit is listed, and nothing is loaded that was not asked for."""
+"""Mismatches are listed, and only what was selected is loaded."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tests.models import Block, Gpt, GptBlock, Stack
 from tests.ranks import run_on
 
 
-def test_strict_both_ways(tmp_path: Path) -> None:
+def test_strict_lists_missing_and_unexpected_tensors(tmp_path: Path) -> None:
     sw.save(tmp_path / "x", model=Stack(3))
     deeper = Stack(4)
     before = {name: x.clone() for name, x in deeper.state_dict().items()}
@@ -28,7 +28,7 @@ def test_strict_both_ways(tmp_path: Path) -> None:
         sw.load(tmp_path / "x", model=Stack(2))
 
 
-def test_partial_loads_are_asked_for(tmp_path: Path) -> None:
+def test_partial_loads(tmp_path: Path) -> None:
     whole, other = Stack(3), Stack(4)
     sw.save(tmp_path / "x", model=whole)
     kept = other.layers[0].up.weight.clone()  # type: ignore[union-attr, operator]
@@ -69,11 +69,15 @@ def test_an_optimizer_with_other_parameters(tmp_path: Path) -> None:
         sw.load(tmp_path / "x", model=model, optimizer=torch.optim.SGD([model.weight]))
     groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
     swapped = torch.optim.SGD(groups)
-    with pytest.raises(sw.CheckpointError, match=r"param_groups: expected 2 groups of 1, 1, found 1"):
+    with pytest.raises(
+        sw.CheckpointError, match=r"param_groups: expected 2 groups of 1, 1, found 1"
+    ):
         sw.load(tmp_path / "x", model=model, optimizer=swapped)
     with pytest.raises(sw.CheckpointError, match="is not one of the model's"):
         sw.save(tmp_path / "y", model=model, optimizer=torch.optim.SGD([torch.ones(2)]))
-    with pytest.raises(sw.CheckpointError, match="scheduler: not in the checkpoint, which contains"):
+    with pytest.raises(
+        sw.CheckpointError, match="scheduler: not in the checkpoint, which contains"
+    ):
         sw.load(tmp_path / "x", model=model, scheduler=1)
 
 
@@ -81,18 +85,18 @@ def test_inside_gathered_is_refused(tmp_path: Path) -> None:
     run_on(2, _save_while_gathered, tmp_path / "x")
 
 
-def test_the_weights_are_a_checkpoint_of_hugging_face(tmp_path: Path) -> None:
+def test_the_weights_are_a_hugging_face_checkpoint(tmp_path: Path) -> None:
     model = Gpt()
     sw.save(tmp_path / "x", model=model)
     read = load_file(tmp_path / "x" / "model.safetensors")
-    assert "head.weight" not in read, "tied weights are there twice"
+    assert "head.weight" not in read, "tied weights were written twice"
     assert set(read) == {name for name, _ in model.named_parameters()}
     assert all(torch.equal(read[name], p) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_from_hugging_face(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Several files, a tied weight under its other name, 16 bits to float32 masters, from meta."""
+    """Several files, a tied weight under its other name, 16 bits to float32, meta device."""
     torch.manual_seed(4)
     tensors = {name: x.to(dtype).clone() for name, x in Gpt().state_dict().items()}
     del tensors["embedding.weight"]  # head.weight is the same
@@ -122,7 +126,7 @@ def _load_hf(path: Path, tensors: dict[str, Any]) -> None:
     itemsize = next(iter(tensors.values())).itemsize
     shards = [x for x in model.parameters() if isinstance(x, sw.ShardedTensor)]
     held = sum(len(x.sharding.run) for x in shards)
-    assert loaded.bytes_read == held * itemsize, "read more than is kept"
+    assert loaded.bytes_read == held * itemsize, "read more than its shards"
     for name, parameter in model.named_parameters():
         expected = tensors["head.weight" if name == "embedding.weight" else name]
         assert parameter.dtype is torch.float32

@@ -22,7 +22,9 @@ from shardwise.checkpoint.offline import examine, export
 
 
 @pytest.mark.parametrize("path", ["", None, 3, b"x"])
-def test_what_is_not_a_path(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_paths_are_refused(
+    path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(2, 3)
     for call in (sw.save, sw.load):

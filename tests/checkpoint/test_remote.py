@@ -1,4 +1,4 @@
-"""Checkpoints in a store of whole objects: the bytes of local ones, from all ranks at once."""
+"""Checkpoints in a store of whole objects have the bytes of local ones."""
 
 import gc
 from collections.abc import Iterator
@@ -63,10 +63,10 @@ def test_large_tensors_whose_cuts_are_inside_blocks(
     ranges = s3.read(".safetensors")
     assert [found for found in ranges if not found[0]] == [(0, len(file.head))] * 3
     total = sum(stop - start for start, stop in ranges if start)
-    assert total == sum(sizes), "more was read than what is kept"
+    assert total == sum(sizes), "read more than the shards"
 
 
-def test_files_are_dealt_by_bytes() -> None:
+def test_files_are_assigned_by_size() -> None:
     files = [File(str(size), (Spec("x", "U8", (size,)),)) for size in (10, 4000, 3000, 900, 2000)]
     names = [[file.name for file in row] for row in assign_files(files, 2)]
     assert names == [["4000", "900", "10"], ["3000", "2000"]]
@@ -83,17 +83,17 @@ def test_other_stores(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["step-10"]
 
 
-def test_a_rank_holds_some_megabytes(tmp_path: Path) -> None:
-    """Of a file of 80 MB, that one rank sends and another has a half of."""
+def test_an_upload_needs_a_few_megabytes(tmp_path: Path) -> None:
+    """For a file of 80 MB, which one rank sends and of which another holds half."""
     grown = run_on(2, _grow, f"file://{tmp_path}/x", deadline=60.0)
     assert max(grown) < 24 << 20, grown
     assert (tmp_path / "x" / "model.safetensors").stat().st_size > 4 * WIDE
 
 
-# -- what goes wrong -----------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------
 
 
-def test_a_save_that_is_killed_at_any_moment_leaves_the_last_one(s3: FakeS3) -> None:
+def test_a_save_killed_at_any_moment_leaves_the_previous_checkpoint(s3: FakeS3) -> None:
     model = nn.Linear(400, 3)
     url = "s3://bucket/run/step-"
     sw.save(url + "1", model=model, max_file_bytes=SMALL)
@@ -112,24 +112,24 @@ def test_a_save_that_is_killed_at_any_moment_leaves_the_last_one(s3: FakeS3) -> 
         found.add(last)
         if last == url + "1":
             sw.save(url + "2", model=model, max_file_bytes=SMALL, retention=sw.Retention(1))
-        else:  # it was about to remove the other
+        else:  # it was removing the other
             sw.save(url + "3", model=model, max_file_bytes=SMALL, retention=sw.Retention(1))
             s3.objects = {k.replace("step-3", "step-2"): x for k, x in s3.objects.items()}
-        assert s3.objects == whole, "something is left"
+        assert s3.objects == whole, "files were not removed"
     assert found == {url + "1", url + "2"}
 
 
-def test_an_upload_that_fails_is_an_error_on_all_ranks(s3: FakeS3) -> None:
-    """Also on one that is in the middle of a large file."""
+def test_a_failed_upload_is_raised_on_all_ranks(s3: FakeS3) -> None:
+    """Also on a rank that is sending a large file."""
     s3.refuses = lambda request: "/model-00003" in request.key
     run_on(2, _fail_and_go_on, s3.endpoint)
-    assert s3.names("run/") == [], "what was begun is still there"
+    assert s3.names("run/") == [], "the unfinished save was not removed"
     s3.refuses = lambda _request: False
-    run_on(2, _save_beside, s3.endpoint)
+    run_on(2, _save_twice, s3.endpoint)
     assert s3.digests("run/step-1/") == s3.digests("run/step-2/")
 
 
-def test_an_error_of_one_rank_alone_ends_the_save_on_all(s3: FakeS3) -> None:
+def test_an_error_on_one_rank_ends_the_save_on_all(s3: FakeS3) -> None:
     run_on(2, _run_out_of_memory, s3.endpoint)
     assert s3.names("run/step-1/") == []
 
@@ -138,29 +138,33 @@ def test_damage_is_named(s3: FakeS3, capsys: pytest.CaptureFixture[str]) -> None
     model, url = nn.Linear(2, 3), "s3://bucket/run/x"
     sw.save(url, model=model, rng=torch.ones(3))
     assert main(["doctor", url]) == 0
-    assert f"{url}: whole" in capsys.readouterr().out
+    assert f"{url}: intact" in capsys.readouterr().out
     name = "run/x/model.safetensors"
     s3.objects[name] = s3.objects[name][:-1] + bytes([s3.objects[name][-1] ^ 1])
     with pytest.raises(sw.CheckpointDamaged, match="weight: bytes 0 to 1048576 differ"):
         sw.load(url, model=model)
     del s3.objects["run/x/rng.safetensors"]
     s3.objects["run/x/more.safetensors"] = b""
-    with pytest.raises(sw.CheckpointDamaged, match=f"{url}/rng.safetensors: missing; it contains value"):
+    with pytest.raises(
+        sw.CheckpointDamaged, match=f"{url}/rng.safetensors: missing; it contains value"
+    ):
         sw.load(url, model=model)
     assert main(["doctor", url]) == 1
-    told = capsys.readouterr().err
-    assert "weight of model: bytes 0 to 24 are damaged" in told
-    assert f"{url}/more.safetensors: foreign" in told
+    output = capsys.readouterr().err
+    assert "weight of model: bytes 0 to 24 are damaged" in output
+    assert f"{url}/more.safetensors: foreign" in output
     s3.objects[name] = s3.objects[name][:-4]
     assert f"{url}/model.safetensors: {len(s3.objects[name])} bytes long" in examine(url)[0]
 
 
-def test_what_is_no_checkpoint_is_told(s3: FakeS3) -> None:
+def test_loading_a_directory_without_a_checkpoint(s3: FakeS3) -> None:
     model = nn.Linear(2, 3)
     with pytest.raises(sw.CheckpointError, match="s3://bucket/run: not a checkpoint: no such"):
         sw.load("s3://bucket/run", model=model)
     sw.save("s3://bucket/run/step-1/", model=model)
-    with pytest.raises(sw.CheckpointError, match="it contains checkpoints, such as s3://bucket/run/step-1 "):
+    with pytest.raises(
+        sw.CheckpointError, match="it contains checkpoints, such as s3://bucket/run/step-1 "
+    ):
         sw.load("s3://bucket/run", model=model)
     with pytest.raises(sw.CheckpointError, match="contains a complete checkpoint"):
         sw.save("s3://bucket/run/step-1", model=model)
@@ -178,7 +182,7 @@ def test_what_is_no_checkpoint_is_told(s3: FakeS3) -> None:
         sw.load("s3://bucket/run", model=model, source="dcp")
 
 
-def test_a_protocol_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_protocol_or_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(2, 3)
     with pytest.raises(sw.CheckpointError, match=r"nosuch://a/b: .* expected a directory or a URL"):
         sw.save("nosuch://a/b", model=model)
@@ -188,7 +192,7 @@ def test_a_protocol_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         sw.latest("lacking://a/b")
 
 
-# -- what else there is --------------------------------------------------------------------------
+# -- retention and export -------------------------------------------------------------------------
 
 
 def test_retention(s3: FakeS3) -> None:
@@ -235,7 +239,7 @@ def _trained() -> Training:
 
 
 def _hop(endpoint: str, strategy: str, size: int, source: str, url: str) -> list[str]:
-    """Load and save; what changed on the way."""
+    """Load and save; returns the names of what changed."""
     training = Training("tiny", seed=5, **options_for(strategy))
     again = Training("tiny", seed=6, **options_for(strategy))
     with reach(endpoint):
@@ -322,12 +326,12 @@ def _fail_and_go_on(endpoint: str) -> None:
             later.wait()
         with pytest.raises(sw.CheckpointError, match=url):
             sw.save("s3://bucket/run/step-2", model=large, max_file_bytes=700_000)
-        gc.collect()  # uploads that nobody has ended
+        gc.collect()  # uploads that were not closed
     assert training.bits() == before
     training.step(1)
 
 
-def _save_beside(endpoint: str) -> None:
+def _save_twice(endpoint: str) -> None:
     training = Training("tiny")
     training.step()
     with reach(endpoint):

@@ -1,4 +1,4 @@
-"""Damage is found and named, and a save that does not end leaves the last checkpoint usable."""
+"""Damage is detected and named, and an unfinished save leaves the last checkpoint usable."""
 
 import os
 import resource
@@ -18,16 +18,16 @@ from shardwise.checkpoint.offline import examine
 from shardwise.checkpoint.read import read_manifest
 from shardwise.checkpoint.stores import folder_at
 from shardwise.cli import main
-from tests.checkpoint.corruption import find_unseen
+from tests.checkpoint.corruption import find_undetected
 from tests.checkpoint.training import Training
 from tests.ranks import run_on
 from tests.runtime.one_process import rank
 
 
-def test_random_damage_is_always_found(tmp_path: Path) -> None:
-    unseen, tried = find_unseen(200, seed=1, folder=tmp_path)
-    assert unseen == []
-    assert len(tried) >= 7, "some kind was never tried"
+def test_random_damage_is_always_detected(tmp_path: Path) -> None:
+    undetected, tried = find_undetected(200, seed=1, folder=tmp_path)
+    assert undetected == []
+    assert len(tried) >= 7, "a kind of damage was never tried"
 
 
 def test_all_ranks_name_the_tensor(tmp_path: Path) -> None:
@@ -41,11 +41,11 @@ def test_saves_that_are_killed(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
 
 
-def test_an_error_on_one_rank_is_one_on_all_and_training_goes_on(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_is_raised_on_all_and_training_continues(tmp_path: Path) -> None:
     run_on(2, _fail_and_go_on, tmp_path)
 
 
-def test_a_place_that_is_taken_is_refused(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     sw.save(tmp_path / "x", model=model)
     before = {file: file.read_bytes() for file in (tmp_path / "x").iterdir()}
@@ -64,7 +64,7 @@ def test_a_place_that_is_taken_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "z" / "config.json").exists()
 
 
-def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+def test_loading_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     with pytest.raises(sw.CheckpointError, match="no such directory"):
         sw.load(tmp_path / "nothing", model=model)
@@ -87,15 +87,15 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
 def test_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sw.save(tmp_path / "x", model=nn.Linear(2, 3), rng=torch.ones(3))
     assert main(["doctor", str(tmp_path / "x")]) == 0
-    assert "whole" in capsys.readouterr().out
+    assert "intact" in capsys.readouterr().out
     content = bytearray((tmp_path / "x" / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (tmp_path / "x" / "model.safetensors").write_bytes(content)
     (tmp_path / "x" / "rng.safetensors").unlink()
     assert main(["doctor", str(tmp_path / "x")]) == 1
-    told = capsys.readouterr().err
-    assert "weight of model: bytes 0 to 24 are damaged" in told
-    assert "rng.safetensors: missing; it contains value" in told
+    output = capsys.readouterr().err
+    assert "weight of model: bytes 0 to 24 are damaged" in output
+    assert "rng.safetensors: missing; it contains value" in output
 
 
 def _names(folder: Path) -> list[str]:
@@ -110,7 +110,7 @@ def _save(path: Path) -> None:
 
 def _load_damaged(path: Path) -> None:
     training = Training("gpt")
-    # One that no rank holds as a whole, so that none could notice by itself.
+    # No rank holds all of it, so no rank can detect the damage alone.
     name = next(n for n, x in training.model.named_parameters() if _is_cut(x))
     if rank() == 0:
         (file,) = read_manifest(folder_at(path)).components["model"].files
@@ -134,7 +134,7 @@ def _fail_and_go_on(folder: Path) -> None:
     training.step()
     sw.save(folder / "step-0", model=training.model)
     undisturbed = training.bits()
-    if rank() == 1:  # files may not become larger than this
+    if rank() == 1:  # limit the size of files
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
     with pytest.raises(sw.CheckpointError, match="larger than the system allows"):
@@ -146,7 +146,7 @@ def _fail_and_go_on(folder: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert training.bits() == undisturbed
     training.step(1)
-    assert _names(folder) == ["step-0"], "what was begun is still there"
+    assert _names(folder) == ["step-0"], "the unfinished save was not removed"
     sw.save(folder / "step-1", model=training.model)
     assert examine(folder / "step-1") == []
     missing = folder / "step-0" if rank() == 0 else folder / "step-1"

@@ -1,4 +1,4 @@
-"""Nested state comes back as it was, with its types."""
+"""Nested state is restored with its types."""
 
 import json
 from typing import Any
@@ -65,6 +65,6 @@ def test_what_cannot_be_saved_is_named(value: Any) -> None:
         assert str(caught.value).startswith("x/0: a set")
 
 
-def test_paths_that_meet_are_named() -> None:
+def test_colliding_paths_are_named() -> None:
     with pytest.raises(sw.CheckpointError, match="a/b: two tensors"):
         encode({"a": {"b": torch.ones(1)}, "a/b": torch.ones(1)}, {})

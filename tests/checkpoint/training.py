@@ -1,4 +1,4 @@
-"""A model and an optimizer on some ranks, and the bits that they have."""
+"""A model and an optimizer on some ranks, and their bits."""
 
 import hashlib
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from tests.runtime.one_process import BATCH, full, own_part, world_size
 
 
 class Training:
-    """A case of `tests.models` with AdamW, sharded in some way."""
+    """A case of `tests.models` with AdamW, sharded."""
 
     def __init__(self, name: str, *, seed: int = 0, **options: Any) -> None:
         self.case = CASES[name]
@@ -27,14 +27,14 @@ class Training:
         self.optimizer = adamw(self.model)
 
     def step(self, number: int = 0) -> None:
-        """One step, on a batch that only ``number`` decides."""
+        """One step, on a batch that depends on ``number`` alone."""
         torch.manual_seed(1000 + number)
         self.case.loss(self.model(own_part(self.case.batch(BATCH)))).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def bits(self) -> dict[str, bytes]:
-        """Of every parameter, buffer and state, whole."""
+        """The bytes of every gathered parameter, buffer and state."""
         found = {name: bits(x) for name, x in self.model.state_dict(keep_vars=True).items()}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -45,13 +45,13 @@ class Training:
         return found
 
     def own_bytes(self) -> int:
-        """Of the shards, buffers and states on this rank."""
+        """The size of the shards, buffers and states on this rank."""
         states = [x for state in self.optimizer.state.values() for x in state.values()]
         return sum(_nbytes(x) for x in (*self.model.parameters(), *self.model.buffers(), *states))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """With two groups, and an option that a step changes."""
+    """Two groups, and more states than the default."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.2},
@@ -79,7 +79,7 @@ def differing(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> list[str]
 
 
 def options_for(strategy: str) -> dict[str, Any]:
-    """What `fully_shard` wants besides, for that many ranks."""
+    """The arguments of `fully_shard` for a strategy on the current ranks."""
     is_hybrid = strategy in ("hsdp", "hfsdp") and world_size() > 1
     return {"strategy": strategy, **({"sharding_factor": 2} if is_hybrid else {})}
 

@@ -254,7 +254,7 @@ def _part_of_replica(elements: Tensor, number: int, axis: DataParallelMesh) -> R
     copies = axis.num_ranks // axis.size
     if copies == 1:
         return Run(0, num_elements)
-    replica = next(i for i, row in enumerate(axis.rows) if axis.group_rank in row)
+    replica = axis.column.index
     if elements.nbytes < BLOCK_BYTES:  # too small to divide
         return Run(0, num_elements if number % copies == replica else 0)
     return Run(num_elements * replica // copies, num_elements * (replica + 1) // copies)

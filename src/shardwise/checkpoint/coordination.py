@@ -139,16 +139,15 @@ class Coordinator:
 
     def _gather_rows(self, row: Tensor) -> Tensor:
         """[ranks, n] of every rank's ``row`` [n]."""
-        assert self._collectives is not None
+        collectives = self._collectives
+        assert collectives is not None
         with torch.inference_mode(mode=False):  # written by another thread
             rows = row.new_zeros(self.size, row.numel())
 
         def fill() -> None:
             rows[self.rank].copy_(row)
 
-        self._wait(
-            self._collectives.all_gather(rows.view(-1), self._collectives.world, "checkpoint", fill)
-        )
+        self._wait(collectives.all_gather(rows.view(-1), collectives.world, "checkpoint", fill))
         return rows
 
     def _wait(self, work: Work) -> None:

@@ -9,16 +9,16 @@ from shardwise.errors import CheckpointDamaged
 
 def doctor(
     checkpoint: Annotated[
-        str, typer.Argument(metavar="CKPT", help="The directory of a checkpoint, or its URL.")
+        str, typer.Argument(metavar="CKPT", help="The directory or URL of a checkpoint.")
     ],
 ) -> None:
     """Check every byte of a checkpoint against its checksums.
 
-    Exit code 0 means that it is whole, 1 that it is not; then each line names what is damaged.
+    Exits with 0 if it is intact. Otherwise exits with 1 after a line for each damage.
     """
     from shardwise.checkpoint.offline import examine  # noqa: PLC0415 (torch takes seconds)
 
     problems = examine(checkpoint)
     if problems:
         raise CheckpointDamaged("\n".join(problems))
-    typer.echo(f"{checkpoint}: whole")
+    typer.echo(f"{checkpoint}: intact")

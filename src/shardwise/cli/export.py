@@ -8,9 +8,11 @@ import typer
 
 def export(
     checkpoint: Annotated[
-        str, typer.Argument(metavar="CKPT", help="The directory of a checkpoint, or its URL.")
+        str, typer.Argument(metavar="CKPT", help="The directory or URL of a checkpoint.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="What to write; must not exist.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The path to write, which must not exist.")
+    ],
     format_: Annotated[
         str,
         typer.Option(
@@ -21,7 +23,7 @@ def export(
         ),
     ] = "hf",
 ) -> None:
-    """Write a checkpoint in the format of other programs. Runs in one process, on any machine."""
+    """Convert a checkpoint to the format of another program, in one process on any machine."""
     from shardwise.checkpoint.offline import export as write  # noqa: PLC0415 (torch takes seconds)
 
     write(checkpoint, out, format_)
