@@ -9,9 +9,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.bench.engines import ENGINES, choose_engines
-from shardwise.bench.fresh import inspect_engine
+from shardwise.bench.inspection import inspect_engine
+from shardwise.bench.options import SIZES, BenchOptions, Setting, read_shape
 from shardwise.bench.rounds import run_heat, run_tiny_heat
-from shardwise.bench.setting import SIZES, Request, Setting, read_shape
 from shardwise.bench.traffic import watch_traffic
 from shardwise.bench.work import gpt_work
 from shardwise.launch.world import World
@@ -138,11 +138,11 @@ def test_tiny_units_run() -> None:
 
 
 def test_rows_of_a_request() -> None:
-    asked = Request(vs=("fsdp1",), ours=("fsdp",))
+    asked = BenchOptions(vs=("fsdp1",), ours=("fsdp",))
     assert choose_engines(asked) == ("ddp", "fsdp1", "fsdp1-orig", "shardwise-fsdp")
-    assert "shardwise-hsdp" in choose_engines(Request(ranks=4))
-    assert "shardwise-hsdp" not in choose_engines(Request(ranks=2))
-    assert "shardwise-fsdp-transaction" not in choose_engines(Request())
+    assert "shardwise-hsdp" in choose_engines(BenchOptions(ranks=4))
+    assert "shardwise-hsdp" not in choose_engines(BenchOptions(ranks=2))
+    assert "shardwise-fsdp-transaction" not in choose_engines(BenchOptions())
 
 
 @pytest.mark.parametrize(("size", "millions"), [("10M", 10), ("50M", 50), ("125M", 125)])
@@ -160,7 +160,7 @@ def test_engines_of_peers_are_imported_by_the_harness_only() -> None:
         for path in SOURCE.rglob("*.py")
         if imported_by(path) & PEERS
     }
-    assert importers == {"bench/peers.py"}
+    assert importers == {"bench/baselines.py"}
 
 
 def imported_by(path: Path) -> set[str]:

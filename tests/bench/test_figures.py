@@ -3,10 +3,9 @@
 import pytest
 
 from shardwise.bench.figures import Round, merge, summarise
-from shardwise.bench.heats import plan_heats
 from shardwise.bench.machine import Clock
-from shardwise.bench.rounds import Communication, RankRound, Turn
-from shardwise.bench.setting import Setting
+from shardwise.bench.options import Setting
+from shardwise.bench.rounds import Communication, RankRound, Turn, plan_heats
 from shardwise.train.model import Shape
 
 SHAPE = Shape(vocabulary=64, context=8, width=16, layers=1, heads=2)

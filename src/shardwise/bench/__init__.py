@@ -1,4 +1,4 @@
-"""The harness: shardwise beside DDP, FSDP1, FSDP2, ZeroRedundancyOptimizer and DeepSpeed.
+"""The benchmark: shardwise, DDP, FSDP1, FSDP2, ZeroRedundancyOptimizer and DeepSpeed.
 
-It prints what was measured and asserts no time. Peers are imported here and nowhere else.
+It prints measurements and asserts no time. The other engines are imported in `baselines` only.
 """

@@ -1,4 +1,4 @@
-"""The rows of the comparison, and which of them a request means."""
+"""The rows of the comparison, and the choice of rows by the options."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.bench import peers
-from shardwise.bench.setting import Request, choose_words
+from shardwise.bench import baselines
+from shardwise.bench.options import BenchOptions, choose_words
 from shardwise.bench.work import Trainee, Work
 from shardwise.errors import ConfigError
 
@@ -25,19 +25,19 @@ __all__ = [
 ]
 
 BASE = "ddp"
-ALONE, ALONE_BF16 = "alone", "alone-bf16"  # no engine, to be subtracted from what is copied
+ALONE, ALONE_BF16 = "alone", "alone-bf16"  # without an engine; their copies are subtracted
 OURS = "shardwise"
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A row: an engine in one of its settings."""
+    """A row: one engine with one set of options."""
 
     name: str
-    family: str  # what --vs or --ours calls it, with its other settings
+    family: str  # its name in --vs or --ours, the same for all its rows
     start: Callable[[Work], Trainee]
-    keeps_whole: bool = False  # parameters and states of the whole model on each rank
-    autocasts: bool = False  # bf16 by torch.autocast, in the place of a policy
+    keeps_whole: bool = False  # each rank holds the parameters and states of the whole model
+    autocasts: bool = False  # bf16 by torch.autocast instead of a policy
     by_default: bool = True
     least_ranks: int = 2
 
@@ -46,13 +46,13 @@ class Engine:
         return self.name.startswith(OURS)
 
     def suits(self, ranks: int) -> bool:
-        """Whether it can run on so many; on a mesh of two rows they must be even."""
+        """Whether it can run on this number; two-level strategies need an even one."""
         return ranks >= self.least_ranks and (self.least_ranks == 2 or ranks % 2 == 0)  # noqa: PLR2004
 
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """`sw.fully_shard`, each block a unit."""
+    """`sw.fully_shard` with each block as a unit."""
 
     strategy: str
     prefetch: int = 1
@@ -90,20 +90,20 @@ def _ours(name: str, start: Ours, *, by_default: bool = True) -> Engine:
 
 
 _ROWS = (
-    Engine(BASE, "ddp", peers.start_ddp, keeps_whole=True, autocasts=True),
+    Engine(BASE, "ddp", baselines.start_ddp, keeps_whole=True, autocasts=True),
     Engine(
         "zero-optimizer",
         "zero-optimizer",
-        peers.start_zero_optimizer,
+        baselines.start_zero_optimizer,
         keeps_whole=True,
         autocasts=True,
     ),
-    Engine("fsdp1", "fsdp1", peers.Fsdp1(original_parameters=False)),
-    Engine("fsdp1-orig", "fsdp1", peers.Fsdp1(original_parameters=True)),
-    Engine("fsdp2", "fsdp2", peers.Fsdp2()),
-    Engine("fsdp2-no-reshard", "fsdp2", peers.Fsdp2(reshard=False)),
-    Engine("fsdp2-async", "fsdp2", peers.Fsdp2(unshard_async=True)),
-    Engine("deepspeed", "deepspeed", peers.start_deepspeed),
+    Engine("fsdp1", "fsdp1", baselines.Fsdp1(original_parameters=False)),
+    Engine("fsdp1-orig", "fsdp1", baselines.Fsdp1(original_parameters=True)),
+    Engine("fsdp2", "fsdp2", baselines.Fsdp2()),
+    Engine("fsdp2-no-reshard", "fsdp2", baselines.Fsdp2(reshard=False)),
+    Engine("fsdp2-async", "fsdp2", baselines.Fsdp2(unshard_async=True)),
+    Engine("deepspeed", "deepspeed", baselines.start_deepspeed),
     _ours("ddp", Ours("ddp")),
     _ours("zero1", Ours("zero1")),
     _ours("zero2", Ours("zero2")),
@@ -114,43 +114,43 @@ _ROWS = (
     _ours("fsdp-transaction", Ours("fsdp", transaction=True), by_default=False),
 )
 _ALONE = (
-    Engine(ALONE, "", peers.start_alone, keeps_whole=True, autocasts=True),
-    Engine(ALONE_BF16, "", peers.start_alone_bf16, keeps_whole=True),
+    Engine(ALONE, "", baselines.start_alone, keeps_whole=True, autocasts=True),
+    Engine(ALONE_BF16, "", baselines.start_alone_bf16, keeps_whole=True),
 )
 ENGINES = {row.name: row for row in (*_ROWS, *_ALONE)}
 
 
-def choose_engines(request: Request) -> tuple[str, ...]:
-    """Names of the rows that ``request`` means; the base comes first, asked for or not.
+def choose_engines(options: BenchOptions) -> tuple[str, ...]:
+    """Names of the rows that ``options`` choose, the base first.
 
     Raises:
-        ConfigError: there is no such engine, or it cannot run here.
+        ConfigError: an engine is unknown, or cannot run here.
     """
-    peers_asked = _choose("--vs", request.vs, [row for row in _ROWS if not row.is_ours], request)
-    ours_asked = _choose("--ours", request.ours, [row for row in _ROWS if row.is_ours], request)
+    peers_asked = _choose("--vs", options.vs, [row for row in _ROWS if not row.is_ours], options)
+    ours_asked = _choose("--ours", options.ours, [row for row in _ROWS if row.is_ours], options)
     return tuple(dict.fromkeys((BASE, *peers_asked, *ours_asked)))
 
 
-def missing_peers(request: Request) -> tuple[str, ...]:
-    """Peers that would have been compared, had they been installed."""
-    return () if peers.has_deepspeed() or request.vs is not None else ("deepspeed",)
+def missing_peers(options: BenchOptions) -> tuple[str, ...]:
+    """Engines that are left out because they are not installed."""
+    return () if baselines.has_deepspeed() or options.vs is not None else ("deepspeed",)
 
 
 def _choose(
-    option: str, asked: tuple[str, ...] | None, rows: Sequence[Engine], request: Request
+    option: str, asked: tuple[str, ...] | None, rows: Sequence[Engine], options: BenchOptions
 ) -> list[str]:
     if asked is None:
-        runnable = [row for row in rows if row.suits(request.ranks) and row.by_default]
-        return [row.name for row in runnable if row.name not in missing_peers(request)]
+        runnable = [row for row in rows if row.suits(options.ranks) and row.by_default]
+        return [row.name for row in runnable if row.name not in missing_peers(options)]
     families = list(dict.fromkeys(row.family for row in rows))
     choose_words(option, asked, families)
     chosen = [row for row in rows if row.family in asked]
     for row in chosen:
-        if not row.suits(request.ranks):
+        if not row.suits(options.ranks):
             raise ConfigError(
                 f"{option} {row.family}: needs {row.least_ranks} ranks or more, an even number of "
-                f"them, got --ranks {request.ranks}"
+                f"them, got --ranks {options.ranks}"
             )
-        if row.name == "deepspeed" and not peers.has_deepspeed():
-            raise ConfigError(f"{option} deepspeed: is not installed; pip install deepspeed")
+        if row.name == "deepspeed" and not baselines.has_deepspeed():
+            raise ConfigError(f"{option} deepspeed: not installed; pip install deepspeed")
     return [row.name for row in chosen]

@@ -1,26 +1,22 @@
-"""`shardwise bench`: starts the ranks of each measurement, one after another; tells the results.
+"""`shardwise bench`: starts the ranks of each measurement in turn, and shows the results.
 
-Everything is measured in processes of its own, so that one engine's memory is no other's: the heats
-of the rounds, the tiny units, and for each engine a run for its traffic and memory, and one for its
-memory with another setting of malloc.
+Each measurement has processes of its own, so that the memory of one engine does not show in
+another's: the heats of the rounds, the tiny units, and two runs per engine for traffic and memory.
 """
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 
+from shardwise.bench import report
 from shardwise.bench.engines import ALONE, ALONE_BF16, BASE, ENGINES, choose_engines, missing_peers
 from shardwise.bench.figures import Inspected, Results, Row, merge, summarise
-from shardwise.bench.fresh import MMAP_THRESHOLD, inspect_engine, measure_resident_peak
-from shardwise.bench.heats import plan_heats
+from shardwise.bench.inspection import MMAP_THRESHOLD, inspect_engine, measure_resident_peak
 from shardwise.bench.machine import available_bytes, describe_machine
+from shardwise.bench.options import BenchOptions, Setting, read_shape
 from shardwise.bench.progress import show_progress
-from shardwise.bench.report import open_report
-from shardwise.bench.rounds import run_heat, run_tiny_heat
-from shardwise.bench.setting import Request, Setting, read_shape
+from shardwise.bench.rounds import plan_heats, run_heat, run_tiny_heat
 from shardwise.bench.work import NUM_TINY_UNITS, gpt_work
 from shardwise.errors import ConfigError
 from shardwise.launch.environment import read_rank_env
@@ -29,26 +25,26 @@ from shardwise.transport.device import num_local_gpus
 
 __all__ = ["run"]
 
-WIDTH = 150  # of the tables: in a file or a narrow window, too, every figure is whole
+WIDTH = 150  # of the tables, so that no figure is cut in a file or a narrow window
 
 
-def run(request: Request) -> None:
-    """Compare the engines that ``request`` names, on local CPU ranks.
+def run(options: BenchOptions) -> None:
+    """Compare the engines that ``options`` name, on local CPU ranks.
 
     Raises:
-        ConfigError: something that was asked for cannot be done; nothing has been started.
+        ConfigError: an option is not valid here; nothing has been started.
         RankError: an engine failed.
     """
-    request.check()
+    options.check()
     _check_place()
     setting = Setting(
-        size=request.size,
-        shape=read_shape(request.size, request.sequence),
-        ranks=request.ranks,
-        dtype=request.dtype,
-        engines=choose_engines(request),
-        rounds=request.rounds,
-        batch=request.batch,
+        size=options.size,
+        shape=read_shape(options.size, options.sequence),
+        ranks=options.ranks,
+        dtype=options.dtype,
+        engines=choose_engines(options),
+        rounds=options.rounds,
+        batch=options.batch,
     )
     results = Results(
         setting=setting,
@@ -56,21 +52,30 @@ def run(request: Request) -> None:
         rows={name: Row(name) for name in setting.engines},
         rounds=[],
         tiny_rounds=[],
-        absent=missing_peers(request),
+        absent=missing_peers(options),
     )
     machine = describe_machine(with_deepspeed="deepspeed" in results.rows)
-    report = open_report(request.out, request.size)
+    directory = report.make_directory(options.out, options.size)
+    # Short runs of every engine first, so that one that fails does so early.
+    measures = {
+        "traffic": _inspect,
+        "memory": _measure_trimmed,
+        "units": _measure_units,
+        "time": _measure_time,
+    }
     try:
-        Harness(results, request.measures).measure()
+        for name, measure in measures.items():
+            if name in options.measures:
+                measure(results)
     finally:
-        report.write(results, machine)  # as far as it came
-    report.show(results, machine, Console(width=max(WIDTH, Console().width)))
+        report.write(directory, results, machine)  # what there is, after an error too
+    report.show(directory, results, machine, Console(width=max(WIDTH, Console().width)))
 
 
 def _check_place() -> None:
     if read_rank_env(os.environ) is not None:
         raise ConfigError(
-            "bench starts ranks of its own, several times over; run it without a launcher"
+            "bench starts its own ranks, several times over; run it without a launcher"
         )
     if num_local_gpus():
         raise ConfigError("bench compares on CPU ranks; hide the GPUs: CUDA_VISIBLE_DEVICES=''")
@@ -82,77 +87,58 @@ def _count_parameters(setting: Setting) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@dataclass(frozen=True, slots=True)
-class Harness:
-    """Fills in ``results``."""
+def _measure_time(results: Results) -> None:
+    setting = results.setting
+    heats = plan_heats(setting, results.num_parameters, available_bytes())
+    for number, names in enumerate(heats):
+        suffix = f", heat {number + 1} of {len(heats)}" if len(heats) > 1 else ""
+        title = f"rounds of {len(names)} engines{suffix}"
+        by_rank = run_on_local_ranks(setting.ranks, run_heat, setting, names, title)
+        results.rounds.extend(merge(number, by_rank))
+    for name, times in summarise(results.rounds, BASE).items():
+        results.rows[name].times = times
 
-    results: Results
-    measures: Sequence[str]
 
-    def measure(self) -> None:
-        """Short runs of every engine first, so that one that fails does so soon."""
-        by_name: dict[str, Callable[[], None]] = {
-            "traffic": self._inspect,
-            "memory": self._measure_trimmed,
-            "units": self._measure_units,
-            "time": self._measure_time,
-        }
-        for name, measure in by_name.items():
-            if name in self.measures:
-                measure()
+def _measure_units(results: Results) -> None:
+    setting = results.setting
+    names = list(setting.engines)
+    title = f"rounds of {NUM_TINY_UNITS} tiny units"
+    by_rank = run_on_local_ranks(setting.ranks, run_tiny_heat, setting, names, title)
+    results.tiny_rounds.extend(merge(0, by_rank))
+    for name, times in summarise(results.tiny_rounds, BASE).items():
+        results.rows[name].unit_microseconds = times.seconds / NUM_TINY_UNITS * 1e6
 
-    def _measure_time(self) -> None:
-        results, setting = self.results, self.results.setting
-        heats = plan_heats(setting, results.num_parameters, available_bytes())
-        for number, names in enumerate(heats):
-            of = f", heat {number + 1} of {len(heats)}" if len(heats) > 1 else ""
-            title = f"rounds of {len(names)} engines{of}"
-            by_rank = run_on_local_ranks(setting.ranks, run_heat, setting, names, title)
-            results.rounds.extend(merge(number, by_rank))
-        for name, times in summarise(results.rounds, BASE).items():
-            results.rows[name].times = times
 
-    def _measure_units(self) -> None:
-        results, setting = self.results, self.results.setting
-        names = list(setting.engines)
-        title = f"rounds of {NUM_TINY_UNITS} tiny units"
-        by_rank = run_on_local_ranks(setting.ranks, run_tiny_heat, setting, names, title)
-        results.tiny_rounds.extend(merge(0, by_rank))
-        for name, times in summarise(results.tiny_rounds, BASE).items():
-            results.rows[name].unit_microseconds = times.seconds / NUM_TINY_UNITS * 1e6
-
-    def _inspect(self) -> None:
-        setting, rows = self.results.setting, self.results.rows
-        copied = {}
-        with show_progress("traffic of", len(self._alone) + len(rows)) as begin:
-            for name in (*self._alone, *rows):
-                begin(name)
-                by_rank = run_on_local_ranks(setting.ranks, inspect_engine, setting, name)
-                copied[name] = max(one.traffic.copied_bytes for one in by_rank)
-                if name in rows:
-                    rows[name].inspected = Inspected(
-                        copied_bytes=copied[name] - copied[self._alone_of(name)],
-                        sent_bytes=max(one.traffic.sent_bytes for one in by_rank),
-                        num_collectives=max(one.traffic.num_collectives for one in by_rank),
-                        live_peak=max(one.live_peak for one in by_rank),
-                        resident_peak=max(one.resident_peak for one in by_rank),
-                    )
-
-    def _measure_trimmed(self) -> None:
-        setting, rows = self.results.setting, self.results.rows
-        with show_progress("memory of", len(rows)) as begin:
-            for name, row in rows.items():
-                begin(name)
-                told = (setting, name, MMAP_THRESHOLD)
-                row.trimmed_peak = max(
-                    run_on_local_ranks(setting.ranks, measure_resident_peak, *told)
+def _inspect(results: Results) -> None:
+    setting, rows = results.setting, results.rows
+    alone = {name: _without_engine(setting, name) for name in rows}
+    copied = {}
+    names = dict.fromkeys((*alone.values(), *rows))
+    with show_progress("traffic of", len(names)) as begin:
+        for name in names:
+            begin(name)
+            by_rank = run_on_local_ranks(setting.ranks, inspect_engine, setting, name)
+            copied[name] = max(one.traffic.copied_bytes for one in by_rank)
+            if name in rows:
+                rows[name].inspected = Inspected(
+                    copied_bytes=copied[name] - copied[alone[name]],
+                    sent_bytes=max(one.traffic.sent_bytes for one in by_rank),
+                    num_collectives=max(one.traffic.num_collectives for one in by_rank),
+                    live_peak=max(one.live_peak for one in by_rank),
+                    resident_peak=max(one.resident_peak for one in by_rank),
                 )
 
-    @property
-    def _alone(self) -> tuple[str, ...]:
-        """The runs without an engine that are needed."""
-        return tuple(dict.fromkeys(self._alone_of(name) for name in self.results.rows))
 
-    def _alone_of(self, name: str) -> str:
-        is_half = self.results.setting.is_bf16 and not ENGINES[name].autocasts
-        return ALONE_BF16 if is_half else ALONE
+def _measure_trimmed(results: Results) -> None:
+    setting = results.setting
+    with show_progress("memory of", len(results.rows)) as begin:
+        for name, row in results.rows.items():
+            begin(name)
+            arguments = (setting, name, MMAP_THRESHOLD)
+            peaks = run_on_local_ranks(setting.ranks, measure_resident_peak, *arguments)
+            row.trimmed_peak = max(peaks)
+
+
+def _without_engine(setting: Setting, name: str) -> str:
+    """The run whose copies are subtracted from those of engine ``name``."""
+    return ALONE_BF16 if setting.is_bf16 and not ENGINES[name].autocasts else ALONE

@@ -1,4 +1,4 @@
-"""The machine: what it is, and how busy it was with other things than this."""
+"""The machine that runs the comparison: its description, its load, and this process's memory."""
 
 import ctypes
 import os
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -17,6 +18,7 @@ __all__ = [
     "Clock",
     "Machine",
     "Peak",
+    "SharedMemoryUse",
     "allocated_bytes",
     "available_bytes",
     "describe_machine",
@@ -33,7 +35,7 @@ _M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What ran it."""
+    """Hardware and versions, as results.json records them."""
 
     processor: str
     cores: int
@@ -41,16 +43,16 @@ class Machine:
     system: str
     python: str
     torch: str
-    shardwise: str  # "" where it runs from its source
-    deepspeed: str  # "" where it is not compared
-    malloc: str  # what the environment sets of it; "" as it comes
+    shardwise: str  # "" if it is not installed as a package
+    deepspeed: str  # "" if it is not compared
+    malloc: str  # malloc settings in the environment; "" for the defaults
 
 
 def describe_machine(*, with_deepspeed: bool) -> Machine:
     return Machine(
-        processor=_field(Path("/proc/cpuinfo"), "model name") or platform.processor(),
-        cores=os.cpu_count() or 1,
-        memory_bytes=_kilobytes(Path("/proc/meminfo"), "MemTotal"),
+        processor=_read_field(Path("/proc/cpuinfo"), "model name") or platform.processor(),
+        cores=psutil.cpu_count() or 1,
+        memory_bytes=psutil.virtual_memory().total,
         system=platform.platform(),
         python=platform.python_version(),
         torch=torch.__version__,
@@ -60,39 +62,30 @@ def describe_machine(*, with_deepspeed: bool) -> Machine:
     )
 
 
-def _malloc_settings(environment: Mapping[str, str]) -> str:
-    """Those of glibc: `MALLOC_MMAP_THRESHOLD_` and its like."""
-    names = sorted(n for n in environment if n.startswith("MALLOC_") or n == "GLIBC_TUNABLES")
-    return " ".join(f"{name}={environment[name]}" for name in names)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
 def available_bytes() -> int:
-    """Memory that can be had without swapping; 0 where nothing says."""
-    return _kilobytes(Path("/proc/meminfo"), "MemAvailable")
+    """Memory available without swapping."""
+    return int(psutil.virtual_memory().available)
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A moment; times in seconds."""
+    """A point in time, in seconds."""
 
     now: float
-    own: float  # of CPU, this process
-    all: float  # of CPU, the whole machine; 0 where there is no /proc/stat
+    own: float  # CPU time of this process
+    all: float  # busy CPU time of the whole machine
 
     @classmethod
     def read(cls) -> "Clock":
-        return cls(time.perf_counter(), time.process_time(), _busy_seconds())
+        cpu = psutil.cpu_times()
+        # On Linux, guest time is part of user and nice time, and waiting for I/O is idle time.
+        idle = ("idle", "iowait", "guest", "guest_nice")
+        busy = sum(getattr(cpu, name) for name in cpu._fields if name not in idle)
+        return cls(time.perf_counter(), time.process_time(), busy)
 
 
 def reference_seconds() -> float:
-    """How long a fixed product of matrices takes on all ranks: longer where others compute."""
+    """The time of a fixed matrix product on all ranks, which grows with other load."""
     one = torch.ones(REFERENCE_WIDTH, REFERENCE_WIDTH)
     dist.barrier()
     began = time.perf_counter()
@@ -102,18 +95,18 @@ def reference_seconds() -> float:
     return time.perf_counter() - began
 
 
-# -- this process's memory -----------------------------------------------------------------------
+# -- the memory of this process ------------------------------------------------------------------
 
 
 def set_mmap_threshold(num_bytes: int) -> None:
-    """Have glibc give blocks of this size and more back to the system when they are freed."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # another C library may have none
+    """Have glibc return blocks of at least this size to the system when they are freed."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries may lack it
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, num_bytes)
 
 
 class _MallocInfo(ctypes.Structure):
-    """``struct mallinfo2``; those of its fields that count here have names of their own."""
+    """``struct mallinfo2``; only the fields that are read have names."""
 
     _fields_ = (
         ("_before", ctypes.c_size_t * 4),
@@ -138,7 +131,7 @@ _malloc_info = _find_malloc_info()
 
 
 def allocated_bytes() -> int:
-    """What malloc has given out, to any thread, and not got back; 0 where nothing says."""
+    """Bytes allocated from malloc by any thread and not freed; 0 without glibc 2.33."""
     if _malloc_info is None:
         return 0
     info = _malloc_info()
@@ -146,10 +139,10 @@ def allocated_bytes() -> int:
 
 
 class Peak:
-    """The most that ``read()`` says while it is open, above what it said before.
+    """The largest value of ``read()`` inside the context, minus the value before it.
 
     Args:
-        read: bytes; called on a thread.
+        read: returns bytes; called on a thread.
         seconds: between two calls.
     """
 
@@ -158,16 +151,16 @@ class Peak:
         self._read = read
         self._seconds = seconds
         self._stop = threading.Event()
-        self._watch = threading.Thread(target=self._run)
+        self._sampler = threading.Thread(target=self._run)
 
     def __enter__(self) -> "Peak":
         self._before = self._read()
-        self._watch.start()
+        self._sampler.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._watch.join()
+        self._sampler.join()
 
     def _run(self) -> None:
         while not self._stop.wait(self._seconds):
@@ -175,7 +168,7 @@ class Peak:
 
 
 def reset_high_water() -> None:
-    """Forget the peak of resident memory, where the kernel lets us (Linux, proc(5))."""
+    """Reset the peak of resident memory, where the kernel allows it (Linux, proc(5))."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -183,47 +176,48 @@ def reset_high_water() -> None:
 
 
 def high_water_bytes() -> int:
-    return _kilobytes(Path("/proc/self/status"), "VmHWM")
+    """The peak of resident memory since `reset_high_water`, which psutil does not report."""
+    return _read_kilobytes(Path("/proc/self/status"), "VmHWM")
 
 
 def resident_bytes() -> int:
-    return _kilobytes(Path("/proc/self/status"), "VmRSS")
+    return int(psutil.Process().memory_info().rss)
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """Memory of this process that others may have mapped as well; in bytes, as it is now."""
+class SharedMemoryUse:
+    """Resident shared memory of this process, in bytes."""
 
     resident: int
-    share: int  # where each page counts by the number of processes that have it: 1/2, 1/3
+    share: int  # each page divided by the number of processes that map it
 
     @classmethod
-    def read(cls) -> "Shared":
-        resident = _kilobytes(Path("/proc/self/status"), "RssShmem")
+    def read(cls) -> "SharedMemoryUse":
+        resident = _read_kilobytes(Path("/proc/self/status"), "RssShmem")
         rollup = Path("/proc/self/smaps_rollup")
-        if not _field(rollup, "Pss_Shmem"):  # Linux before 5.9
+        if not _read_field(rollup, "Pss_Shmem"):  # Linux before 5.9
             return cls(resident, resident)
-        return cls(resident, _kilobytes(rollup, "Pss_Shmem"))
+        return cls(resident, _read_kilobytes(rollup, "Pss_Shmem"))
 
 
-# -- /proc ---------------------------------------------------------------------------------------
+def _malloc_settings(environment: Mapping[str, str]) -> str:
+    """The settings of glibc's malloc, such as `MALLOC_MMAP_THRESHOLD_`."""
+    names = sorted(n for n in environment if n.startswith("MALLOC_") or n == "GLIBC_TUNABLES")
+    return " ".join(f"{name}={environment[name]}" for name in names)
 
 
-def _busy_seconds() -> float:
-    """CPU time of the whole machine that was not idle: /proc/stat, all but idle and iowait."""
+def _version(package: str) -> str:
     try:
-        first = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
-    except OSError:
-        return 0.0
-    ticks = [int(field) for field in first.split()[1:9]]  # guests are in user time already
-    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
-def _kilobytes(path: Path, name: str) -> int:
-    return int((_field(path, name) or "0").split()[0]) * 1024
+def _read_kilobytes(path: Path, name: str) -> int:
+    return int((_read_field(path, name) or "0").split()[0]) * 1024
 
 
-def _field(path: Path, name: str) -> str:
+def _read_field(path: Path, name: str) -> str:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:

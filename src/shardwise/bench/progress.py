@@ -1,4 +1,4 @@
-"""How far the harness is: a bar on a terminal, a line for each thing begun elsewhere."""
+"""Progress: a bar on a terminal, a line for each part that begins elsewhere."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +13,9 @@ __all__ = ["show_progress"]
 def show_progress(
     title: str, total: int, *, visible: bool = True
 ) -> Iterator[Callable[[str], None]]:
-    """On stderr; call what it yields, with a name or "", when the next of ``total`` parts begins.
+    """Show progress on stderr.
 
-    The bars of the harness and those of a rank take turns, for a rank lives within one part.
+    Yields a function to call, with a name or "", when the next of ``total`` parts begins.
     """
     console = Console(stderr=True, quiet=not visible)
     if not console.is_terminal:

@@ -1,20 +1,17 @@
-"""What a step moves: bytes copied, collectives, bytes sent. Seen from where torch dispatches ops.
+"""What a step moves: bytes copied, bytes sent, collectives. Measured where torch dispatches ops.
 
-*Bytes copied* are the bytes written by ops that bring values from one tensor into another without
-combining them: ``copy_``, ``_to_copy``, ``clone``, ``cat``, ``stack``, ``chunk_cat``, their foreach
-and ``*_copy`` forms, FSDP's own (``fsdp::all_gather_copy_in`` and the like), and a scaling whose
-result goes to another tensor (``mul.out``, ``div.out``: how gradients get into buckets). Counted
-over a whole step (forward, backward, update), less what the same model copies without any engine.
-Not counted: arithmetic in place, sums, zeros, and what Gloo copies inside its own collectives.
+*Bytes copied* are bytes written by ops that move values between tensors without combining them:
+the ops of `_COPIES`, and scalings into another tensor (``mul.out``, ``div.out``), which fill
+gradient buckets. They are counted over a whole step (forward, backward, update). In-place
+arithmetic, sums, zeros and copies inside Gloo's collectives are not counted.
 
-*Bytes sent* are what a rank has to send at least: with n ranks, (n - 1) times its shard for an
+*Bytes sent* are the least that a rank has to send: with n ranks, (n - 1) times its shard for an
 all-gather, (n - 1) / n of the input for a reduce-scatter, twice that for an all-reduce, (n - 1) / n
-for a broadcast (the mean over ranks). Gloo itself may send more: its reduce-scatter is an
-all-reduce. *Collectives* are calls. Barriers do not count. What is read from the memory of a rank
-of the same host counts as sent by that one, and as a copy as little as what comes by a socket; so
-does what it gathers into memory that both have in common.
+for a broadcast (the mean over ranks). Gloo may send more: its reduce-scatter is an all-reduce.
+Bytes that a rank reads from the memory of another rank of the host count as sent by that one.
 
-shardwise copies on threads of its own: these are watched as well. It says itself what it sends.
+*Collectives* are calls, without barriers. shardwise copies on its own threads, which are watched
+too, and reports what it sends itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,7 +52,7 @@ _WAIT_SECONDS = 60.0
 
 @dataclass(slots=True)
 class Traffic:
-    """Of one step on one rank."""
+    """The traffic of one step on one rank."""
 
     copied_bytes: int = 0
     sent_bytes: int = 0
@@ -64,39 +61,33 @@ class Traffic:
 
 @contextmanager
 def watch_traffic(model: nn.Module) -> Iterator[Traffic]:
-    """Fill in what is yielded with what happens within, at its end."""
+    """Yield a `Traffic` that is filled in at the end with what happened inside."""
     traffic = Traffic()
     queues = _queues(model)
-    streams = [queue.stream for queue in queues]
     before = [queue.sent for queue in queues]
-    watches = [_Watch() for _ in range(1 + len(streams))]
-    for stream, watch in zip(streams, watches[1:], strict=True):
-        _run_on(stream, watch.__enter__)
-    with watches[0]:
+    own, *others = [_Watch() for _ in range(1 + len(queues))]
+    for queue, watch in zip(queues, others, strict=True):
+        _run_on(queue.stream, watch.__enter__)
+    with own:
         yield traffic
-    for stream, watch in zip(streams, watches[1:], strict=True):
-        _run_on(stream, partial(watch.__exit__, None, None, None))
-    traffic.copied_bytes = sum(watch.copied_bytes for watch in watches)
-    traffic.sent_bytes = round(sum(watch.sent_bytes for watch in watches))
-    traffic.num_collectives = sum(watch.num_calls for watch in watches)
+    for queue, watch in zip(queues, others, strict=True):
+        _run_on(queue.stream, partial(watch.__exit__, None, None, None))
+    traffic.copied_bytes = sum(watch.copied_bytes for watch in (own, *others))
+    traffic.sent_bytes = round(sum(watch.sent_bytes for watch in (own, *others)))
+    traffic.num_collectives = sum(watch.num_calls for watch in (own, *others))
     for queue, (calls, num_bytes) in zip(queues, before, strict=True):
         traffic.num_collectives += queue.sent[0] - calls
         traffic.sent_bytes += queue.sent[1] - num_bytes
 
 
-@dataclass
-class _Counts:
-    copied_bytes: int = 0
-    sent_bytes: float = 0.0
-    num_calls: int = 0
-
-
-class _Watch(TorchDispatchMode, _Counts):  # type: ignore[no-untyped-call]
+class _Watch(TorchDispatchMode):
     """Counts the ops of the thread that enters it."""
 
     def __init__(self) -> None:
-        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
-        _Counts.__init__(self)
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.copied_bytes = 0
+        self.sent_bytes = 0.0
+        self.num_calls = 0
 
     def __torch_dispatch__(
         self,
@@ -107,23 +98,21 @@ class _Watch(TorchDispatchMode, _Counts):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
+        collective = name.removeprefix("c10d::")
         if name in _COPIES:
             self.copied_bytes += _written(name, args, kwargs or {}, result)
         elif name in _SCALES_INTO and kwargs and "out" in kwargs:
             self.copied_bytes += kwargs["out"].nbytes
-        elif name.startswith("c10d::"):
-            self._note_collective(name.removeprefix("c10d::"), args)
-        return result
-
-    def _note_collective(self, name: str, args: tuple[Any, ...]) -> None:
-        if name in _SENT:
+        elif collective in _SENT and collective != name:
+            factor, argument = _SENT[collective]
             self.num_calls += 1
-            self.sent_bytes += _SENT[name](args)
+            self.sent_bytes += factor * _share(args) * _bytes(args[argument])
+        return result
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Bytes that an op of `_COPIES` wrote."""
-    if name == "fsdp::all_gather_copy_in":  # returns the whole buffer, of which it fills a slot
+    if name == "fsdp::all_gather_copy_in":  # returns the whole buffer, and fills one slot of it
         return _bytes(args[0])
     out = kwargs.get("out")
     if out is not None:
@@ -135,11 +124,8 @@ def _bytes(tensors: Any) -> int:
     return sum(leaf.nbytes for leaf in pytree.tree_leaves(tensors) if isinstance(leaf, Tensor))
 
 
-# -- what a rank sends, by the arguments of c10d's ops -------------------------------------------
-
-
 def _share(args: tuple[Any, ...]) -> float:
-    """(n - 1) / n of the group's n ranks."""
+    """(n - 1) / n for the n ranks of the group among the arguments of c10d's op."""
     groups = [arg for arg in args if _is_group(arg)]
     size: int = dist.ProcessGroup.unbox(groups[0]).size()
     return (size - 1) / size
@@ -149,38 +135,26 @@ def _is_group(arg: Any) -> bool:
     return type(arg).__name__ in {"ScriptObject", "ProcessGroup"} and "ProcessGroup" in str(arg)
 
 
-def _of_result(args: tuple[Any, ...]) -> float:
-    return _share(args) * _bytes(args[0])
-
-
-def _of_input(args: tuple[Any, ...]) -> float:
-    return _share(args) * _bytes(args[1])
-
-
-def _twice(args: tuple[Any, ...]) -> float:
-    return 2 * _of_result(args)
-
-
-_SENT: dict[str, Callable[[tuple[Any, ...]], float]] = {
-    "allreduce_": _twice,
-    "allreduce_coalesced_": _twice,
-    "allgather_": _of_result,
-    "_allgather_base_": _of_result,
-    "allgather_into_tensor_coalesced_": _of_result,
-    "reduce_scatter_": _of_input,
-    "_reduce_scatter_base_": _of_input,
-    "reduce_scatter_tensor_coalesced_": _of_input,
-    "broadcast_": _of_result,
-    "reduce_": _of_result,
-    "alltoall_base_": _of_input,
-    "alltoall_": _of_input,
+# By c10d's op: sent bytes are the factor, times (n - 1) / n, times the bytes of this argument.
+_RESULT, _INPUT = 0, 1
+_SENT: dict[str, tuple[int, int]] = {
+    "allreduce_": (2, _RESULT),
+    "allreduce_coalesced_": (2, _RESULT),
+    "allgather_": (1, _RESULT),
+    "_allgather_base_": (1, _RESULT),
+    "allgather_into_tensor_coalesced_": (1, _RESULT),
+    "reduce_scatter_": (1, _INPUT),
+    "_reduce_scatter_base_": (1, _INPUT),
+    "reduce_scatter_tensor_coalesced_": (1, _INPUT),
+    "broadcast_": (1, _RESULT),
+    "reduce_": (1, _RESULT),
+    "alltoall_base_": (1, _INPUT),
+    "alltoall_": (1, _INPUT),
 }
 
 
-# -- the threads of shardwise --------------------------------------------------------------------
-
-
 def _queues(model: nn.Module) -> list[Collectives]:
+    """The collectives of shardwise, each of which has a thread."""
     if not isinstance(model, sw.FSDPModule):
         return []
     runtime = runtime_of_root(model)

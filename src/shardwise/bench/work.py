@@ -1,4 +1,4 @@
-"""What all engines are given: the same model, the same data, the same loss, the same optimizer."""
+"""The model, data, loss and optimizer, the same for all engines."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.bench.setting import Setting
+from shardwise.bench.options import Setting
 from shardwise.train.model import GPT, Block
 
 __all__ = ["NUM_TINY_UNITS", "Trainee", "Work", "fused_adamw", "gpt_work", "tiny_work"]
@@ -20,16 +20,16 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Work:
-    """A model to train. Every rank builds the same one; a batch is its own."""
+    """A model to train: the same on every rank, with batches that differ."""
 
     build: Callable[[], nn.Module]
-    block: type[nn.Module]  # what is wrapped, beside the root
+    block: type[nn.Module]  # wrapped, and so is the root
     draw: Callable[[torch.Generator], Tensor]  # a batch
     loss: Callable[[nn.Module, Tensor], Tensor]
     bf16: bool
 
     def batch(self, turn: int, rank: int) -> Tensor:
-        """The batch of a turn: the same one for every engine."""
+        """The batch of a turn, the same for every engine."""
         return self.draw(torch.Generator().manual_seed(turn * 1000 + rank))
 
     def make(self) -> nn.Module:
@@ -39,7 +39,7 @@ class Work:
 
 
 class Trainee:
-    """A model in the hands of one engine."""
+    """A model that one engine trains."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Trainee:
         self._autocast = autocast
 
     def step(self, batch: Tensor) -> float:
-        """Forward, backward and update; the loss of this rank's batch."""
+        """Forward, backward and update; returns the loss of this rank's batch."""
         with self.around():
             loss = self.loss(batch)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class Trainee:
             return self._work.loss(self.model, batch)
 
     def around(self) -> AbstractContextManager[None]:
-        """What the engine wants around a step."""
+        """A context around each step."""
         return nullcontext()
 
 
@@ -88,7 +88,7 @@ def gpt_work(setting: Setting) -> Work:
 
 
 def tiny_work(setting: Setting) -> Work:
-    """`NUM_TINY_UNITS` units with next to nothing to compute or to send."""
+    """`NUM_TINY_UNITS` units with very little to compute or send."""
 
     def build() -> nn.Module:
         return nn.Sequential(*(_Tiny() for _ in range(NUM_TINY_UNITS)))

@@ -49,10 +49,10 @@ def bench(
     ratios to DDP. No time is asserted, so the exit code does not depend on the figures.
     """
     from shardwise.bench.harness import run  # noqa: PLC0415 (imports torch)
-    from shardwise.bench.setting import Request  # noqa: PLC0415
+    from shardwise.bench.options import BenchOptions  # noqa: PLC0415
 
     run(
-        Request(
+        BenchOptions(
             size=size,
             ranks=ranks,
             dtype=dtype,

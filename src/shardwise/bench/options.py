@@ -1,4 +1,4 @@
-"""What is compared, on what: a command line, made into values that every rank can be told."""
+"""The options of the command, and the setting that every rank gets."""
 
 import difflib
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from shardwise.train.data import VOCABULARY
 from shardwise.train.model import Shape
 from shardwise.train.settings import read_config
 
-__all__ = ["DTYPES", "MEASURES", "SIZES", "Request", "Setting", "choose_words", "read_shape"]
+__all__ = ["DTYPES", "MEASURES", "SIZES", "BenchOptions", "Setting", "choose_words", "read_shape"]
 
 DTYPES = ("fp32", "bf16")
 MEASURES = ("time", "traffic", "memory", "units")
-# The context is that of the request. Widths are multiples of 64, the width of a head.
+# The context comes from the options. Widths are multiples of 64, the width of a head.
 SIZES = {
     "10M": Shape(vocabulary=3_072, context=0, width=384, layers=5, heads=6),
     "50M": Shape(vocabulary=16_384, context=0, width=640, layers=8, heads=10),
@@ -23,22 +23,22 @@ SIZES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A command line, as it was typed."""
+class BenchOptions:
+    """The command line."""
 
     size: str = "50M"  # of `SIZES`, or a configuration of `shardwise train`
     ranks: int = 2
     dtype: str = "fp32"
-    vs: tuple[str, ...] | None = None  # families of peers; None is every one that is installed
-    ours: tuple[str, ...] | None = None  # strategies; None is every one that the ranks allow
+    vs: tuple[str, ...] | None = None  # families of peers; None for all that are installed
+    ours: tuple[str, ...] | None = None  # strategies; None for all that the ranks allow
     rounds: int = 12
     sequence: int = 128  # tokens
-    batch: int = 2  # sequences of a rank in a step
+    batch: int = 2  # sequences per rank and step
     measures: tuple[str, ...] = MEASURES
-    out: Path | None = None  # a directory; None makes one under runs/
+    out: Path | None = None  # a directory; None for a new one under runs/
 
     def check(self) -> None:
-        """Refuse what no engine could run.
+        """Check the values of the options.
 
         Raises:
             ConfigError: names the option.
@@ -54,7 +54,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every rank is told. ``engines`` are names of rows; the first is the base."""
+    """What every rank needs to know. ``engines`` are names of rows, the base first."""
 
     size: str
     shape: Shape
@@ -62,7 +62,7 @@ class Setting:
     dtype: str
     engines: tuple[str, ...]
     rounds: int
-    batch: int  # sequences of a rank
+    batch: int  # sequences per rank
 
     @property
     def is_bf16(self) -> bool:
@@ -70,7 +70,7 @@ class Setting:
 
 
 def read_shape(size: str, sequence: int) -> Shape:
-    """The model that ``--size`` means: a row of `SIZES`, or the [model] of a configuration.
+    """The model of ``--size``: a row of `SIZES`, or the [model] of a configuration file.
 
     Raises:
         ConfigError: it is neither.
@@ -85,10 +85,10 @@ def read_shape(size: str, sequence: int) -> Shape:
 
 
 def choose_words(option: str, words: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse an empty list, and words that are not ``known``.
+    """Check that ``words`` is a non-empty list of ``known`` words.
 
     Raises:
-        ConfigError: names the ``option``, and the nearest word that it takes.
+        ConfigError: names the ``option`` and the nearest known word.
     """
     if not words:
         raise ConfigError(f"{option}: expected one of {', '.join(known)}, or several by comma")

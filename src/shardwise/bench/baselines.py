@@ -1,4 +1,4 @@
-"""How each peer takes a model, in the setting that suits it best: the only file that imports them.
+"""The other engines, each in its best setting; the only file that imports them.
 
 In bf16, FSDP1, FSDP2 and shardwise gather, compute and reduce in bfloat16 and keep float32 shards.
 DDP and ZeroRedundancyOptimizer have no such policy and run under `torch.autocast`.
@@ -40,12 +40,12 @@ CPU = torch.device("cpu")
 
 
 def start_alone(work: Work) -> Trainee:
-    """No engine: each rank trains on its own."""
+    """Without an engine: each rank trains alone."""
     return Trainee(work, work.make(), autocast=work.bf16)
 
 
 def start_alone_bf16(work: Work) -> Trainee:
-    """No engine, all in bfloat16."""
+    """Without an engine, all in bfloat16."""
     return Trainee(work, work.make().to(torch.bfloat16))
 
 
@@ -54,7 +54,7 @@ def start_ddp(work: Work) -> Trainee:
 
 
 def start_zero_optimizer(work: Work) -> Trainee:
-    """Optimizer states cut by whole parameters, over DDP."""
+    """DDP with optimizer states sharded by whole parameters."""
     model = _in_ddp(work)
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(),
@@ -88,10 +88,10 @@ class Fsdp1:
 
 @dataclass(frozen=True, slots=True)
 class Fsdp2:
-    """``fully_shard`` of torch on each block and on the root."""
+    """PyTorch's ``fully_shard`` on each block and on the root."""
 
     reshard: bool = True
-    unshard_async: bool = False  # wait for gathers when they are used, and not when they are issued
+    unshard_async: bool = False  # wait for gathers when they are used, not when they are issued
 
     def __call__(self, work: Work) -> Trainee:
         model = work.make()
@@ -146,7 +146,7 @@ class _DeepSpeed(Trainee):
 
 
 def _in_ddp(work: Work) -> nn.Module:
-    # No buffer of the model ever changes, so there is none to broadcast. Renamed in torch 2.13.
+    # The model's buffers never change, so there is none to broadcast. Renamed in torch 2.13.
     known = inspect.signature(DistributedDataParallel).parameters
     option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     silent: dict[str, Any] = {option: False}
