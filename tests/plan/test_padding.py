@@ -1,4 +1,4 @@
-"""Padding is explained in numbers, and every way out brings what it says."""
+"""Padding is explained in numbers, and suggestions bring what they say."""
 
 from dataclasses import replace
 
@@ -35,22 +35,22 @@ def test_rows_that_divide_no_common_shard() -> None:
     assert padding.share == pytest.approx(0.3704, abs=1e-4)
     assert padding.bytes == 4 * padding.elements
     down, gate, shards = padding.reasons
-    assert down.startswith("p2 [3584, 18944] by row lies on 171 ranks, so shards are multiples")
-    assert down.endswith("of its granule, 18,944 elements")
-    assert gate.startswith("p0 [3584, 3584] by row (and 1 more) lies on 33 ranks")
-    assert shards == "shards have 397,824 elements, 290,304 would hold the parameters"
+    assert down.startswith("p2 [3584, 18944] by row spans 171 ranks, so the shard length is a")
+    assert down.endswith("multiple of its granule, 18,944 elements")
+    assert gate.startswith("p0 [3584, 3584] by row (and 1 more) spans 33 ranks")
+    assert shards == "shards have 397,824 elements; 290,304 would hold the parameters"
 
 
-def test_every_way_out_brings_what_it_says() -> None:
+def test_suggestions_bring_what_they_say() -> None:
     parameters = specs("tensor", (256, 512), (64, 512), (512, 512), (512,))
     padding = explain_padding(lay_out_in_buffers(parameters, 16))
-    ways = {way.change: way.share for way in padding.suggestions}
+    shares = {one.change: one.share for one in padding.suggestions}
     assert padding.share > 1
-    assert sorted(ways.values()) == list(ways.values())
+    assert sorted(shares.values()) == list(shares.values())
     by_row = [replace(p, granularity="row") for p in parameters]
     largest = [replace(p, granularity="row") if p.name == "p2" else p for p in parameters]
     sixteen = [replace(p, names=(f"{i}.{p.name}",)) for i in range(16) for p in parameters]
-    assert ways == pytest.approx(
+    assert shares == pytest.approx(
         {
             "granularity 'row' for p2": share(lay_out_in_buffers(largest, 16)),
             "granularity 'row' for p0 and 3 more": share(lay_out_in_buffers(by_row, 16)),
@@ -62,17 +62,17 @@ def test_every_way_out_brings_what_it_says() -> None:
     )
 
 
-def test_no_way_out_makes_it_worse() -> None:
+def test_suggestions_at_least_halve_the_padding() -> None:
     for shapes in [((64, 3000, 100), (500, 7)), ((7, 11), (1001,), (3,)), ((1,),)]:
         for granularity in ("row", "tensor"):
             for world_size in (2, 3, 8, 60):
                 layouts = lay_out_in_buffers(specs(granularity, *shapes), world_size)
                 padding = explain_padding(layouts)
                 assert padding.share == pytest.approx(share(layouts))
-                assert all(way.share <= padding.share / 2 for way in padding.suggestions)
+                assert all(one.share <= padding.share / 2 for one in padding.suggestions)
 
 
-def test_no_padding_needs_no_words() -> None:
+def test_no_padding_has_no_reasons() -> None:
     padding = explain_padding([lay_out(specs("row", (8, 8)), 4)])
     assert (padding.elements, padding.reasons, padding.suggestions) == (0, (), ())
 
@@ -113,26 +113,26 @@ class Net(nn.Module):
         self.head = nn.Linear(1000, 10)
 
 
-def test_alike_units_are_told_once() -> None:
+def test_equal_units_are_reported_once() -> None:
     with torch.device("meta"):
         model = Net()
     plan = make_plan(model, world_size=8, units=nn.Linear, granularity="tensor")
-    told = padding_report(plan.units)
-    assert told.startswith("layers.0 and 2 like it: padding 699.2% of the parameters")
-    assert told.count("padding ") == 1
-    assert "layers.0.weight [1000, 1000] by tensor has granules of 1,000,000 elements" in told
-    assert "or granularity 'row' for layers.0.weight: 0." in told
+    report = padding_report(plan.units)
+    assert report.startswith("layers.0 and 2 equal units: padding 699.2% of the parameters")
+    assert report.count("padding ") == 1
+    assert "layers.0.weight [1000, 1000] by tensor has granules of 1,000,000 elements" in report
+    assert "reduce it by granularity 'row' for layers.0.weight: 0." in report
 
 
 @pytest.mark.parametrize("granularity", ["element", "row", {"*.bias": "tensor"}])
-def test_small_padding_is_not_told(granularity: Granularity) -> None:
+def test_small_padding_is_not_reported(granularity: Granularity) -> None:
     with torch.device("meta"):
         model = Net()
     plan = make_plan(model, world_size=8, units=nn.Linear, granularity=granularity)
     assert not padding_report(plan.units)
 
 
-def test_a_small_share_is_not_told_however_many_bytes_it_is() -> None:
+def test_a_small_share_is_not_reported_whatever_its_size() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4096, 38912, bias=False), nn.Linear(14336, 4096))
     plan = make_plan(model, world_size=512, granularity="row")

@@ -152,7 +152,7 @@ def test_a_smaller_group_needs_only_a_part() -> None:
     assert sw.ledger(model).gathered_bytes == 0
     with pytest.raises(sw.PlanError, match=r"reshard_after_forward=3: .*: 1, 2, 4"):
         sw.fully_shard(build("stack"), reshard_after_forward=3)
-    with pytest.raises(sw.PlanError, match=r"'zero2' has no parameters to cut"):
+    with pytest.raises(sw.PlanError, match=r"'zero2' does not shard parameters"):
         sw.fully_shard(build("stack"), reshard_after_forward=2, strategy="zero2")
 
 

@@ -1,8 +1,8 @@
 """Where a parameter may be cut: anywhere, between rows, between blocks of rows, or nowhere.
 
-A *granule* is the smallest run of elements of a parameter that stays on one rank. What a row is
-follows from dim 0: of a matrix [out, in] it is one output's weights, of stacked experts [E, m, n]
-it is one expert, of a vector it is one element.
+A *granule* is the smallest run of elements of a parameter that stays on one rank. A row is a slice
+along dim 0: the weights of one output of a matrix [out, in], one expert of stacked experts
+[E, m, n], one element of a vector.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ __all__ = ["Block", "Granularities", "Granularity", "Granularizer", "block", "gr
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """``rows`` consecutive rows (slices along dim 0) that stay together, from the first row on."""
+    """Blocks of ``rows`` consecutive rows (slices along dim 0), counted from the first row."""
 
     rows: int
 
@@ -33,7 +33,7 @@ class Block:
 
 Word = Literal["element", "row", "tensor"]
 Granularity = Word | Block
-# One for all; by name, as in `fnmatch`; or what a function of name and shape says (None: element).
+# For all parameters, by pattern of names as in `fnmatch`, or by a function (None: "element").
 Granularities = (
     Granularity | Mapping[str, Granularity] | Callable[[str, tuple[int, ...]], Granularity | None]
 )
@@ -42,8 +42,7 @@ Granularities = (
 def block(rows: int) -> Block:
     """The granularity that keeps ``rows`` consecutive rows together.
 
-    A row is a slice along dim 0, so of a 1-D parameter these are ``rows`` elements. The last block
-    may be shorter.
+    A row is a slice along dim 0, one element of a 1-D parameter. The last block may be shorter.
 
     Raises:
         PlanError: ``rows`` is not 1 or more.
@@ -65,7 +64,7 @@ def granule_elements(granularity: Granularity, shape: Sequence[int]) -> int:
 
 
 class Granularizer:
-    """The user's choice, asked parameter by parameter."""
+    """Answers the user's choice of granularity for each parameter."""
 
     def __init__(self, choice: Granularities) -> None:
         self._by_pattern: Mapping[str, Granularity] = {}
@@ -80,10 +79,10 @@ class Granularizer:
         self._unmatched = set(self._by_pattern)
 
     def of(self, names: Sequence[str], shape: tuple[int, ...]) -> Granularity:
-        """The granularity of a parameter; the first pattern that fits one of its names decides.
+        """The granularity of a parameter: that of the first pattern that matches one of its names.
 
         Raises:
-            PlanError: a function of the user's returned something else.
+            PlanError: the user's function returned no granularity.
         """
         if self._by_function is not None:
             answer = self._by_function(names[0], shape)
@@ -97,17 +96,17 @@ class Granularizer:
         return self._by_pattern[fitting[0]] if fitting else "element"
 
     def check_all_matched(self, names: Sequence[str]) -> None:
-        """Refuse patterns that fitted none of ``names``, all of which were asked for.
+        """Refuse patterns that matched none of ``names``.
 
         Raises:
-            PlanError: names the pattern, and some parameters.
+            PlanError: a pattern matched no parameter.
         """
         for pattern in self._by_pattern:
             if pattern in self._unmatched and not self._may_match_nothing:
                 some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")  # noqa: PLR2004
                 raise PlanError(
                     f"granularity[{pattern!r}] matches no parameter; expected a name or a pattern "
-                    f"as in fnmatch, such as '*.weight'; there are: {some or 'none'}"
+                    f"as in fnmatch, such as '*.weight'; the parameters are: {some or 'none'}"
                 )
 
 

@@ -1,8 +1,8 @@
 """Where every element of every parameter lives: integers only, no torch.
 
-A unit's parameters of one dtype lie side by side in a *flat buffer*, and rank r owns the r-th of
-``world_size`` equal *shards* of it, ``shard_elements`` (S) long. So the all-gather writes straight
-into the buffer, the reduce-scatter reads straight from it, and a parameter is a view.
+A unit's parameters of one dtype share a *flat buffer*, and rank r owns the r-th of ``world_size``
+equal *shards* of it, each of ``shard_elements`` (S). So the all-gather writes straight into the
+buffer, the reduce-scatter reads straight from it, and a parameter is a view.
 
 Two ranks, W1 [5, 3], W2 [2, 4], b [3]: 26 elements, S = 13 with an alignment of one element::
 
@@ -11,16 +11,16 @@ Two ranks, W1 [5, 3], W2 [2, 4], b [3]: 26 elements, S = 13 with an alignment of
     offsets         W1 0                                    W2 15               b 23
     runs            W1 [0, 13)                      W1 [13, 15)  W2 [0, 8)  b [0, 3)
 
-The same with W1 cut by row and W2 not at all: S = 14, and W1 begins where its last row but one
-ends with rank 0's shard, for a parameter is a view, so nothing lies between its rows::
+The same with W1 cut by row and W2 not at all: S = 14. A parameter is a view, so there is no padding
+between its rows; W1 begins at 2 for its fourth row to end with rank 0's shard::
 
     flat buffer   | . .  W1 r0  W1 r1  W1 r2  W1 r3 | W1 r4  W2 0 1 2 3 4 5 6 7  b 0 1 2 |
                   |<----------- rank 0 ------------>|<------------- rank 1 ------------->|
     offsets         W1 2                                     W2 17               b 25
 
-A rank's share of a parameter is always one *run* of consecutive elements of the row-major
-parameter, often all of it or nothing. Shards and parameters begin at multiples of ``alignment``
-elements (vector loads and cuBLAS want 16 bytes); with element granularity that is the only padding.
+Each rank owns one *run* of consecutive elements of the row-major parameter, often all of them or
+none. Shards and parameters begin at multiples of ``alignment`` elements, since vector loads and
+cuBLAS need 16 bytes; with element granularity that is the only padding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,16 +41,16 @@ __all__ = [
     "lay_out_in_buffers",
 ]
 
-# What a second buffer has to save, for it takes a second collective: of the parameters' size, and
-# in bytes. A collective's latency is that of some megabytes on a fast link.
+# A second buffer needs a second collective, so it has to save this share of the parameters and this
+# many bytes: the latency of a collective equals the transfer of some megabytes on a fast link.
 SPLIT_SHARE = 0.05
 SPLIT_BYTES = 1 << 20
-SPLIT_TRIES = 6  # granules that a buffer of their own is tried for
+SPLIT_TRIES = 6  # granules for which a second buffer is tried
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Dtypes that differ from that of the shards, and the bytes of an element in them."""
+    """The dtypes of compute and of reductions, where they differ from that of the shards."""
 
     compute_dtype: str  # of the gathered parameter
     compute_itemsize: int
@@ -60,7 +60,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What the plan knows of a parameter; tied parameters are one, with several names."""
+    """A parameter as the plan sees it; a tied parameter has several names."""
 
     names: tuple[str, ...]  # fully qualified; the first is the canonical one
     shape: tuple[int, ...]
@@ -109,7 +109,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class ParameterExtent:
-    """A parameter's place: elements ``[offset, offset + num_elements)`` of the flat buffer."""
+    """Elements ``[offset, offset + num_elements)`` of the flat buffer: those of one parameter."""
 
     parameter: ParameterSpec
     offset: int
@@ -132,7 +132,7 @@ class Layout:
         assert self.extents
         assert self.world_size >= 1
         kinds = {(extent.parameter.dtype, extent.parameter.cast) for extent in self.extents}
-        assert len(kinds) == 1, "one dtype a buffer"
+        assert len(kinds) == 1, "the parameters of a buffer have the same dtypes"
         end = 0
         for extent in self.extents:
             assert extent.offset >= end, f"{extent.parameter.name} overlaps its predecessor"
@@ -163,22 +163,22 @@ class Layout:
 
     @cached_property
     def cast(self) -> Cast:
-        """All dtypes, whether they differ or not."""
+        """The dtypes of compute and of reductions."""
         return self.extents[0].parameter.cast or Cast(*(self.dtype, self.itemsize) * 2)
 
     @property
     def needs_gather(self) -> bool:
-        """Whether compute needs other memory than the shard."""
+        """Whether compute cannot use the shard itself."""
         return self.world_size > 1 or self.cast.compute_dtype != self.dtype or self.is_offloaded
 
     @property
     def casts_sums(self) -> bool:
-        """Whether gradients are summed in another dtype than that of the shards."""
+        """Whether gradients are reduced in another dtype than that of the shards."""
         return self.cast.reduce_dtype != self.dtype
 
     @property
     def is_whole_sum(self) -> bool:
-        """Whether the sum of a reduce buffer can be the gradients: as large, and of their dtype."""
+        """Whether the reduced buffer can serve as the gradient shard."""
         return self.shard_elements == self.num_elements and not self.casts_sums
 
     @property
@@ -187,7 +187,7 @@ class Layout:
 
     @property
     def reduced_bytes(self) -> int:
-        """What its gradients take before they are reduced."""
+        """Size of the unreduced gradients."""
         return self.num_elements * self.cast.reduce_itemsize
 
     @property
@@ -202,7 +202,7 @@ class Layout:
         return Run(min(max(start, 0), size), min(max(stop, 0), size))
 
     def runs(self, extent: ParameterExtent) -> tuple[Run, ...]:
-        """The runs of ``extent``'s parameter, by rank; together they are the whole parameter."""
+        """The runs of ``extent``'s parameter by rank, which cover it in order."""
         return tuple(self.run(extent, rank) for rank in range(self.world_size))
 
     def offset_in_shard(self, extent: ParameterExtent, rank: int) -> int:
@@ -216,7 +216,7 @@ class Layout:
         return (extent.stop - 1) // self.shard_elements - extent.offset // self.shard_elements
 
     def _cuts_no_granule(self, extent: ParameterExtent) -> bool:
-        """All cuts follow from the first and from S, so no more than these are looked at."""
+        """The first cut and S determine all others, so only these are checked."""
         granule, cuts = extent.parameter.granule_elements, self.boundaries_inside(extent)
         first = self.shard_elements - extent.offset % self.shard_elements if cuts else 0
         return first % granule == 0 and (cuts <= 1 or self.shard_elements % granule == 0)
@@ -227,8 +227,8 @@ def lay_out(
 ) -> Layout:
     """Place ``parameters`` (of one dtype) in a flat buffer over ``world_size`` ranks.
 
-    Their order is kept where that costs no padding, so always with element granularity. Cuts are
-    at multiples of the granule and of the alignment.
+    They keep their order unless another order saves padding, which it never does with element
+    granularity. Cuts are at multiples of the granule and of the alignment.
     """
     cast = parameters[0].cast
     itemsizes = (cast.compute_itemsize, cast.reduce_itemsize) if cast else ()
@@ -238,7 +238,7 @@ def lay_out(
     offsets = (offset * alignment for offset in packing.offsets)
     extents, end = [], 0
     for parameter in parameters:
-        # One without elements lies where the one before it ends.
+        # A parameter without elements is placed at the end of its predecessor.
         extents.append(ParameterExtent(parameter, next(offsets) if parameter.num_bytes else end))
         end = -(-extents[-1].stop // alignment) * alignment
     extents.sort(key=lambda extent: (extent.offset, extent.stop))
@@ -248,9 +248,9 @@ def lay_out(
 def lay_out_in_buffers(parameters: Sequence[ParameterSpec], world_size: int) -> tuple[Layout, ...]:
     """Place ``parameters`` (of one dtype) in one flat buffer, or in two where that saves much.
 
-    The rows of all large parameters of a buffer divide S, so their least common multiple does.
-    With one length of rows in a buffer of its own that is not so: the block of a Qwen2-7B, by row
-    on 512 ranks, has 16.5 % padding in one buffer and 0.8 % in two.
+    In one buffer, S is a multiple of the row lengths of all large parameters. A second buffer for
+    one row length removes it from that multiple: a block of Qwen2-7B, by row on 512 ranks, has
+    16.5 % padding in one buffer and 0.8 % in two.
     """
     one = lay_out(parameters, world_size)
     worth = max(SPLIT_SHARE * one.parameter_elements, SPLIT_BYTES / one.itemsize)
@@ -263,7 +263,7 @@ def lay_out_in_buffers(parameters: Sequence[ParameterSpec], world_size: int) -> 
 def _in_two_buffers(
     parameters: Sequence[ParameterSpec], world_size: int
 ) -> Iterator[tuple[Layout, Layout]]:
-    """The parameters of one granule apart from the others, for each of the largest granules."""
+    """Layouts with a second buffer for one granule, for each of the largest granules."""
     granules = sorted({parameter.granule_elements for parameter in parameters}, reverse=True)
     for granule in granules[:SPLIT_TRIES] if len(granules) > 1 else ():
         rest = [p for p in parameters if p.granule_elements != granule]
@@ -272,7 +272,7 @@ def _in_two_buffers(
 
 
 def _piece(parameter: ParameterSpec, alignment: int) -> Piece:
-    """The parameter in units of the alignment, at multiples of which it and every shard begin."""
+    """The parameter in units of the alignment."""
     return Piece(
         size=-(-parameter.num_elements // alignment),
         granule=lcm(parameter.granule_elements, alignment) // alignment,

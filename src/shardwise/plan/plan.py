@@ -1,4 +1,4 @@
-"""The plan: units, strategy and numbers of one model on one mesh, decided before anything runs."""
+"""The plan of one model on one mesh, decided before anything runs: units, layouts, strategy."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ from shardwise.plan.units import UnitOptions, UnitPlan, Units, choose_units, pla
 
 __all__ = ["Plan", "UnitChoice", "make_plan"]
 
-# Gradients that nothing gathers for are reduced in pieces of about this size (torch's DDP has it).
+# Size of the units of strategies that gather nothing: that of the gradient buckets of torch's DDP.
 BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What goes where: ``units`` in module order (a unit before those inside it)."""
+    """What goes where: ``units`` are in module order, a unit before those inside it."""
 
     units: tuple[UnitPlan, ...]
     strategy: Strategy
     world_size: int  # ranks of the shard axis
-    prefetch: int  # units that are gathered ahead of the one that computes
-    replicas: int = 1  # rows of the mesh, which repeat the shards or, in two levels, cut them again
+    prefetch: int  # units gathered ahead of the one that computes
+    replicas: int = 1  # size of the outer axis, which replicates the shards or shards them again
 
     def __post_init__(self) -> None:
         assert self.units, "the root is a unit"
@@ -37,7 +37,7 @@ class Plan:
 
     @property
     def row(self) -> int:
-        """Ranks that have the whole model between them."""
+        """Ranks whose shards make the whole model."""
         return self.world_size // self.replicas if self.strategy.is_two_level else self.world_size
 
     @property
@@ -47,28 +47,28 @@ class Plan:
 
     @property
     def parameter_bytes(self) -> int:
-        """What the parameters take in one process."""
+        """Size of the unsharded parameters."""
         return sum(spec.num_bytes for unit in self.units for spec in unit.parameters)
 
     @property
     def gradient_bytes(self) -> int:
-        """What the gradients take in one process."""
+        """Size of the unsharded gradients."""
         return sum(p.num_bytes for unit in self.units for p in unit.parameters if p.trainable)
 
     @property
     def shard_bytes(self) -> int:
-        """What one rank keeps of the parameters."""
+        """Size of one rank's shards of the parameters."""
         return sum(unit.shard_bytes for unit in self.units)
 
     @property
     def gradient_shard_bytes(self) -> int:
-        """What one rank keeps of the gradients."""
+        """Size of one rank's shards of the gradients."""
         return sum(unit.gradient_shard_bytes for unit in self.units)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitChoice:
-    """What a user may choose for a unit alone."""
+    """What a user may choose for a single unit."""
 
     reshard_after_forward: bool | int | None = None
     precision: MixedPrecisionPolicy = AS_IT_CAME
@@ -91,28 +91,27 @@ def make_plan(
     settled: Mapping[str, ParameterSpec] | None = None,
     ignored: Collection[str] = (),
 ) -> Plan:
-    """Plan ``root`` without touching its storage; a model on the meta device will do.
+    """Plan ``root`` without touching its storage; it may be on the meta device.
 
     Args:
         root: the model.
         world_size: ranks to shard over.
-        replicas: how often the outer axis of the mesh repeats (or cuts again) the shards.
+        replicas: size of the outer axis, which replicates the shards or shards them again.
         units: a module class or set of classes, ``"auto"`` (the repeated blocks), a size in
             parameters, a policy ``(module, recurse, nonwrapped_numel) -> bool``, or None for one
-            unit; where parameters are never cut, None is for units of 25 MiB, DDP's buckets.
+            unit (with strategies that shard nothing, for units of 25 MiB, as DDP's buckets).
         strategy: a row of ``plan.strategy`` or its name.
         prefetch: how many units to gather ahead of the one that computes.
         reshard_after_forward: free a unit after forward and gather it again for backward; None
-            does so for every unit but the root, as in FSDP2; a number keeps so much of it that
-            as many neighbouring ranks can gather it again among themselves.
+            does so for every unit but the root, as in FSDP2; a number keeps shards for subgroups
+            of so many neighboring ranks, in which the unit is gathered again.
         granularity: where parameters may be cut: ``"element"``, ``"row"``, ``"tensor"`` or a
-            `block`; for all of them, or by pattern of their names, or as a function of name and
-            shape says.
-        precision: the dtypes.
-        offload: what is on the host.
-        manual: further units by name, each with choices of its own.
+            `block`; for all of them, by pattern of names, or by a function of name and shape.
+        precision: the dtypes of shards, compute and reductions.
+        offload: what is kept on the host.
+        manual: further units by name, each with its own choices.
         settled: parameters that were sharded before, by name.
-        ignored: names of parameters that stay whole and each rank's own.
+        ignored: names of parameters that are not sharded.
 
     Raises:
         PlanError: an argument does not fit the model.
@@ -145,7 +144,7 @@ def _options(
     subgroup = 0
     if isinstance(after, int) and not isinstance(after, bool):
         _check_subgroup(name, after, strategy, world_size)
-        reshard = after > 1  # of one rank is all of it
+        reshard = after > 1  # a subgroup of one rank keeps the whole unit
         subgroup = after if 1 < after < world_size else 0
     two_level = is_cut and strategy.is_two_level and replicas > 1
     return UnitOptions(
@@ -161,8 +160,8 @@ def _options(
 def _check_subgroup(name: str, size: int, strategy: Strategy, world_size: int) -> None:
     if strategy.is_two_level or strategy.inner is not Level.PARAMETERS:
         raise PlanError(
-            f"{name or 'root'}: reshard_after_forward={size}: {strategy} has no parameters to cut "
-            "for a smaller group; use True or False, or strategy 'fsdp' or 'hsdp'"
+            f"{name or 'root'}: reshard_after_forward={size}: {strategy} does not shard "
+            "parameters over subgroups; use True or False, or strategy 'fsdp' or 'hsdp'"
         )
     if size < 1 or world_size % size:
         fitting = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)

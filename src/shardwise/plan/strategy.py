@@ -1,7 +1,7 @@
-"""What is sharded over the ranks and what every rank keeps whole: strategies are rows.
+"""What is sharded over the ranks and what is replicated: strategies are rows.
 
-A row says, for parameters (from forward to backward), gradients and optimizer state, over which
-axes of the mesh they are sharded. On an axis, each kind may be sharded only if the next one is::
+A row gives a placement on each mesh axis for parameters (from forward to backward), gradients and
+optimizer state. On an axis, each kind may be sharded only if the next one is::
 
     parameters  gradients  optimizer
     replicate   replicate  replicate   DDP
@@ -9,8 +9,8 @@ axes of the mesh they are sharded. On an axis, each kind may be sharded only if 
     replicate   shard      shard       ZeRO-2
     shard       shard      shard       ZeRO-3, FSDP
 
-A mesh of two dimensions has a row of its own for each axis: the outer one, over which the model is
-repeated (say, between machines), and the inner one (within a machine).
+A 2-D mesh has a row for each axis: the outer one, over which the model is replicated (between
+machines, say), and the inner one (within a machine).
 """
 
 import json
@@ -28,7 +28,7 @@ __all__ = ["PRESETS", "STRATEGIES", "AxisPlacement", "Level", "Strategy", "resol
 
 
 class AxisPlacement(StrEnum):
-    """How one kind of state lies on the ranks of a mesh axis."""
+    """How parameters, gradients or optimizer states are placed on a mesh axis."""
 
     SHARD = "shard"
     REPLICATE = "replicate"
@@ -54,7 +54,7 @@ class Strategy:
     ``Strategy(("replicate", "shard"), ("replicate", "shard"), ("shard", "shard"))`` is HFSDP.
 
     Raises:
-        PlanError: the row cannot be run, or would be for nothing; says why.
+        PlanError: the row cannot be run, or has no advantage over another.
     """
 
     parameters: Placements
@@ -96,13 +96,13 @@ class Strategy:
         stage = zero.get("stage", 0)
         if stage not in range(len(_STAGES)):
             raise PlanError(f"zero_optimization.stage={stage!r}: expected 0, 1, 2 or 3")
-        # MiCS repeats the whole of stage 3 over groups of that many ranks.
-        is_repeated = zero.get("mics_shard_size", -1) > 0
-        return PRESETS["hsdp" if is_repeated and stage == len(_STAGES) - 1 else _STAGES[stage]]
+        # MiCS replicates stage 3 over groups of that many ranks.
+        is_replicated = zero.get("mics_shard_size", -1) > 0
+        return PRESETS["hsdp" if is_replicated and stage == len(_STAGES) - 1 else _STAGES[stage]]
 
     @property
     def num_axes(self) -> int:
-        """Dimensions of the mesh that it wants."""
+        """Dimensions of the mesh that the strategy needs."""
         return len(self.parameters)
 
     @property
@@ -111,22 +111,22 @@ class Strategy:
 
     @property
     def outer(self) -> Level:
-        """Of the axis over which the model is repeated; of none, nothing."""
+        """The level of the outer axis; `Level.NOTHING` without one."""
         return _level(self, 0) if self.num_axes > 1 else Level.NOTHING
 
     @property
     def is_flat(self) -> bool:
-        """Whether two axes are sharded alike, so that they are as good as one."""
+        """Whether both axes have the same placements, so that they act as one."""
         return self.num_axes == 1 or self.outer == self.inner
 
     @property
     def is_two_level(self) -> bool:
-        """Whether shards are cut once more over the outer axis."""
+        """Whether shards are sharded again over the outer axis."""
         return not self.is_flat and self.outer > Level.NOTHING
 
     @property
     def shards(self) -> bool:
-        """Whether ranks keep less than the whole of anything."""
+        """Whether anything is sharded."""
         return self.inner > Level.NOTHING
 
 
@@ -201,10 +201,10 @@ STRATEGIES: dict[str, Strategy] = PRESETS | {
 
 
 def resolve_strategy(strategy: str | Strategy) -> Strategy:
-    """The row that a user's word stands for.
+    """The strategy for a name.
 
     Raises:
-        PlanError: the word is none of ``STRATEGIES``.
+        PlanError: ``STRATEGIES`` has no such name.
     """
     if isinstance(strategy, Strategy):
         return strategy
