@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from shardwise.transport.api import CommStream, Work
 from shardwise.transport.device import (
+    DeviceStream,
     InlineStream,
     ThreadStream,
     local_device,
@@ -157,6 +159,26 @@ def test_a_work_without_a_job_is_not_done() -> None:
 
 def test_a_stream_on_the_cpu_is_inline() -> None:
     assert isinstance(make_stream(CPU), InlineStream)
+
+
+def test_a_device_stream_waits_for_the_current_stream_of_its_own_device() -> None:
+    """Another device may be current."""
+    device, current = torch.device("cuda", 1), mock.MagicMock()
+    with mock.patch.multiple(
+        torch.cuda,
+        Stream=mock.MagicMock(),
+        Event=mock.MagicMock(),
+        stream=mock.MagicMock(),
+        current_stream=current,
+    ):
+        stream = DeviceStream(device)
+        work = stream.submit(lambda: None)
+        work.wait_on_device()
+        assert current.call_args_list == [mock.call(device)] * 2
+        failed = stream.submit(fail)
+        assert failed.wait(0.0), "its error is raised by whoever waits"
+        with pytest.raises(ValueError, match="it hurts"):
+            failed.synchronize()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

@@ -1,4 +1,7 @@
-"""The words of this package: ranks that exchange something, what they do, and what that takes."""
+"""The interface of this package: groups of ranks, their collectives, and the work that these are.
+
+A `Collectives` is one queue of them: `host.collectives` on CPUs, `process_group` on any backend.
+"""
 
 import contextlib
 import threading
@@ -29,7 +32,7 @@ __all__ = [
 
 
 class Operation(StrEnum):
-    """What the ranks of a group do with a tensor."""
+    """A collective operation on one tensor."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
@@ -91,7 +94,7 @@ class Reduction:
     out: Tensor | None  # for the sum of the last stage; None: the sum stays in `inner`
     scratch: Tensor  # [Capabilities.reduction_scratch]
     stages: tuple[Stage, ...]
-    scale: float = 1.0  # what `out` is multiplied with, in its own dtype
+    scale: float = 1.0  # of `out`, applied in its own dtype
 
     @property
     def is_cast(self) -> bool:
@@ -142,11 +145,11 @@ class Capabilities:
         """The scratch of one operation on ``num_elements``.
 
         Args:
-            operation: what it is.
+            operation: an all-gather takes none.
             num_elements: of its input.
-            num_ranks: that take part.
-            in_place: the sum of a reduce-scatter goes to this rank's slot of the input. It
-                otherwise has memory that what one other rank sends can be received in.
+            num_ranks: of its group.
+            in_place: the sum of a reduce-scatter goes to this rank's slot of the input. Memory of
+                its own could be used to receive from one of the other ranks.
         """
         if not self.point_to_point or self.reads_memory or operation is Operation.ALL_GATHER:
             return 0
@@ -173,7 +176,7 @@ class Capabilities:
 
 
 def all_reduce_is_cut(num_elements: int, num_ranks: int) -> bool:
-    """Whether an all-reduce is worth two exchanges, of parts, so that each rank adds but a part."""
+    """Whether an all-reduce is a reduce-scatter and an all-gather, or one exchange of the whole."""
     return num_elements >= max(_WHOLE_ELEMENTS, num_ranks**2)
 
 
@@ -270,11 +273,10 @@ class Collectives(Protocol):
 
         Args:
             flat: [ranks * S], of which this rank contributes its slot [S].
-            group: who takes part.
-            label: what this is, in the words of the ledger.
-            fill: writes this rank's slot, and runs just before that is sent; by default it has its
-                values already.
-            shared: allows to have ``flat`` in shared memory; for all ranks of the group or none.
+            group: the ranks that take part.
+            label: its name in the ledger.
+            fill: writes this rank's slot, just before it is sent; None if it is written already.
+            shared: where ``flat`` is in shared memory; for all ranks of the group or none.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The collectives of a group of ranks, and what keeps these from waiting for each other forever."""
+"""The collectives of all ranks of a mesh, and how a wait that cannot end becomes an error."""
 
 import contextlib
 import itertools

@@ -195,7 +195,7 @@ def set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed the generators that `random_states` tells of, and no other."""
+    """Seed the generators of `random_states`, and no others."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -203,7 +203,7 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory; from a GPU it is made beside the host, in pinned memory."""
+    """A copy in host memory; from a GPU it is made asynchronously, in pinned memory."""
     is_pinned = tensor.device.type == "cuda"
     copy = torch.empty_like(tensor, device="cpu", pin_memory=is_pinned, requires_grad=False)
     return copy.copy_(tensor.detach(), non_blocking=is_pinned)

@@ -138,7 +138,7 @@ def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
 
 
 def timeout_of(group: dist.ProcessGroup, backend: str | None) -> timedelta:
-    """How long operations of ``group`` may take: what the job was started with."""
+    """How long operations of ``group`` may take: the timeout that it was made with."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:

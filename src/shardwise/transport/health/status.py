@@ -1,4 +1,4 @@
-"""What ranks publish when a wait takes long, and what follows from it.
+"""The reports that ranks publish when a wait takes long, and the verdict on them.
 
 This costs a healthy step nothing: a rank publishes only once it has waited for a second. It then
 puts a `Report` into the job's store, reads the others', and asks `verdict`. A report is published
@@ -201,7 +201,7 @@ def _can_move(reports: Mapping[int, Report]) -> bool:
 
 
 def _first_difference(reports: Mapping[int, Report]) -> str:
-    """The first units in which the ranks differ, if that is what they differ in."""
+    """The first units in which the ranks differ, if they do."""
     if len({report.step for report in reports.values()}) > 1:
         return ""
     skipped = {rank: r.num_entered - len(r.entered) for rank, r in reports.items()}

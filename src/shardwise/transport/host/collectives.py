@@ -267,7 +267,7 @@ class HostCollectives:
             self._stopped = True
 
     def release(self, states: Sequence[QueueState]) -> None:
-        """Send what the others' running exchanges wait for and this rank never began."""
+        """Send placeholders to ranks that wait in exchanges which this rank never began."""
         # Groups that do not overlap run collectives of the same tag.
         running = {
             state.running.tag: state.running

@@ -126,7 +126,7 @@ def read_greeting(connection: socket.socket, secret: bytes) -> tuple[int, Descri
 def establish(
     connection: socket.socket, descriptor: Descriptor | None, identity: bytes, timeout: timedelta
 ) -> Connection:
-    """Try out what a rank's ``identity`` and the file that it passed are good for."""
+    """Find out whether the memory of a rank can be read, and files that it passes be opened."""
     address, secret, _ = _IDENTITY.unpack(identity)
     process = _credentials(connection)[0]
     can_open = descriptor is not None and os.pread(descriptor.number, len(secret), 0) == secret

@@ -1,6 +1,6 @@
-"""Sends and receives between pairs of ranks, which collectives on the CPU are made of.
+"""Sends and receives between pairs of ranks, of which collectives on the CPU are made.
 
-Ranks of one host have a way of their own (`HostPeers`), the others send through Gloo.
+Ranks of one host use sockets and shared memory (`HostPeers`), the others Gloo.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from shardwise.transport.host.peers import INLINE_BYTES, HostPeers, Offer
 __all__ = ["PointToPoint", "Use", "window_elements"]
 
 _PIECE_BYTES = 1 << 19  # three of them fit into the cache of a processor
-_HELLO = 0  # the tag of what is exchanged first
+_CONNECT_TAG = 0  # of what is exchanged first
 _Pairs = Mapping[int, tuple[Tensor, Tensor]]
 _Errors = dict[int, Exception]
 Use = Callable[[slice], None]
@@ -31,13 +31,13 @@ class PointToPoint:
         self, group: dist.ProcessGroup, own: int, num_ranks: int, timeout: timedelta
     ) -> None:
         self._group = group
-        self.timeout = timeout
         self._own = own
+        self.timeout = timeout
         self._num_ranks = num_ranks
         self.num_exchanges = 0
         self.sent_bytes = 0
         self._peers = HostPeers()
-        self._peers.connect(own, num_ranks, timeout, lambda tensor: self.swap(tensor, _HELLO))
+        self._peers.connect(own, num_ranks, timeout, lambda tensor: self.swap(tensor, _CONNECT_TAG))
 
     def can_read(self, ranks: Iterable[int]) -> bool:
         """Whether this rank reads large tensors from the memory of all of these."""
@@ -62,15 +62,15 @@ class PointToPoint:
         """Send the first of each pair to its rank and receive the second from it.
 
         Args:
-            tensors: contiguous; all of them [n] if there is a ``use``, but that where all ranks'
-                memory can be read, windows of `window_elements` will do for what is received.
-            tag: the name of the exchange, the same on both sides.
-            use: called with a slice of [n] when all have it, until all of [n] was used. What is
-                read from memory is used piece by piece, from the processor's cache; in a window a
-                piece is at the start.
+            tensors: contiguous. With a ``use`` all of them are [n]; if the memory of all ranks can
+                be read, tensors to receive into may be windows of `window_elements`.
+            tag: the same on both sides, and of no other exchange between them.
+            use: called with slices of [n] as they are received, until all of [n] was used. Tensors
+                that are read from memory come in pieces that fit into the processor's cache. In a
+                window each piece starts at 0.
 
         Raises:
-            PeerLost: at the end, so that the peers that are left do not wait for this rank.
+            PeerLost: at the end, so that the other peers do not wait for this rank.
         """
         self.count(sum(sent.nbytes for sent, _ in tensors.values()))
         lost: _Errors = {}
@@ -89,7 +89,7 @@ class PointToPoint:
                 self._read_pieces(offers, next(iter(near.values()))[0], lost, use)
             elif not lost:
                 use(slice(None))
-        finally:  # whatever happens, all go on, and nobody reads this rank's tensors any more
+        finally:  # let all peers go on, and wait until none of them reads this rank's tensors
             for rank, offer in offers:
                 with _noting(lost, rank):
                     offer.release()
@@ -145,13 +145,13 @@ class PointToPoint:
             raise PeerLost(f"rank {self._own} lost rank {rank}: {error}") from error
 
     def _sort(self, tensors: _Pairs) -> tuple[_Pairs, _Pairs]:
-        """What peers exchange, and what goes through Gloo."""
+        """Pairs that peers on this host exchange, and those that go through Gloo."""
         handles = self._peers.handles
         near = {rank: pair for rank, pair in tensors.items() if handles(rank, *pair)}
         return near, {rank: pair for rank, pair in tensors.items() if rank not in near}
 
     def _send_and_recv(self, tensors: _Pairs, tag: int, lost: _Errors) -> list[tuple[int, Offer]]:
-        """Exchange small tensors with peers, and offers of large ones."""
+        """Exchange small tensors with peers on this host, and offers of large ones."""
         offers: list[tuple[int, Offer]] = []
         for rank, (sent, _) in tensors.items():
             with _noting(lost, rank):
@@ -183,7 +183,7 @@ class PointToPoint:
     def _read_pieces(
         self, offers: list[tuple[int, Offer]], like: Tensor, lost: _Errors, use: Use
     ) -> None:
-        """Read and use what has the size of ``like``."""
+        """Read tensors as large as ``like`` piece by piece, and use every piece."""
         for rank, offer in offers:
             with _noting(lost, rank):
                 offer.check(like.nbytes)
@@ -198,7 +198,7 @@ class PointToPoint:
 
 
 def window_elements(num_ranks: int, itemsize: int) -> int:
-    """How many elements of what comes from so many ranks a window has: more than a message."""
+    """The elements of a window for one of ``num_ranks``: more than a message has."""
     return max(_PIECE_BYTES // num_ranks, 2 * INLINE_BYTES) // itemsize
 
 
@@ -212,5 +212,5 @@ def _noting(errors: _Errors, rank: int) -> Iterator[None]:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """What Gloo takes of complex numbers."""
+    """Gloo has no complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -44,7 +44,7 @@ is_offered = _can_offer()  # whether files can be passed as well is tried in the
 
 @dataclass(frozen=True, slots=True)
 class SharedRange:
-    """Where a rank has memory for what it is about to gather."""
+    """The memory of one rank for a buffer that is about to be gathered."""
 
     message: bytes  # where that is, and what else is in use
     descriptor: int  # of the file, to be passed to other processes; -1: there is none
@@ -146,7 +146,7 @@ class SharedMemory:
         return _storage(opened.memory, offset, num_bytes)
 
     def _forget(self, owner: int, oldest: int) -> None:
-        """Drop what the owner has freed, as it says, and what has not been used for longest."""
+        """Drop segments that the owner has freed, and the least recently used of too many."""
         freed = [k for k, one in self._opened.items() if one.owner == owner and one.number < oldest]
         for key in freed:
             del self._opened[key]

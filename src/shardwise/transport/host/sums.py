@@ -1,7 +1,7 @@
-"""Sums of what the ranks of a group send, in the order of the ranks.
+"""Sums over the ranks of a group, in the order of the ranks.
 
-Everything here is prepared by the thread that computes: creating a view on a stream's thread would
-have to wait for the interpreter. What is returned runs on the stream with the tag of an exchange.
+The thread that computes prepares them: to create a view, the thread of a stream would have to wait
+for the interpreter. The stream then calls the result with the tag of an exchange.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,9 +54,10 @@ class Summation:
         scratch: Tensor,
         finish: Finish,
     ) -> Run:
-        """Send ``parts[i]`` to rank i of ``group``; sum what comes and the own part in ``total``.
+        """Send ``parts[i]`` to rank i of ``group``; add up received and own parts in ``total``.
 
-        In the order of the ranks, so that replicas get the same bits; then ``finish``.
+        They are added in the order of the ranks, so that replicas get the same bits. ``finish``
+        follows.
         """
         if not total.numel():
             return lambda _tag: None
