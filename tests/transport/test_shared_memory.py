@@ -20,6 +20,7 @@ from shardwise.runtime.memory import FlatBuffer, Pools
 from shardwise.runtime.mesh import resolve_mesh
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import Communicator, communicator
+from shardwise.transport.health.heartbeat import Patience
 from shardwise.transport.host import handshake, peers
 from shardwise.transport.host.channel import Descriptor
 from shardwise.transport.host.collectives import HostCollectives
@@ -381,6 +382,7 @@ def _raise() -> None:
 
 def _stay_away() -> None:
     buffers = Buffers(1000, 1000)
+    usual, buffers.links.patience = buffers.links.patience, Patience(poll_seconds=0.05)
     for away in ({0}, {1}, {0, 2}):
         buffers.gather(1, 10.0)
         if rank() in away:
@@ -397,6 +399,7 @@ def _stay_away() -> None:
         buffers.gather(0, 30.0)
         assert buffers.is_common(0)
         buffers.free(0)
+    buffers.links.patience = usual
 
 
 def _train_without_files() -> None:
