@@ -17,6 +17,7 @@ from shardwise.features import fused_wgrad
 from shardwise.features.deferred import defer, is_deferred
 from shardwise.features.initialize import Initialization, Materializer
 from shardwise.features.offload import HostOffloader
+from shardwise.features.unused import UNUSED, Unused, UnusedParameters
 from shardwise.plan.granularity import Granularities
 from shardwise.plan.layout import ParameterSpec
 from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy, as_offload_policy
@@ -37,7 +38,6 @@ from shardwise.runtime.memory import Pool
 from shardwise.runtime.mesh import DataParallelMesh, resolve_mesh
 from shardwise.runtime.module import FSDPModule, handle_of, mark
 from shardwise.runtime.tensor import ShardedTensor
-from shardwise.runtime.unused import UNUSED, Unused
 
 __all__ = ["fully_shard"]
 
@@ -229,7 +229,9 @@ def _build(
     device = device_for(root, axis)
     materializer = None if init is None else Materializer(root, plan, init, Pool(device))
     offloaders = cache(partial(HostOffloader, device))
-    runtime = Runtime(root, plan, axis, device, unused, offloaders, materializer)
+    runtime = Runtime(
+        root, plan, axis, device, UnusedParameters(unused, device), offloaders, materializer
+    )
     runtime.rebuild = partial(_build, plan=plan, axis=axis, unused=unused)
     fused_wgrad.offer_slots(runtime)
     return runtime

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.errors import PlanError, StepError
+from shardwise.features.step_in_backward import Stepper
+from shardwise.features.unused import UnusedParameters
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.stepping import Stepper
 from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = ["StepsInBackward", "optimizer_in_backward"]
@@ -81,7 +82,10 @@ class StepsInBackward:
     def __init__(self, scheduler: Scheduler, model: nn.Module, optimizer: Optimizer) -> None:
         self._scheduler = weakref.ref(scheduler)
         self._parameters: list[weakref.ref[Tensor]] = [weakref.ref(p) for p in model.parameters()]
-        scheduler.step_with(Stepper(_UnitStep(optimizer), scheduler.unused))
+        self._previous = scheduler.observer
+        assert isinstance(self._previous, UnusedParameters)
+        mode, device = self._previous.mode, self._previous.device
+        scheduler.observe_with(Stepper(_UnitStep(optimizer), mode, device))
         self._hook = optimizer.register_step_pre_hook(_refuse_scaled_gradients)
         self._mark(steps=True)
 
@@ -93,7 +97,7 @@ class StepsInBackward:
         """
         scheduler = self._scheduler()
         if scheduler is not None:
-            scheduler.step_with(None)
+            scheduler.observe_with(self._previous)
             self._mark(steps=False)
         self._scheduler = lambda: None  # type: ignore[assignment]
         self._hook.remove()

@@ -30,10 +30,10 @@ from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.nested import tensors_left_in
+from shardwise.runtime.observer import StepObserver
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.structure import Structure
 from shardwise.runtime.unit import FlatParameters, Unit, foresee_memory
-from shardwise.runtime.unused import Unused
 from shardwise.schedule.sequencer import Call, Outcome, schedule
 
 __all__ = ["HANDLE", "Handle", "Materializer", "Runtime"]
@@ -76,7 +76,7 @@ class Runtime:
         plan: Plan,
         axis: DataParallelMesh,
         device: torch.device,
-        unused: Unused,
+        observer: StepObserver,
         offloaders: Callable[[CPUOffloadPolicy], ShardOffloader],
         materializer: "Materializer | None" = None,
     ) -> None:
@@ -94,7 +94,7 @@ class Runtime:
             self.units = self._materialize(root, materializer)
         foresee_memory(self.units, schedule(plan))
         move_buffers(root, device)
-        self.scheduler = Scheduler(plan, self.units, axis, device, unused)
+        self.scheduler = Scheduler(plan, self.units, axis, device, observer)
         for index, unit in enumerate(self.units):
             self._listen(index, unit)
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from shardwise.errors import StepError
 from shardwise.runtime.unit import Unit
-from shardwise.runtime.unused import Agreement
 from shardwise.transport.communicator import POLL_SECONDS
 
 __all__ = ["Recovery"]
@@ -17,9 +16,9 @@ class Recovery:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self._in_flight: list[Unit] = []
-        self._exchanges: list[Agreement] = []
+        self._exchanges: list[object] = []
 
-    def reset_units(self, error: BaseException, exchanges: Sequence[Agreement]) -> None:
+    def reset_units(self, error: BaseException, exchanges: Sequence[object]) -> None:
         """Go back to shards; what is in flight has to wait for `finish`."""
         self._exchanges += exchanges
         # What all ranks launched ends in a moment; what only some did never will.

@@ -10,13 +10,11 @@ import torch
 from shardwise.errors import StepError
 from shardwise.plan.plan import Plan
 from shardwise.runtime.attach import check_same_sums
-from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.mesh import DataParallelMesh
+from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.recovery import Recovery
-from shardwise.runtime.stepping import Stepper
 from shardwise.runtime.unit import Unit
-from shardwise.runtime.unused import Agreement, Unused, launch_agreement, settle_unused
 from shardwise.runtime.versions import ShardVersions
 from shardwise.runtime.write_back import ADVICE, collect_changes
 from shardwise.schedule.events import Event, EventKind
@@ -36,12 +34,12 @@ class Scheduler:
         units: Sequence[Unit],
         axis: DataParallelMesh,
         device: torch.device,
-        unused: Unused,
+        observer: StepObserver,
     ) -> None:
         self.ledger = Ledger([unit.label for unit in plan.units])
         self.sequencer = Sequencer(plan)
         self.units = tuple(units)
-        self.unused: Unused = unused
+        self.observer = observer
         self.is_held = False  # by `gathered`
         self._with_copies = [unit for unit in units if unit.plan.device_copy_bytes]
         self._versions = ShardVersions(self.units)
@@ -51,11 +49,9 @@ class Scheduler:
         self._tasks: set[int] = set()  # autograd's graph tasks that have reached the model
         self._is_broken = False  # an event failed, so units are not where the sequencer has them
         self._recovery = Recovery(self.units)
-        self._agreement: Agreement | None = None  # in flight
         self._landing: Unit | None = None
         self._hidden: dict[int, Call] = {}
         self.is_in_transaction = False
-        self._stepper: Stepper | None = None
 
     @cached_property
     def _links(self) -> Communicator:
@@ -159,12 +155,15 @@ class Scheduler:
         if self._tasks:
             self._perform(events)
             return
-        if self._stepper is not None:
-            self._perform(events)
-            self._land()
-            self._stepper.finish([u for i, u in enumerate(self.units) if self._reduces_fully(i)])
-        else:
-            self._finish_reductions(events)
+        complete = [unit for i, unit in enumerate(self.units) if self._reduces_fully(i)]
+        backward = Backward(self.units, complete, self._links)
+        reduces = [i for i, event in enumerate(events) if event.kind is EventKind.REDUCE]
+        after_reduces = max(reduces, default=-1) + 1
+        self._perform(events[:after_reduces])
+        self.observer.reductions_launched(backward)
+        self._perform(events[after_reduces:])
+        self._land()
+        self.observer.step_end(backward)
         self._hidden.clear()
         for unit in self.units:
             unit.end_backward()
@@ -178,49 +177,30 @@ class Scheduler:
         if not self._tasks:
             self.fail(error)
 
-    def _finish_reductions(self, events: Sequence[Event]) -> None:
-        reduces = [i for i, event in enumerate(events) if event.kind is EventKind.REDUCE]
-        after_reduces = max(reduces, default=-1) + 1
-        self._perform(events[:after_reduces])
-        # Here it has the same place among collectives on every rank, wherever backward ended there.
-        hands_over = any(map(self._reduces_fully, range(len(self.units))))
-        gradients = list(self._gradients())
-        if self.unused != "zeros" and hands_over:
-            used = [used for each in gradients for used in each.used]
-            label = "agree on unused parameters"
-            self._agreement = launch_agreement(used, self._links, self._device, label)
-        self._perform(events[after_reduces:])
-        self._land()
-        settle_unused(gradients, self._agreement, self._links, self.unused, fills=hands_over)
-        self._agreement = None
-
     def _reduces_fully(self, index: int) -> bool:
         """Whether its gradients reach the parameters in this backward and wait for no other."""
         return self.sequencer.reduce_grads[index] and self.sequencer.all_reduce_grads[index]
-
-    def _gradients(self) -> Iterator[GradientBuffer]:
-        for unit in self.units:
-            yield from unit.gradients
 
     # -- steps in backward -----------------------------------------------------------------------
 
     @property
     def steps_in_backward(self) -> bool:
         """Whether an optimizer steps units in backward."""
-        return self._stepper is not None
+        return self.observer.steps_units
 
-    def step_with(self, stepper: Stepper | None) -> None:
-        """Have units stepped in backward from now on; None ends that.
+    def observe_with(self, observer: StepObserver) -> None:
+        """Exchange the observer.
 
         Raises:
             StepError: a forward, a backward or `gathered` is running.
         """
         self.check_idle("when the optimizer steps cannot change in the middle of a step")
         self.recover()
-        self._stepper = stepper
-        self.sequencer.steps_in_backward = stepper is not None
-        for gradients in self._gradients():
-            gradients.shard.step_in_backward(stepper is not None)
+        self.observer = observer
+        self.sequencer.steps_in_backward = observer.steps_units
+        for unit in self.units:
+            for gradients in unit.gradients:
+                gradients.shard.step_in_backward(observer.steps_units)
 
     # -- between steps ---------------------------------------------------------------------------
 
@@ -290,12 +270,8 @@ class Scheduler:
         self._links.abort(error)
         self.sequencer.abandon()
         self._landing = None
-        exchanges = [] if self._stepper is None else self._stepper.abandon()
-        if self._agreement is not None:
-            exchanges.append(self._agreement)
-            self._agreement = None
         self._is_broken = False
-        self._recovery.reset_units(error, exchanges)
+        self._recovery.reset_units(error, self.observer.failed())
         self._hidden.clear()
         self.ledger.abandon_step()
 
@@ -342,24 +318,21 @@ class Scheduler:
 
     def _reduce(self, unit: Unit, links: Communicator) -> tuple[Work, ...]:
         all_reduces = self.sequencer.all_reduce_grads[self.units.index(unit)]
-        if self._stepper is not None:
-            self._stepper.before_reduce(unit)
+        self.observer.before_reduce(unit)
         works = unit.launch_reduce(links.reduce, crosses=all_reduces)
-        if self._stepper is not None and all_reduces:
-            self._stepper.after_reduce(unit, links, self._device)
+        if all_reduces:
+            self.observer.after_reduce(unit, links)
         return works
 
     def _finish_reduce(self, unit: Unit, links: Communicator) -> None:
         self._land()
         unit.collect(links)
         self._landing = unit
-        if self._stepper is not None:
-            self._stepper.collect(unit)
+        self.observer.collected(unit)
 
     def _step(self, unit: Unit, links: Communicator) -> None:
-        assert self._stepper is not None
         self._land()
-        self._stepper.step(unit, links)
+        self.observer.step(unit, links)
 
     def _land(self) -> None:
         """Hand over gradients that were reduced before, where they are on the host."""

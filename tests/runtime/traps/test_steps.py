@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input
 
 import shardwise as sw
-from shardwise.runtime.unused import Agreement
+from shardwise.features.unused import Agreement
 from shardwise.schedule.events import EventKind
 from tests.models import WIDTH, Block, build
 from tests.ranks import on_ranks
@@ -277,13 +277,12 @@ def test_an_exchange_under_way_outlives_the_step_that_failed() -> None:
     model = sharded()
     seen: list[weakref.ref[Agreement]] = []
 
-    def settle(_gradients: Any, agreement: Agreement | None, *_: Any, **__: Any) -> None:
-        assert agreement is not None
+    def settle(agreement: Agreement, _links: Any) -> None:
         seen.append(weakref.ref(agreement))
         raise RuntimeError("here")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwise.runtime.scheduler.settle_unused", settle)
+        patch.setattr(Agreement, "settle", settle)
         with pytest.raises(RuntimeError):
             model(own_part(batch())).square().mean().backward()
     assert seen[0]() is not None, "other ranks may write its flags"

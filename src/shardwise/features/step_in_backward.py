@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from shardwise.errors import StepError
+from shardwise.features.unused import Agreement, Unused, check_all_used, launch_agreement
+from shardwise.runtime.observer import Backward
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
-from shardwise.runtime.unused import Agreement, Unused, check_all_used, launch_agreement
 from shardwise.transport.communicator import Communicator
 
 __all__ = ["Stepper"]
@@ -25,11 +26,20 @@ class Stepper:
     Args:
         step: updates those of the parameters it is given that have gradients; no others have.
         unused: as in `fully_shard`.
+        device: of the model.
     """
 
-    def __init__(self, step: Callable[[Sequence[FSDPParameter]], None], unused: Unused) -> None:
+    steps_units = True
+
+    def __init__(
+        self,
+        step: Callable[[Sequence[FSDPParameter]], None],
+        unused: Unused,
+        device: torch.device,
+    ) -> None:
         self._step = step
         self._unused = unused
+        self._device = device
         self._collected: dict[Unit, None] = {}  # units that have gradients
         self._stepped: set[Unit] = set()  # in the backward under way
         self._agreements: dict[Unit, Agreement] = {}
@@ -49,13 +59,13 @@ class Stepper:
                 "after backward"
             )
 
-    def after_reduce(self, unit: Unit, links: Communicator, device: torch.device) -> None:
+    def after_reduce(self, unit: Unit, links: Communicator) -> None:
         """Have ranks agree on what they used, in the wake of the reduction."""
         if self._unused != "zeros":
             label = f"agree on unused parameters of {unit.plan.label}"
-            self._agreements[unit] = launch_agreement(_used_of(unit), links, device, label)
+            self._agreements[unit] = launch_agreement(_used_of(unit), links, self._device, label)
 
-    def collect(self, unit: Unit) -> None:
+    def collected(self, unit: Unit) -> None:
         """The gradients of ``unit`` are with its parameters, and more may come."""
         self._collected[unit] = None
 
@@ -71,14 +81,18 @@ class Stepper:
             gradients.settle([next(of_parameter) for _ in gradients.parameters])
         self._update(unit)
 
-    def finish(self, units: Sequence[Unit]) -> None:
-        """Backward is over for ``units``, whose gradients do not wait for a later one.
+    def reductions_launched(self, backward: Backward) -> None:
+        """Nothing to do: ranks agree on unused parameters unit by unit."""
+
+    def step_end(self, backward: Backward) -> None:
+        """Backward is over.
 
         With ``unused="zeros"``, units that did not run are stepped now.
 
         Raises:
             StepError: with ``unused="error"``, a rank did not use some of the parameters.
         """
+        units = backward.complete
         late = [unit for unit in units if unit not in self._stepped]
         used, self._used = self._used, {}
         if self._unused == "error":
@@ -95,16 +109,11 @@ class Stepper:
             gradients.forget()
         self._update(unit)
 
-    def abandon(self) -> list[Agreement]:
-        """Backward raised.
-
-        Returns:
-            The exchanges under way; other ranks may write to their memory.
-        """
-        under_way = [*self._agreements.values()]
+    def failed(self) -> list[object]:
+        in_flight: list[object] = [*self._agreements.values()]
         for state in (self._collected, self._stepped, self._agreements, self._used):
             state.clear()
-        return under_way
+        return in_flight
 
     def _update(self, unit: Unit) -> None:
         self._collected.pop(unit, None)

@@ -1,4 +1,4 @@
-"""Parameters that a backward gave no gradient to: what the user may want of them."""
+"""Parameters without a gradient after a backward: leave None, fill with zeros, or raise."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,9 @@ from torch import Tensor
 
 from shardwise.errors import StepError
 from shardwise.runtime.gradients import GradientBuffer
+from shardwise.runtime.observer import Backward
 from shardwise.runtime.parameters import FSDPParameter
+from shardwise.runtime.unit import Unit
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import Communicator
 
@@ -17,9 +19,9 @@ __all__ = [
     "UNUSED",
     "Agreement",
     "Unused",
+    "UnusedParameters",
     "check_all_used",
     "launch_agreement",
-    "settle_unused",
 ]
 
 Unused = Literal["none", "zeros", "error"]
@@ -86,38 +88,67 @@ def check_all_used(
     )
 
 
-def settle_unused(
-    gradients: Sequence[GradientBuffer],
-    agreement: Agreement | None,
-    links: Communicator,
-    unused: Unused,
-    *,
-    fills: bool,
-) -> None:
-    """Leave the gradient of a parameter alone if no rank used it, or refuse that.
+class UnusedParameters:
+    """Has ranks agree at the end of a backward which parameters nobody used.
 
     Args:
-        gradients: of all units, which have their reduced values.
-        agreement: about the parameters in them; None if ranks need none.
-        links: of these ranks.
-        unused: as in `fully_shard`.
-        fills: without an agreement, parameters without a gradient get zeros.
-
-    Raises:
-        StepError: with ``unused="error"``, a rank did not use some parameters.
+        mode: as ``unused`` in `fully_shard`.
+        device: of the model.
     """
-    if agreement is None:
+
+    steps_units = False
+
+    def __init__(self, mode: Unused, device: torch.device) -> None:
+        self.mode: Unused = mode
+        self.device = device
+        self._agreement: Agreement | None = None  # in flight
+
+    def before_reduce(self, unit: Unit) -> None:
+        """Nothing to do."""
+
+    def after_reduce(self, unit: Unit, links: Communicator) -> None:
+        """Nothing to do."""
+
+    def collected(self, unit: Unit) -> None:
+        """Nothing to do."""
+
+    def step(self, unit: Unit, links: Communicator) -> None:
+        """Nothing to do."""
+
+    def reductions_launched(self, backward: Backward) -> None:
+        if self.mode != "zeros" and backward.complete:
+            used = [used for each in _gradients(backward) for used in each.used]
+            label = "agree on unused parameters"
+            self._agreement = launch_agreement(used, backward.links, self.device, label)
+
+    def step_end(self, backward: Backward) -> None:
+        """Leave the gradient of a parameter alone if no rank used it, or refuse that.
+
+        Raises:
+            StepError: with ``unused="error"``, a rank did not use some parameters.
+        """
+        gradients = _gradients(backward)
+        if self._agreement is None:
+            for each in gradients:
+                if backward.complete:
+                    each.shard.fill_with_zeros()
+                each.forget()
+            return
+        used = self._agreement.settle(backward.links)
+        self._agreement = None
+        if self.mode == "error":
+            check_all_used([p for each in gradients for p in each.parameters], used)
+        used_anywhere = iter([any(by_rank) for by_rank in zip(*used, strict=True)])
         for each in gradients:
-            if fills:
-                each.shard.fill_with_zeros()
-            each.forget()
-        return
-    used = agreement.settle(links)
-    if unused == "error":
-        check_all_used([p for each in gradients for p in each.parameters], used)
-    used_anywhere = iter([any(by_rank) for by_rank in zip(*used, strict=True)])
-    for each in gradients:
-        each.settle([next(used_anywhere) for _ in each.used])
+            each.settle([next(used_anywhere) for _ in each.used])
+
+    def failed(self) -> list[object]:
+        in_flight, self._agreement = self._agreement, None
+        return [] if in_flight is None else [in_flight]
+
+
+def _gradients(backward: Backward) -> list[GradientBuffer]:
+    return [gradients for unit in backward.units for gradients in unit.gradients]
 
 
 def _shown(by_rank: Sequence[bool | int]) -> str:
