@@ -160,7 +160,7 @@ class Trainee:
             runtime.plan,
             transport=link.capabilities,
             accumulates=accumulates,
-            holds=holds,
+            unreduced=holds,
             on_cpu=True,
         )
         return memory.total_peak_bytes

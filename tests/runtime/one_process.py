@@ -22,8 +22,7 @@ MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
 def adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
     # A large eps: where a gradient is all rounding, Adam would make a step of it.
-    # Fused, because the loop over parameters takes longer than all else in these small models.
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, fused=True)
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
 
 
 def world_size() -> int:

@@ -142,7 +142,7 @@ def flat_plan(num_blocks: int, *, prefetch: int = 1) -> Plan:
     return Plan(make_units(parents, ["trainable"] * count, reshard), PRESETS["fsdp"], 2, prefetch)
 
 
-def told(driver: Driver, start: int = 0) -> list[str]:
+def moves(driver: Driver, start: int = 0) -> list[str]:
     compute = (EventKind.FORWARD, EventKind.BACKWARD, EventKind.WAIT)
     events = [e for e in driver.monitor.events[start:] if e.kind not in compute]
     return [describe(event, driver.monitor.labels) for event in events]
@@ -154,7 +154,7 @@ def test_a_new_order_gathers_nothing_ahead() -> None:
     driver.run((Forward(CallSpec(0, inner=(CallSpec(1), CallSpec(2)))), Backward()))
     start = len(driver.monitor.events)
     driver.run((Forward(CallSpec(0, inner=(CallSpec(3), CallSpec(2)))),))
-    assert told(driver, start) == words(
+    assert moves(driver, start) == words(
         "gather u0, gather u1, free u1, gather u3, free u3, gather u2"
     )
 
@@ -164,7 +164,7 @@ def test_a_shorter_pass_frees_what_it_gathered_ahead() -> None:
     driver.run((Forward(CallSpec(0, inner=(CallSpec(1), CallSpec(2)))), Backward()))
     start = len(driver.monitor.events)
     driver.run((Forward(CallSpec(0, inner=(CallSpec(1),))),))
-    assert told(driver, start) == words("gather u0, gather u1, gather u2, free u2")
+    assert moves(driver, start) == words("gather u0, gather u1, gather u2, free u2")
 
 
 def test_an_older_pass_may_be_walked_first() -> None:
@@ -173,7 +173,7 @@ def test_an_older_pass_may_be_walked_first() -> None:
     driver.run((Forward(CallSpec(1)), Forward(CallSpec(2))))
     start = len(driver.monitor.events)
     driver.run((Backward((1,)),))
-    assert told(driver, start) == words("free u2, gather u1, free u1, reduce u1, finish u1")
+    assert moves(driver, start) == words("free u2, gather u1, free u1, reduce u1, finish u1")
 
 
 def test_recomputing_several_units_keeps_the_one_that_is_next() -> None:
@@ -183,7 +183,7 @@ def test_recomputing_several_units_keeps_the_one_that_is_next() -> None:
     start = len(driver.monitor.events)
     region = Recompute(reentrant=False, region="siblings", stop_after=None)
     driver.run((Backward(recomputes=(None, region)),))
-    assert told(driver, start)[:7] == words(
+    assert moves(driver, start)[:7] == words(
         "gather u2, gather u1, free u1, free u3, reduce u3, gather u1, free u2"
     )
 
@@ -198,7 +198,7 @@ def test_a_backward_that_dies_forgets_its_reductions() -> None:
 def test_one_unit_called_twice_is_reduced_once() -> None:
     driver = Driver(flat_plan(1))
     driver.run((Forward(CallSpec(0, inner=(CallSpec(1), CallSpec(1)))), Backward()))
-    assert told(driver) == words(
+    assert moves(driver) == words(
         "gather u0, gather u1, free u1, reduce u1, free u0, finish u1, reduce u0, finish u0"
     )
 
@@ -210,7 +210,7 @@ def test_two_passes_in_one_graph_task() -> None:
     driver.run((Forward(call), Forward(call)))
     start = len(driver.monitor.events)
     driver.run((Backward((0, 1)),))
-    assert told(driver, start) == words(
+    assert moves(driver, start) == words(
         """reduce u1, finish u1, reduce u0, finish u0,
         free u1, reduce u1, free u0, finish u1, reduce u0, finish u0"""
     )
@@ -233,7 +233,7 @@ def test_a_pass_ends_alike_wherever_backward_leaves_it() -> None:
     one, other = Driver(flat_plan(2, prefetch=0)), Driver(flat_plan(2, prefetch=0))
     one.run(programs[0])
     other.run(programs[1])
-    assert told(one) == told(other)
+    assert moves(one) == moves(other)
 
 
 def test_a_hidden_result_keeps_its_unit_gathered() -> None:

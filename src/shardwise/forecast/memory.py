@@ -1,6 +1,6 @@
-"""What one rank holds of parameters and gradients: between steps, and at the peak of one.
+"""Memory of parameters and gradients on one rank, between steps and at the peak of one.
 
-The figures are a replay of `schedule`, so they are what the engine does. Two blocks in a root::
+The figures come from a replay of `schedule`, which is what the engine runs. Two blocks in a root::
 
     between steps   shards
     forward         + root, block 0, block 1
@@ -9,9 +9,9 @@ The figures are a replay of `schedule`, so they are what the engine does. Two bl
                     + gradients of the root, which wait until its own backward ends
     update          + gradient shards
 
-With offload the first line is the host's, where gradient shards stay from step to step, and reduced
-gradients leave the device one unit later.
-Not in them: activations, what autograd keeps on the way, optimizer states and the model's buffers.
+With offload, shards and their gradients are on the host, which keeps both from step to step, and
+reduced gradients leave the device one unit later. Activations, other tensors that autograd keeps,
+optimizer states and the model's buffers are not included.
 """
 
 from dataclasses import dataclass
@@ -27,16 +27,16 @@ __all__ = ["StepMemory", "step_memory"]
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes of parameters and gradients on one rank; of its device, unless they say host."""
+    """Bytes of parameters and gradients on one rank: of its device, unless named host or total."""
 
-    between_steps_bytes: int  # with gradients if the step is to add to them, or they keep memory
-    gradient_bytes: int  # after backward; of the device and of the host
-    transient_bytes: int  # what a step takes and gives back, gradient shards aside, at its peak
+    between_steps_bytes: int  # with gradients if the step adds to them or they keep their memory
+    gradient_bytes: int  # after backward, on device and host
+    transient_bytes: int  # peak of what a step allocates and frees, without gradient shards
     peak_bytes: int
-    peak_event: str  # the first after which that much is held, such as "gather layers.0"
-    host_bytes: int = 0  # shards and gradients that are offloaded
+    peak_event: str  # the first event at the peak, such as "gather layers.0"
+    host_bytes: int = 0  # offloaded shards and gradients
     host_peak_bytes: int = 0
-    total_peak_bytes: int = 0  # of device and host together, as where the CPU computes
+    total_peak_bytes: int = 0  # device and host together, for a CPU that is both
 
 
 def step_memory(
@@ -44,31 +44,33 @@ def step_memory(
     *,
     transport: Capabilities | None = None,
     accumulates: bool = False,
-    holds: bool = False,
+    unreduced: bool = False,
     steps_in_backward: bool = False,
     on_cpu: bool = False,
 ) -> StepMemory:
-    """The memory of one training step of ``plan``, from the second step on.
+    """Predict the memory of one training step of ``plan``, from the second step on.
 
-    All gradients of a unit that encloses others are taken to wait for the end of its backward. So
-    the peak is exact for those of layers after the last inner unit, and too high by those of layers
-    before the first, such as an embedding that is not tied.
+    All gradients of a unit with child units are assumed to wait for the end of its backward. The
+    peak is therefore exact if its layers come after the last child unit, and too high by the
+    gradients of layers before the first, such as an embedding that is not tied.
 
     Args:
         plan: of the model.
-        transport: what moves gradients; by default one whose reductions take no scratch.
-        accumulates: gradients of earlier backwards are there to be added to.
-        holds: these are whole on every rank, for they were not reduced yet.
+        transport: of the reductions; by default one that needs no scratch.
+        accumulates: the step adds to gradients of earlier backwards.
+        unreduced: those are whole on every rank, because they have not been reduced.
         steps_in_backward: gradient shards live from a unit's reduction to its step, as with
             `sw.optimizer_in_backward`.
-        on_cpu: it computes, so gradients that are reduced where they are keep their memory.
+        on_cpu: gradients that are reduced in place keep their memory, as they do on a CPU.
     """
-    way = _Way(transport or Capabilities(), accumulates, holds, steps_in_backward, on_cpu)
-    replay = _Replay(plan, way)
+    options = _Options(
+        transport or Capabilities(), accumulates, unreduced, steps_in_backward, on_cpu
+    )
+    replay = _Replay(plan, options)
     events = schedule(plan, steps_in_backward=steps_in_backward)
     peak_event = events[0]
     for event in events:
-        if replay.take(event):
+        if replay.apply(event):
             peak_event = event
     replay.check_end()
     return StepMemory(
@@ -84,119 +86,129 @@ def step_memory(
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """How a step is made; see `step_memory`."""
+class _Options:
+    """The arguments of `step_memory`."""
 
     transport: Capabilities
     accumulates: bool
-    holds: bool
+    unreduced: bool
     steps_in_backward: bool
     on_cpu: bool
 
 
 class _Replay:
-    """What a rank holds after each event."""
+    """Counts allocated bytes event by event."""
 
-    def __init__(self, plan: Plan, way: _Way) -> None:
+    def __init__(self, plan: Plan, options: _Options) -> None:
         self._plan = plan
-        self._way = way
-        self._landing = _Landing(0, 0)
-        self._made = 0  # gradient shards that were not there before, and are now
-        kept = [_kept_bytes(unit, way) for unit in plan.units]
+        self._options = options
+        self._pending = _PendingOffload(0, 0)
+        self._new_shards = 0  # gradient shards that were not there before, and are now
+        kept = [_resident_bytes(unit, options) for unit in plan.units]
         self.host = sum(k for k, unit in zip(kept, plan.units, strict=True) if unit.offload)
-        near = sum(unit.device_copy_bytes for unit in plan.units)
+        copies = sum(unit.device_copy_bytes for unit in plan.units)
         owned = sum(unit.gradient_bytes for unit in plan.units if unit.holds_gradients)
-        self.base = sum(kept) - self.host + near + owned
-        # What earlier backwards of the step left: whole gradients, and what crossed the outer axis.
-        self._carried = sum(u.kept_bytes for u in plan.units if u.two_level_gather) * way.holds
-        whole = sum(_gradient_bytes(unit, way).buffer for unit in plan.units) * way.holds
-        self._held = self.peak = self.base + self._carried + whole
-        self.transient = self._held - self.base
-        shards = 0 if way.steps_in_backward else sum(u.gradient_shard_bytes for u in plan.units)
+        self.base = sum(kept) - self.host + copies + owned
+        # From earlier backwards of the step: whole gradients, and shards within the subgroup.
+        self._carried = (
+            sum(u.kept_bytes for u in plan.units if u.two_level_gather) * options.unreduced
+        )
+        whole = (
+            sum(_gradient_bytes(unit, options).buffer for unit in plan.units) * options.unreduced
+        )
+        self._allocated = self.peak = self.base + self._carried + whole
+        self.transient = self._allocated - self.base
+        shards = 0 if options.steps_in_backward else sum(u.gradient_shard_bytes for u in plan.units)
         self.gradients = shards + owned
         self.host_peak = self.host
         self.total_peak = self.peak + self.host
 
-    def take(self, event: Event) -> bool:
-        """Whether more is held than ever before."""
-        unit, way = self._plan.units[event.unit], self._way
-        gradients = _gradient_bytes(unit, way)
+    def apply(self, event: Event) -> bool:
+        """Apply an event; returns whether it raises the peak."""
+        unit, options = self._plan.units[event.unit], self._options
+        gradients = _gradient_bytes(unit, options)
         before = self.peak
         match event.kind:
             case EventKind.RESHARD_TO_SUBGROUP | EventKind.FREE_SUBGROUP if (
-                way.holds and unit.two_level_gather
+                options.unreduced and unit.two_level_gather
             ):
                 pass
             case EventKind.GATHER | EventKind.RESHARD_TO_SUBGROUP:
-                self._held += event.bytes
+                self._allocated += event.bytes
             case EventKind.FREE | EventKind.FREE_SUBGROUP:
-                self._held -= event.bytes
+                self._allocated -= event.bytes
             case EventKind.BACKWARD:
-                self._held += gradients.on_the_way - gradients.in_buffer * way.holds
+                self._allocated += gradients.produced - gradients.in_buffer * options.unreduced
             case EventKind.REDUCE:
-                self._held += (gradients.buffer - gradients.in_buffer) * (not way.holds)
-                self._note_peak()  # the buffer has them, and those that waited are not yet free
-                self._held -= gradients.on_the_way - gradients.in_buffer
-                self._held += self._beside(unit)
-                self._make(unit.gradient_shard_bytes - _in_place_bytes(unit, way), unit)
+                self._allocated += (gradients.buffer - gradients.in_buffer) * (
+                    not options.unreduced
+                )
+                self._update_peak()  # both the buffer and the gradients that waited are allocated
+                self._allocated -= gradients.produced - gradients.in_buffer
+                self._allocated += self._scratch_bytes(unit)
+                self._add_shards(unit.gradient_shard_bytes - _in_place_bytes(unit, options), unit)
             case EventKind.FINISH_REDUCE:
-                self._held -= gradients.buffer + self._beside(unit)
-                self._make(_in_place_bytes(unit, way) - _standing_bytes(unit, way), unit)
-                self._land(_landing(unit, way))
+                self._allocated -= gradients.buffer + self._scratch_bytes(unit)
+                self._add_shards(
+                    _in_place_bytes(unit, options) - _permanent_bytes(unit, options), unit
+                )
+                self._offload(_pending_offload(unit, options))
             case EventKind.STEP:
-                self._make(-unit.gradient_shard_bytes, unit)
-                self._land(_Landing(0, 0))
-        self._note_peak()
+                self._add_shards(-unit.gradient_shard_bytes, unit)
+                self._offload(_PendingOffload(0, 0))
+        self._update_peak()
         return self.peak > before
 
-    def _note_peak(self) -> None:
-        self.peak = max(self.peak, self._held)
-        # Those that a step in backward frees come from where the rest comes from.
-        kept = self.base + self._made * (not self._way.steps_in_backward)
-        self.transient = max(self.transient, self._held - kept)
-        self.host_peak = max(self.host_peak, self.host + self._landing.host)
-        self.total_peak = max(self.total_peak, self._held + self.host + self._landing.host)
+    def _update_peak(self) -> None:
+        self.peak = max(self.peak, self._allocated)
+        # With steps in backward, gradient shards come from the pool of transient memory.
+        kept = self.base + self._new_shards * (not self._options.steps_in_backward)
+        self.transient = max(self.transient, self._allocated - kept)
+        self.host_peak = max(self.host_peak, self.host + self._pending.host)
+        self.total_peak = max(self.total_peak, self._allocated + self.host + self._pending.host)
 
     def check_end(self) -> None:
-        left = self.base + self._carried + self._landing.device + self._made
-        assert self._held == left, "a step leaves shards alone"
+        left = self.base + self._carried + self._pending.device + self._new_shards
+        assert self._allocated == left, "a step frees everything but shards"
 
-    def _land(self, following: "_Landing") -> None:
-        self._held += following.device - self._landing.device
-        self._landing = following
+    def _offload(self, following: "_PendingOffload") -> None:
+        self._allocated += following.device - self._pending.device
+        self._pending = following
 
-    def _make(self, num_bytes: int, unit: UnitPlan) -> None:
-        """Add gradient shards that were not there before and are on the device, or free them."""
-        is_new = self._way.steps_in_backward or not self._way.accumulates
+    def _add_shards(self, num_bytes: int, unit: UnitPlan) -> None:
+        """Allocate new gradient shards on the device, or free them."""
+        is_new = self._options.steps_in_backward or not self._options.accumulates
         if is_new and unit.offload is None:
-            self._made += num_bytes
-            self._held += num_bytes
+            self._new_shards += num_bytes
+            self._allocated += num_bytes
 
-    def _beside(self, unit: UnitPlan) -> int:
-        return _reduction_bytes(self._plan, unit, self._way.transport, self._way.accumulates)
+    def _scratch_bytes(self, unit: UnitPlan) -> int:
+        return _reduction_bytes(
+            self._plan, unit, self._options.transport, self._options.accumulates
+        )
 
 
-def _kept_bytes(unit: UnitPlan, way: _Way) -> int:
-    """Between steps."""
-    stays = (way.accumulates or unit.offload is not None) and not way.steps_in_backward
-    gradients = unit.gradient_shard_bytes if stays else _standing_bytes(unit, way)
+def _resident_bytes(unit: UnitPlan, options: _Options) -> int:
+    """Allocated between steps."""
+    stays = (options.accumulates or unit.offload is not None) and not options.steps_in_backward
+    gradients = unit.gradient_shard_bytes if stays else _permanent_bytes(unit, options)
     return unit.shard_bytes + gradients
 
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """The whole gradients of a unit, before they are reduced."""
+    """The gradients of a unit before their reduction, in bytes."""
 
-    on_the_way: int  # from its backward on
-    in_buffer: int  # of these, where they are reduced from
-    buffer: int  # that they are reduced from, unless it is there all the time
+    produced: int  # by its backward
+    in_buffer: int  # of these, in the reduce buffer
+    buffer: int  # the reduce buffer, unless it is permanent
 
 
-def _gradient_bytes(unit: UnitPlan, way: _Way) -> _Gradients:
+def _gradient_bytes(unit: UnitPlan, options: _Options) -> _Gradients:
     if unit.holds_gradients:
         return _Gradients(0, 0, 0)
     if not unit.has_child_units:
-        new = unit.gradient_bytes - _standing_bytes(unit, way)
+        new = unit.gradient_bytes - _permanent_bytes(unit, options)
         return _Gradients(new, new, new)
     waiting = sum(
         extent.parameter.num_elements * layout.cast.compute_itemsize
@@ -206,46 +218,46 @@ def _gradient_bytes(unit: UnitPlan, way: _Way) -> _Gradients:
     return _Gradients(waiting, 0, unit.gradient_bytes)
 
 
-def _in_place_bytes(unit: UnitPlan, way: _Way) -> int:
-    """Gradient shards that are where they were reduced from, for they are the whole."""
+def _in_place_bytes(unit: UnitPlan, options: _Options) -> int:
+    """Gradient shards in the memory of the reduce buffer, where a shard is the whole."""
     is_elsewhere = unit.has_child_units or unit.holds_gradients or unit.offload is not None
-    if is_elsewhere or way.accumulates or way.steps_in_backward:
+    if is_elsewhere or options.accumulates or options.steps_in_backward:
         return 0
     return sum(one.shard_bytes for one in unit.trainable_layouts if one.is_whole_sum)
 
 
-def _standing_bytes(unit: UnitPlan, way: _Way) -> int:
-    """Of these, what is kept from step to step."""
-    return _in_place_bytes(unit, way) if way.on_cpu else 0
+def _permanent_bytes(unit: UnitPlan, options: _Options) -> int:
+    """Of these, those that keep their memory from step to step."""
+    return _in_place_bytes(unit, options) if options.on_cpu else 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Landing:
-    """Reduced gradients on their way to the host, until those of the next unit are."""
+class _PendingOffload:
+    """Reduced gradients that are copied to the host while the next unit is reduced, in bytes."""
 
     device: int
-    host: int  # where they are not the first, or not kept, beside those that are there
+    host: int  # a staging buffer, if they are added to others or not kept
 
 
-def _landing(unit: UnitPlan, way: _Way) -> _Landing:
+def _pending_offload(unit: UnitPlan, options: _Options) -> _PendingOffload:
     layouts = unit.trainable_layouts if unit.offload is not None else ()
-    return _Landing(
+    return _PendingOffload(
         sum(layout.shard_elements * layout.cast.reduce_itemsize for layout in layouts),
         sum(layout.shard_bytes for layout in layouts)
-        if way.accumulates or way.steps_in_backward
+        if options.accumulates or options.steps_in_backward
         else 0,
     )
 
 
 def _reduction_bytes(plan: Plan, unit: UnitPlan, transport: Capabilities, accumulates: bool) -> int:
-    """Beside its buffer: scratch, and targets that are not the gradients."""
+    """Of a reduction besides its buffer: scratch, and outputs that are not the gradients."""
     total = 0
     for layout in unit.trainable_layouts:
         cast = layout.cast
         is_cast = layout.casts_sums and not layout.is_offloaded
         scratch = transport.reduction_scratch(layout.num_elements, _stages(plan), is_cast=is_cast)
         total += scratch * cast.reduce_itemsize
-        if layout.is_offloaded:  # cast on its way to the host
+        if layout.is_offloaded:  # cast during the copy to the host
             total += layout.shard_elements * cast.reduce_itemsize
         elif accumulates:
             total += layout.shard_bytes

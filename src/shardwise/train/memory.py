@@ -56,7 +56,7 @@ def forecast_step(plan: Plan, config: Config, device: str) -> StepMemory:
         plan,
         transport=Capabilities(point_to_point=device == "cpu" and config.shard.nproc > 1),
         accumulates=accumulates and not whole,
-        holds=accumulates and whole,
+        unreduced=accumulates and whole,
         steps_in_backward=config.memory.step_in_backward,
         on_cpu=device == "cpu",
     )
