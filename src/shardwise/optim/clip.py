@@ -17,15 +17,14 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients so that their norm, over all ranks, is at most ``max_norm``.
 
-    As `torch.nn.utils.clip_grad_norm_`, which gives the same numbers on a sharded model; every
-    rank has to call it. The norms of all gradients take one exchange; torch's own takes one for
-    each gradient on a CPU, unless it is called with ``foreach=True``.
+    Every rank has to call it. `torch.nn.utils.clip_grad_norm_` gives the same numbers on a sharded
+    model, but on a CPU takes a collective for each gradient unless ``foreach=True`` is passed.
 
     Returns:
         The norm before clipping: a scalar, the same on every rank.
 
     Raises:
-        StepError: the parameters were stepped in backward, by `sw.optimizer_in_backward`.
+        StepError: `sw.optimizer_in_backward` has used and dropped the gradients.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for parameter in parameters:
