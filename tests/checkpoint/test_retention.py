@@ -92,6 +92,16 @@ def test_a_save_in_progress_in_another_process_is_not_removed(tmp_path: Path) ->
     assert _names(tmp_path) == ["step-2", "step-3"]
 
 
+def test_a_killed_process_that_its_parent_has_not_reaped_owns_nothing(tmp_path: Path) -> None:
+    child = _start_unfinished_save(tmp_path / "step-1")
+    child.kill()
+    while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    sw.save(tmp_path / "step-1", model=nn.Linear(2, 3))
+    child.wait()
+    sw.load(tmp_path / "step-1", model=nn.Linear(2, 3))
+
+
 def test_a_new_process_with_the_same_number_does_not_own_the_remains(tmp_path: Path) -> None:
     _forge_marker(tmp_path / "step-1", created=psutil.Process().create_time() - 60)
     _forge_marker(tmp_path / "step-2", token="of a save that this process has ended")

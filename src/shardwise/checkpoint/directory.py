@@ -86,10 +86,11 @@ class Owner:
         if not self.is_on_this_host:
             return time.time() - self.saved_at > FOREIGN_HOST_SECONDS
         try:
-            created = psutil.Process(self.pid).create_time()
+            process = psutil.Process(self.pid)
+            is_other = abs(process.create_time() - self.created) > 1.0
+            if is_other or process.status() == psutil.STATUS_ZOMBIE:
+                return True
         except psutil.NoSuchProcess:
-            return True
-        if abs(created - self.created) > 1.0:
             return True
         return self.pid == os.getpid() and self.token not in _in_progress
 
