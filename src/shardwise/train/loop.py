@@ -224,17 +224,17 @@ class Trainer:
         mean_loss, signal = torch.stack([values[:, 0].mean(), values[:, 1].amax()]).tolist()
         self.stopped_by = int(signal)
         grad_norm = None if norm is None else float(norm)
-        self._check_finite(step, mean_loss, grad_norm)
-        return mean_loss, grad_norm
-
-    def _check_finite(self, step: int, loss: float, grad_norm: float | None) -> None:
-        # With a loss scale an infinite norm is a skipped step.
-        ignores_norm = grad_norm is None or self.updater.loss_scale is not None
-        if not math.isfinite(loss) or not (ignores_norm or math.isfinite(grad_norm or 0.0)):
+        if not self._is_finite(mean_loss, grad_norm):
             raise FloatingPointError(
-                f"step {step}: loss {loss}, gradient norm {grad_norm}; "
+                f"step {step}: loss {mean_loss}, gradient norm {grad_norm}; "
                 f"lower train.lr (now {self.config.train.lr}) or train.grad_clip"
             )
+        return mean_loss, grad_norm
+
+    def _is_finite(self, loss: float, grad_norm: float | None) -> bool:
+        # With a loss scale an infinite norm is a skipped step.
+        ignores_norm = grad_norm is None or self.updater.loss_scale is not None
+        return math.isfinite(loss) and (ignores_norm or math.isfinite(grad_norm or 0.0))
 
     def _offloaded_activations(self) -> AbstractContextManager[None]:
         on_host = self.config.memory.activations == "host"
