@@ -99,9 +99,9 @@ def fully_shard(
             rank gave no gradient to a parameter that requires one. It names both.
         init: the first values of a model on the meta device, the same on any number of ranks: each
             unit is materialized, initialized and cut before the next, so that the peak of memory
-            is the shards and one unit. With None, the default and FSDP2's way, a module on the
-            meta device is sharded when it gets storage: by ``to_empty``, or by
-            ``load_state_dict(assign=True)`` and then the first forward.
+            is the shards and one unit. With ``units``, None is ``Initialization(seed=0)``. Without,
+            as in FSDP2, a module on the meta device is then sharded when it gets storage: by
+            ``to_empty``, or by ``load_state_dict(assign=True)`` and then the first forward.
         ignored_params: parameters of ``module`` that are left alone: whole, each rank's own, with
             gradients that nobody reduces. As in FSDP2; a call for an enclosing module has to name
             them again.
@@ -137,10 +137,12 @@ def fully_shard(
     )
     for one in module if isinstance(module, Sequence) else (module,):
         _check_module(one, shard_placement_fn, ignored_params or ())
-        if init is None and is_deferred(one):
+        if init is not None or not is_deferred(one):
+            shard(one)
+        elif units is None:
             defer(one, partial(shard, one))
         else:
-            shard(one)
+            shard(one, init=Initialization())
     return module
 
 
