@@ -193,7 +193,7 @@ class StepsInBackward(Training):
     def _trip_next(self, *_: Any) -> None:
         self.optimizer.trips = self.place == "second step"
 
-    def _body(self, place: str) -> None:
+    def body(self, place: str) -> None:
         self.place = place
         batch = torch.randn(5, WIDTH)  # from the generator that is put back
         self.model(batch).square().mean().backward()
