@@ -51,3 +51,11 @@ def test_torchrun_inside_a_slurm_step_takes_precedence() -> None:
 def test_missing_or_invalid_variables_are_errors(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_rank_env(environment)
+
+
+def test_nproc_must_not_contradict_the_launcher() -> None:
+    env = RankEnv(1, 3, local_rank=1, local_world_size=3)
+    env.check_nproc(None)
+    env.check_nproc(3)
+    with pytest.raises(ConfigError, match="--nproc 2: this process is one of 3 ranks"):
+        env.check_nproc(2)
