@@ -3,16 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: train test thorough check bench fuzz clean
+.PHONY: train test thorough check bench fuzz soak clean
 .DELETE_ON_ERROR:
 
 train: $(READY)  ## train a small model on the standard library's source, on this machine
 	$(BIN)/shardwise train configs/stdlib.toml
 
-test: $(READY)
+test: $(READY)  ## every property once (tests/README.md)
 	$(BIN)/python -m pytest
 
-thorough: $(READY)  ## the tests that `make test` leaves out, for they take long
+thorough: $(READY)  ## the combinations that `make test` leaves out
 	$(BIN)/python -m pytest -m thorough
 
 check: $(READY)
@@ -26,6 +26,9 @@ bench: $(READY)  ## compare with DDP, FSDP1 and FSDP2, interleaved in one run
 
 fuzz: $(READY)  ## random models and programs against one process, until one differs
 	$(BIN)/python -m tests.fuzz
+
+soak: $(READY)  ## kill training runs again and again, and look at their checkpoints
+	$(BIN)/python -m tests.soak
 
 clean:  ## runs/ stays: it is yours
 	rm -rf .venv build dist .hypothesis .*_cache

@@ -17,9 +17,11 @@ import threading
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +30,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.runtime import unit
+from shardwise.transport import communicator
+from shardwise.transport.health.heartbeat import Patience
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,6 +143,8 @@ class Serving:
         pytest.register_assert_rewrite("tests")
         torch.set_num_threads(1)
         unit.SMALL_BYTES = 256  # so that the small units of tests are treated as large ones
+        # Many tests wait until a rank looks whether another one has failed: look more often.
+        mock.patch.object(communicator, "Patience", partial(Patience, poll_seconds=0.1)).start()
         with self.stacks.open("w") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
             rank = Rank(self.pool, self.rank, self.world_size)

@@ -73,7 +73,7 @@ def test_a_soak_of_a_few_kills() -> None:
 
 
 def wait_for(process: "subprocess.Popen[str]", ready: Callable[[], bool]) -> None:
-    end = time.monotonic() + 100
+    end = time.monotonic() + 250
     while time.monotonic() < end and process.poll() is None:
         if ready():
             return

@@ -80,7 +80,9 @@ MODELS |= {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [4, *(pytest.param(size, marks=pytest.mark.thorough) for size in (1, 2, 3))]
+)
 def test_sharding_a_meta_model_gives_the_bits_of_one_process(ranks: int) -> None:
     expected = _digests_of_eager()
     strategies = ["fsdp", "ddp", "zero2"] + ["hsdp"] * (ranks == 4)

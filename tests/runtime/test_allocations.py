@@ -7,35 +7,48 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.plan.strategy import STRATEGIES, Strategy
 from shardwise.runtime.memory import Pool
+from tests.covering import covered_first
 from tests.ranks import on_ranks
 from tests.runtime.one_process import runtime_of, world_size
 from tests.runtime.towers import SHAPES
 
-TWO = 2
 PRESETS = {strategy.name: strategy for strategy in STRATEGIES.values()}
 
 
-@on_ranks(2, thorough=[4], deadline=60.0)
-def test_nothing_is_allocated_after_the_second_step(world_size: int) -> None:
-    names = tuple(SHAPES) if world_size == TWO else ("uneven",)
-    for preset in PRESETS.values():
-        for name in names:
-            _train(name, preset, settled=2)
-        _train("uneven", preset, settled=2, mp_policy=sw.MixedPrecisionPolicy(torch.bfloat16))
-        _train("uneven", preset, settled=2, offload_policy=sw.CPUOffloadPolicy())
-        _train("uneven", preset, settled=4, turns=2)
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{f"{name} layers": {"name": name} for name in SHAPES},
+    "bfloat16": {"mp_policy": sw.MixedPrecisionPolicy(torch.bfloat16)},
+    "offload": {"offload_policy": sw.CPUOffloadPolicy()},
+    "accumulation": {"settled": 4, "turns": 2},
+}
 
 
-def _train(name: str, preset: Strategy, *, settled: int, turns: int = 1, **options: Any) -> None:
+@on_ranks()
+@pytest.mark.parametrize(
+    ("preset", "variant", "world_size"),
+    [
+        *covered_first((preset, variant, 2) for preset, variant in product(PRESETS, VARIANTS)),
+        *(pytest.param(p, "uneven layers", 4, marks=pytest.mark.thorough) for p in PRESETS),
+    ],
+)
+def test_nothing_is_allocated_after_the_second_step(preset: str, variant: str) -> None:
+    _train(PRESETS[preset], **VARIANTS[variant])
+
+
+def _train(
+    preset: Strategy, name: str = "uneven", *, settled: int = 2, turns: int = 1, **options: Any
+) -> None:
     """With more than one turn a step accumulates over so many, and an evaluation follows it."""
     torch.manual_seed(0)
     if preset.num_axes > 1:

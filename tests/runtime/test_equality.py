@@ -1,6 +1,7 @@
 """C2: every model trains as one process does on the global batch, to 1e-10 in float64."""
 
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from tests.covering import covered_first, pairwise
 from tests.models import CASES, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
@@ -19,34 +21,39 @@ from tests.runtime.one_process import (
     own_part,
 )
 
-WORLD_SIZES = (1, 2, 3, 4)
+COMBINED = ("stack", "gpt", "unused and reused", "tied", "lora")
 
 
-@on_ranks(1, 2, 4, thorough=[3])
-@pytest.mark.parametrize("name", CASES)
+@on_ranks()
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [*((name, 2) for name in CASES), *covered_first(product(CASES, (4, 1, 3)))],
+)
 def test_training_equals_one_process(name: str) -> None:
-    _train(name, {})
+    assert_equal_training(name)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"prefetch": 0},
-        {"prefetch": 2},
-        {"prefetch": 9},
-        {"reshard_after_forward": True},
-        {"reshard_after_forward": False},
-        {"accumulate": 3},
-        {"accumulate": 2, "set_to_none": False},
-        {"set_to_none": False},
-        {"clip": 0.01},
-    ],
-    ids=str,
+    ("name", "prefetch", "reshard", "accumulate", "set_to_none", "clip"),
+    pairwise(COMBINED, (1, 0, 2, 9), (None, True, False), (1, 2, 3), (True, False), (None, 0.01)),
 )
-@pytest.mark.parametrize("name", ["stack", "gpt", "unused and reused", "tied", "lora"])
-def test_options_change_no_number(name: str, options: dict[str, Any]) -> None:
-    _train(name, options)
+def test_options_change_no_number(
+    name: str,
+    prefetch: int,
+    reshard: bool | None,
+    accumulate: int,
+    set_to_none: bool,
+    clip: float | None,
+) -> None:
+    assert_equal_training(
+        name,
+        prefetch=prefetch,
+        reshard_after_forward=reshard,
+        accumulate=accumulate,
+        set_to_none=set_to_none,
+        clip=clip,
+    )
 
 
 @on_ranks(2)
@@ -71,8 +78,11 @@ def test_any_optimizer_works_on_shards(kind: str) -> None:
 
 
 @on_ranks(2, deadline=120.0)
-def test_random_models_and_options() -> None:
-    for seed in range(1, 26):
+@pytest.mark.parametrize(
+    "seeds", [range(1, 9), pytest.param(range(9, 26), marks=pytest.mark.thorough)], ids=str
+)
+def test_random_models_and_options(seeds: range) -> None:
+    for seed in seeds:
         draw = random.Random(seed)
         torch.manual_seed(seed)
         reference = RandomTree(seed).double()
@@ -183,10 +193,6 @@ def test_forward_without_gradients_and_between() -> None:
         kept_graph = model(batch)  # a graph that nobody runs backward through
         assert_close(kept_graph.detach(), reference(batch).detach(), "after an update")
     assert isinstance(model, Stack)
-
-
-def _train(name: str, options: dict[str, Any]) -> None:
-    assert_equal_training(name, **options)
 
 
 class RandomTree(nn.Module):

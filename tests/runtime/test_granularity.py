@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ import shardwise as sw
 from shardwise.plan import layout
 from shardwise.plan.granularity import Granularities, granule_elements
 from shardwise.runtime.tensor import ShardedTensor
+from tests.covering import covered_first
 from tests.models import CASES, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import assert_close, assert_equal_training, own_part, runtime_of
@@ -28,32 +30,37 @@ CHOICES: dict[str, Any] = {
 UNLIKE = ("gpt", "conv", "lora", "tied", "tiny", "mixed dtypes")
 
 
-@on_ranks(deadline=120.0)
+SIZES = {"row": (2, 3, 4), "tensor": (4, 2, 3), "block": (2, 3, 4), "mixed": (3, 2, 4)}
+
+
+@on_ranks()
 @pytest.mark.parametrize(
-    ("choice", "world_size"),
-    [
-        *(("row", 2), ("tensor", 4), ("block", 2), ("mixed", 3)),
-        *(
-            pytest.param(choice, ranks, marks=pytest.mark.thorough)
-            for choice, others in {
-                "row": (3, 4),
-                "tensor": (2, 3),
-                "block": (3, 4),
-                "mixed": (2, 4),
-            }.items()
-            for ranks in others
-        ),
-    ],
+    ("choice", "world_size", "name"),
+    covered_first(
+        (choice, size, name)
+        for choice, sizes in SIZES.items()
+        for size, name in product(sizes, CASES if choice == "mixed" else UNLIKE)
+    ),
 )
-def test_every_model_trains_as_in_one_process(choice: str) -> None:
-    for name in CASES if choice == "mixed" else UNLIKE:
-        granularity = _fitting(name, CHOICES[choice])
-        model = assert_equal_training(name, granularity=granularity)
-        _assert_no_granule_is_cut(model)
-    for name in ("stack", "tiny"):
-        granularity = _fitting(name, CHOICES[choice])
-        assert_equal_training(name, granularity=granularity, accumulate=2, clip=0.01)
-        assert_equal_training(name, granularity=granularity, prefetch=0, set_to_none=False)
+def test_every_model_trains_as_in_one_process(choice: str, name: str) -> None:
+    granularity = _fitting(name, CHOICES[choice])
+    model = assert_equal_training(name, granularity=granularity)
+    _assert_no_granule_is_cut(model)
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("choice", "world_size", "name"),
+    covered_first(
+        (choice, size, name)
+        for choice, sizes in SIZES.items()
+        for size, name in product(sizes, ("stack", "tiny"))
+    ),
+)
+def test_other_loops_train_as_in_one_process(choice: str, name: str) -> None:
+    granularity = _fitting(name, CHOICES[choice])
+    assert_equal_training(name, granularity=granularity, accumulate=2, clip=0.01)
+    assert_equal_training(name, granularity=granularity, prefetch=0, set_to_none=False)
 
 
 @on_ranks(3)

@@ -1,5 +1,6 @@
 """Shards on the host: the numbers are the same, and on the device is what the plan says."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.plan.strategy import PRESETS
+from tests.covering import covered_first
 from tests.models import CASES, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
@@ -25,30 +27,27 @@ POLICIES = {
 }
 
 
-@on_ranks(4, deadline=60.0)
+@on_ranks(4)
 @pytest.mark.parametrize(
-    ("strategy", "policy"),
-    [
-        pytest.param(
-            *(strategy, policy),
-            marks=pytest.mark.thorough if policy != "all" and strategy != "fsdp" else (),
-        )
-        for strategy in PRESETS
-        for policy in POLICIES
-    ],
+    ("strategy", "name", "policy"),
+    covered_first(product(PRESETS, ("gpt", "unused and reused", "lora", "stack"), POLICIES)),
 )
-def test_every_strategy_trains_as_in_one_process(strategy: str, policy: str) -> None:
+def test_every_strategy_trains_as_in_one_process(strategy: str, name: str, policy: str) -> None:
     options = options_of(strategy) | {"offload_policy": POLICIES[policy]}
-    for name in ("gpt", "unused and reused", "lora"):
-        assert_equal_training(name, **options)
-    assert_equal_training("stack", accumulate=2, clip=0.01, set_to_none=False, **options)
+    if name == "stack":
+        options |= {"accumulate": 2, "clip": 0.01, "set_to_none": False}
+    assert_equal_training(name, **options)
 
 
-@on_ranks(2, deadline=60.0)
+@on_ranks(2)
+@pytest.mark.parametrize(("name", "policy"), covered_first(product(CASES, POLICIES)))
+def test_every_model_trains_as_in_one_process(name: str, policy: str) -> None:
+    assert_equal_training(name, offload_policy=POLICIES[policy])
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_awkward_models_train_as_in_one_process(policy: str) -> None:
-    for name in CASES:
-        assert_equal_training(name, offload_policy=POLICIES[policy])
+def test_options_change_no_number(policy: str) -> None:
     assert_equal_training("tied", offload_policy=POLICIES[policy], prefetch=0, accumulate=3)
     assert_equal_training("stack", offload_policy=POLICIES[policy], reshard_after_forward=False)
 

@@ -23,7 +23,7 @@ STEPS = 50
 @pytest.mark.parametrize(
     "preset",
     [
-        pytest.param(name, marks=pytest.mark.thorough if name in ("fsdp", "zero1", "zero2") else ())
+        pytest.param(name, marks=() if name in ("ddp", "hsdp") else pytest.mark.thorough)
         for name in PRESETS
     ],
 )

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from shardwise.runtime.engine import Runtime
 from shardwise.runtime.memory import Pool
 from shardwise.transport.communicator import communicator
 from shardwise.transport.host.collectives import HostCollectives
-from tests.ranks import on_ranks, run_on
+from tests.covering import covered_first
+from tests.ranks import on_ranks
 from tests.runtime.one_process import runtime_of, world_size
 from tests.runtime.towers import SHAPES, Shape
 
@@ -27,26 +29,45 @@ PRESETS = {strategy.name: strategy for strategy in STRATEGIES.values()}
 TOLERANCE = 0.02
 
 
-@on_ranks(4, thorough=[2], deadline=60.0)
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in SHAPES},
+    "even, accumulates": {"accumulates": True},
+    **{f"{name}, holds": {"holds": True} for name in ("uneven", "large root", "tied")},
+    **{f"{name}, bfloat16": {"is_half": True} for name in ("even", "tied", "wide")},
+    "even, accumulates, bfloat16": {"accumulates": True, "is_half": True},
+}
+# With room of its own for whole gradients, what autograd keeps on the way to it is not in the
+# plan, and it keeps the head's until it has the embedding's.
+ROWS = [
+    (preset, variant)
+    for preset, variant in product(PRESETS, VARIANTS)
+    if not (variant == "tied, holds" and PRESETS[preset].inner is Level.OPTIMIZER)
+]
+
+
+@on_ranks()
 @pytest.mark.parametrize(
-    "preset",
+    ("preset", "variant", "world_size"),
     [
-        pytest.param(name, marks=pytest.mark.thorough if name in ("zero1", "hsdp") else ())
-        for name in PRESETS
+        *covered_first((*row, 4) for row in ROWS),
+        *(pytest.param(*row, 2, marks=pytest.mark.thorough) for row in ROWS),
     ],
 )
-def test_live_bytes_are_those_of_the_plan(preset: str) -> None:
-    _measure_all(PRESETS[preset])
+def test_live_bytes_are_those_of_the_plan(preset: str, variant: str) -> None:
+    _measure_variant(PRESETS[preset], variant, NO_OFFLOAD)
 
 
-@pytest.mark.parametrize("parameters", [True, False])
+@on_ranks(4)
 @pytest.mark.parametrize(
-    "preset",
-    ["fsdp", "zero1", *(pytest.param(p, marks=pytest.mark.thorough) for p in ("ddp", "hfsdp"))],
+    ("preset", "variant", "parameters"),
+    covered_first(
+        (*row, parameters)
+        for row, parameters in product(ROWS, (True, False))
+        if row[0] in ("fsdp", "zero1", "ddp", "hfsdp")
+    ),
 )
-def test_live_bytes_with_offload(preset: str, parameters: bool) -> None:
-    policy = sw.CPUOffloadPolicy(parameters=parameters)
-    run_on(4, _measure_all, PRESETS[preset], policy, deadline=60.0)
+def test_live_bytes_with_offload(preset: str, variant: str, parameters: bool) -> None:
+    _measure_variant(PRESETS[preset], variant, sw.CPUOffloadPolicy(parameters=parameters))
 
 
 @on_ranks(2)
@@ -58,24 +79,17 @@ def test_live_bytes_with_steps_in_backward(strategy: str) -> None:
             _measure("even", SHAPES["even"], options, steps_in_backward=True)
 
 
-def _measure_all(strategy: Strategy, offload_policy: sw.OffloadPolicy = NO_OFFLOAD) -> None:
+def _measure_variant(strategy: Strategy, variant: str, offload_policy: sw.OffloadPolicy) -> None:
     options: dict[str, Any] = {"strategy": strategy, "offload_policy": offload_policy}
     if strategy.num_axes > 1:
         sizes = (2, world_size() // 2)
         options["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-    with _only_new_objects():
-        for name, shape in SHAPES.items():
-            _measure(name, shape, options)
-        _measure("even", SHAPES["even"], options, accumulates=True)
-        # With room of its own for whole gradients, what autograd keeps on the way to it is not in
-        # the plan, and it keeps the head's until it has the embedding's.
-        tied = () if strategy.inner is Level.OPTIMIZER else ("tied",)
-        for name in ("uneven", "large root", *tied):
-            _measure(name, SHAPES[name], options, holds=True)
+    name = variant.partition(",")[0]
+    loop = dict(VARIANTS[variant])
+    if loop.pop("is_half", False):
         options["mp_policy"] = sw.MixedPrecisionPolicy(torch.bfloat16)  # so sums are cast
-        for name in ("even", "tied", "wide"):
-            _measure(name, SHAPES[name], options)
-        _measure("even", SHAPES["even"], options, accumulates=True)
+    with _only_new_objects():
+        _measure(name, SHAPES[name], options, **loop)
 
 
 @contextmanager

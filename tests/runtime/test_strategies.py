@@ -1,6 +1,7 @@
 """One word changes what is sharded, and no number."""
 
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from shardwise.plan.plan import make_plan
 from shardwise.plan.strategy import PRESETS, Strategy
 from shardwise.schedule.events import EventKind
 from shardwise.schedule.sequencer import schedule
+from tests.covering import covered_first
 from tests.models import CASES, WIDTH, Block, build
-from tests.ranks import on_ranks, run_on
+from tests.ranks import on_ranks
 from tests.runtime.modules import FailingLinear
 from tests.runtime.one_process import (
     adamw,
@@ -26,64 +28,66 @@ from tests.runtime.one_process import (
     runtime_of,
 )
 
+# World sizes at which a strategy is compared with one process; "fsdp" is, in test_equality.py.
+SIZES = {
+    "ddp": (3, 2, 4),
+    "zero2": (3,),
+    "hsdp": (4,),
+    "hfsdp": (4,),
+    "zero1": (2, 3),
+    "_HYBRID_SHARD_ZERO2": (4,),
+}
+SOME = ("stack", "gpt", "unused and reused", "tied", "lora", "checkpointed")
+# Rows over two axes, by how much the outer and the inner one shard; 0 is nothing, 3 is all.
+LEVELS = ((0, 1), (1, 2), (2, 3), (1, 1), (2, 2), (3, 3))
 
-@on_ranks(deadline=120.0)
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "name"),
+    covered_first(
+        (strategy, size, name)
+        for strategy, sizes in SIZES.items()
+        for size, name in product(sizes, CASES)
+    ),
+)
+def test_every_model_trains_as_in_one_process(strategy: str, name: str) -> None:
+    assert_equal_training(name, **options_of(strategy))
+
+
+@on_ranks()
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
-    [
-        ("ddp", 3),
-        ("zero2", 3),
-        ("hsdp", 4),
-        ("hfsdp", 4),
-        pytest.param("ddp", 2, marks=pytest.mark.thorough),
-        pytest.param("ddp", 4, marks=pytest.mark.thorough),
-        pytest.param("zero1", 2, marks=pytest.mark.thorough),
-        pytest.param("zero1", 3, marks=pytest.mark.thorough),
-        pytest.param("_HYBRID_SHARD_ZERO2", 4, marks=pytest.mark.thorough),
-    ],
+    covered_first((strategy, size) for strategy, sizes in SIZES.items() for size in sizes),
 )
-def test_every_model_trains_as_in_one_process(strategy: str) -> None:
+def test_other_loops_train_as_in_one_process(strategy: str) -> None:
     options = options_of(strategy)
-    for name in CASES:
-        assert_equal_training(name, **options)
     assert_equal_training("gpt", accumulate=2, clip=0.01, **options)
     assert_equal_training("lora", set_to_none=False, prefetch=0, **options)
 
 
-# Rows over two axes, by how much the outer and the inner one shard; 0 is nothing, 3 is all.
-@on_ranks(4, deadline=60.0)
+@on_ranks(4)
+@pytest.mark.parametrize(("levels", "name"), covered_first(product(LEVELS, SOME)), ids=str)
+def test_rows_of_ones_own_train_as_in_one_process(levels: tuple[int, int], name: str) -> None:
+    _train_some(name, {"strategy": row_of(levels), "sharding_factor": 2})
+
+
+@on_ranks(4)
 @pytest.mark.parametrize(
-    "levels",
-    [
-        *((0, 1), (1, 2), (2, 3)),
-        *(pytest.param(both, marks=pytest.mark.thorough) for both in ((1, 1), (2, 2), (3, 3))),
-    ],
-    ids=str,
+    ("strategy", "factor", "name"), covered_first(product(("hsdp", "hfsdp"), (1, 4), SOME))
 )
-def test_rows_of_ones_own_train_as_in_one_process(levels: tuple[int, int]) -> None:
-    _train_some({"strategy": row_of(levels), "sharding_factor": 2})
+def test_any_sharding_factor(strategy: str, factor: int, name: str) -> None:
+    _train_some(name, {"strategy": strategy, "sharding_factor": factor})
 
 
+@on_ranks(4)
 @pytest.mark.parametrize(
-    ("strategy", "factor"),
-    [
-        *(("hsdp", 1), ("hfsdp", 4)),
-        *(
-            pytest.param(*other, marks=pytest.mark.thorough)
-            for other in (("hsdp", 4), ("hfsdp", 1))
-        ),
-    ],
+    ("size", "prefetch", "name"), covered_first(product((1, 2, 4), (2, 0), SOME))
 )
-def test_any_sharding_factor(strategy: str, factor: int) -> None:
-    options = {"strategy": strategy, "sharding_factor": factor}
-    run_on(4, _train_some, options, deadline=60.0)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.thorough), 2])
-def test_parameters_are_gathered_again_from_a_smaller_group(size: int, prefetch: int) -> None:
-    options = {"reshard_after_forward": size, "prefetch": prefetch}
-    run_on(4, _train_some, options, deadline=60.0)
+def test_parameters_are_gathered_again_from_a_smaller_group(
+    size: int, prefetch: int, name: str
+) -> None:
+    _train_some(name, {"reshard_after_forward": size, "prefetch": prefetch})
 
 
 @on_ranks(4, deadline=60.0)
@@ -258,7 +262,7 @@ def row_of(levels: tuple[int, int]) -> Strategy:
     return Strategy(parameters, gradients, optimizer)
 
 
-def _train_some(options: dict[str, Any]) -> None:
-    for name in ("stack", "gpt", "unused and reused", "tied", "lora", "checkpointed"):
-        assert_equal_training(name, **options)
-    assert_equal_training("stack", accumulate=2, clip=0.01, **options)
+def _train_some(name: str, options: dict[str, Any]) -> None:
+    assert_equal_training(name, **options)
+    if name == "stack":
+        assert_equal_training(name, accumulate=2, clip=0.01, **options)

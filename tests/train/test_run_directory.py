@@ -6,8 +6,9 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import CheckpointConfig, Config
-from shardwise.train.run_directory import open_run
+from shardwise.train.run_directory import open_run, read_history
 from shardwise.train.settings import read_config
+from shardwise.train.sinks import JsonLines, Record
 
 
 def in_directory(path: Path, *, overwrite: bool = False) -> Config:
@@ -59,3 +60,17 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
         open_run(in_directory(file / "run"))
     with pytest.raises(ConfigError, match="cannot be written: File exists"):
         open_run(in_directory(file))
+
+
+def test_steps_without_a_gradient_norm_are_in_the_history(tmp_path: Path) -> None:
+    """With memory.step_in_backward, as they are when the run is resumed."""
+    records = (
+        Record(1, 5.5, None, 1e-3, 100, 1000.0, 0.1),
+        Record(2, 5.25, 0.9, 1e-3, 1, 1.0, 1.0),
+    )
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    for record in records:
+        sink.log(record)
+    sink.close()
+    assert read_history(tmp_path / "metrics.jsonl", 2) == records
+    assert read_history(tmp_path / "metrics.jsonl", 1) == records[:1]

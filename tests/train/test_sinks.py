@@ -14,9 +14,9 @@ from shardwise.train.config import Config
 from shardwise.train.data import Entropies
 from shardwise.train.sinks import (
     JsonLines,
-    LossPlot,
     Record,
     check_trackers,
+    draw_losses,
     open_trackers,
     running_mean,
 )
@@ -94,9 +94,8 @@ def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("validation_loss", [None, 5.0])
 def test_the_plot_is_a_png(tmp_path: Path, validation_loss: float | None) -> None:
     path = tmp_path / "loss.png"
-    sink = LossPlot(path, "a run", Entropies(uniform=5.55, unigram=3.2, bigram=2.4), [FIRST])
-    sink.log(Record(2, 5.0, 0.9, 1e-3, 200, 1000.0, 0.2, validation_loss))
-    sink.close()
+    second = Record(2, 5.0, 0.9, 1e-3, 200, 1000.0, 0.2, validation_loss)
+    draw_losses(path, "a run", [FIRST, second], Entropies(uniform=5.55, unigram=3.2, bigram=2.4))
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 10_000
 

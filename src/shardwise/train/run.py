@@ -2,8 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -17,8 +16,8 @@ from shardwise.train.config import Config
 from shardwise.train.data import Entropies, open_corpus
 from shardwise.train.display import Display, ProgressSink
 from shardwise.train.loop import Result, train
-from shardwise.train.run_directory import RunDirectory, open_run, replace_text
-from shardwise.train.sinks import JsonLines, LossPlot, Sink, open_trackers
+from shardwise.train.run_directory import RunDirectory, open_run, read_history, replace_text
+from shardwise.train.sinks import JsonLines, Sink, draw_losses, open_trackers
 
 __all__ = ["run"]
 
@@ -64,43 +63,32 @@ def launch(config: Config) -> None:
 @record
 def join(config: Config, env: RankEnv, nproc: int | None) -> None:
     """Train as one of the ranks that a launcher started."""
-    restarts = Restarts.read(os.environ)
 
     def checked() -> Config:
         env.check_nproc(nproc)
         on_ranks = config.with_ranks(env.world_size)
-        restarts.check(on_ranks)
+        _check_restarts(on_ranks)
         check(on_ranks)
         return on_ranks
 
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     with join_world(env) as world:
         config = world.check(checked)
-        directory = world.on_first(lambda: open_run(config, is_restart=restarts.done > 0))
+        directory = world.on_first(lambda: open_run(config, is_restart=is_restart))
         if not directory.is_finished(config.train.steps):
             _run_rank(world, config, directory)
         elif world.is_first:
             _print_finished(directory)
 
 
-@dataclass(frozen=True, slots=True)
-class Restarts:
-    """The restarts of a torchrun job."""
-
-    done: int
-    allowed: int
-
-    @staticmethod
-    def read(environment: Mapping[str, str]) -> "Restarts":
-        names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
-        return Restarts(*(int(environment.get(name, 0)) for name in names))
-
-    def check(self, config: Config) -> None:
-        """Raise a ConfigError if each restart would begin in a new directory."""
-        if self.allowed and config.checkpoint.every and not config.run.directory:
-            raise ConfigError(
-                "run.directory: set it, so that a restart finds the checkpoints to resume from "
-                "(or set checkpoint.every=0 to start over each time)"
-            )
+def _check_restarts(config: Config) -> None:
+    """Raise a ConfigError if each restart of a torchrun job would begin in a new directory."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and config.checkpoint.every and not config.run.directory:
+        raise ConfigError(
+            "run.directory: set it, so that a restart finds the checkpoints to resume from "
+            "(or set checkpoint.every=0 to start over each time)"
+        )
 
 
 def _run_rank(world: World, config: Config, directory: RunDirectory) -> None:
@@ -123,7 +111,11 @@ def _train_and_report(world: World, config: Config, directory: RunDirectory) -> 
     corpus = open_corpus(config.data)
     entropies = Entropies.measure(corpus.train)
     display.show_start(corpus, build_plan(build_model(config), config), world.device.type)
-    sinks = _open_sinks(display.console, config, directory, entropies)
+    sinks: list[Sink] = [
+        ProgressSink(display.console, config.train.steps, config.run.log_every),
+        JsonLines(directory.metrics),
+        *open_trackers(config, directory.path),
+    ]
     try:
         result = train(config, world, directory, sinks)
     finally:
@@ -136,24 +128,14 @@ def _train_and_report(world: World, config: Config, directory: RunDirectory) -> 
     if result.ledger is not None:
         result.ledger.save(directory.timeline)
     replace_text(directory.summary, json.dumps(asdict(result.summary), indent=2) + "\n")
-    if not LossPlot.is_available():
+    title = f"{config.run.name}, {config.shard.nproc} ranks"
+    records = read_history(directory.metrics, config.train.steps)
+    try:
+        draw_losses(directory.loss_plot, title, records, entropies)
+    except ModuleNotFoundError:
         display.say(NO_PLOT)
     display.show_files()
     return result
-
-
-def _open_sinks(
-    console: Console, config: Config, directory: RunDirectory, entropies: Entropies
-) -> list[Sink]:
-    sinks: list[Sink] = [
-        ProgressSink(console, config.train.steps, config.run.log_every),
-        JsonLines(directory.metrics),
-        *open_trackers(config, directory.path),
-    ]
-    if LossPlot.is_available():
-        title = f"{config.run.name}, {config.shard.nproc} ranks"
-        sinks.append(LossPlot(directory.loss_plot, title, entropies, directory.history))
-    return sinks
 
 
 def _print_finished(directory: RunDirectory) -> None:

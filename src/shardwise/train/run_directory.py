@@ -117,15 +117,15 @@ def _resume(run: RunDirectory, config: Config) -> RunDirectory:
             f"train.steps={config.train.steps}: {checkpoint} is beyond it; choose another "
             "run.directory, or set run.overwrite=true to start over"
         )
-    return replace(run, checkpoint=checkpoint, step=step, history=_read_history(run.metrics, step))
+    return replace(run, checkpoint=checkpoint, step=step, history=read_history(run.metrics, step))
 
 
-def _read_history(metrics: Path, last_step: int) -> tuple[Record, ...]:
+def read_history(metrics: Path, last_step: int) -> tuple[Record, ...]:
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     records = []
     for line in lines:
         try:
-            record = Record(**json.loads(line))
+            record = Record(**({"grad_norm": None} | json.loads(line)))  # None is not written
         except (ValueError, TypeError):  # the machine crashed while it was written
             continue
         if record.step <= last_step:

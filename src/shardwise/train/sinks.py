@@ -14,12 +14,12 @@ from shardwise.train.data import Entropies
 
 __all__ = [
     "JsonLines",
-    "LossPlot",
     "Record",
     "Sink",
     "TensorBoard",
     "WandB",
     "check_trackers",
+    "draw_losses",
     "open_trackers",
 ]
 
@@ -100,42 +100,28 @@ class WandB:
         self._run.finish()
 
 
-class LossPlot:
-    """Draws loss.png at the end: losses, their running mean, validation losses and entropies."""
+def draw_losses(path: Path, title: str, records: Sequence[Record], entropies: Entropies) -> None:
+    """Draw the losses, their running mean, the validation losses and the entropies.
 
-    def __init__(
-        self, path: Path, title: str, entropies: Entropies, history: Sequence[Record] = ()
-    ) -> None:
-        self._path = path
-        self._title = title
-        self._entropies = entropies
-        self._records = list(history)
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and takes a second)
 
-    @staticmethod
-    def is_available() -> bool:
-        """Whether matplotlib is installed."""
-        return importlib.util.find_spec("matplotlib") is not None
-
-    def log(self, record: Record) -> None:
-        self._records.append(record)
-
-    def close(self) -> None:
-        from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and takes a second)
-
-        axes = (figure := Figure(figsize=(9, 5), dpi=120, layout="constrained")).add_subplot()
-        steps = [record.step for record in self._records]
-        losses = [record.loss for record in self._records]
-        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
-        axes.plot(steps, running_mean(losses), color="tab:blue", label="training")
-        points = [(r.step, r.validation_loss) for r in self._records if r.validation_loss]
-        axes.plot(*zip(*points, strict=True) if points else ([], []), "o-", label="validation")
-        for name in ("unigram", "bigram"):
-            entropy = getattr(self._entropies, name)
-            axes.axhline(entropy, color="tab:gray", linestyle="--", linewidth=1)
-            axes.annotate(f"{name} entropy {entropy:.2f}", (0, entropy), va="bottom")
-        axes.set(title=self._title, xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
-        axes.legend(loc="lower left", frameon=False)
-        figure.savefig(self._path)
+    axes = (figure := Figure(figsize=(9, 5), dpi=120, layout="constrained")).add_subplot()
+    steps = [record.step for record in records]
+    losses = [record.loss for record in records]
+    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
+    axes.plot(steps, running_mean(losses), color="tab:blue", label="training")
+    validation = {r.step: r.validation_loss for r in records if r.validation_loss is not None}
+    axes.plot(list(validation), list(validation.values()), "o-", label="validation")
+    for name in ("unigram", "bigram"):
+        entropy = getattr(entropies, name)
+        axes.axhline(entropy, color="tab:gray", linestyle="--", linewidth=1)
+        axes.annotate(f"{name} entropy {entropy:.2f}", (0, entropy), va="bottom")
+    axes.set(title=title, xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
+    axes.legend(loc="lower left", frameon=False)
+    figure.savefig(path)
 
 
 def running_mean(values: Sequence[float]) -> list[float]:

@@ -1,0 +1,48 @@
+"""Covering arrays: a few rows of a product of options in which all combinations of two occur.
+
+Most faults need one option or two to show, so a small set of rows in which every pair of options
+meets finds nearly what the product finds (D. R. Kuhn et al., "Software Fault Interactions and
+Implications for Software Testing", IEEE TSE 2004).
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import combinations, product
+
+import pytest
+
+Row = tuple[object, ...]
+Combination = tuple[tuple[int, Hashable], ...]  # of positions in a row and what is there
+
+
+def pairwise(*factors: Sequence[object]) -> list[Row]:
+    """Rows of the product of ``factors`` in which every pair of values of two factors occurs."""
+    return cover(list(product(*factors)), strength=2)
+
+
+def cover(rows: Sequence[Row], strength: int) -> list[Row]:
+    """A few of ``rows`` with every combination of ``strength`` values that ``rows`` have."""
+    wanted = [_combinations(row, strength) for row in rows]
+    missing = set().union(*wanted)
+    chosen: list[Row] = []
+    while missing:
+        best = max(range(len(rows)), key=lambda i: len(wanted[i] & missing))
+        missing -= wanted[best]
+        chosen.append(rows[best])
+    return chosen
+
+
+def covered_first(rows: Iterable[Row], strength: int = 1) -> list[object]:
+    """All ``rows`` as parameters of a test; those that `cover` leaves out are thorough."""
+    rows = list(rows)
+    chosen = cover(rows, strength)
+    rest = [pytest.param(*row, marks=pytest.mark.thorough) for row in rows if row not in chosen]
+    return [*(pytest.param(*row) for row in chosen), *rest]
+
+
+def _combinations(row: Row, strength: int) -> set[Combination]:
+    keyed = [(position, _key(value)) for position, value in enumerate(row)]
+    return set(combinations(keyed, strength))
+
+
+def _key(value: object) -> Hashable:
+    return value if isinstance(value, Hashable) else repr(value)
