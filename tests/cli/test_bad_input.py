@@ -32,7 +32,7 @@ COMMAND_LINES = {
     "{tiny} --set shard.strategy=hsdp --set shard.replicas=4": "does not divide the 2 ranks",
     "{tiny} --set data.path=/no/such/text": "data.path='/no/such/text': no such file",
     "{tiny} --set data.glob=*.rs": "no file matches data.glob='*.rs'",
-    "{tiny} --set model.context=1000000": "take more text",
+    "{tiny} --set model.context=1000000": "use more text",
     "{tiny} --set run.directory={tiny}/run": "cannot be written: Not a directory",
     "{tiny} --set run.directory={tiny.parent}": "already has files",
 }
