@@ -81,9 +81,9 @@ def fully_shard(
         prefetch: how many units to gather ahead of the one that computes.
         reshard_after_forward: free units after forward and gather them again for backward; None
             does so for all but the root. A number keeps as much of them as lets groups of that
-            many neighbouring ranks gather them among themselves.
-        sharding_factor: in the place of a two-dimensional mesh: the ranks, neighbours, that share
-            one copy of the model; divides the number of ranks.
+            many neighboring ranks gather them among themselves.
+        sharding_factor: instead of a two-dimensional mesh: how many neighboring ranks share one
+            copy of the model; it divides the number of ranks.
         granularity: where a parameter may be cut between ranks: ``"element"`` (anywhere),
             ``"row"`` (between slices along dim 0), `sw.block(n)` (between blocks of n rows) or
             ``"tensor"`` (nowhere); one for all, or a mapping from patterns of names (as in
@@ -103,7 +103,7 @@ def fully_shard(
             as in FSDP2, a module on the meta device is then sharded when it gets storage: by
             ``to_empty``, or by ``load_state_dict(assign=True)`` and then the first forward.
         ignored_params: parameters of ``module`` that are left alone: whole, each rank's own, with
-            gradients that nobody reduces. As in FSDP2; a call for an enclosing module has to name
+            gradients that are not reduced. As in FSDP2; a call for an enclosing module has to name
             them again.
         shard_placement_fn: FSDP2's. Shards are runs of the flattened parameter, which FSDP2 would
             call ``Shard(0)``; every other placement is refused.
@@ -227,7 +227,7 @@ def _build(
     unused: Unused,
     init: Initialization | None = None,
 ) -> Runtime:
-    """Shard the parameters of ``root`` and attach what works beside the engine."""
+    """Shard the parameters of ``root`` and attach the features."""
     device = device_for(root, axis)
     materializer = None if init is None else Materializer(root, plan, init, Pool(device))
     offloaders = cache(partial(HostOffloader, device))
@@ -252,9 +252,9 @@ def _specs_before(root: nn.Module) -> dict[str, ParameterSpec]:
 
 
 def _warn_of_padding(plan: Plan, axis: DataParallelMesh) -> None:
-    told = padding_report(plan.units) if axis.group_rank == 0 else ""
-    if told:
-        warnings.warn(f"granularity costs padding\n{told}", stacklevel=4)
+    report = padding_report(plan.units) if axis.group_rank == 0 else ""
+    if report:
+        warnings.warn(f"granularity costs padding\n{report}", stacklevel=4)
 
 
 def _sharded_before(root: nn.Module, axis: DataParallelMesh) -> dict[str, UnitChoice]:

@@ -1,4 +1,4 @@
-"""Offsets in one piece of memory: neighbours never overlap, and little is left over."""
+"""Offsets in one piece of memory: neighbors never overlap, and little is left over."""
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +10,7 @@ from shardwise.schedule.memory import MemoryPlacement, MemoryPlan, place
 LIVES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30), st.integers(1, 10)), max_size=25)
 
 
-def neighbours_of(lives: list[tuple[int, int, int]]) -> list[list[int]]:
+def neighbors_of(lives: list[tuple[int, int, int]]) -> list[list[int]]:
     """For each buffer those that are alive with it."""
     return [
         [
@@ -30,17 +30,17 @@ def most_at_once(lives: list[tuple[int, int, int]]) -> int:
 @settings(deadline=None)
 @given(LIVES)
 def test_buffers_that_are_alive_together_do_not_overlap(lives: list[tuple[int, int, int]]) -> None:
-    sizes, neighbours = [size for size, _, _ in lives], neighbours_of(lives)
-    placement = place(sizes, neighbours, goal=most_at_once(lives))
+    sizes, neighbors = [size for size, _, _ in lives], neighbors_of(lives)
+    placement = place(sizes, neighbors, goal=most_at_once(lives))
     ends = [offset + size for offset, size in zip(placement.offsets, sizes, strict=True)]
     assert placement.extent == max(ends, default=0)
-    for i, others in enumerate(neighbours):
+    for i, others in enumerate(neighbors):
         for j in others:
             if sizes[i] and sizes[j]:
                 apart = ends[i] <= placement.offsets[j] or ends[j] <= placement.offsets[i]
                 assert apart, (lives[i], lives[j])
     assert placement.extent >= most_at_once(lives)
-    assert placement == place(sizes, neighbours, most_at_once(lives)), "the same every time"
+    assert placement == place(sizes, neighbors, most_at_once(lives)), "the same every time"
 
 
 def test_no_buffers_take_no_memory() -> None:

@@ -32,8 +32,8 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
             loss = model(batch).mean()
         loss.backward()
 
-    From a GPU the copies go to pinned memory and back beside compute; on a CPU they are copies
-    all the same, for tests. Parameters stay where they are, unlike with
+    From a GPU the copies go to pinned memory and back while the GPU computes; on a CPU they
+    are copies as well, for tests. Parameters stay where they are, unlike with
     `torch.autograd.graph.save_on_cpu`, which gives the same gradients but also keeps a copy of
     every unit as it was gathered; so do tensors of less than 4 KiB. Of units that are checkpointed
     only the inputs are moved, for the rest is computed again.

@@ -83,7 +83,7 @@ def _claim_slot(
     if scheduler is None or flat is None:
         return None
     in_slot = all(map(computes_in_slot, flat.parameters[position].modules))
-    return scheduler.units[index].claim_slot(flat, position, in_slot=in_slot)
+    return scheduler.units[index].claim_gradient(flat, position, in_slot=in_slot)
 
 
 def _sharded_at(flat_ref: weakref.ref[FlatParameters], position: int) -> Tensor | None:
@@ -294,7 +294,7 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
 
 
 def _goes_to_grad(node: Any) -> bool:
-    """Whether autograd will hand a gradient to ``node``, an AccumulateGrad, and nobody else."""
+    """Whether autograd will hand a gradient to ``node``, an AccumulateGrad, and to nothing else."""
     weight = getattr(node, "variable", None)
     if torch.is_grad_enabled() or weight is None or _private.gradient_hooks(weight):
         return False

@@ -21,7 +21,7 @@ __all__ = ["ModelSnapshot", "OptimizerSnapshot"]
 class ModelSnapshot:
     """Of a model before forward: gradients, buffers, and the state of torch's generators.
 
-    Not its parameters, which nothing but an optimizer should change; `changed_parameters` tells.
+    Not its parameters, which only an optimizer should change; see `changed_parameters`.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:

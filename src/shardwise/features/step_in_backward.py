@@ -152,7 +152,7 @@ def _check_all_used(
     parameters = [p for unit in units for flat in unit.gradients for p in flat.parameters]
     by_rank: list[list[bool | int]] = [[] for _ in range(num_ranks)]
     for unit in units:
-        nobody = [[False for _ in _used_of(unit)]] * num_ranks  # of a unit that did not run
-        for row, more in zip(by_rank, used.get(unit, nobody), strict=True):
+        not_run = [[False for _ in _used_of(unit)]] * num_ranks  # of a unit that did not run
+        for row, more in zip(by_rank, used.get(unit, not_run), strict=True):
             row.extend(more)
     check_all_used(parameters, by_rank)

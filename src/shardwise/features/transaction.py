@@ -132,8 +132,8 @@ class _Step:
             self._model.restore()
         for optimizer in self._optimizers:
             optimizer.restore()
-        # Without a wire nobody reads the reports of a rank that raised, but a rank that has begun
-        # an optimizer's step has issued every other collective of this step.
+        # Without point-to-point no rank reads the status of one that raised, but a rank that has
+        # begun an optimizer's step has issued every other collective of this step.
         has_stepped = any(optimizer.is_complete for optimizer in self._optimizers)
         has_stepped = has_stepped and not self._scheduler.steps_in_backward
         if (

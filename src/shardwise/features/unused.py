@@ -70,7 +70,7 @@ def check_all_used(
         StepError: names the parameters, and for each the ranks.
     """
     if not any(map(any, used)):
-        return  # `autograd.grad` for something else than parameters, which is nobody's mistake
+        return  # `autograd.grad` for something other than parameters is no mistake
     missing = [
         f"  {parameter.name}: unused on {_shown(by_rank)}"
         for parameter, *by_rank in zip(parameters, *used, strict=True)
@@ -89,7 +89,7 @@ def check_all_used(
 
 
 class UnusedParameters:
-    """Has ranks agree at the end of a backward which parameters nobody used.
+    """At the end of a backward, ranks agree on the parameters that no rank used.
 
     Args:
         mode: as ``unused`` in `fully_shard`.

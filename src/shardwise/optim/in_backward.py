@@ -90,7 +90,7 @@ class StepsInBackward:
         self._mark(steps=True)
 
     def remove(self) -> None:
-        """Let the optimizer step after backward again, when it is told to.
+        """Let the user step the optimizer after backward again.
 
         Raises:
             StepError: a forward or backward is under way.

@@ -33,7 +33,8 @@ def backward(
             lambda b: (b.y != -100).sum(),
         )
 
-    Every token counts alike, however they fall on ranks and micro-batches; a rank may have none.
+    Every token has the same weight, however tokens fall on ranks and micro-batches; a rank may
+    have none.
     All are counted before the first forward, so gradients need no correction afterwards.
 
     Args:

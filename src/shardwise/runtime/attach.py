@@ -108,7 +108,7 @@ def check_same_plan(plan: Plan, axis: DataParallelMesh) -> None:
 
 
 def check_same_values(root: nn.Module, plan: Plan, axis: DataParallelMesh) -> None:
-    """Shards of different initialisations would make one weight that nobody initialised."""
+    """Refuse to shard different values: their shards would make up a weight of neither rank."""
     planned = {spec.name for unit in plan.units for spec in unit.parameters}
     named = [
         (name, parameter)

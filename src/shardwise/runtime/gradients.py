@@ -141,7 +141,7 @@ class GradientBuffer:
         self._claimed.pop(position, None)
         self._written[position] = True
 
-    def launch_reduce(self, collectives: Collectives, label: str, *, crosses: bool) -> Work:
+    def launch_reduce(self, collectives: Collectives, label: str, *, all_reduces: bool) -> Work:
         """Reduce what was written; places that nothing was written to count as zeros."""
         self._fill()
         for position, view in enumerate(self._buffer.views):
@@ -155,8 +155,8 @@ class GradientBuffer:
         if carried is not None:
             self._scratch.append(carried.untyped_storage())
         flat, row = self._buffer.flat, self._axis.row
-        stages = self._axis.reduction if crosses else self._axis.reduction[:1]
-        out = self._target() if crosses else None
+        stages = self._axis.reduction if all_reduces else self._axis.reduction[:1]
+        out = self._target() if all_reduces else None
         is_cast = out is not None and out.dtype != flat.dtype
         if out is None:
             inner = self._partial = self._pool.allocate_tensor(len(flat) // row.size, flat.dtype)

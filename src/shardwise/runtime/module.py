@@ -102,7 +102,7 @@ class UnshardHandle:
 
 
 class FSDPModule(nn.Module):
-    """Mixed into every unit: ``isinstance(module, FSDPModule)`` tells one.
+    """Mixed into every unit, so ``isinstance(module, FSDPModule)`` is true for units only.
 
     All ranks have to call the same methods, as with any collective.
     """

@@ -30,7 +30,7 @@ class Recovery:
             if unit.quiesce(max(0.0, until - time.monotonic())):
                 unit.reset()
             else:
-                unit.conceal()
+                unit.use_sharded()
                 self._in_flight.append(unit)
 
     def finish(self) -> None:

@@ -49,7 +49,7 @@ class Scheduler:
         self._tasks: set[int] = set()  # autograd's graph tasks that have reached the model
         self._is_broken = False  # an event failed, so units are not where the sequencer has them
         self._recovery = Recovery(self.units)
-        self._landing: Unit | None = None
+        self._offloading: Unit | None = None
         self._hidden: dict[int, Call] = {}
         self.is_in_transaction = False
 
@@ -93,7 +93,7 @@ class Scheduler:
             self._depth += 1
             try:
                 self._perform(events)
-                self.units[index].expose()
+                self.units[index].use_unsharded()
             except BaseException:
                 self._depth -= 1
                 events = self.sequencer.exit(call, Outcome.FAILED)
@@ -162,7 +162,7 @@ class Scheduler:
         self._perform(events[:after_reduces])
         self.observer.reductions_launched(backward)
         self._perform(events[after_reduces:])
-        self._land()
+        self._finish_offload()
         self.observer.step_end(backward)
         self._hidden.clear()
         for unit in self.units:
@@ -221,7 +221,7 @@ class Scheduler:
             self._perform(self.sequencer.request(kind, indices))
             if kind is EventKind.WAIT:
                 for index in filter(self.sequencer.is_usable, indices):  # and not freed meanwhile
-                    self.units[index].expose()
+                    self.units[index].use_unsharded()
             elif kind is EventKind.FREE:
                 self._conceal(indices)
 
@@ -247,7 +247,7 @@ class Scheduler:
             is_agreed = write_back
         finally:
             for index, unit in enumerate(self.units):
-                unit.end_hold(write_back=is_agreed)
+                unit.release_hold(write_back=is_agreed)
                 if is_agreed:
                     names = [parameter.name for parameter in unit.parameters]
                     self._versions.note(index, self.sequencer.tick, names)
@@ -269,7 +269,7 @@ class Scheduler:
         """Tell the other ranks and go back to shards."""
         self._links.abort(error)
         self.sequencer.abandon()
-        self._landing = None
+        self._offloading = None
         self._is_broken = False
         self._recovery.reset_units(error, self.observer.failed())
         self._hidden.clear()
@@ -310,35 +310,35 @@ class Scheduler:
     def _conceal(self, indices: Sequence[int]) -> None:
         for index in indices:
             if not self.sequencer.is_in_use(index):
-                self.units[index].conceal()
+                self.units[index].use_sharded()
 
     def _begin_backward_of(self, unit: Unit, _links: Communicator) -> None:
         unit.expects_gradients = True
-        unit.expose()
+        unit.use_unsharded()
 
     def _reduce(self, unit: Unit, links: Communicator) -> tuple[Work, ...]:
         all_reduces = self.sequencer.all_reduce_grads[self.units.index(unit)]
         self.observer.before_reduce(unit)
-        works = unit.launch_reduce(links.reduce, crosses=all_reduces)
+        works = unit.launch_reduce(links.reduce, all_reduces=all_reduces)
         if all_reduces:
             self.observer.after_reduce(unit, links)
         return works
 
     def _finish_reduce(self, unit: Unit, links: Communicator) -> None:
-        self._land()
+        self._finish_offload()
         unit.collect(links)
-        self._landing = unit
+        self._offloading = unit
         self.observer.collected(unit)
 
     def _step(self, unit: Unit, links: Communicator) -> None:
-        self._land()
+        self._finish_offload()
         self.observer.step(unit, links)
 
-    def _land(self) -> None:
+    def _finish_offload(self) -> None:
         """Hand over gradients that were reduced before, where they are on the host."""
-        landing, self._landing = self._landing, None
-        if landing is not None:
-            for gradients in landing.gradients:
+        offloading, self._offloading = self._offloading, None
+        if offloading is not None:
+            for gradients in offloading.gradients:
                 gradients.finish_offload()
 
 
@@ -347,7 +347,7 @@ _ACTIONS: dict[EventKind, Callable[[Scheduler, Unit, Communicator], tuple[Work, 
     EventKind.WAIT: lambda _, unit, links: unit.await_gather(links),
     EventKind.BACKWARD: Scheduler._begin_backward_of,
     EventKind.FREE: lambda _, unit, links: unit.free(links),
-    EventKind.RESHARD_TO_SUBGROUP: lambda _, unit, links: unit.launch_keep(links.gather),
+    EventKind.RESHARD_TO_SUBGROUP: lambda _, unit, links: unit.launch_subgroup_part(links.gather),
     EventKind.FREE_SUBGROUP: lambda _, unit, _links: unit.drop(),
     EventKind.REDUCE: Scheduler._reduce,
     EventKind.FINISH_REDUCE: Scheduler._finish_reduce,

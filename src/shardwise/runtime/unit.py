@@ -103,7 +103,7 @@ class FlatParameters:
         fill, shared = self._copy_shard(own_slot), self.buffer.shared_range()
         return collectives.all_gather(flat, self.axis.shards, label, fill, shared)
 
-    def launch_keep(self, collectives: Collectives, label: str) -> Work | None:
+    def launch_subgroup_part(self, collectives: Collectives, label: str) -> Work | None:
         """Get what the subgroup gathers from: out of what is gathered, or from the other rows."""
         part = self._pool.allocate_tensor(
             self.layout.num_elements // self._plan.subgroup,
@@ -120,7 +120,7 @@ class FlatParameters:
         own = part.view(column.size, -1)[column.index]
         return collectives.all_gather(part, column, label, self._copy_shard(own))
 
-    def drop_part(self) -> None:
+    def free_subgroup_part(self) -> None:
         if self._part is not None:
             self._pool.free(self._part.untyped_storage())
             self._part = None
@@ -133,7 +133,7 @@ class FlatParameters:
         fill = partial(copy_, own_slot, self.shard)
         return collectives.all_gather(held.flat, self.axis.shards, label, fill)
 
-    def expose_held(self) -> None:
+    def use_held(self) -> None:
         for parameter, view in self.held_parameters():
             parameter.use_tensor(view)
 
@@ -142,7 +142,7 @@ class FlatParameters:
         if self._held is not None:
             yield from zip(self.parameters, self._held.views, strict=True)
 
-    def end_hold(self, *, write_back: bool) -> None:
+    def release_hold(self, *, write_back: bool) -> None:
         """Forget what was written into the parameters that are held, or take it over."""
         if self._held is not None:
             if write_back:
@@ -221,23 +221,27 @@ class Unit:
         self._gathering += pending
         return tuple(pending)
 
-    def launch_keep(self, collectives: Collectives) -> tuple[Work, ...]:
+    def launch_subgroup_part(self, collectives: Collectives) -> tuple[Work, ...]:
         label = f"keep {self.plan.label}"
         cut = [flat for flat in self.flats if not flat.is_whole]
-        pending = [one for flat in cut if (one := flat.launch_keep(collectives, label)) is not None]
+        pending = [
+            one
+            for flat in cut
+            if (one := flat.launch_subgroup_part(collectives, label)) is not None
+        ]
         self._gathering += pending
         return tuple(pending)
 
     def drop(self) -> None:
         for flat in self.flats:
-            flat.drop_part()
+            flat.free_subgroup_part()
 
     def await_gather(self, links: Communicator) -> None:
         for pending in self._gathering:
             links.wait(pending)
         self._gathering = []
 
-    def expose(self) -> None:
+    def use_unsharded(self) -> None:
         """Put the dense parameters into the modules."""
         if not self._is_exposed:
             for flat in self.flats:
@@ -247,7 +251,7 @@ class Unit:
                 parameter.use_unsharded()
             self._is_exposed = True
 
-    def conceal(self) -> None:
+    def use_sharded(self) -> None:
         """Put the sharded parameters back."""
         if self._is_exposed:
             for parameter in self.parameters:
@@ -263,7 +267,7 @@ class Unit:
         for pending in self._gathering:
             links.wait(pending)
         self._gathering = []
-        self.conceal()
+        self.use_sharded()
         for flat in self.flats:
             if flat.buffer.is_acquired:
                 flat.buffer.release()
@@ -287,12 +291,12 @@ class Unit:
         self._gathering = []
         self._is_exposed = True
         for flat in self.flats:
-            flat.expose_held()
+            flat.use_held()
 
-    def end_hold(self, *, write_back: bool) -> None:
-        self.conceal()
+    def release_hold(self, *, write_back: bool) -> None:
+        self.use_sharded()
         for flat in self.flats:
-            flat.end_hold(write_back=write_back)
+            flat.release_hold(write_back=write_back)
 
     def forget_changes(self) -> None:
         """Do not mind that the gathered parameters were changed."""
@@ -301,7 +305,7 @@ class Unit:
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def claim_slot(
+    def claim_gradient(
         self, flat: FlatParameters, position: int, *, in_slot: bool
     ) -> tuple[Tensor, bool] | None:
         """Where to compute the gradient of a parameter; see `GradientBuffer.claim`."""
@@ -328,13 +332,13 @@ class Unit:
         flat.gradients.write(position, gradient)
         parameter.dense.grad = None
 
-    def launch_reduce(self, collectives: Collectives, *, crosses: bool) -> tuple[Work, ...]:
-        """Reduce the gradients over the row and, if it ``crosses``, over the column."""
+    def launch_reduce(self, collectives: Collectives, *, all_reduces: bool) -> tuple[Work, ...]:
+        """Reduce the gradients over the row, and over the column if ``all_reduces``."""
         label = f"reduce {self.plan.label}"
         for flat in self.flats:
             self._write_kept(flat)
         self._reducing = [
-            gradients.launch_reduce(collectives, label, crosses=crosses)
+            gradients.launch_reduce(collectives, label, all_reduces=all_reduces)
             for gradients in self.gradients
         ]
         self.expects_gradients = False
@@ -377,7 +381,7 @@ class Unit:
         assert self.is_quiet
         self._gathering, self._reducing = [], []
         self.expects_gradients = False
-        self.conceal()
+        self.use_sharded()
         self.forget_changes()
         for parameter in self.parameters:
             parameter.dense.grad = None
@@ -386,8 +390,8 @@ class Unit:
         for flat in self.flats:
             if flat.buffer.is_acquired:
                 flat.buffer.release()
-            flat.drop_part()
-            flat.end_hold(write_back=False)
+            flat.free_subgroup_part()
+            flat.release_hold(write_back=False)
 
     def _waits(self, gradients: GradientBuffer) -> bool:
         """Whether its gradients do, for their buffer would be open while units inside compute."""

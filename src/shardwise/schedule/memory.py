@@ -8,7 +8,7 @@ the first step runs. Four units, one of them gathered ahead::
            +---------------- time
 
 Finding the least memory is NP-hard (dynamic storage allocation, Garey & Johnson SR2). Here each
-buffer goes to the lowest offset that no neighbour (a buffer that is ever alive with it) covers, in
+buffer goes to the lowest offset that no neighbor (a buffer that is ever alive with it) covers, in
 a few orders. If none of them gets down to ``goal``, the best order is varied at random (from a
 fixed seed), which is enough for transformers and for units of very different sizes (docs/log.md).
 """
@@ -44,7 +44,7 @@ class MemoryPlan(Generic[Key]):
     """
 
     _sizes: dict[Key, int] = field(default_factory=dict)
-    _neighbours: dict[Key, set[Key]] = field(default_factory=dict)
+    _neighbors: dict[Key, set[Key]] = field(default_factory=dict)
     _offsets: dict[Key, int] = field(default_factory=dict)
     _unplaced: set[Key] = field(default_factory=set)  # what was observed since has no offset yet
     extent: int = 0
@@ -65,11 +65,11 @@ class MemoryPlan(Generic[Key]):
         if key not in self._sizes:
             self._unplaced.add(key)
         assert self._sizes.setdefault(key, size) == size
-        neighbours = self._neighbours.setdefault(key, set())
-        if not neighbours.issuperset(alive):
-            neighbours.update(alive)
+        neighbors = self._neighbors.setdefault(key, set())
+        if not neighbors.issuperset(alive):
+            neighbors.update(alive)
             for other in alive:
-                self._neighbours[other].add(key)
+                self._neighbors[other].add(key)
             self._unplaced.add(key)
         return None if key in self._unplaced else self._offsets.get(key)
 
@@ -80,8 +80,8 @@ class MemoryPlan(Generic[Key]):
         """
         keys = list(self._sizes)
         index = {key: i for i, key in enumerate(keys)}
-        neighbours = [[index[other] for other in self._neighbours[key]] for key in keys]
-        placement = place([self._sizes[key] for key in keys], neighbours, goal)
+        neighbors = [[index[other] for other in self._neighbors[key]] for key in keys]
+        placement = place([self._sizes[key] for key in keys], neighbors, goal)
         ends = {
             key: offset + self._sizes[key]
             for key, offset in zip(keys, placement.offsets, strict=True)
@@ -91,24 +91,22 @@ class MemoryPlan(Generic[Key]):
         self._unplaced.clear()
 
 
-def place(
-    sizes: Sequence[int], neighbours: Sequence[Collection[int]], goal: int
-) -> MemoryPlacement:
-    """Give each buffer an offset so that no two neighbours overlap.
+def place(sizes: Sequence[int], neighbors: Sequence[Collection[int]], goal: int) -> MemoryPlacement:
+    """Give each buffer an offset so that no two neighbors overlap.
 
     Args:
         sizes: of the buffers, in bytes.
-        neighbours: by buffer, the indices of those that are ever alive with it; symmetric.
+        neighbors: by buffer, the indices of those that are ever alive with it; symmetric.
         goal: stop trying at this extent, the most bytes that are alive at once.
     """
     orders = [
         sorted(range(len(sizes)), key=lambda i: -sizes[i]),
-        sorted(range(len(sizes)), key=lambda i: -len(neighbours[i])),
-        sorted(range(len(sizes)), key=lambda i: -sizes[i] * len(neighbours[i])),
+        sorted(range(len(sizes)), key=lambda i: -len(neighbors[i])),
+        sorted(range(len(sizes)), key=lambda i: -sizes[i] * len(neighbors[i])),
         list(range(len(sizes))),
     ]
-    order = min(orders, key=lambda order: _first_fit(sizes, neighbours, order).extent)
-    best = _first_fit(sizes, neighbours, order)
+    order = min(orders, key=lambda order: _first_fit(sizes, neighbors, order).extent)
+    best = _first_fit(sizes, neighbors, order)
     chance = random.Random(_SEED)
     tries = min(_MAX_TRIES, _MAX_WORK // max(1, len(sizes)))
     while best.extent > goal and tries:
@@ -116,20 +114,20 @@ def place(
         varied = list(order)
         earlier = chance.randrange(len(varied)) if chance.random() < 0.5 else 0  # noqa: PLR2004
         varied.insert(earlier, varied.pop(chance.randrange(len(varied))))
-        found = _first_fit(sizes, neighbours, varied)
+        found = _first_fit(sizes, neighbors, varied)
         if found.extent <= best.extent:
             order, best = varied, found
     return best
 
 
 def _first_fit(
-    sizes: Sequence[int], neighbours: Sequence[Collection[int]], order: Sequence[int]
+    sizes: Sequence[int], neighbors: Sequence[Collection[int]], order: Sequence[int]
 ) -> MemoryPlacement:
     offsets = [-1] * len(sizes)
     extent = 0
     for i in order:
         offset = 0
-        for start, other in sorted((offsets[j], j) for j in neighbours[i] if offsets[j] >= 0):
+        for start, other in sorted((offsets[j], j) for j in neighbors[i] if offsets[j] >= 0):
             if start - offset >= sizes[i]:
                 break
             offset = max(offset, start + sizes[other])
