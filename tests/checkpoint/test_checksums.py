@@ -4,8 +4,7 @@ import random
 import zlib
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from zlib_ng.zlib_ng import crc32_combine
 
 from shardwise.checkpoint.checksums import (

@@ -6,8 +6,7 @@ from itertools import pairwise
 from math import lcm
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shardwise.plan.packing import Packing, Piece, pack
 

@@ -3,8 +3,7 @@
 import math
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shardwise.plan.layout import Run
 from shardwise.runtime.distributed_checkpoint import boxes, chunks_of

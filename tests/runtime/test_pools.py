@@ -6,8 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out

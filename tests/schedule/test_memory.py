@@ -1,8 +1,7 @@
 """Offsets in one piece of memory: neighbors never overlap, and little is left over."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shardwise.schedule.memory import MemoryPlacement, MemoryPlan, place
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch.distributed.fsdp import (
     BackwardPrefetch,
+    CPUOffload as TorchCPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -18,7 +19,6 @@ from torch.distributed.fsdp import (
     StateDictSettings,
     StateDictType,
 )
-from torch.distributed.fsdp import CPUOffload as TorchCPUOffload
 
 __all__ = [
     "BackwardPrefetch",

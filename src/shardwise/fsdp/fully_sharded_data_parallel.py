@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.api import fully_shard
 from shardwise.errors import PlanError
-from shardwise.fsdp import api, optim_states
-from shardwise.fsdp import state_dict_type as state_dicts
+from shardwise.fsdp import api, optim_states, state_dict_type as state_dicts
 from shardwise.fsdp.materialize import materialize
 from shardwise.fsdp.names import WRAPPED, clean_name
 from shardwise.fsdp.options import (

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp.wrap import CustomPolicy as TorchCustomPolicy
 from torch.distributed.fsdp.wrap import (
+    CustomPolicy as TorchCustomPolicy,
     ModuleWrapPolicy,
     _module_wrap_policy,
     _or_policy,
