@@ -26,7 +26,7 @@ USAGE_ERRORS = {
     "--steps 0": "--steps 0: expected 1 or more",
     "--steps two": "Invalid value for '--steps'",
     "--nproc 0": "--nproc 0: expected 1 or more ranks",
-    "--corrupt head.weight": "--corrupt head.weight: name the model",
+    "--corrupt head.weight": "--corrupt head.weight: name the MODEL",
     "--frobnicate": "No such option: --frobnicate",
 }
 

@@ -8,7 +8,7 @@ import torch
 from tests.fsdp import programs2 as programs
 from tests.fsdp.both import DEADLINE, TOLERANCE, Program, name_of, run_both
 from tests.fsdp.programs2 import OPTIMIZERS
-from tests.ranks import run_on
+from tests.ranks import close_pools, run_on
 
 BF16, F32 = torch.bfloat16, torch.float32
 LIMITS = [(m, t) for m in (0.01, 100.0) for t in (1.0, 2.0, 3.0)]
@@ -117,5 +117,6 @@ def test_fully_shard_of_the_package_root(case: tuple[Program, dict[str, Any]]) -
 
 
 def test_fully_shard_of_the_package_root_on_a_2d_mesh() -> None:
+    close_pools()  # torch caches what it found for an equal mesh, whose groups may be gone by now
     case = (programs.hybrid, {"reshard": None})
     run_on(4, run_both, *case, TOLERANCE, "tests.fsdp.sw_namespace", deadline=DEADLINE)

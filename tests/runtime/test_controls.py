@@ -149,7 +149,7 @@ def test_random_numbers_are_those_of_one_process() -> None:
 def test_generators_that_differ_are_refused() -> None:
     model = sharded()
     torch.manual_seed(rank())
-    with pytest.raises(sw.ShardedTensorError, match="generators are in different states"):
+    with pytest.raises(sw.ShardedTensorError, match="generators in the same state"):
         nn.init.normal_(model.first.weight)
 
 

@@ -81,7 +81,7 @@ def test_a_mesh_and_its_errors() -> None:
     two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     assert_equal_training("stack", mesh=two["shard"])
     with pytest.raises(sw.PlanError, match="2 dimensions"):
-        sw.fully_shard(Block(), mesh=two)
+        sw.fully_shard(Block(), mesh=two, strategy="fsdp")
 
 
 @on_ranks(4)

@@ -2,6 +2,7 @@
 
 import inspect
 import threading
+import weakref
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -33,7 +34,9 @@ def _by_torch(world: RankGroup, device: torch.device, name: str) -> ProcessGroup
 
 @on_ranks(2)
 def test_slots_follow_the_order_of_the_mesh_without_point_to_point() -> None:
-    with mock.patch.object(module, "make_collectives", _by_torch):
+    unused: Any = weakref.WeakKeyDictionary()
+    new = mock.patch.object(module, "_communicators", unused)
+    with new, mock.patch.object(module, "make_collectives", _by_torch):
         for order in ([0, 1], [1, 0]):
             mesh = DeviceMesh("cpu", order)
             assert_equal_training("stack", mesh=mesh)

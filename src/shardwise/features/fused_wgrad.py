@@ -22,7 +22,6 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from shardwise import _private
-from shardwise.errors import StepError
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import FlatParameters
@@ -37,7 +36,6 @@ __all__ = [
 ]
 
 _OFFER = "_shardwise_slot"
-_SHARDED = "_shardwise_sharded"
 _LEAST_ELEMENTS = 1 << 16  # a Python function costs autograd more than copying fewer does
 
 # Where to compute a gradient, and whether it is to be added to one that is there.
@@ -58,8 +56,6 @@ def offer_slots(runtime: Runtime) -> None:
             for position, parameter in enumerate(flat.parameters):
                 claim = partial(_claim_slot, scheduler, index, weakref.ref(flat), position)
                 offer_slot(parameter.dense, claim)
-                sharded = partial(_sharded_at, weakref.ref(flat), position)
-                parameter.dense.__dict__[_SHARDED] = sharded
 
 
 def let_compute_in_slot(module: nn.Module) -> None:
@@ -84,11 +80,6 @@ def _claim_slot(
         return None
     in_slot = all(map(computes_in_slot, flat.parameters[position].modules))
     return scheduler.units[index].claim_gradient(flat, position, in_slot=in_slot)
-
-
-def _sharded_at(flat_ref: weakref.ref[FlatParameters], position: int) -> Tensor | None:
-    flat = flat_ref()
-    return None if flat is None else flat.parameters[position].sharded
 
 
 def offer_slot(weight: nn.Parameter, offer: SlotOffer) -> None:
@@ -117,8 +108,7 @@ class SlotLinear(nn.Linear):
         if input.requires_grad and _private.has_saved_tensors_hooks():
             input = _Saved.apply(input, weight)  # type: ignore[no-untyped-call]  # noqa: A001
             before = input.grad_fn
-        sharded = _sharded_of(weight)
-        output: Tensor = _Linear.apply(input, weight, self.bias, offer, before, sharded)  # type: ignore[no-untyped-call]
+        output: Tensor = _Linear.apply(input, weight, self.bias, offer, before)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -131,8 +121,7 @@ class SlotEmbedding(nn.Embedding):
         if offer is None or not self.is_plain or not _is_plain(input, weight):
             return super().forward(input)
         padding = -1 if self.padding_idx is None else self.padding_idx
-        sharded = _sharded_of(weight)
-        output: Tensor = _Embedding.apply(input, weight, padding, offer, sharded)  # type: ignore[no-untyped-call]
+        output: Tensor = _Embedding.apply(input, weight, padding, offer)  # type: ignore[no-untyped-call]
         return output
 
     @property
@@ -173,13 +162,7 @@ class _Saved(torch.autograd.Function):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        offer: SlotOffer,
-        before: Any,
-        _sharded: Tensor | None,  # for `_check_inputs`
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offer: SlotOffer, before: Any
     ) -> Tensor:
         """``before``: the node of `_Saved`, if that has saved them."""
         if before is None:
@@ -190,7 +173,6 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients  # [..., outputs]
-        _check_inputs(ctx)
         saved = ctx if ctx.before is None else ctx.before
         x, weight = saved.saved_tensors  # [..., inputs], [outputs, inputs]
         rows = gradient.reshape(-1, weight.shape[0])
@@ -208,19 +190,12 @@ class _Linear(torch.autograd.Function):
                 else:
                     of_weight = torch.mm(rows.t(), inputs, out=slot)
         of_x = gradient @ weight if needs_x else None
-        return of_x, of_weight, rows.sum(0) if needs_bias else None, None, None, None
+        return of_x, of_weight, rows.sum(0) if needs_bias else None, None, None
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        padding: int,
-        offer: SlotOffer,
-        _sharded: Tensor | None,  # for `_check_inputs`
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, padding: int, offer: SlotOffer) -> Tensor:
         ctx.save_for_backward(x)
         ctx.padding, ctx.offer, ctx.num_rows = padding, offer, weight.shape[0]
         return functional.embedding(x, weight)
@@ -228,14 +203,13 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients  # [..., width]
-        _check_inputs(ctx)
         (x,) = ctx.saved_tensors  # [...]
         offered = ctx.offer() if _goes_to_grad(ctx.next_functions[1][0]) else None
         if offered is None:
             whole: Tensor = torch.ops.aten.embedding_dense_backward(
                 gradient, x, ctx.num_rows, ctx.padding, False
             )
-            return None, whole, None, None, None
+            return None, whole, None, None
         slot, is_begun = offered
         if not is_begun:
             slot.zero_()
@@ -246,34 +220,7 @@ class _Embedding(torch.autograd.Function):
         sums.index_add_(0, places.flatten(), gradient.reshape(-1, slot.shape[1]).to(total))
         sums[numbers == ctx.padding] = 0
         slot.index_add_(0, numbers, sums.to(slot.dtype))
-        return None, None if is_begun else slot, None, None, None
-
-
-def _sharded_of(weight: Tensor) -> Tensor | None:
-    sharded: Tensor | None = weight.__dict__[_SHARDED]()
-    return sharded
-
-
-def _check_inputs(ctx: Any) -> None:
-    """Refuse a backward that wants a gradient of the sharded parameter and none of the weight.
-
-    The sharded parameter is an input of the node for this alone, or autograd would not come here.
-
-    Raises:
-        StepError: so it is in ``backward(inputs=model.parameters())``.
-    """
-    weight, sharded = ctx.next_functions[1][0], ctx.next_functions[-1][0]
-    try:
-        is_wanted = sharded is not None and _private.will_execute(sharded)
-        if not is_wanted or _private.will_execute(weight):
-            return
-    except RuntimeError:  # in `torch.autograd.grad`, which says itself that there is none
-        return
-    raise StepError(
-        "loss.backward(inputs=...) was called with sharded parameters, but units compute with "
-        "others; call loss.backward() and read parameter.grad, with requires_grad_(False) on "
-        "parameters that need no gradient"
-    )
+        return None, None if is_begun else slot, None, None
 
 
 def _offer_of(weight: Tensor) -> SlotOffer | None:

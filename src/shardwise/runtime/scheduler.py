@@ -121,6 +121,8 @@ class Scheduler:
         self.recover()
         for unit in self._with_copies:
             unit.expect_changes()
+        for unit in self.units:  # `Module.to` before the step is no change within it
+            unit.reclaim_locals()
         self._versions.update(self.sequencer.tick)
         self.ledger.begin_forward()
 

@@ -350,6 +350,12 @@ class Unit:
             self._write_kept(flat)
         self.expects_gradients = False
 
+    def reclaim_locals(self) -> None:
+        """Notice parameters whose memory was replaced between steps."""
+        if not self._is_exposed:
+            for flat in self.flats:
+                flat.reclaim_locals()
+
     def expect_changes(self) -> None:
         """The shards may have been changed since they were last brought to the device."""
         for flat in self.flats:

@@ -249,23 +249,6 @@ def test_the_gradient_accumulator_of_a_sharded_parameter_is_not_revealed() -> No
         assert model.first.weight.view_as(model.first.weight) is not None
 
 
-@on_ranks(2)
-def test_backward_to_sharded_inputs_is_refused() -> None:
-    """Units compute with other parameters, so autograd would find nothing to do."""
-    model = sw.fully_shard(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)))
-    x = torch.randn(4, 256, requires_grad=True)
-    for _ in range(2):
-        with pytest.raises(sw.StepError, match=r"loss\.backward\(inputs=\.\.\.\)"):
-            model(x).sum().backward(inputs=list(model.parameters()))
-        with pytest.raises(RuntimeError, match=r"not have been used in the graph"):
-            torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    model(x).sum().backward(inputs=[x])
-    assert x.grad is not None
-    assert all(parameter.grad is None for parameter in model.parameters())
-    model(x).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 # -- steps in backward -----------------------------------------------------------------------------
 
 
