@@ -52,7 +52,6 @@ from shardwise.runtime.unit import Unit
 from shardwise.schedule.events import EventKind
 from shardwise.train.model import GPT, Block, Shape
 from shardwise.transport.api import Work
-from shardwise.transport.communicator import communicator
 
 SIZES = {
     "50M": Shape(vocabulary=4096, context=128, width=640, layers=10, heads=10),
@@ -153,12 +152,10 @@ class Trainee:
 
     def planned_bytes(self) -> int:
         runtime = runtime_of_root(self.model)
-        link = communicator(runtime.axis.world, runtime.pools.device).reduce
         several, holds = self.combination.num_parts > 1, self.combination.holds
         accumulates = several and not holds
         memory = step_memory(
             runtime.plan,
-            transport=link.capabilities,
             accumulates=accumulates,
             unreduced=holds,
             on_cpu=True,

@@ -5,15 +5,18 @@ fallback are listed in `OPTIONAL`.
 """
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload  # the type of what `__torch_dispatch__` is called with
 from torch.autograd import Variable, forward_ad
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
 from torch.utils import _pytree as pytree  # torch's own containers; there is no public module
 from torch.utils._python_dispatch import TorchDispatchMode  # its public alias has no c10d operators
 
@@ -27,8 +30,11 @@ __all__ = [
     "disabled_torch_function",
     "eval_frame",
     "gradient_hooks",
+    "group_timeout",
     "has_saved_tensors_hooks",
     "is_transformed_by_functorch",
+    "new_nccl_group",
+    "new_registered_group",
     "num_storage_references",
     "num_tensor_references",
     "pytree",
@@ -46,6 +52,13 @@ REQUIRED = (
     "torch._C._storage_Use_Count",
     "torch._C._will_engine_execute_node",
     "torch.Tensor._use_count",
+    "torch.distributed.ProcessGroup._device_types",
+    "torch.distributed.ProcessGroup._get_backend",
+    "torch.distributed.ProcessGroup._register_backend",
+    "torch.distributed.ProcessGroup._set_default_backend",
+    "torch.distributed.distributed_c10d._get_default_store",
+    "torch.distributed.distributed_c10d._new_process_group_helper",
+    "torch.distributed.distributed_c10d._world",
 )
 OPTIONAL = ("torch.UntypedStorage._swap_data_ptr_",)  # new in 2.13; `resize_` does the same, slower
 
@@ -152,3 +165,59 @@ def default_store() -> Store:
     """The store of the job; one of our own would need an address of its own."""
     store: Store = distributed_c10d._get_default_store()
     return store
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """The timeout that ``group`` was made with, which has no public name; or else the default."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            timeout: timedelta = options._timeout
+            return timeout
+    return default_pg_timeout
+
+
+def new_registered_group(
+    ranks: Sequence[int], backend: str, name: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A process group of ``ranks`` of the job, made by these alone.
+
+    The public function names groups by a count, which differs between ranks.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        backend,
+        default_store(),
+        GroupName(name),
+        timeout=timeout,
+        device_id=world.bound_device_id,
+    )
+    assert isinstance(made, dist.ProcessGroup)
+    distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    return made
+
+
+def new_nccl_group(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """NCCL between some ranks of a job that is bound to devices.
+
+    The public function splits the communicator of the job, for which it needs all of its ranks.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    assert world.bound_device_id is not None
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.global_ranks_in_group = list(ranks)
+    options.group_name = GroupName(name)
+    store = PrefixStore(name, default_store())
+    own = ranks.index(dist.get_rank())
+    kind = dist.ProcessGroup.BackendType.NCCL
+    group = dist.ProcessGroup(store, own, len(ranks))
+    group._set_default_backend(kind)
+    backend = dist.ProcessGroupNCCL(store, own, len(ranks), options)
+    group._register_backend(world.bound_device_id, kind, backend)
+    return group

@@ -13,6 +13,7 @@
         ├── RanksDiverged                ranks wait for different things
         ├── PeerAborted                  another rank raised; its message is in this one
         └── PeerLost                     another rank is gone or its connection broke
+            └── PeerSilent               its process gives no sign of life, and may come back
 """
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "ConfigError",
     "PeerAborted",
     "PeerLost",
+    "PeerSilent",
     "PlanError",
     "RankError",
     "RanksDiverged",
@@ -75,3 +77,7 @@ class PeerAborted(StepError):
 
 class PeerLost(StepError):
     """Another rank died or its connection broke; the process group cannot be used again."""
+
+
+class PeerSilent(PeerLost):
+    """Another rank's process gives no sign of life; if it comes back, so does the group."""

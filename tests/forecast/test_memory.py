@@ -1,16 +1,13 @@
 """What a rank holds, as the plan foresees it."""
 
-import pytest
 import torch
 from torch import nn
 
 from shardwise.forecast.memory import step_memory
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.precision import MixedPrecisionPolicy
-from shardwise.transport.api import Capabilities, Operation, RankGroup, Stage
 
 UNIT = 4 * 16 * 16  # bytes of one layer
-EXCHANGES = Capabilities(point_to_point=True)
 
 
 def plan_of(depth: int, *, world_size: int = 2, head: bool = False, **options: object) -> Plan:
@@ -40,7 +37,7 @@ def test_gradients_of_earlier_backwards_are_there_between_steps() -> None:
 
 
 def test_the_peak_is_two_units_and_the_buffers_of_two_reductions() -> None:
-    memory = step_memory(plan_of(5), transport=EXCHANGES)
+    memory = step_memory(plan_of(5))
     assert memory.transient_bytes == 2 * UNIT + 2 * UNIT
     # When the last unit is gathered again, and those before the one that computes were reduced.
     assert memory.peak_event == "gather layers.0"
@@ -49,16 +46,12 @@ def test_the_peak_is_two_units_and_the_buffers_of_two_reductions() -> None:
 
 
 def test_a_sum_that_is_cast_goes_to_the_gradients_at_once() -> None:
-    """It is made where this rank's own part was, so what others send takes scratch."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     plan = plan_of(1, precision=policy, world_size=1, strategy="ddp", replicas=2)
-    memory = step_memory(plan, transport=EXCHANGES)
+    memory = step_memory(plan)
     assert memory.peak_event == "reduce layers.0"
-    # Parameters; the buffer and what comes in bfloat16; gradients.
-    assert memory.peak_bytes == UNIT + 2 * UNIT // 2 + UNIT
-    many = 1 << 16
-    casting = [_scratch(many, row, 1, is_cast=True) for row in (1, 2, 4)]
-    assert casting == [0, many // 2, 3 * many // 4]
+    # Parameters; the buffer in bfloat16; gradients.
+    assert memory.peak_bytes == UNIT + UNIT // 2 + UNIT
 
 
 def test_without_prefetch_one_unit_less_is_gathered() -> None:
@@ -75,7 +68,7 @@ def test_a_root_that_is_largest_peaks_while_its_gradients_wait() -> None:
     model = nn.Module()
     model.block = Layer()
     model.head = nn.Linear(16, 16 * 100, bias=False)
-    memory = step_memory(make_plan(model, units=Layer, world_size=2), transport=EXCHANGES)
+    memory = step_memory(make_plan(model, units=Layer, world_size=2))
     # It is whole, and so are its gradients, and the block. When it is reduced it has been freed,
     # and its gradients are gone from where they waited before it gets its own.
     assert memory.peak_event == "backward block"
@@ -86,58 +79,30 @@ def test_frozen_units_take_no_gradients() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList(Layer() for _ in range(4))
     model.requires_grad_(requires_grad=False)
-    memory = step_memory(make_plan(model, units=Layer, world_size=2), transport=EXCHANGES)
+    memory = step_memory(make_plan(model, units=Layer, world_size=2))
     assert memory.between_steps_bytes == 4 * UNIT // 2
     assert memory.transient_bytes == 2 * UNIT
 
 
 def test_whole_parameters_are_never_gathered() -> None:
-    memory = step_memory(plan_of(5, world_size=1, strategy="ddp", replicas=4), transport=EXCHANGES)
+    memory = step_memory(plan_of(5, world_size=1, strategy="ddp", replicas=4))
     assert memory.between_steps_bytes == 5 * UNIT
-    assert memory.transient_bytes == 2 * (UNIT + 3 * UNIT)
+    assert memory.transient_bytes == 2 * UNIT
     # At the last one all gradients are there, and the buffers of the last two are among them.
-    assert memory.peak_bytes == 2 * 5 * UNIT + 2 * 3 * UNIT
+    assert memory.peak_bytes == 2 * 5 * UNIT
 
 
 def test_the_cpu_keeps_what_gradients_are_reduced_in() -> None:
     plan = plan_of(5, world_size=1, strategy="ddp", replicas=4)
-    memory = step_memory(plan, transport=EXCHANGES, on_cpu=True)
+    memory = step_memory(plan, on_cpu=True)
     assert memory.between_steps_bytes == memory.gradient_bytes + 5 * UNIT == 2 * 5 * UNIT
-    assert memory.peak_bytes == 2 * 5 * UNIT + 2 * 3 * UNIT, "as where they are not kept"
+    assert memory.peak_bytes == 2 * 5 * UNIT, "as where they are not kept"
     assert step_memory(plan_of(5), on_cpu=True) == step_memory(plan_of(5)), "shards are not"
 
 
-@pytest.mark.parametrize("exchanges", [False, True])
-def test_accumulation_takes_a_target_for_each_reduction(exchanges: bool) -> None:
+def test_accumulation_takes_a_target_for_each_reduction() -> None:
     plan = plan_of(5)
-    first = step_memory(plan, transport=Capabilities(point_to_point=exchanges))
-    later = step_memory(plan, transport=Capabilities(point_to_point=exchanges), accumulates=True)
+    first, later = (step_memory(plan, accumulates=accumulates) for accumulates in (False, True))
     assert later.transient_bytes - first.transient_bytes == 2 * UNIT // 2
     # Shards of gradients of the units still to come are there, too.
     assert later.peak_bytes - first.peak_bytes == 2 * UNIT // 2 + 2 * UNIT // 2
-
-
-def test_an_all_reduce_in_parts_takes_no_more_than_its_buffer() -> None:
-    few, many = 1 << 10, 1 << 16
-    assert [_scratch(few, 1, column) for column in (1, 2, 4)] == [0, few, 3 * few]
-    assert [_scratch(many, 1, column) for column in (1, 2, 4)] == [0, many // 2, 3 * many // 4]
-
-
-def test_a_reduce_scatter_among_two_takes_no_scratch() -> None:
-    many = 1 << 16
-    assert [_scratch(many, row, 1) for row in (1, 2, 4)] == [0, 0, 2 * many // 4]
-
-
-def test_of_two_levels_the_first_sum_has_no_place_of_its_own() -> None:
-    many = 1 << 16
-    scratch = [_scratch(many, row, 8, two_level=True) for row in (1, 2, 4)]
-    assert scratch == [6 * many // 8, many // 2, 3 * many // 4]
-
-
-def _scratch(
-    flat_elements: int, row: int, column: int, *, two_level: bool = False, is_cast: bool = False
-) -> int:
-    inner, outer = (RankGroup(tuple(range(size)), 0) for size in (row, column))
-    operation = Operation.REDUCE_SCATTER if two_level else Operation.ALL_REDUCE
-    stages = (Stage(Operation.REDUCE_SCATTER, inner), Stage(operation, outer))
-    return EXCHANGES.reduction_scratch(flat_elements, stages, is_cast=is_cast)

@@ -127,7 +127,6 @@ def _measure(
         _step(model, holds=holds)
     planned = step_memory(
         runtime.plan,
-        transport=communicator(runtime.axis.world, runtime.pools.device).reduce.capabilities,
         accumulates=accumulates,
         unreduced=holds,
         steps_in_backward=steps_in_backward,
@@ -183,6 +182,6 @@ def _live_bytes(runtime: Runtime) -> int:
 def _in_common(pool: Pool) -> Iterator[tuple[int, int]]:
     """Addresses and sizes of memory that is mapped for it."""
     if pool.shared is not None:
-        opened = [one.memory for one in pool.shared._opened.values()]
+        opened = [one[1] for one in pool.shared._opened.values()]
         for memory in (*pool.shared._own.values(), *opened):
             yield torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), len(memory)

@@ -17,19 +17,18 @@ from shardwise.plan.strategy import PRESETS
 from shardwise.runtime.mesh import DataParallelMesh, resolve_mesh
 from shardwise.transport.api import (
     CollectiveId,
-    Collectives,
     Operation,
     RankGroup,
     Reduction,
     Stage,
     Work,
 )
-from shardwise.transport.communicator import Communicator, communicator
+from shardwise.transport.communicator import Collectives, Communicator, communicator
 from shardwise.transport.health.heartbeat import Patience
 from shardwise.transport.health.status import QueueState
 from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.host.point_to_point import _PIECE_BYTES
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.transport.test_point_to_point import only
 
 if TYPE_CHECKING:
@@ -48,19 +47,55 @@ CASTS = [
 IMPATIENT = 0.05  # seconds between the looks at a wait that takes long
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_all_reduces_are_those_of_the_backend(world_size: int) -> None:
-    run_on(world_size, _compare_all_reduce)
+@on_ranks(2, 3, 4)
+def test_all_reduces_are_those_of_the_backend() -> None:
+    """Whole; and in parts, with a rest that no part has."""
+    mesh = _mesh("ddp")
+    links, stages = communicator(mesh.world, CPU), mesh.reduction
+    for size in (*SIZES[1:], 20_003, 4 * WINDOWS + 3):
+        flat = torch.randint(0, 50, (size,)).add_(links.rank).float()
+        out = torch.empty_like(flat)
+        links.wait(links.reduce.reduce(Reduction(flat, out, None, out, stages), "reduce"))
+        expected = flat.clone()
+        dist.all_reduce(expected)
+        assert torch.equal(out, expected), size
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_results_are_those_of_torch(world_size: int) -> None:
-    run_on(world_size, _compare)
+@on_ranks(2, 3, 4)
+def test_results_are_those_of_torch() -> None:
+    links = _links()
+    for dtype in DTYPES:
+        for size in SIZES:
+            # Small integers: their sums are exact in every dtype, in whatever order.
+            own = torch.randint(0, 50, (size,)).add_(links.rank).to(dtype)
+            pending, gathered = _gather(links, own)
+            links.wait(pending)
+            expected = torch.empty_like(gathered)
+            dist.all_gather_into_tensor(expected, own)
+            assert torch.equal(gathered, expected), f"{size} of {dtype}"
+
+            flat = torch.randint(0, 50, (links.num_ranks * size,)).add_(links.rank).to(dtype)
+            before = flat.clone()
+            pending, out = _reduce(links, flat)
+            links.wait(pending)
+            expected = torch.empty_like(out)
+            dist.reduce_scatter_tensor(expected, flat)
+            assert torch.equal(out, expected), f"{size} of {dtype}"
+            assert torch.equal(flat, before), "what is reduced is only read"
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_sums_are_taken_in_the_order_of_ranks(world_size: int) -> None:
-    run_on(world_size, _sum_in_order)
+@on_ranks(3, 4)
+def test_sums_are_taken_in_the_order_of_ranks() -> None:
+    links = _links()
+    ranks = links.num_ranks
+    for dtype, size in itertools.product((torch.float32, torch.bfloat16), (33, 20_001, WINDOWS)):
+        everyone = torch.randn(ranks, ranks, size).to(dtype)  # the same on every rank
+        pending, out = _reduce(links, everyone[links.rank].reshape(-1))
+        links.wait(pending)
+        expected = everyone[0, links.rank].clone()
+        for rank in range(1, ranks):
+            expected += everyone[rank, links.rank]
+        assert torch.equal(out, expected), "to the last bit"
 
 
 @pytest.mark.parametrize("way", ["memory", "gloo"])
@@ -68,68 +103,230 @@ def test_sums_are_taken_in_the_order_of_ranks(world_size: int) -> None:
     ("preset", "world_size"),
     [*itertools.product(("fsdp", "ddp"), (1, 2, 3, 4)), ("hsdp", 4), ("hfsdp", 4)],
 )
-def test_sums_are_cast_to_where_they_go(preset: str, world_size: int, way: str) -> None:
-    run_on(world_size, _sum_and_cast, preset, way)
+@on_ranks()
+def test_sums_are_cast_to_where_they_go(preset: str, way: str) -> None:
+    strategy, size = PRESETS[preset], dist.get_world_size()
+    factor = size // 2 if strategy.num_axes > 1 else None
+    mesh = resolve_mesh(None, strategy, sharding_factor=factor)
+    with only(way):
+        links = Communicator(mesh.world, CPU)
+    for (of, to), num_elements in itertools.product(CASTS, (33, 20_001, WINDOWS)):
+        _check_cast(mesh, links, of, to, num_elements)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_link_runs_its_collectives_in_order(world_size: int) -> None:
-    assert len({tuple(tags) for tags in run_on(world_size, _order)}) == 1
+@on_ranks(2, 4)
+def test_collectives_of_a_queue_run_in_order() -> None:
+    links = _links()
+    before, other = _state(links.gather), _state(links.reduce)
+    launched = [
+        _gather(links, torch.full((number,), float(number)), f"gather {number}")
+        for number in range(8)
+    ]
+    pendings = [pending for pending, _ in launched]
+    links.wait(pendings[-1])
+    for number, (pending, flat) in enumerate(launched):
+        assert pending.done, "those before it have ended"
+        assert torch.equal(flat, torch.full_like(flat, number))
+    times = [moment for pending in pendings for moment in pending.span]
+    assert times == sorted(times)
+    numbers = range(before.issued + 1, before.issued + 9)
+    collectives = [pending.collective for pending in pendings]
+    ranks = links.world.ranks
+    assert collectives == [
+        CollectiveId(number, f"gather {size}", 4 * size, ranks)
+        for size, number in enumerate(numbers)
+    ]
+    after = _state(links.gather)
+    assert after.issued == before.issued + 8
+    tags = [collective.tag for collective in collectives if collective is not None]
+    assert list(after.ended)[-8:] == tags
+    assert all(after.has_begun(one) for one in collectives if one is not None)
+    assert _state(links.reduce) == other, "the other link has its own numbers"
+    by_rank: list[list[int]] = [[]] * links.num_ranks
+    dist.all_gather_object(by_rank, tags)
+    assert all(others == tags for others in by_rank)
 
 
+@on_ranks(3)
 def test_launching_returns_before_the_slowest_rank_arrives() -> None:
-    run_on(3, _launch_early)
+    """The last rank comes only when the others have returned from launching."""
+    links = _links()
+    is_last = links.rank == links.num_ranks - 1
+    if is_last:
+        dist.barrier()
+        time.sleep(0.05)
+    arrived = time.perf_counter()
+    gathering, gathered = _gather(links, torch.ones(3))
+    reducing, reduced = _reduce(links, torch.ones(3 * links.num_ranks))
+    if not is_last:
+        assert not gathering.done
+        assert not reducing.done
+        arrived = time.perf_counter()
+        dist.barrier()
+    for pending, result, expected in ((gathering, gathered, 1.0), (reducing, reduced, 3.0)):
+        links.wait(pending)
+        assert torch.equal(result, torch.full_like(result, expected))
+        assert pending.span[1] > arrived
 
 
+@on_ranks(2)
 def test_gathers_do_not_queue_behind_reductions() -> None:
-    run_on(2, _two_links)
+    links = _links()
+    if links.rank == 0:
+        reducing, out = _reduce(links, torch.ones(6))
+        _check_gather(links)
+        assert not reducing.done
+    else:
+        _check_gather(links)
+        dist.barrier()
+        reducing, out = _reduce(links, torch.ones(6))
+    if links.rank == 0:
+        dist.barrier()
+    links.wait(reducing)
+    assert torch.equal(out, torch.full((3,), 2.0))
 
 
-def test_what_is_sent_is_filled_in_when_its_turn_comes() -> None:
-    run_on(2, _fill_late)
+@on_ranks(2)
+def test_a_slot_is_filled_when_its_turn_comes() -> None:
+    """A gather that waits behind another does not write into its buffer yet."""
+    links = _links()
+    if links.rank == 0:
+        first, _ = _gather(links, torch.ones(3))
+        second, flat = _gather(links, torch.ones(3))
+        assert not first.wait(0.1)
+        assert torch.equal(flat, torch.full((6,), -1.0))
+        dist.barrier()
+    else:
+        dist.barrier()
+        _gather(links, torch.ones(3))
+        second, flat = _gather(links, torch.ones(3))
+    links.wait(second)
+    assert torch.equal(flat, torch.ones(6))
 
 
 @pytest.mark.parametrize("difference", ["label", "size", "number"])
-def test_different_tickets_never_mix(difference: str) -> None:
-    texts = run_on(2, _diverge, difference)
-    assert "rank 0: step 5, testing, waits for" in texts[0]
-    assert "rank 1: step 5, testing, waits for" in texts[0]
+@on_ranks(2)
+def test_different_collectives_never_mix(difference: str) -> None:
+    links = _links()
+    _check_gather(links)
+    odd = links.rank == 1
+    if odd and difference == "number":
+        assert isinstance(links.gather, HostCollectives)
+        links.gather._issued += 1
+    size = 5 if odd and difference == "size" else 3
+    label = "gather b" if odd and difference == "label" else "gather a"
+    with _hurried(links):
+        pending, flat = _gather(links, torch.full((size,), 8.0), label)
+        with pytest.raises(sw.RanksDiverged) as caught:
+            links.wait(pending)
+        own = flat.view(2, -1)[links.rank]
+        assert torch.equal(own, torch.full((size,), 8.0))
+        assert torch.equal(flat.view(2, -1)[1 - links.rank], torch.full((size,), -1.0))
+        links.recover()
+        assert pending.done
+        for _ in range(3):
+            _check_gather(links)
+    issued = [0, 0]
+    dist.all_gather_object(issued, _state(links.gather).issued)
+    assert issued[0] == issued[1], "back in step"
+    texts = [""] * 2
+    dist.all_gather_object(texts, str(caught.value))
     assert texts[0] == texts[1], "the same on every rank"
+    for number in range(2):
+        assert f"rank {number}: step 5, testing, waits for" in texts[0]
 
 
 @pytest.mark.parametrize("aborting", [0, 2])
+@on_ranks(3)
 def test_an_error_on_one_rank_reaches_those_that_wait_for_it(aborting: int) -> None:
-    run_on(3, _abort, aborting)
+    links = _links()
+    with _hurried(links):
+        for round_ in range(2):
+            _check_gather(links)
+            if links.rank == aborting:
+                links.abort(ValueError(f"it hurts, round {round_}"))
+            else:
+                pending, _ = _reduce(links, torch.ones(3 * links.num_ranks))
+                message = (
+                    rf"rank {aborting} gave up in step 5: ValueError: it hurts, round {round_}$"
+                )
+                with pytest.raises(sw.PeerAborted, match=message):
+                    links.wait(pending)
+            links.recover()
+            _check_reduce(links)
 
 
+@on_ranks(2)
 def test_an_error_in_a_collective_is_raised_where_it_is_waited_for() -> None:
-    run_on(2, _fail_to_fill)
+    links = _links()
+    fills: list[Callable[[], None]] = [_raise, lambda: None]
+    for fill in fills:
+        flat = torch.zeros(6)
+        pending = links.gather.all_gather(flat, links.world, "gather", fill)
+        if fill is _raise:
+            with pytest.raises(ZeroDivisionError, match="it hurts"):
+                links.wait(pending)
+            links.recover()
+        else:
+            links.wait(pending)
+    _check_gather(links)
 
 
+@on_ranks(2)
 def test_a_rank_that_could_not_fill_its_slot_is_not_waited_for() -> None:
-    run_on(2, _fail_to_fill_on_one)
+    links = _links()
+    fill, error = (_raise, ZeroDivisionError) if links.rank else (lambda: None, sw.PeerAborted)
+    pending = links.gather.all_gather(torch.zeros(6), links.world, "gather", fill)
+    with _hurried(links), pytest.raises(error):
+        links.wait(pending)
+    links.recover()
+    _check_gather(links)
 
 
+@on_ranks(2)
 def test_a_slow_rank_is_waited_for() -> None:
-    run_on(2, _be_slow)
+    """Many beats pass, and nobody despairs: the slow rank has not spoken, for it computes."""
+    links = _links()
+    with _hurried(links):
+        if links.rank == 1:
+            time.sleep(8 * IMPATIENT)
+        for _ in range(20):  # more than a link remembers: what rank 0 last waited for is forgotten
+            _check_gather(links)
+        if links.rank == 0:
+            time.sleep(8 * IMPATIENT)
+        _check_gather(links)
 
 
-def test_links_are_made_once_for_a_group() -> None:
-    run_on(2, _share)
+@on_ranks(2)
+def test_a_group_has_one_communicator() -> None:
+    links = _links()
+    assert _links() is links
+    alone = RankGroup((0,), 0, dist.new_group([dist.get_rank()], use_local_synchronization=True))
+    other = communicator(alone, CPU)
+    assert other is not links
+    assert other is communicator(alone, CPU)
 
 
-def test_links_go_with_their_group() -> None:
-    run_on(2, _forget)
+@on_ranks(2)
+def test_a_communicator_goes_with_its_group() -> None:
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    alone = RankGroup((0,), 0, group)
+    links = communicator(alone, CPU)
+    links.wait(links.gather.all_gather(torch.zeros(3), alone, "gather"))
+    watched: list[weakref.ref[Any]] = [weakref.ref(links), weakref.ref(links.gather.stream)]
+    dist.destroy_process_group(group)
+    del group, alone, links
+    assert [reference() for reference in watched] == [None, None]
 
 
 def test_one_rank_needs_no_backend() -> None:
     alone = RankGroup((0,), 0)
     links = Communicator(alone, CPU)
     flat, out, filled = torch.arange(5.0), torch.zeros(5), torch.zeros(5)
-    assert not links.gather.capabilities.point_to_point
+    assert not links.is_monitored
     links.wait(links.gather.all_gather(filled, alone, "gather", lambda: _fill(filled, 3)))
     stages = (Stage(Operation.REDUCE_SCATTER, alone),)
-    links.wait(links.reduce.reduce(Reduction(flat, out, None, out, flat[:0], stages), "reduce"))
+    links.wait(links.reduce.reduce(Reduction(flat, out, None, out, stages), "reduce"))
     assert torch.equal(filled, torch.full((5,), 3.0))
     assert torch.equal(out, flat)
     failing = links.gather.all_gather(flat, alone, "gather", _raise)
@@ -176,9 +373,7 @@ def _reduce(links: Communicator, flat: Tensor, label: str = "reduce") -> tuple[W
     size = flat.numel() // links.num_ranks
     out = torch.zeros(size, dtype=flat.dtype).sub_(1)
     stages = (Stage(Operation.REDUCE_SCATTER, links.world),)
-    num_scratch = links.reduce.capabilities.reduction_scratch(flat.numel(), stages)
-    scratch = torch.zeros(num_scratch, dtype=flat.dtype)
-    return links.reduce.reduce(Reduction(flat, out, None, out, scratch, stages), label), out
+    return links.reduce.reduce(Reduction(flat, out, None, out, stages), label), out
 
 
 def _check_gather(links: Communicator, size: int = 3) -> None:
@@ -189,6 +384,13 @@ def _check_gather(links: Communicator, size: int = 3) -> None:
     assert torch.equal(flat, expected)
 
 
+def _check_reduce(links: Communicator) -> None:
+    pending, out = _reduce(links, torch.arange(2.0 * links.num_ranks))
+    links.wait(pending)
+    expected = torch.arange(2.0) + 2 * links.rank
+    assert torch.equal(out, links.num_ranks * expected)
+
+
 @contextmanager
 def _hurried(links: Communicator) -> Iterator[None]:
     usual, links.patience = links.patience, Patience(poll_seconds=IMPATIENT)
@@ -196,66 +398,6 @@ def _hurried(links: Communicator) -> Iterator[None]:
         yield
     finally:
         links.patience = usual
-
-
-def _compare() -> None:
-    links = _links()
-    assert links.gather.capabilities.point_to_point
-    for dtype in DTYPES:
-        for size in SIZES:
-            # Small integers: their sums are exact in every dtype, in whatever order.
-            own = torch.randint(0, 50, (size,)).add_(links.rank).to(dtype)
-            pending, gathered = _gather(links, own)
-            links.wait(pending)
-            expected = torch.empty_like(gathered)
-            dist.all_gather_into_tensor(expected, own)
-            assert torch.equal(gathered, expected), f"{size} of {dtype}"
-
-            flat = torch.randint(0, 50, (links.num_ranks * size,)).add_(links.rank).to(dtype)
-            before = flat.clone()
-            pending, out = _reduce(links, flat)
-            links.wait(pending)
-            expected = torch.empty_like(out)
-            dist.reduce_scatter_tensor(expected, flat)
-            assert torch.equal(out, expected), f"{size} of {dtype}"
-            assert torch.equal(flat, before), "what is reduced is only read"
-
-
-def _compare_all_reduce() -> None:
-    """Whole; and in parts, with a rest that no part has."""
-    mesh = _mesh("ddp")
-    links, stages = communicator(mesh.world, CPU), mesh.reduction
-    for size in (*SIZES[1:], 20_003, 4 * WINDOWS + 3):
-        flat = torch.randint(0, 50, (size,)).add_(links.rank).float()
-        out = torch.empty_like(flat)
-        scratch = torch.empty(links.reduce.capabilities.reduction_scratch(size, stages))
-        links.wait(links.reduce.reduce(Reduction(flat, out, None, out, scratch, stages), "reduce"))
-        expected = flat.clone()
-        dist.all_reduce(expected)
-        assert torch.equal(out, expected), size
-
-
-def _sum_in_order() -> None:
-    links = _links()
-    ranks = links.num_ranks
-    for dtype, size in itertools.product((torch.float32, torch.bfloat16), (33, 20_001, WINDOWS)):
-        everyone = torch.randn(ranks, ranks, size).to(dtype)  # the same on every rank
-        pending, out = _reduce(links, everyone[links.rank].reshape(-1))
-        links.wait(pending)
-        expected = everyone[0, links.rank].clone()
-        for rank in range(1, ranks):
-            expected += everyone[rank, links.rank]
-        assert torch.equal(out, expected), "to the last bit"
-
-
-def _sum_and_cast(preset: str, way: str) -> None:
-    strategy, size = PRESETS[preset], dist.get_world_size()
-    factor = size // 2 if strategy.num_axes > 1 else None
-    mesh = resolve_mesh(None, strategy, sharding_factor=factor)
-    with only(way):
-        links = Communicator(mesh.world, CPU)
-    for (of, to), num_elements in itertools.product(CASTS, (33, 20_001, WINDOWS)):
-        _check_cast(mesh, links, of, to, num_elements)
 
 
 def _check_cast(
@@ -268,10 +410,7 @@ def _check_cast(
     inner = flat.view(row.size, -1)[row.index]
     carried = torch.randn(len(inner)).to(of) if column.size == 1 else None
     out = torch.empty(size, dtype=to)
-    capabilities, stages = links.reduce.capabilities, mesh.reduction
-    num_scratch = capabilities.reduction_scratch(len(flat), stages, is_cast=True)
-    scratch = torch.empty(num_scratch, dtype=of)
-    reduction = Reduction(flat, inner, carried, out, scratch, stages, 0.3)
+    reduction = Reduction(flat, inner, carried, out, mesh.reduction, 0.3)
     links.wait(links.reduce.reduce(reduction, "reduce"))
 
     parts = everyone.view(mesh.num_ranks, row.size, -1)[:, row.index]
@@ -297,196 +436,3 @@ def _check_cast(
 def _state(queue: Collectives) -> QueueState:
     assert isinstance(queue, HostCollectives)
     return queue.state()
-
-
-def _order() -> list[int]:
-    links = _links()
-    before, other = _state(links.gather), _state(links.reduce)
-    launched = [
-        _gather(links, torch.full((number,), float(number)), f"gather {number}")
-        for number in range(8)
-    ]
-    pendings = [pending for pending, _ in launched]
-    links.wait(pendings[-1])
-    for number, (pending, flat) in enumerate(launched):
-        assert pending.done, "those before it have ended"
-        assert torch.equal(flat, torch.full_like(flat, number))
-    times = [moment for pending in pendings for moment in pending.span]
-    assert times == sorted(times)
-    numbers = range(before.issued + 1, before.issued + 9)
-    collectives = [pending.collective for pending in pendings]
-    ranks = links.world.ranks
-    assert collectives == [
-        CollectiveId(number, f"gather {size}", 4 * size, ranks)
-        for size, number in enumerate(numbers)
-    ]
-    after = _state(links.gather)
-    assert after.issued == before.issued + 8
-    tags = [collective.tag for collective in collectives if collective is not None]
-    assert list(after.ended)[-8:] == tags
-    assert all(after.has_begun(one) for one in collectives if one is not None)
-    assert _state(links.reduce) == other, "the other link has its own numbers"
-    return tags
-
-
-def _launch_early() -> None:
-    """The last rank comes only when the others have returned from launching."""
-    links = _links()
-    is_last = links.rank == links.num_ranks - 1
-    if is_last:
-        dist.barrier()
-        time.sleep(0.05)
-    arrived = time.perf_counter()
-    gathering, gathered = _gather(links, torch.ones(3))
-    reducing, reduced = _reduce(links, torch.ones(3 * links.num_ranks))
-    if not is_last:
-        assert not gathering.done
-        assert not reducing.done
-        arrived = time.perf_counter()
-        dist.barrier()
-    for pending, result, expected in ((gathering, gathered, 1.0), (reducing, reduced, 3.0)):
-        links.wait(pending)
-        assert torch.equal(result, torch.full_like(result, expected))
-        assert pending.span[1] > arrived
-
-
-def _two_links() -> None:
-    links = _links()
-    if links.rank == 0:
-        reducing, out = _reduce(links, torch.ones(6))
-        _check_gather(links)
-        assert not reducing.done
-    else:
-        _check_gather(links)
-        dist.barrier()
-        reducing, out = _reduce(links, torch.ones(6))
-    if links.rank == 0:
-        dist.barrier()
-    links.wait(reducing)
-    assert torch.equal(out, torch.full((3,), 2.0))
-
-
-def _fill_late() -> None:
-    """A gather that waits behind another does not write into its buffer yet."""
-    links = _links()
-    if links.rank == 0:
-        first, _ = _gather(links, torch.ones(3))
-        second, flat = _gather(links, torch.ones(3))
-        assert not first.wait(0.1)
-        assert torch.equal(flat, torch.full((6,), -1.0))
-        dist.barrier()
-    else:
-        dist.barrier()
-        _gather(links, torch.ones(3))
-        second, flat = _gather(links, torch.ones(3))
-    links.wait(second)
-    assert torch.equal(flat, torch.ones(6))
-
-
-def _diverge(difference: str) -> str:
-    links = _links()
-    _check_gather(links)
-    odd = links.rank == 1
-    if odd and difference == "number":
-        assert isinstance(links.gather, HostCollectives)
-        links.gather._issued += 1
-    size = 5 if odd and difference == "size" else 3
-    label = "gather b" if odd and difference == "label" else "gather a"
-    with _hurried(links):
-        pending, flat = _gather(links, torch.full((size,), 8.0), label)
-        with pytest.raises(sw.RanksDiverged) as caught:
-            links.wait(pending)
-        own = flat.view(2, -1)[links.rank]
-        assert torch.equal(own, torch.full((size,), 8.0))
-        assert torch.equal(flat.view(2, -1)[1 - links.rank], torch.full((size,), -1.0))
-        links.recover()
-        assert pending.done
-        for _ in range(3):
-            _check_gather(links)
-    issued = [0, 0]
-    dist.all_gather_object(issued, _state(links.gather).issued)
-    assert issued[0] == issued[1], "back in step"
-    return str(caught.value)
-
-
-def _abort(aborting: int) -> None:
-    links = _links()
-    with _hurried(links):
-        for round_ in range(2):
-            _check_gather(links)
-            if links.rank == aborting:
-                links.abort(ValueError(f"it hurts, round {round_}"))
-            else:
-                pending, _ = _reduce(links, torch.ones(3 * links.num_ranks))
-                message = (
-                    rf"rank {aborting} gave up in step 5: ValueError: it hurts, round {round_}$"
-                )
-                with pytest.raises(sw.PeerAborted, match=message):
-                    links.wait(pending)
-            links.recover()
-            _check_reduce(links)
-
-
-def _check_reduce(links: Communicator) -> None:
-    pending, out = _reduce(links, torch.arange(2.0 * links.num_ranks))
-    links.wait(pending)
-    expected = torch.arange(2.0) + 2 * links.rank
-    assert torch.equal(out, links.num_ranks * expected)
-
-
-def _fail_to_fill() -> None:
-    links = _links()
-    fills: list[Callable[[], None]] = [_raise, lambda: None]
-    for fill in fills:
-        flat = torch.zeros(6)
-        pending = links.gather.all_gather(flat, links.world, "gather", fill)
-        if fill is _raise:
-            with pytest.raises(ZeroDivisionError, match="it hurts"):
-                links.wait(pending)
-            links.recover()
-        else:
-            links.wait(pending)
-    _check_gather(links)
-
-
-def _fail_to_fill_on_one() -> None:
-    links = _links()
-    fill, error = (_raise, ZeroDivisionError) if links.rank else (lambda: None, sw.PeerAborted)
-    pending = links.gather.all_gather(torch.zeros(6), links.world, "gather", fill)
-    with _hurried(links), pytest.raises(error):
-        links.wait(pending)
-    links.recover()
-    _check_gather(links)
-
-
-def _be_slow() -> None:
-    """Many beats pass, and nobody despairs: the slow rank has not spoken, for it computes."""
-    links = _links()
-    with _hurried(links):
-        if links.rank == 1:
-            time.sleep(8 * IMPATIENT)
-        for _ in range(20):  # more than a link remembers: what rank 0 last waited for is forgotten
-            _check_gather(links)
-        if links.rank == 0:
-            time.sleep(8 * IMPATIENT)
-        _check_gather(links)
-
-
-def _share() -> None:
-    links = _links()
-    assert _links() is links
-    alone = RankGroup((0,), 0, dist.new_group([dist.get_rank()], use_local_synchronization=True))
-    other = communicator(alone, CPU)
-    assert other is not links
-    assert other is communicator(alone, CPU)
-
-
-def _forget() -> None:
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    alone = RankGroup((0,), 0, group)
-    links = communicator(alone, CPU)
-    links.wait(links.gather.all_gather(torch.zeros(3), alone, "gather"))
-    watched: list[weakref.ref[Any]] = [weakref.ref(links), weakref.ref(links.gather.stream)]
-    dist.destroy_process_group(group)
-    del group, alone, links
-    assert [reference() for reference in watched] == [None, None]

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.transport.api import CommStream, Work
+from shardwise.transport.api import Work
 from shardwise.transport.device import (
+    CommStream,
     DeviceStream,
     InlineStream,
     ThreadStream,

@@ -126,7 +126,7 @@ def test_sums_and_gathers_of_a_permuted_group_without_point_to_point() -> None:
     flat = torch.arange(6.0) * (rank + 1)
     out = torch.empty(2)
     stages = (Stage(Operation.REDUCE_SCATTER, group),)
-    queue.reduce(Reduction(flat, out, None, out, flat[:0], stages), "reduce")
+    queue.reduce(Reduction(flat, out, None, out, stages), "reduce")
     assert torch.equal(out, 6 * torch.arange(6.0).view(3, 2)[group.index])
     gathered: Tensor = torch.zeros(3)
     gathered[group.index] = rank

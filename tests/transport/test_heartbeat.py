@@ -13,11 +13,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
+from shardwise.errors import PeerSilent
 from shardwise.plan.strategy import PRESETS
 from shardwise.runtime.mesh import resolve_mesh
 from shardwise.transport.communicator import communicator
 from shardwise.transport.health.heartbeat import Heartbeat, Patience
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 
 HURRIED = Patience(beat_seconds=0.02, silent_seconds=0.06)
 
@@ -26,34 +27,28 @@ def test_a_rank_whose_counter_stays_the_same_is_silent() -> None:
     store = HashStore()
     own, other = (Heartbeat(store, "group", rank, 3, HURRIED) for rank in (0, 1))
     for _ in range(10):  # the other beats, and the third rank has not come so far
-        assert own.find_silent() is None
+        own.check()
         time.sleep(0.01)
     del other
-    silent = None
     until = time.monotonic() + 10
-    while silent is None and time.monotonic() < until:
-        silent = own.find_silent()
-        time.sleep(0.01)
-    assert str(silent).startswith("rank 0 lost rank 1: its process gave no sign of life")
+    with pytest.raises(PeerSilent, match=r"^rank 0 lost rank 1: its process gave no sign of life"):  # noqa: PT012
+        while time.monotonic() < until:
+            own.check()
+            time.sleep(0.01)
 
 
 def test_what_was_seen_in_an_earlier_wait_is_ignored() -> None:
     store = HashStore()
     own = Heartbeat(store, "group", 0, 2, Patience(beat_seconds=0.02, silent_seconds=0.01))
     store.set("shardwise/group/heartbeat/1", "7")
-    assert own.find_silent() is None
+    own.check()
     time.sleep(0.06)  # a job that was stopped as a whole and goes on is not taken for dead
-    assert own.find_silent() is None
+    own.check()
 
 
+@on_ranks(2, deadline=60.0)
 def test_a_rank_that_was_stopped_is_lost_until_it_comes_back(tmp_path: Path) -> None:
-    both = run_on(2, _stop_a_rank, tmp_path / "over", deadline=60.0)
-    assert both[0].startswith("rank 0 lost rank 1: its process gave no sign of life for 1 s")
-    assert both[1] == both[0]
-
-
-def _stop_a_rank(over: Path) -> str:
-    rank = dist.get_rank()
+    rank, over = dist.get_rank(), tmp_path / "over"
     pids: list[int] = [0, 0]
     dist.all_gather_object(pids, os.getpid())
     mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
@@ -67,7 +62,7 @@ def _stop_a_rank(over: Path) -> str:
         os.kill(pids[1], signal.SIGSTOP)
         try:
             lost = _lost(model)
-            with pytest.raises(sw.PeerLost, match="no sign of life"):
+            with pytest.raises(PeerSilent, match="no sign of life"):
                 links.recover()  # which waits for the other rank, and watches it meanwhile
         finally:
             os.kill(pids[1], signal.SIGCONT)
@@ -76,14 +71,14 @@ def _stop_a_rank(over: Path) -> str:
         while not over.exists():  # it is stopped here, and goes on
             time.sleep(0.01)
         lost = _lost(model)
+    assert lost.startswith("rank 0 lost rank 1: its process gave no sign of life for 1 s")
     assert torch.equal(model(torch.ones(1, 8)), expected), "it has come back"
     assert links.epoch == 1
-    return lost
 
 
 def _lost(model: nn.Module) -> str:
     """The rank that was stopped finds what the other had sent, and then that it is alone."""
-    with pytest.raises(sw.PeerLost) as lost:
+    with pytest.raises(PeerSilent) as lost:
         _run_twice(model)
     return str(lost.value)
 

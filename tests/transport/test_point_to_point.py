@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import itertools
 import os
 import socket
 import tempfile
@@ -11,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,111 +21,224 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import PeerLost
+from shardwise.transport.api import RankGroup
 from shardwise.transport.host import handshake, peers, process_memory
-from shardwise.transport.host.channel import Channel, new_socket, recv_message
-from shardwise.transport.host.point_to_point import _PIECE_BYTES, PointToPoint, _Errors, _Pairs
-from tests.ranks import run_on
-from tests.runtime.one_process import assert_equal_training, rank
+from shardwise.transport.host.channel import Channel
+from shardwise.transport.host.peers import INLINE_BYTES, Offer
+from shardwise.transport.host.point_to_point import _PIECE_BYTES, PointToPoint
+from tests.ranks import on_ranks
+from tests.runtime.one_process import assert_equal_training, rank, world_size as num_ranks
 
-SMALL = peers.INLINE_BYTES
-SIZES = [0, 1, SMALL - 1, SMALL, SMALL + 1, 3 * _PIECE_BYTES + 5]  # bytes
+SIZES = [0, 1, INLINE_BYTES - 1, INLINE_BYTES, INLINE_BYTES + 1, 3 * _PIECE_BYTES + 5]  # bytes
 WAYS = ["memory", "sockets", "gloo"]
 SECRET = b"s" * 32
+NAMES = itertools.count()  # of what the tests in a rank make
+
+
+# -- exchanges -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_rank_gets_what_the_others_send(way: str, world_size: int) -> None:
-    run_on(world_size, _exchange_all, way)
+@on_ranks(2, 3)
+def test_every_rank_gets_what_the_others_send(way: str) -> None:
+    transport, own = _transport(way), rank()
+    others = [other for other in range(num_ranks()) if other != own]
+    by_rank = transport.host.peers
+    assert set(by_rank) == (set() if way == "gloo" else set(others))
+    reads = way == "memory" and not _is_forbidden()
+    assert all(peer.can_read == reads for peer in by_rank.values())
+    assert (transport._gloo is None) == reads, "Gloo is used where it is needed alone"
+    for tag, num_bytes in enumerate(SIZES):
+        pairs = {
+            other: (_message(own, other, num_bytes), torch.zeros(num_bytes, dtype=torch.uint8))
+            for other in others
+        }
+        with _watch_gloo(transport) as through_gloo:
+            transport.exchange(pairs, tag)
+        for other, (_, received) in pairs.items():
+            assert torch.equal(received, _message(other, own, num_bytes)), num_bytes
+        by_gloo = way == "gloo" or (num_bytes > INLINE_BYTES and not reads)
+        assert through_gloo == [num_bytes] * len(others) * by_gloo
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sizes", [(0, 1 << 20), (1 << 20, 8), (1 << 20, 1 << 21)])
-def test_what_is_sent_may_be_larger_than_what_comes(way: str, sizes: tuple[int, int]) -> None:
-    run_on(2, _exchange_unlike, way, sizes)
+@on_ranks(2)
+def test_sent_and_received_tensors_may_differ_in_size(way: str, sizes: tuple[int, int]) -> None:
+    transport, own = _transport(way), rank()
+    sent = _message(own, 1 - own, sizes[own])
+    received = torch.zeros(sizes[1 - own], dtype=torch.uint8)
+    transport.exchange({1 - own: (sent, received)}, 0)
+    assert torch.equal(received, _message(1 - own, own, sizes[1 - own]))
 
 
 @pytest.mark.parametrize("way", WAYS)
+@on_ranks(3)
 def test_each_pair_of_ranks_has_sizes_of_its_own(way: str) -> None:
-    run_on(3, _exchange_unlike_among_three, way)
+    transport, own = _transport(way), rank()
+    pairs = {
+        other: (
+            _message(own, other, _size_of(own, other)),
+            torch.zeros(_size_of(other, own), dtype=torch.uint8),
+        )
+        for other in range(3)
+        if other != own
+    }
+    transport.exchange(pairs, 0)
+    for other, (_, received) in pairs.items():
+        assert torch.equal(received, _message(other, own, _size_of(other, own)))
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_sums_are_made_piece_by_piece_of_what_has_come(way: str) -> None:
-    run_on(3, _use_pieces, way)
+@on_ranks(3)
+def test_each_element_is_used_once(way: str) -> None:
+    transport, own = _transport(way), rank()
+    for tag, num_elements in enumerate([1, 3 * _PIECE_BYTES // 8 + 5]):
+        sent = torch.full((num_elements,), 10.0**own, dtype=torch.float64)
+        pairs = {other: (sent, torch.zeros_like(sent)) for other in range(3) if other != own}
+        total = torch.zeros_like(sent)
+        tensors = [sent, *(into for _, into in pairs.values())]
+        transport.exchange(pairs, tag, partial(_add, total, tensors))
+        assert torch.equal(total, torch.full_like(total, 111.0))
 
 
-def test_a_window_is_enough_for_what_is_read_from_memory() -> None:
-    run_on(2, _use_windows)
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_large_tensors_pass_through_windows(way: str) -> None:
+    transport, own = _transport(way), rank()
+    sent = torch.arange(3 * _PIECE_BYTES // 8 + 5, dtype=torch.float64) + own
+    window, total = torch.zeros(_PIECE_BYTES // 8, dtype=torch.float64), sent.clone()
+
+    def add(piece: slice) -> None:
+        total[piece] += window[: piece.stop - piece.start]
+
+    transport.exchange({1 - own: (sent, window)}, 1, add)
+    assert torch.equal(total, 2 * sent + 1 - 2 * own)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.bool])
-def test_any_dtype_comes_as_it_is(dtype: torch.dtype) -> None:
-    run_on(2, _exchange_dtype, dtype)
+@pytest.mark.parametrize("way", ["memory", "gloo"])
+@on_ranks(2)
+def test_any_dtype_is_exchanged(dtype: torch.dtype, way: str) -> None:
+    transport, own = _transport(way), rank()
+    for tag, num_elements in enumerate([3, INLINE_BYTES]):
+        sent = [
+            torch.randn(num_elements, generator=torch.Generator().manual_seed(n)) for n in (0, 1)
+        ]
+        own_one, other = (sent[n].to(dtype) for n in (own, 1 - own))
+        received = torch.zeros_like(other)
+        transport.exchange({1 - own: (own_one, received)}, tag)
+        assert torch.equal(received, other)
 
 
+@on_ranks(2)
 def test_a_rank_that_cannot_read_leaves_large_exchanges_to_gloo_on_both_sides() -> None:
-    run_on(2, _forbid_on_one)
+    transport = _transport("memory" if rank() else "sockets")
+    assert not any(peer.can_read for peer in transport.host.peers.values())
+    sent, received = torch.full((1 << 20,), float(rank())), torch.zeros(1 << 20)
+    with _watch_gloo(transport) as through_gloo:
+        transport.exchange({1 - rank(): (sent, received)}, 0)
+    assert torch.equal(received, torch.full_like(sent, 1.0 - rank()))
+    assert through_gloo == [sent.nbytes]
 
 
+@on_ranks(2)
 def test_exchanges_of_several_threads_find_each_other_by_tag() -> None:
-    run_on(2, _cross_threads)
+    """One rank waits for the first tag before it comes to the second; the other has both open."""
+    transport, own = _transport(), rank()
+    received = {tag: torch.zeros(4) for tag in (1, 2, 3)}
+
+    def exchange(tag: int) -> None:
+        sent = torch.full((4,), float(10 * own + tag))
+        transport.exchange({1 - own: (sent, received[tag])}, tag)
+
+    if own:
+        for tag in (3, 2, 1):
+            exchange(tag)
+    else:
+        threads = [threading.Thread(target=exchange, args=(tag,)) for tag in (1, 2, 3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert {tag: one[0].item() for tag, one in received.items()} == {
+        tag: 10.0 * (1 - own) + tag for tag in (1, 2, 3)
+    }
 
 
 @pytest.mark.parametrize("num_bytes", [8, 1 << 20])
+@on_ranks(2)
 def test_a_rank_that_is_gone_is_named(num_bytes: int) -> None:
-    run_on(2, _leave, num_bytes)
+    transport = _transport()
+    if rank():
+        transport.host.peers[0].channel.connection.shutdown(socket.SHUT_RDWR)
+        return
+    sent = torch.zeros(num_bytes, dtype=torch.uint8)
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
+        transport.exchange({1: (sent, sent.clone())}, 0)
 
 
+@pytest.mark.parametrize("in_windows", [False, True])
 @pytest.mark.parametrize("sizes", [(8, 16), (1 << 20, 1 << 21)])
-def test_other_sizes_than_expected_are_an_error(sizes: tuple[int, int]) -> None:
-    run_on(2, _differ, sizes)
+@on_ranks(2)
+def test_other_sizes_than_expected_are_an_error(sizes: tuple[int, int], in_windows: bool) -> None:
+    transport, own = _transport(), rank()
+    sent = torch.zeros(sizes[own], dtype=torch.uint8)
+    use = (lambda _: None) if in_windows else None
+    with pytest.raises(PeerLost, match=f"{sizes[1 - own]} bytes where {sizes[own]} are expected"):
+        transport.exchange({1 - own: (sent, sent.clone())}, 0, use)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_training_is_right_without_peers(strategy: str) -> None:
-    run_on(3, _train_through_gloo, strategy)
+@on_ranks(3)
+def test_training_through_gloo_alone(strategy: str) -> None:
+    group = dist.new_group(list(range(num_ranks())))  # one without a communicator
+    mesh = DeviceMesh.from_group(group, "cpu")
+    with only("gloo"):
+        assert_equal_training("stack", strategy=strategy, mesh=mesh)
 
 
-def test_strangers_are_shut_out_and_not_waited_for() -> None:
+# -- the handshake -------------------------------------------------------------------------------
+
+
+def test_strangers_are_rejected_and_not_waited_for() -> None:
     listener = handshake.listen(2)
     assert listener is not None
-    own, other = (handshake.Identity(number, listener) for number in (0, 1))
-    with listener, new_socket() as silent, new_socket() as guessing:
+    identity = handshake.Identity(0, SECRET, listener.getsockname())
+    with listener, _new_socket() as silent, _new_socket() as guessing:
         for stranger in (silent, guessing):
             stranger.connect(listener.getsockname())
         guessing.sendall(handshake._GREETING.pack(1, b"x" * 32))
-        called = handshake.connect(other, [own.pack(), b""])
+        called = handshake.connect(1, [identity])
         began = time.monotonic()
-        greeted = handshake.accept(own, listener, {1}, [own.pack(), other.pack()])
+        accepted = handshake.accept(listener, SECRET, {1})
         assert time.monotonic() - began < 5
-        assert list(greeted) == [1]
-        assert handshake.read_greeting(called[0], other.secret)[0] == 0
-        one, two = (Channel(each, timedelta(seconds=9)) for each in (called[0], greeted[1][0]))
+        assert list(accepted) == [1]
+        one, two = (Channel(each, timedelta(seconds=9)) for each in (called[0], accepted[1]))
         one.send(7, b"hello")
         assert two.recv(7).content == b"hello"
         for stranger in (silent, guessing):
-            assert stranger.recv(1) == b"", "it was shut out"
+            assert stranger.recv(1) == b"", "it was rejected"
 
 
-def test_processes_of_other_users_are_shut_out() -> None:
+def test_processes_of_other_users_are_rejected() -> None:
     listener = handshake.listen(2)
     assert listener is not None
-    own, other = (handshake.Identity(number, listener) for number in (0, 1))
+    identity = handshake.Identity(0, SECRET, listener.getsockname())
     with listener:
-        called = handshake.connect(other, [own.pack(), b""])
+        called = handshake.connect(1, [identity])
         connection, _ = listener.accept()
         with mock.patch.object(os, "geteuid", return_value=os.geteuid() + 1):
-            assert handshake.connect(other, [own.pack(), b""]) == {}
-            assert handshake.read_greeting(connection, own.secret) == (-1, None)
+            assert handshake.connect(1, [identity]) == {}
+            assert handshake._read_greeting(connection, SECRET) == -1
         assert list(called) == [0]
         connection.close()
         called[0].close()
 
 
 def test_no_socket_of_a_name_means_another_host() -> None:
-    own, other = (handshake.Identity(number, None) for number in (0, 1))
-    assert handshake.connect(other, [own.pack(), b""]) == {}
+    for name in (b"", b"\0no such socket"):
+        assert handshake.connect(1, [handshake.Identity(0, SECRET, name.ljust(32, b"\0"))]) == {}
 
 
 def test_a_process_is_read_only_if_it_has_the_secret() -> None:
@@ -136,17 +249,23 @@ def test_a_process_is_read_only_if_it_has_the_secret() -> None:
     assert not has_bytes(os.getpid(), 0, SECRET)
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 65), (-1, 8), (32, 65), (8, 4)])
-def test_nothing_outside_of_an_offer_is_read(start: int, stop: int) -> None:
+def test_nothing_outside_of_an_offer_or_its_target_is_touched() -> None:
     """Not by an assertion, which ``python -O`` removes."""
-    source, into = torch.ones(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
-    offer = peers.Offer(os.getpid(), source.data_ptr(), 64, into, lambda: None)
+    source, into = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     with mock.patch.object(peers, "read_memory") as read:
-        with pytest.raises(ValueError, match="do not fit"):
-            offer.read(start, stop)
-        window = peers.Offer(os.getpid(), source.data_ptr(), 64, into[:16], lambda: None)
-        with pytest.raises(ValueError, match="do not fit"):
-            window.read(0, 17)
+        for start, target, size in (
+            (0, into, 64),
+            (48, into, 16),
+            (64, into, 0),
+            (8, into[:16], 16),
+        ):
+            Offer(os.getpid(), source.data_ptr(), 64, target, lambda: None).read(start)
+            address = source.data_ptr() + start
+            read.assert_called_once_with(os.getpid(), address, into.data_ptr(), size)
+            read.reset_mock()
+        for start in (-1, 65):
+            with pytest.raises(ValueError, match="of a tensor of 64 bytes"):
+                Offer(os.getpid(), source.data_ptr(), 64, into, lambda: None).read(start)
         read.assert_not_called()
 
 
@@ -158,8 +277,8 @@ def test_a_file_is_passed_with_a_message() -> None:
         file.flush()
         sender.send(1, b"first", file.fileno())
         sender.send(2, b"second")
-        assert receiver.recv(2) == (b"second", None), "kept messages keep their files"
-        content, passed = receiver.recv(1)
+        assert receiver.recv(2) == (2, b"second", None), "kept messages keep their files"
+        _, content, passed = receiver.recv(1)
         assert content == b"first"
         assert passed is not None
         assert passed.number != file.fileno()
@@ -169,7 +288,8 @@ def test_a_file_is_passed_with_a_message() -> None:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(number)
     one.close()
-    assert recv_message(two).content == b""
+    with pytest.raises(ConnectionResetError):
+        receiver.recv(1)
     two.close()
 
 
@@ -188,40 +308,34 @@ def only(way: str) -> Iterator[None]:
         yield
 
 
-def _wire(way: str = "memory") -> "_Counting":
+def _transport(way: str = "memory") -> PointToPoint:
+    world = RankGroup(tuple(range(num_ranks())), rank(), dist.group.WORLD)
     with only(way):
-        return _Counting()
+        return PointToPoint(world, f"test {next(NAMES)}")
 
 
-class _Counting(PointToPoint):
-    """The ranks of this test; counts what goes through Gloo."""
-
-    def __init__(self) -> None:
-        self.through_gloo: list[int] = []
-        group = dist.distributed_c10d._get_default_group()
-        super().__init__(group, rank(), dist.get_world_size(), timedelta(seconds=60))
-        self.through_gloo.clear()
-
-    def _start(self, tensors: _Pairs, tag: int, lost: _Errors) -> dict[int, list[Any]]:
-        self.through_gloo += [sent.nbytes for sent, _ in tensors.values()]
-        return super()._start(tensors, tag, lost)
-
-    @property
-    def peers(self) -> peers.HostPeers:
-        return self._peers
+@contextmanager
+def _watch_gloo(transport: PointToPoint) -> Iterator[list[int]]:
+    """The bytes of each tensor that is sent through Gloo."""
+    sent: list[int] = []
+    watched = mock.Mock(wraps=transport._gloo)
+    with mock.patch.object(transport, "_gloo", watched):
+        yield sent
+    sent += [call.args[0][0].nbytes for call in watched.send.call_args_list]
 
 
-def _is_forbidden(wire: PointToPoint) -> bool:
+def _is_forbidden() -> bool:
     """Whether the system lets no process read another one."""
     found, kept = ctypes.create_string_buffer(8), ctypes.create_string_buffer(8)
-    place = torch.tensor([os.getpid(), ctypes.addressof(kept)])
-    process, address = wire.swap(place, 1)[1 - rank() % 2].tolist()
+    places: list[tuple[int, int]] = [(0, 0)] * num_ranks()
+    dist.all_gather_object(places, (os.getpid(), ctypes.addressof(kept)))
+    process, address = places[1 - rank() % 2]
     try:
         process_memory.read_memory(process, address, ctypes.addressof(found), 8)
         forbidden = False
     except OSError as error:
         forbidden = error.errno in {errno.EPERM, errno.ENOSYS}
-    wire.swap(place, 2)  # nobody leaves before all have read
+    dist.barrier()  # no rank returns before all have read
     return forbidden
 
 
@@ -230,82 +344,8 @@ def _message(sender: int, to: int, num_bytes: int) -> Tensor:
     return torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, generator=generator)
 
 
-def _exchange_all(way: str) -> None:
-    wire, own = _wire(way), rank()
-    others = [other for other in range(dist.get_world_size()) if other != own]
-    assert set(wire.peers._peers) == (set() if way == "gloo" else set(others))
-    reads = way == "memory" and not _is_forbidden(wire)
-    assert set(wire.peers._readable) == (set(others) if reads else set())
-    for tag, num_bytes in enumerate(SIZES):
-        wire.through_gloo.clear()
-        pairs = {
-            other: (_message(own, other, num_bytes), torch.zeros(num_bytes, dtype=torch.uint8))
-            for other in others
-        }
-        wire.exchange(pairs, tag)
-        for other, (_, received) in pairs.items():
-            assert torch.equal(received, _message(other, own, num_bytes)), num_bytes
-        by_gloo = way == "gloo" or (num_bytes > SMALL and not reads)
-        assert wire.through_gloo == [num_bytes] * len(others) * by_gloo
-
-
-def _exchange_unlike_among_three(way: str) -> None:
-    """To each rank another size, and none of them that of another pair."""
-    wire, own = _wire(way), rank()
-    pairs = {
-        other: (
-            _message(own, other, _unlike(own, other)),
-            torch.zeros(_unlike(other, own), dtype=torch.uint8),
-        )
-        for other in range(3)
-        if other != own
-    }
-    wire.exchange(pairs, 0)
-    for other, (_, received) in pairs.items():
-        assert torch.equal(received, _message(other, own, _unlike(other, own)))
-
-
-def _unlike(sender: int, to: int) -> int:
+def _size_of(sender: int, to: int) -> int:
     return (1 << 18) * (3 * sender + to)
-
-
-def _exchange_unlike(way: str, sizes: tuple[int, int]) -> None:
-    wire, own = _wire(way), rank()
-    sent = _message(own, 1 - own, sizes[own])
-    received = torch.zeros(sizes[1 - own], dtype=torch.uint8)
-    wire.exchange({1 - own: (sent, received)}, 0)
-    assert torch.equal(received, _message(1 - own, own, sizes[1 - own]))
-
-
-def _use_pieces(way: str) -> None:
-    wire, own = _wire(way), rank()
-    for tag, num_elements in enumerate([1, 3 * _PIECE_BYTES // 8 + 5]):
-        sent = torch.full((num_elements,), 10.0**own, dtype=torch.float64)
-        pairs = {other: (sent, torch.zeros_like(sent)) for other in range(3) if other != own}
-        total = torch.zeros_like(sent)
-        wire.exchange(
-            pairs, tag, partial(_add, total, [sent, *(into for _, into in pairs.values())])
-        )
-        assert torch.equal(total, torch.full_like(total, 111.0)), "each element once"
-
-
-def _use_windows() -> None:
-    wire, own = _wire(), rank()
-    if _is_forbidden(wire):
-        assert not wire.can_read([1 - own])
-        return
-    assert wire.can_read([1 - own])
-    sent = torch.arange(3 * _PIECE_BYTES // 8 + 5, dtype=torch.float64) + own
-    window, total = torch.zeros(_PIECE_BYTES // 8, dtype=torch.float64), sent.clone()
-
-    def add(piece: slice) -> None:
-        total[piece] += window[: piece.stop - piece.start]
-
-    wire.exchange({1 - own: (sent, window)}, 1, add)
-    assert torch.equal(total, 2 * sent + 1 - 2 * own)
-    larger = torch.cat([sent, sent]) if own else sent
-    with pytest.raises(PeerLost, match=f"bytes where {larger.nbytes} are expected"):
-        wire.exchange({1 - own: (larger, window)}, 2, add)
 
 
 def _add(total: Tensor, tensors: list[Tensor], piece: slice) -> None:
@@ -313,68 +353,5 @@ def _add(total: Tensor, tensors: list[Tensor], piece: slice) -> None:
         total[piece] += tensor[piece]
 
 
-def _train_through_gloo(strategy: str) -> None:
-    group = dist.new_group(list(range(dist.get_world_size())))  # one without links
-    mesh = DeviceMesh.from_group(group, "cpu")
-    with only("gloo"), mock.patch.object(handshake, "connect", side_effect=AssertionError):
-        assert_equal_training("stack", strategy=strategy, mesh=mesh)
-
-
-def _exchange_dtype(dtype: torch.dtype) -> None:
-    wire, own = _wire(), rank()
-    for tag, num_elements in enumerate([3, SMALL]):
-        sent = [
-            torch.randn(num_elements, generator=torch.Generator().manual_seed(n)) for n in (0, 1)
-        ]
-        own_one, other = (sent[n].to(dtype) for n in (own, 1 - own))
-        received = torch.zeros_like(other)
-        wire.exchange({1 - own: (own_one, received)}, tag)
-        assert torch.equal(received, other)
-
-
-def _forbid_on_one() -> None:
-    wire = _wire("memory" if rank() else "sockets")
-    assert not wire.peers._readable
-    sent, received = torch.full((1 << 20,), float(rank())), torch.zeros(1 << 20)
-    wire.exchange({1 - rank(): (sent, received)}, 0)
-    assert torch.equal(received, torch.full_like(sent, 1.0 - rank()))
-    assert wire.through_gloo == [sent.nbytes]
-
-
-def _cross_threads() -> None:
-    """One rank waits for the first tag before it comes to the second; the other has both open."""
-    wire, own = _wire(), rank()
-    received = {tag: torch.zeros(4) for tag in (1, 2, 3)}
-
-    def exchange(tag: int) -> None:
-        wire.exchange({1 - own: (torch.full((4,), float(10 * own + tag)), received[tag])}, tag)
-
-    if own:
-        for tag in (3, 2, 1):
-            exchange(tag)
-    else:
-        threads = [threading.Thread(target=exchange, args=(tag,)) for tag in (1, 2, 3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert {tag: one[0].item() for tag, one in received.items()} == {
-        tag: 10.0 * (1 - own) + tag for tag in (1, 2, 3)
-    }
-
-
-def _leave(num_bytes: int) -> None:
-    wire = _wire()
-    if rank():
-        wire.peers._peers[0].channel.connection.shutdown(socket.SHUT_RDWR)
-        return
-    sent = torch.zeros(num_bytes, dtype=torch.uint8)
-    with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
-        wire.exchange({1: (sent, sent.clone())}, 0)
-
-
-def _differ(sizes: tuple[int, int]) -> None:
-    wire, own = _wire(), rank()
-    sent = torch.zeros(sizes[own], dtype=torch.uint8)
-    with pytest.raises(PeerLost, match=f"{sizes[1 - own]} bytes where {sizes[own]} are expected"):
-        wire.exchange({1 - own: (sent, sent.clone())}, 0)
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,6 +1,7 @@
-"""What ranks of one host gather is there once, and nobody writes to what another one uses."""
+"""Ranks of one host gather into one copy, and no rank writes to memory that another one uses."""
 
 import gc
+import itertools
 import os
 import random
 import time
@@ -21,18 +22,17 @@ from shardwise.runtime.mesh import resolve_mesh
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import Communicator, communicator
 from shardwise.transport.health.heartbeat import Patience
-from shardwise.transport.host import handshake, peers
+from shardwise.transport.host import handshake, shared_memory
 from shardwise.transport.host.channel import Descriptor
 from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.host.shared_memory import (
     _MAX_SEGMENTS,
-    _PLACE,
+    Place,
     SharedMemory,
     _can_offer,
-    is_place,
 )
 from tests.models import WIDTH, Block, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_equal_training, rank, runtime_of, world_size
 
 CPU = torch.device("cpu")
@@ -41,51 +41,214 @@ CPU = torch.device("cpu")
 # -- between processes ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_gathered_is_there_once(ranks: int) -> None:
-    run_on(ranks, _gather_once)
+@on_ranks(2, 3)
+def test_a_gathered_unit_is_in_memory_once() -> None:
+    buffers = Buffers(1000, 30_000)
+    for turn in range(4):
+        for number in range(2):
+            buffers.gather(number, 10.0 * turn)
+            assert buffers.is_common(number)
+        for number in range(2):
+            buffers.free(number)
+    common = buffers.pools.gathered.shared
+    assert common is not None
+    # The files of all but the first have nothing in them: no page was ever touched.
+    taken = [os.fstat(segment.descriptor).st_blocks for segment in common._own.values()]
+    assert taken
+    assert (sum(taken) > 0) == (rank() == 0)
 
 
 @pytest.mark.parametrize("keeping", [0, 1, 2])
-def test_what_one_rank_still_uses_stays_as_it_is(keeping: int) -> None:
-    run_on(3, _keep_on_one, keeping)
+@on_ranks(3)
+def test_memory_that_one_rank_still_uses_is_not_written_to(keeping: int) -> None:
+    buffers = Buffers(5000, 5000)
+    for number in (0, 1, 0, 1):  # until there is an arena
+        buffers.gather(number, 10.0)
+        buffers.free(number)
+    for _ in range(2):
+        buffers.gather(0, 10.0)
+        was = buffers.all[0].flat.data_ptr()
+        if rank() != keeping:
+            buffers.free(0)
+        buffers.gather(1, 20.0)
+        if rank() == 0 != keeping:
+            assert buffers.all[1]._memory is not None
+            assert buffers.all[1]._memory.data_ptr() == was, "a place that was given back here"
+        if rank() == keeping:
+            buffers.check(0, 10.0)
+            buffers.free(0)
+        assert not buffers.is_common(1)
+        buffers.free(1)
+        buffers.gather(1, 30.0)
+        assert buffers.is_common(1), "they agree again"
+        buffers.free(1)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_ranks_that_free_when_they_like(seed: int) -> None:
-    run_on(3, _free_at_random, seed, deadline=60.0)
+@on_ranks(3, deadline=60.0)
+def test_ranks_that_free_at_different_times(seed: int) -> None:
+    """All know what each one frees, so that none gathers what another one has."""
+    chance = random.Random(seed)
+    sizes = [chance.choice([1, 700, 5000, 5000, 20_000]) for _ in range(6)]
+    buffers = Buffers(*sizes)
+    held: list[dict[int, float]] = [{} for _ in range(world_size())]
+    num_common = num_apart = 0
+    for turn in range(150):
+        together = {n for n in range(len(sizes)) if chance.random() < 0.5}
+        is_odd = chance.random() < 0.3
+        for who, one in enumerate(held):
+            some = {n for n in range(len(sizes)) if chance.random() < 0.5} if is_odd else together
+            for number in some & set(one):
+                value = one.pop(number)
+                if who == rank():
+                    buffers.check(number, value)
+                    buffers.free(number)
+        pause = chance.choice([0.0, 0.0, 0.002]) * (chance.randrange(world_size()) == rank())
+        free = [n for n in range(len(sizes)) if not any(n in one for one in held)]
+        for number in free[: chance.randint(0, 2)]:
+            time.sleep(pause)
+            buffers.gather(number, 100.0 * turn)
+            apart = len({tuple(sorted(one)) for one in held}) > 1
+            num_apart += apart
+            num_common += not apart
+            moves = apart or rank() > 0
+            assert (buffers.all[number]._private is not None) == moves
+            for one in held:
+                one[number] = 100.0 * turn
+            for other, value in held[rank()].items():
+                buffers.check(other, value)
+    assert num_common > 10
+    assert num_apart > 10
 
 
+@on_ranks(2)
 def test_a_late_rank_is_waited_for_before_anything_is_written() -> None:
-    run_on(2, _come_late)
+    buffers = Buffers(5000, 5000)
+    buffers.gather(0, 10.0)
+    if rank() == 0:
+        buffers.free(0)
+        pending = buffers.launch(1, 20.0)
+        assert not pending.wait(0.1)
+        dist.barrier()
+    else:
+        time.sleep(0.05)
+        buffers.check(0, 10.0)
+        dist.barrier()
+        buffers.check(0, 10.0)
+        buffers.free(0)
+        pending = buffers.launch(1, 20.0)
+    buffers.links.wait(pending)
+    buffers.check(1, 20.0)
+    assert buffers.is_common(1)
 
 
+@on_ranks(3)
 def test_a_rank_that_cannot_fill_its_slot_is_named() -> None:
-    run_on(3, _fail_to_fill)
+    buffers = Buffers(1000, 1000)
+    buffer = buffers.all[0]
+    for odd in (0, 2):
+        buffer.acquire()
+        error = ZeroDivisionError if rank() == odd else sw.PeerAborted
+        fill = _raise if rank() == odd else (lambda: None)
+        gather = buffers.links.gather
+        pending = gather.all_gather(
+            buffer.flat, gather.world, "gather", fill, buffer.shared_range()
+        )
+        with pytest.raises(error) as caught:
+            buffers.links.wait(pending)
+        assert rank() == odd or f"rank {odd}" in str(caught.value)
+        buffer.release()
+        buffers.links.recover()
+        buffers.gather(1, 10.0)
+        assert buffers.is_common(1)
+        buffers.free(1)
 
 
-def test_ranks_that_do_not_come_leave_the_others_in_step() -> None:
-    run_on(3, _stay_away, deadline=40.0)
+@on_ranks(3, deadline=40.0)
+def test_ranks_that_do_not_take_part_leave_the_others_in_step() -> None:
+    buffers = Buffers(1000, 1000)
+    usual, buffers.links.patience = buffers.links.patience, Patience(poll_seconds=0.05)
+    for away in ({0}, {1}, {0, 2}):
+        buffers.gather(1, 10.0)
+        if rank() in away:
+            buffers.links.abort(ValueError("it hurts"))
+        else:
+            pending = buffers.launch(0, 20.0)
+            with pytest.raises(sw.PeerAborted):
+                buffers.links.wait(pending)
+        buffers.links.recover()
+        buffers.check(1, 10.0)
+        if rank() not in away:
+            buffers.free(0)
+        buffers.free(1)
+        buffers.gather(0, 30.0)
+        assert buffers.is_common(0)
+        buffers.free(0)
+    buffers.links.patience = usual
 
 
+@on_ranks(3)
 def test_training_without_files_of_others() -> None:
-    run_on(3, _train_without_files)
+    with mock.patch.object(shared_memory, "is_offered", rank() != 1):
+        links = Communicator(resolve_mesh(None, PRESETS["fsdp"]).world, CPU)
+    assert isinstance(links.gather, HostCollectives)
+    host = links.gather.point_to_point.host
+    assert host.can_share((0, 2))
+    assert not host.can_share((0, 1)), "rank 1 has no files to pass"
+    with mock.patch.object(HostCollectives, "_shares_memory", return_value=False):
+        assert_equal_training("gpt")
 
 
-def test_units_that_a_smaller_group_gathers_again_are_not_in_common() -> None:
-    run_on(4, _gather_in_subgroups)
+@on_ranks(4)
+def test_units_that_a_subgroup_gathers_again_are_not_shared() -> None:
+    model = build("stack")
+    sw.fully_shard(model, units=Block, reshard_after_forward=2)
+    flats = [flat for unit in runtime_of(model).units for flat in unit.flats]
+    assert any(flat._plan.subgroup for flat in flats)
+    for flat in flats:
+        assert (flat.buffer._pool.shared is None) == bool(flat._plan.subgroup)
 
 
-def test_small_units_are_sent_at_once() -> None:
-    run_on(2, _send_at_once)
+@on_ranks(2)
+def test_small_units_are_sent_inline() -> None:
+    with mock.patch.object(unit, "SMALL_BYTES", 4096):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for width in (8, 45, 46, 100)))
+        sw.fully_shard(model, units=nn.Linear)
+        assert_equal_training("gpt")
+    flats = [flat for one in runtime_of(model).units for flat in one.flats]
+    # 45 * 45 floats on 2 ranks are 4050 bytes each.
+    assert [flat.buffer._pool.shared is None for flat in flats] == [True, True, False, False]
 
 
+@on_ranks(2)
 def test_more_units_than_files() -> None:
-    run_on(2, _gather_many)
+    num_units = 3 * _MAX_SEGMENTS
+    buffers = Buffers(*range(10, 10 + num_units))
+    for turn in range(3):
+        in_common = []
+        for number in range(num_units):
+            buffers.gather(number, 100.0 * turn)
+            in_common.append(buffers.is_common(number))
+        assert sum(in_common) == (_MAX_SEGMENTS if turn == 0 else num_units), "in an arena then"
+        for number in range(num_units):
+            buffers.check(number, 100.0 * turn)
+            buffers.free(number)
 
 
+@on_ranks(3)
 def test_memory_goes_with_the_model() -> None:
-    run_on(3, _map_and_forget)
+    gc.collect()
+    model = build("stack")
+    before = _num_mapped()
+    sw.fully_shard(model, units=Block)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(4):
+        model(torch.randn(4, WIDTH).double()).sum().backward()
+        optimizer.step()
+    assert _num_mapped() - before == (1 if rank() == 0 else 2), "its own, and that of the first"
+    del model, optimizer
+    gc.collect()
+    assert _num_mapped() == before
 
 
 # -- in one process ------------------------------------------------------------------------------
@@ -95,8 +258,8 @@ def _open(
     there: SharedMemory, here: SharedMemory, address: int, num_bytes: int
 ) -> torch.UntypedStorage:
     """The place that ``here`` has located, opened by ``there`` as by another process."""
-    message, descriptor = here.locate(address, 0)
-    return there.open(Descriptor(os.dup(descriptor)), message, num_bytes)
+    place, descriptor = here.locate(address, 0)
+    return there.open(Descriptor(os.dup(descriptor)), place, num_bytes)
 
 
 def test_a_place_is_opened_by_its_message_and_file() -> None:
@@ -129,9 +292,9 @@ def test_a_place_outside_of_its_file_is_refused(offset: int, num_bytes: int) -> 
     """Access beyond the end of a file would end the process."""
     here = SharedMemory()
     storage = here.allocate(4096)
-    message, descriptor = here.locate(storage.data_ptr(), 0)
-    owner, number, oldest, _, in_use = _PLACE.unpack(message)
-    wrong = _PLACE.pack(owner, number, oldest, offset, in_use)
+    place, descriptor = here.locate(storage.data_ptr(), 0)
+    assert Place.unpack(place.pack()) == place
+    wrong = place._replace(offset=offset)
     with pytest.raises(ConnectionError, match="are not in a file of 4096"):
         SharedMemory().open(Descriptor(os.dup(descriptor)), wrong, num_bytes)
 
@@ -140,9 +303,9 @@ def test_a_recycled_descriptor_is_another_file() -> None:
     """A descriptor's number says nothing: what is passed is the file, known by its inode."""
     here, there = SharedMemory(), SharedMemory()
     first = here.allocate(4096)
-    message, descriptor = here.locate(first.data_ptr(), 0)
+    place, descriptor = here.locate(first.data_ptr(), 0)
     file = Descriptor(os.dup(descriptor))
-    _bytes(there.open(file, message, 64)).fill_(1)
+    _bytes(there.open(file, place, 64)).fill_(1)
     del first, file
     second = here.allocate(4096)
     _bytes(_open(there, here, second.data_ptr(), 64)).fill_(2)
@@ -154,7 +317,7 @@ def test_few_files_are_open_however_much_is_allocated() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     kept = [here.allocate(4096) for _ in range(3 * _MAX_SEGMENTS)]
     places = [here.locate(storage.data_ptr(), 0)[0] for storage in kept]
-    assert [is_place(place) for place in places] == [n < _MAX_SEGMENTS for n in range(len(kept))]
+    assert [place.number > 0 for place in places] == [n < _MAX_SEGMENTS for n in range(len(kept))]
     first = kept[0]  # is the oldest one all the time
     for _ in range(3 * _MAX_SEGMENTS):
         kept = []
@@ -162,7 +325,7 @@ def test_few_files_are_open_however_much_is_allocated() -> None:
         _open(there, here, kept[0].data_ptr(), 64)
     assert len(there._opened) <= _MAX_SEGMENTS
     assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3 * _MAX_SEGMENTS + 4
-    assert is_place(here.locate(first.data_ptr(), 0)[0])
+    assert here.locate(first.data_ptr(), 0)[0].number == 1
 
 
 def test_an_open_place_outlives_its_owner() -> None:
@@ -175,13 +338,12 @@ def test_an_open_place_outlives_its_owner() -> None:
 
 
 def test_ranks_agree_on_which_of_them_share() -> None:
-    ranks = peers.HostPeers()
-    assert not ranks.can_share((0, 1)), "before they connect"
-    ranks._opens = [{1, 2}, {0}, {0, 1}]
-    assert ranks.can_share((0, 1))
-    assert ranks.can_share((2, 0))
-    assert not ranks.can_share((0, 1, 2))
-    assert not ranks.can_share((1, 2))
+    rows = ["1000", "1100", "1010", "0000"]  # ranks 1 and 2 are on other hosts; 3 has no files
+    host = handshake.Host({}, [], [bytes(map(int, row)) for row in rows])
+    sharing = [pair for pair in itertools.combinations(range(4), 2) if host.can_share(pair)]
+    assert sharing == [(0, 1), (0, 2)]
+    assert host.can_share((2, 0)), "in any order"
+    assert not host.can_share((0, 1, 2))
 
 
 def test_without_files_memory_is_private() -> None:
@@ -190,7 +352,7 @@ def test_without_files_memory_is_private() -> None:
         storage = memory.allocate(4096)
         assert not _can_offer()
     assert storage.nbytes() == 4096
-    assert not is_place(memory.locate(storage.data_ptr(), 0)[0])
+    assert not memory.locate(storage.data_ptr(), 0)[0].number
 
 
 # -- in a rank -----------------------------------------------------------------------------------
@@ -260,206 +422,8 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def _gather_once() -> None:
-    buffers = Buffers(1000, 30_000)
-    for turn in range(4):
-        for number in range(2):
-            buffers.gather(number, 10.0 * turn)
-            assert buffers.is_common(number)
-        for number in range(2):
-            buffers.free(number)
-    common = buffers.pools.gathered.shared
-    assert common is not None
-    # The files of all but the first have nothing in them: no page was ever touched.
-    taken = [os.fstat(segment.descriptor).st_blocks for segment in common._own.values()]
-    assert taken
-    assert (sum(taken) > 0) == (rank() == 0)
-
-
-def _keep_on_one(keeping: int) -> None:
-    buffers = Buffers(5000, 5000)
-    for number in (0, 1, 0, 1):  # until there is an arena
-        buffers.gather(number, 10.0)
-        buffers.free(number)
-    for _ in range(2):
-        buffers.gather(0, 10.0)
-        was = buffers.all[0].flat.data_ptr()
-        if rank() != keeping:
-            buffers.free(0)
-        buffers.gather(1, 20.0)
-        if rank() == 0 != keeping:
-            assert buffers.all[1]._memory is not None
-            assert buffers.all[1]._memory.data_ptr() == was, "a place that was given back here"
-        if rank() == keeping:
-            buffers.check(0, 10.0)
-            buffers.free(0)
-        assert not buffers.is_common(1)
-        buffers.free(1)
-        buffers.gather(1, 30.0)
-        assert buffers.is_common(1), "they agree again"
-        buffers.free(1)
-
-
-def _free_at_random(seed: int) -> None:
-    """All know what each one frees, so that none gathers what another one has."""
-    chance = random.Random(seed)
-    sizes = [chance.choice([1, 700, 5000, 5000, 20_000]) for _ in range(6)]
-    buffers = Buffers(*sizes)
-    held: list[dict[int, float]] = [{} for _ in range(world_size())]
-    num_common = num_apart = 0
-    for turn in range(150):
-        together = {n for n in range(len(sizes)) if chance.random() < 0.5}
-        is_odd = chance.random() < 0.3
-        for who, one in enumerate(held):
-            some = {n for n in range(len(sizes)) if chance.random() < 0.5} if is_odd else together
-            for number in some & set(one):
-                value = one.pop(number)
-                if who == rank():
-                    buffers.check(number, value)
-                    buffers.free(number)
-        pause = chance.choice([0.0, 0.0, 0.002]) * (chance.randrange(world_size()) == rank())
-        free = [n for n in range(len(sizes)) if not any(n in one for one in held)]
-        for number in free[: chance.randint(0, 2)]:
-            time.sleep(pause)
-            buffers.gather(number, 100.0 * turn)
-            apart = len({tuple(sorted(one)) for one in held}) > 1
-            num_apart += apart
-            num_common += not apart
-            moves = apart or rank() > 0
-            assert (buffers.all[number]._private is not None) == moves
-            for one in held:
-                one[number] = 100.0 * turn
-            for other, value in held[rank()].items():
-                buffers.check(other, value)
-    assert num_common > 10
-    assert num_apart > 10
-
-
-def _come_late() -> None:
-    buffers = Buffers(5000, 5000)
-    buffers.gather(0, 10.0)
-    if rank() == 0:
-        buffers.free(0)
-        pending = buffers.launch(1, 20.0)
-        assert not pending.wait(0.1)
-        dist.barrier()
-    else:
-        time.sleep(0.05)
-        buffers.check(0, 10.0)
-        dist.barrier()
-        buffers.check(0, 10.0)
-        buffers.free(0)
-        pending = buffers.launch(1, 20.0)
-    buffers.links.wait(pending)
-    buffers.check(1, 20.0)
-    assert buffers.is_common(1)
-
-
-def _fail_to_fill() -> None:
-    buffers = Buffers(1000, 1000)
-    buffer = buffers.all[0]
-    for odd in (0, 2):
-        buffer.acquire()
-        error = ZeroDivisionError if rank() == odd else sw.PeerAborted
-        fill = _raise if rank() == odd else (lambda: None)
-        gather = buffers.links.gather
-        pending = gather.all_gather(
-            buffer.flat, gather.world, "gather", fill, buffer.shared_range()
-        )
-        with pytest.raises(error) as caught:
-            buffers.links.wait(pending)
-        assert rank() == odd or f"rank {odd}" in str(caught.value)
-        buffer.release()
-        buffers.links.recover()
-        buffers.gather(1, 10.0)
-        assert buffers.is_common(1)
-        buffers.free(1)
-
-
 def _raise() -> None:
     raise ZeroDivisionError("it hurts")
-
-
-def _stay_away() -> None:
-    buffers = Buffers(1000, 1000)
-    usual, buffers.links.patience = buffers.links.patience, Patience(poll_seconds=0.05)
-    for away in ({0}, {1}, {0, 2}):
-        buffers.gather(1, 10.0)
-        if rank() in away:
-            buffers.links.abort(ValueError("it hurts"))
-        else:
-            pending = buffers.launch(0, 20.0)
-            with pytest.raises(sw.PeerAborted):
-                buffers.links.wait(pending)
-        buffers.links.recover()
-        buffers.check(1, 10.0)
-        if rank() not in away:
-            buffers.free(0)
-        buffers.free(1)
-        buffers.gather(0, 30.0)
-        assert buffers.is_common(0)
-        buffers.free(0)
-    buffers.links.patience = usual
-
-
-def _train_without_files() -> None:
-    all_ranks = range(world_size())
-    with mock.patch.object(handshake, "_file_with", return_value=None):
-        links = Communicator(resolve_mesh(None, PRESETS["fsdp"]).world, CPU)
-    assert isinstance(links.gather, HostCollectives)
-    wire = links.gather.point_to_point
-    assert not wire.can_share(all_ranks), "no rank could pass a file"
-    assert wire.can_read([other for other in all_ranks if other != rank()])
-    with mock.patch.object(HostCollectives, "_shares_memory", return_value=False):
-        assert_equal_training("gpt")
-
-
-def _gather_in_subgroups() -> None:
-    model = build("stack")
-    sw.fully_shard(model, units=Block, reshard_after_forward=2)
-    flats = [flat for unit in runtime_of(model).units for flat in unit.flats]
-    assert any(flat._plan.subgroup for flat in flats)
-    for flat in flats:
-        assert (flat.buffer._pool.shared is None) == bool(flat._plan.subgroup)
-
-
-def _send_at_once() -> None:
-    with mock.patch.object(unit, "SMALL_BYTES", 4096):
-        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for width in (8, 45, 46, 100)))
-        sw.fully_shard(model, units=nn.Linear)
-        assert_equal_training("gpt")
-    flats = [flat for one in runtime_of(model).units for flat in one.flats]
-    # 45 * 45 floats on 2 ranks are 4050 bytes each.
-    assert [flat.buffer._pool.shared is None for flat in flats] == [True, True, False, False]
-
-
-def _gather_many() -> None:
-    num_units = 3 * _MAX_SEGMENTS
-    buffers = Buffers(*range(10, 10 + num_units))
-    for turn in range(3):
-        in_common = []
-        for number in range(num_units):
-            buffers.gather(number, 100.0 * turn)
-            in_common.append(buffers.is_common(number))
-        assert sum(in_common) == (_MAX_SEGMENTS if turn == 0 else num_units), "in an arena then"
-        for number in range(num_units):
-            buffers.check(number, 100.0 * turn)
-            buffers.free(number)
-
-
-def _map_and_forget() -> None:
-    gc.collect()
-    model = build("stack")
-    before = _num_mapped()
-    sw.fully_shard(model, units=Block)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(4):
-        model(torch.randn(4, WIDTH).double()).sum().backward()
-        optimizer.step()
-    assert _num_mapped() - before == (1 if rank() == 0 else 2), "its own, and that of the first"
-    del model, optimizer
-    gc.collect()
-    assert _num_mapped() == before
 
 
 def _num_mapped() -> int:

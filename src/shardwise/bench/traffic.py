@@ -26,8 +26,8 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise._private import TorchDispatchMode, pytree
 from shardwise.runtime.module import runtime_of_root
-from shardwise.transport.api import Collectives, CommStream
-from shardwise.transport.communicator import communicator
+from shardwise.transport.communicator import Collectives, communicator
+from shardwise.transport.device import CommStream
 
 __all__ = ["Traffic", "watch_traffic"]
 

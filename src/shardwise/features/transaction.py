@@ -132,15 +132,11 @@ class _Step:
             self._model.restore()
         for optimizer in self._optimizers:
             optimizer.restore()
-        # Without point-to-point no rank reads the status of one that raised, but a rank that has
+        # Without a monitor no rank reads the status of one that raised, but a rank that has
         # begun an optimizer's step has issued every other collective of this step.
         has_stepped = any(optimizer.is_complete for optimizer in self._optimizers)
         has_stepped = has_stepped and not self._scheduler.steps_in_backward
-        if (
-            has_stepped
-            and not self._links.gather.capabilities.point_to_point
-            and not self._has_voted
-        ):
+        if has_stepped and not self._links.is_monitored and not self._has_voted:
             with contextlib.suppress(StepError):
                 self._vote(failed=True)
 

@@ -4,7 +4,7 @@ The figures come from a replay of `schedule`, which is what the engine runs. Two
 
     between steps   shards
     forward         + root, block 0, block 1
-    backward        + root, two blocks, and for each of two reductions: its buffer and scratch
+    backward        + root, two blocks, and for each of two reductions: its buffer and output
                     + gradient shards of what was reduced
                     + gradients of the root, which wait until its own backward ends
     update          + gradient shards
@@ -20,7 +20,6 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.schedule.events import Event, EventKind, describe
 from shardwise.schedule.sequencer import schedule
-from shardwise.transport.api import Capabilities, Operation, RankGroup, Stage
 
 __all__ = ["StepMemory", "step_memory"]
 
@@ -42,7 +41,6 @@ class StepMemory:
 def step_memory(
     plan: Plan,
     *,
-    transport: Capabilities | None = None,
     accumulates: bool = False,
     unreduced: bool = False,
     steps_in_backward: bool = False,
@@ -56,16 +54,13 @@ def step_memory(
 
     Args:
         plan: of the model.
-        transport: of the reductions; by default one that needs no scratch.
         accumulates: the step adds to gradients of earlier backwards.
         unreduced: those are whole on every rank, because they have not been reduced.
         steps_in_backward: gradient shards live from a unit's reduction to its step, as with
             `sw.optimizer_in_backward`.
         on_cpu: gradients that are reduced in place keep their memory, as they do on a CPU.
     """
-    options = _Options(
-        transport or Capabilities(), accumulates, unreduced, steps_in_backward, on_cpu
-    )
+    options = _Options(accumulates, unreduced, steps_in_backward, on_cpu)
     replay = _Replay(plan, options)
     events = schedule(plan, steps_in_backward=steps_in_backward)
     peak_event = events[0]
@@ -89,7 +84,6 @@ def step_memory(
 class _Options:
     """The arguments of `step_memory`."""
 
-    transport: Capabilities
     accumulates: bool
     unreduced: bool
     steps_in_backward: bool
@@ -145,10 +139,10 @@ class _Replay:
                 )
                 self._update_peak()  # both the buffer and the gradients that waited are allocated
                 self._allocated -= gradients.produced - gradients.in_buffer
-                self._allocated += self._scratch_bytes(unit)
+                self._allocated += _output_bytes(unit, self._options)
                 self._add_shards(unit.gradient_shard_bytes - _in_place_bytes(unit, options), unit)
             case EventKind.FINISH_REDUCE:
-                self._allocated -= gradients.buffer + self._scratch_bytes(unit)
+                self._allocated -= gradients.buffer + _output_bytes(unit, self._options)
                 self._add_shards(
                     _in_place_bytes(unit, options) - _permanent_bytes(unit, options), unit
                 )
@@ -181,11 +175,6 @@ class _Replay:
         if is_new and unit.offload is None:
             self._new_shards += num_bytes
             self._allocated += num_bytes
-
-    def _scratch_bytes(self, unit: UnitPlan) -> int:
-        return _reduction_bytes(
-            self._plan, unit, self._options.transport, self._options.accumulates
-        )
 
 
 def _resident_bytes(unit: UnitPlan, options: _Options) -> int:
@@ -249,24 +238,11 @@ def _pending_offload(unit: UnitPlan, options: _Options) -> _PendingOffload:
     )
 
 
-def _reduction_bytes(plan: Plan, unit: UnitPlan, transport: Capabilities, accumulates: bool) -> int:
-    """Of a reduction besides its buffer: scratch, and outputs that are not the gradients."""
-    total = 0
-    for layout in unit.trainable_layouts:
-        cast = layout.cast
-        is_cast = layout.casts_sums and not layout.is_offloaded
-        scratch = transport.reduction_scratch(layout.num_elements, _stages(plan), is_cast=is_cast)
-        total += scratch * cast.reduce_itemsize
-        if layout.is_offloaded:  # cast during the copy to the host
-            total += layout.shard_elements * cast.reduce_itemsize
-        elif accumulates:
-            total += layout.shard_bytes
-    return total
-
-
-def _stages(plan: Plan) -> tuple[Stage, ...]:
-    """How gradients are summed, as `DataParallelMesh.reduction`."""
-    row, column = (RankGroup(tuple(range(size)), 0) for size in (plan.row, plan.replicas))
-    in_column = Operation.REDUCE_SCATTER if plan.strategy.is_two_level else Operation.ALL_REDUCE
-    stages = (Stage(Operation.REDUCE_SCATTER, row), Stage(in_column, column))
-    return stages if column.size > 1 else stages[:1]
+def _output_bytes(unit: UnitPlan, options: _Options) -> int:
+    """What reductions write to that is not the gradients."""
+    return sum(
+        layout.shard_elements * layout.cast.reduce_itemsize  # cast during the copy to the host
+        if layout.is_offloaded
+        else layout.shard_bytes * options.accumulates
+        for layout in unit.trainable_layouts
+    )

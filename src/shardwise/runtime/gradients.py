@@ -14,7 +14,8 @@ from shardwise.runtime.gradient_shards import GradientShard, ShardOffloader
 from shardwise.runtime.memory import CAN_SWAP, FlatBuffer, Pool
 from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.parameters import FSDPParameter
-from shardwise.transport.api import Collectives, Reduction, Work
+from shardwise.transport.api import Reduction, Work
+from shardwise.transport.communicator import Collectives
 
 __all__ = ["GradientBuffer", "GradientState"]
 
@@ -164,10 +165,7 @@ class GradientBuffer:
             inner = flat.view(row.size, -1)[row.index]
         else:
             inner = out
-        num_scratch = collectives.capabilities.reduction_scratch(len(flat), stages, is_cast=is_cast)
-        scratch = self._allocate(num_scratch, flat.dtype)
-        scale = self.shard.scale_on_device
-        reduction = Reduction(flat, inner, carried, out, scratch, stages, scale)
+        reduction = Reduction(flat, inner, carried, out, stages, self.shard.scale_on_device)
         return collectives.reduce(reduction, label)
 
     def collect(self) -> None:

@@ -359,7 +359,7 @@ class FlatBuffer:
             return None
         return SharedRange(
             *shared.locate(self._storage.data_ptr(), self._pool.in_use),
-            lambda file, message: self._move(shared.open(file, message, num_bytes)),
+            lambda file, place: self._move(shared.open(file, place, num_bytes)),
             lambda: self._move(_allocate(num_bytes, self._pool.device)),
         )
 

@@ -28,8 +28,8 @@ from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.tensor import ShardedTensor
 from shardwise.schedule.events import Event, EventKind
-from shardwise.transport.api import Collectives, Work
-from shardwise.transport.communicator import Communicator
+from shardwise.transport.api import Work
+from shardwise.transport.communicator import Collectives, Communicator
 from shardwise.transport.device import copy_
 from shardwise.transport.host.peers import INLINE_BYTES
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from shardwise.forecast.memory import StepMemory, step_memory
 from shardwise.plan.plan import Plan
 from shardwise.train.config import Config
-from shardwise.transport.api import Capabilities
 
 __all__ = ["Footprint", "forecast_step", "process_footprint", "rank_footprint"]
 
@@ -54,7 +53,6 @@ def forecast_step(plan: Plan, config: Config, device: str) -> StepMemory:
     whole = config.memory.accumulate == "whole"
     return step_memory(
         plan,
-        transport=Capabilities(point_to_point=device == "cpu" and config.shard.nproc > 1),
         accumulates=accumulates and not whole,
         unreduced=accumulates and whole,
         steps_in_backward=config.memory.step_in_backward,

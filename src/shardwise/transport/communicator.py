@@ -1,22 +1,21 @@
 """The collectives of all ranks of a mesh, and how a wait that cannot end becomes an error."""
 
 import contextlib
-import itertools
 import weakref
 from dataclasses import replace
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from shardwise._private import default_store
-from shardwise.errors import PeerLost, PlanError
-from shardwise.transport.api import CollectiveId, Collectives, RankGroup, Work
+from shardwise.errors import PeerAborted, PeerLost, PeerSilent, PlanError, StepError
+from shardwise.transport.api import CollectiveId, RankGroup, Work
 from shardwise.transport.device import ThreadStream
 from shardwise.transport.health.heartbeat import POLL_SECONDS, Heartbeat, Patience
 from shardwise.transport.health.status import (
-    Failure,
     QueueState,
     RecentUnits,
     Report,
@@ -26,16 +25,16 @@ from shardwise.transport.health.status import (
 from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.process_group import ProcessGroupCollectives, backend_of
 
-__all__ = ["POLL_SECONDS", "Communicator", "communicator", "make_collectives"]
+__all__ = ["POLL_SECONDS", "Collectives", "Communicator", "communicator", "make_collectives"]
+
+Collectives = HostCollectives | ProcessGroupCollectives  # of one kind, one after the other
 
 # One for each process group and device, however many models use it. Keyed by the group object, so
 # ranks that live as threads of one process have their own.
 _communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Communicator]]" = (
     weakref.WeakKeyDictionary()
 )
-_queues: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = (
-    weakref.WeakKeyDictionary()
-)
+_queues: "weakref.WeakKeyDictionary[dist.ProcessGroup, count[int]]" = weakref.WeakKeyDictionary()
 
 
 def communicator(
@@ -56,7 +55,9 @@ def make_collectives(world: RankGroup, device: torch.device, name: str) -> Colle
     backend = backend_of(world.parent, device.type)
     if device.type == "cpu" and backend is None:
         backend = "gloo"  # the group is of GPUs alone
-    name = f"shardwise/{device.type}/{name}/{_count(world.parent)}"
+    # What its ranks have made before it, together.
+    number = 0 if world.parent is None else next(_queues.setdefault(world.parent, count()))
+    name = f"shardwise/{device.type}/{name}/{number}"
     if world.size == 1 or backend != "gloo":
         return ProcessGroupCollectives(world, device, backend, name)
     if device.type != "cpu":
@@ -66,13 +67,6 @@ def make_collectives(world: RankGroup, device: torch.device, name: str) -> Colle
             "move the model to the CPU"
         )
     return HostCollectives(world, name)
-
-
-def _count(group: dist.ProcessGroup | None) -> int:
-    """How many queues its ranks have made, together, before this one."""
-    if group is None:
-        return 0
-    return next(_queues.setdefault(group, itertools.count()))
 
 
 class Communicator:
@@ -97,12 +91,22 @@ class Communicator:
             self._status = StatusStore(store, name, self.rank, self.num_ranks)
             self._heartbeat = Heartbeat(store, name, self.rank, self.num_ranks, self.patience)
         self.epoch = 0  # how often the ranks were brought back into step
-        self._broken = False
+        self.is_broken = False  # an error has reached the ranks since they were last in step
         self._lost: PeerLost | None = None  # for good
         self._recovery: Work | None = None  # under way
         self.step = 0
         self.where = "before the first step"
         self.recent_units = RecentUnits()
+
+    @property
+    def world(self) -> RankGroup:
+        """All ranks."""
+        return self.gather.world
+
+    @property
+    def is_monitored(self) -> bool:
+        """Whether ranks that wait learn of errors on other ranks."""
+        return self._status is not None
 
     def wait(self, work: Work) -> None:
         """Return when compute may use the result.
@@ -131,28 +135,17 @@ class Communicator:
         """To be called every now and then while this rank waits for others.
 
         Raises:
-            PeerLost: another process gives no sign of life; see `Heartbeat`.
+            PeerSilent: another process gives no sign of life; see `Heartbeat`.
         """
-        silent = None if self._heartbeat is None else self._heartbeat.find_silent()
-        if silent is not None:
-            raise silent
-
-    @property
-    def world(self) -> RankGroup:
-        """All ranks."""
-        return self.gather.world
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether an error has reached the ranks since they were last in step."""
-        return self._broken
+        if self._heartbeat is not None:
+            self._heartbeat.check()
 
     def abort(self, error: BaseException) -> None:
         """Tell the others that this rank raised, so that they need not wait for it."""
-        if self._status is None or self._broken:
-            return
-        text = str(error) if isinstance(error, PeerLost) else f"{type(error).__name__}: {error}"
-        self._give_up(Failure.of(error), text[:500], error)
+        if self._status is not None and not self.is_broken:
+            text = f"{type(error).__name__}: {error}"[:500]
+            aborted = PeerAborted(f"rank {self.rank} gave up in step {self.step}: {text}")
+            self._give_up(error if isinstance(error, PeerLost) else aborted)
 
     def recover(self) -> None:
         """After an error: bring all ranks back into step. Costs nothing when there was none.
@@ -160,7 +153,7 @@ class Communicator:
         Raises:
             PeerLost: another rank is gone; or gives no sign of life, and the next call tries again.
         """
-        if not self._broken or self._status is None:
+        if not self.is_broken or self._status is None:
             return
         if self._lost is not None:
             raise PeerLost(str(self._lost))
@@ -176,7 +169,7 @@ class Communicator:
                 self._lost = recovery.error
             raise recovery.error
         self.epoch += 1
-        self._broken = False
+        self.is_broken = False
         self.recent_units.clear()
 
     def _synchronize(self) -> None:
@@ -206,23 +199,21 @@ class Communicator:
         try:
             self._status.publish(report)
             found = verdict(self._status.read(), self.epoch)
-            silent = None if self._heartbeat is None else self._heartbeat.find_silent()
-        except PeerLost as lost:
-            found, silent = (Failure.LOST, lost), None
-        if found is None and silent is not None:
-            found = Failure.SILENT, silent
-        if found is not None:
-            failure, error = found
-            self._give_up(failure, str(error), error)
-            raise error
+            if found is not None:
+                raise found
+            self.check_peers()
+        except StepError as error:
+            self._give_up(error)
+            raise
 
-    def _give_up(self, failure: Failure, text: str, error: BaseException) -> None:
+    def _give_up(self, error: StepError) -> None:
         assert self._status is not None
-        self._broken = True
-        if failure is Failure.LOST and isinstance(error, PeerLost):
+        self.is_broken = True
+        if isinstance(error, PeerLost) and not isinstance(error, PeerSilent):
             self._lost = error
+        report = replace(self._report(), failure=type(error).__name__, error=str(error))
         with contextlib.suppress(PeerLost):  # the store is gone, so no rank can be told
-            self._status.publish(replace(self._report(), failure=failure, error=text))
+            self._status.publish(report)
 
     def _report(self, looks: int = 0) -> Report:
         return Report(self.epoch, looks, self.step, self.where, self._queues())

@@ -22,6 +22,7 @@ from torch import Tensor
 from shardwise.transport.api import Work
 
 __all__ = [
+    "CommStream",
     "DeviceStream",
     "InlineStream",
     "ThreadStream",
@@ -100,7 +101,7 @@ class DeviceWork(Work):
         self._event.synchronize()
 
 
-class DeviceStream:
+class DeviceStream(InlineStream):
     """Runs jobs on a CUDA stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -117,13 +118,11 @@ class DeviceStream:
             yield work
         work.record(self._stream)
 
-    def submit(self, job: Callable[[], None]) -> Work:
-        with self.enqueue() as work:
-            job()
-        return work
+
+CommStream = InlineStream | ThreadStream  # jobs in order, concurrent with the caller if possible
 
 
-def make_stream(device: torch.device) -> InlineStream | DeviceStream:
+def make_stream(device: torch.device) -> InlineStream:
     """A stream whose jobs do not block the caller, for tensors on ``device``."""
     return DeviceStream(device) if device.type == "cuda" else InlineStream()
 

@@ -3,15 +3,14 @@
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
-from shardwise.transport.api import Capabilities, Operation, RankGroup, Reduction, Work
+from shardwise._private import group_timeout, new_nccl_group, new_registered_group
+from shardwise.transport.api import Operation, RankGroup, Reduction, Work
 from shardwise.transport.device import copy_scaled_, make_stream
 from shardwise.transport.host.shared_memory import SharedRange
 
@@ -20,9 +19,7 @@ __all__ = [
     "backend_of",
     "broadcast_object",
     "broadcast_tensors",
-    "new_gloo_group",
     "new_group",
-    "timeout_of",
 ]
 
 # Their names since torch 2.13, which warns about the old ones.
@@ -33,7 +30,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 class ProcessGroupCollectives:
     """Collectives of one kind, on process groups of their own, in the order of their launch."""
 
-    sent = (0, 0)
+    sent = (0, 0)  # exchanges so far, and the bytes that this rank sent in them: the backend knows
 
     def __init__(
         self, world: RankGroup, device: torch.device, backend: str | None, name: str
@@ -43,12 +40,12 @@ class ProcessGroupCollectives:
         self._parent = None if world.parent is None else weakref.ref(world.parent)
         self._backend = backend
         self._name = name
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by their ranks in order
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by ranks
         self.stream = make_stream(device)
-        self.capabilities = Capabilities(stream_ordered=device.type == "cuda")
 
     @property
     def world(self) -> RankGroup:
+        """All ranks that may take part."""
         parent = None if self._parent is None else self._parent()
         return RankGroup(self._ranks, self._own_rank, parent)
 
@@ -60,26 +57,32 @@ class ProcessGroupCollectives:
         fill: Callable[[], None] | None = None,
         shared: SharedRange | None = None,  # noqa: ARG002
     ) -> Work:
+        """Give every rank of ``group`` the whole of ``flat``.
+
+        Args:
+            flat: [ranks * S], of which this rank contributes its slot [S].
+            group: the ranks that take part.
+            label: its name in the ledger.
+            fill: writes this rank's slot, just before it is sent; None if it is written already.
+            shared: where ``flat`` is in shared memory; for all ranks of the group or none.
+        """
         process_group = self._process_group(group)
         with self.stream.enqueue() as work:
             if fill is not None:
                 fill()
             if group.size > 1 and flat.numel():
                 own = flat.view(group.size, -1)[group.index]
-                if _is_sorted(group):
-                    _all_gather(flat, own, group=process_group)
-                else:
-                    _gather_unsorted(flat, own, group, process_group)
+                _all_gather(flat, own, group=process_group)
         return work
 
     def reduce(self, reduction: Reduction, label: str) -> Work:  # noqa: ARG002
+        """Sum over all ranks of the stages of ``reduction``, one stage after the other."""
         first, *rest = reduction.stages
         groups = {stage.group.ranks: self._process_group(stage.group) for stage in reduction.stages}
         flat, inner, out = reduction.flat, reduction.inner, reduction.out
         with self.stream.enqueue() as work:
             if first.group.size > 1:
-                source = flat if _is_sorted(first.group) else _sort_slots(flat, first.group)
-                _reduce_scatter(inner, source, group=groups[first.group.ranks])
+                _reduce_scatter(inner, flat, group=groups[first.group.ranks])
             elif inner.data_ptr() != flat.data_ptr():
                 inner.copy_(flat)
             if reduction.carried is not None:
@@ -88,8 +91,7 @@ class ProcessGroupCollectives:
             for stage in rest:
                 if stage.operation is Operation.REDUCE_SCATTER:
                     total = reduction.scattered(stage.group)
-                    source = inner if _is_sorted(stage.group) else _sort_slots(inner, stage.group)
-                    _reduce_scatter(total, source, group=groups[stage.group.ranks])
+                    _reduce_scatter(total, inner, group=groups[stage.group.ranks])
                 else:
                     dist.all_reduce(inner, group=groups[stage.group.ranks])
             if out is not None:
@@ -97,36 +99,15 @@ class ProcessGroupCollectives:
         return work
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
+        """Send the first of each pair to its rank, and receive the second from it."""
         raise NotImplementedError(f"{label}: no exchange between pairs on {self._backend}")
 
     def _process_group(self, group: RankGroup) -> dist.ProcessGroup | None:
         if group.size == 1:
             return None
-        key = tuple(sorted(group.ranks))
-        if key not in self._groups:
-            self._groups[key] = new_group(group, self._backend, self._name)
-        return self._groups[key]
-
-
-def _is_sorted(group: RankGroup) -> bool:
-    return list(group.ranks) == sorted(group.ranks)
-
-
-def _gather_unsorted(
-    flat: Tensor, own: Tensor, group: RankGroup, process_group: dist.ProcessGroup | None
-) -> None:
-    """Backends order slots by rank; a group orders them by mesh coordinate, or by shard."""
-    by_rank = sorted(group.ranks)
-    gathered = torch.empty_like(flat)
-    _all_gather(gathered, own, group=process_group)
-    slots = gathered.view(group.size, -1)
-    torch.stack([slots[by_rank.index(rank)] for rank in group.ranks], out=flat.view_as(slots))
-
-
-def _sort_slots(flat: Tensor, group: RankGroup) -> Tensor:
-    """A copy of ``flat`` [ranks * S] with its slots in the order of ranks."""
-    slots = flat.view(group.size, -1)
-    return torch.cat([slots[group.ranks.index(rank)] for rank in sorted(group.ranks)])
+        if group.ranks not in self._groups:
+            self._groups[group.ranks] = new_group(group, self._backend, self._name)
+        return self._groups[group.ranks]
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
@@ -137,80 +118,26 @@ def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
     return dict(pair.split(":") for pair in pairs).get(device_type)
 
 
-def timeout_of(group: dist.ProcessGroup, backend: str | None) -> timedelta:
-    """How long operations of ``group`` may take: the timeout that it was made with."""
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        if options is not None:
-            timeout: timedelta = options._timeout
-            return timeout
-    default: timedelta = c10d._get_default_timeout(dist.Backend(backend or "gloo"))
-    return default
-
-
 def new_group(group: RankGroup, backend: str | None, name: str) -> dist.ProcessGroup:
-    """A process group of the ranks of ``group``; only they call this.
+    """A process group of the ranks of ``group``, in the order of their slots; only they call this.
 
-    `torch.distributed.new_group` would do, but it names groups by how many there are, which differs
-    between ranks that have made others, and so would wait forever. Nor does it take the timeout of
-    the job. ``name`` is the same on all ranks, and no other group of these ranks has it.
+    `torch.distributed.new_group` would name it by how many groups there are, so ranks that have
+    made others would wait forever; it also sorts the ranks, and ignores the timeout of the job.
+    ``name`` is the same on all ranks, and no other group of these ranks has it.
     """
-    parent = group.parent
+    parent, world = group.parent, dist.group.WORLD
     assert parent is not None
+    assert world is not None
     members = dist.get_process_group_ranks(parent)
-    ranks = sorted(members[rank] for rank in group.ranks)
+    ranks = [members[rank] for rank in group.ranks]
     digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
     name = f"{parent.group_name}/{name}/{digest}"
-    timeout = timeout_of(parent, backend)
-    world = c10d._get_default_group()
-    if backend == "nccl" and world.bound_device_id is not None and len(ranks) < world.size():
-        return _new_nccl_group(ranks, name, timeout, world.bound_device_id)
-    made, _ = c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        ranks,
-        backend or dist.get_backend_config(parent),
-        c10d._get_default_store(),
-        c10d.GroupName(name),
-        timeout=timeout,
-        device_id=world.bound_device_id,
-    )
-    assert isinstance(made, dist.ProcessGroup)
-    c10d._world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
-    return made
-
-
-def new_gloo_group(group: RankGroup, name: str) -> dist.ProcessGroup:
-    """As `new_group`, of Gloo alone; torch keeps no record of it, so it goes when it is dropped."""
-    assert group.parent is not None
-    store = c10d.PrefixStore(name, group.parent.get_group_store())
-    timeout = timeout_of(group.parent, "gloo")
-    backend = dist.ProcessGroupGloo(store, group.index, group.size, timeout)
-    return _wrap(backend, dist.ProcessGroup.BackendType.GLOO, torch.device("cpu"), store)
-
-
-def _new_nccl_group(
-    ranks: list[int], name: str, timeout: timedelta, device: torch.device
-) -> dist.ProcessGroup:
-    """NCCL between some ranks of a job that is bound to devices.
-
-    Torch would split the communicator of the job, for which it needs all of its ranks.
-    """
-    store = c10d.PrefixStore(name, c10d._get_default_store())
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    options.global_ranks_in_group = ranks
-    options.group_name = c10d.GroupName(name)
-    own = ranks.index(dist.get_rank())
-    backend = dist.ProcessGroupNCCL(store, own, len(ranks), options)
-    return _wrap(backend, dist.ProcessGroup.BackendType.NCCL, device, store)
-
-
-def _wrap(backend: Any, kind: Any, device: torch.device, store: c10d.Store) -> dist.ProcessGroup:
-    group = dist.ProcessGroup(store, backend.rank(), backend.size())
-    group._set_default_backend(kind)
-    group._register_backend(device, kind, backend)
-    return group
+    timeout = group_timeout(parent)
+    # Torch would split the communicator of a job that is bound to devices, with all of its ranks.
+    is_bound = world.bound_device_id is not None and len(ranks) < world.size()
+    if backend == "nccl" and is_bound:
+        return new_nccl_group(ranks, name, timeout)
+    return new_registered_group(ranks, backend or dist.get_backend_config(parent), name, timeout)
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import Store
 
-from shardwise.errors import PeerLost
-from shardwise.transport.health.status import store_errors
+from shardwise.errors import PeerSilent
+from shardwise.transport.health.status import read_keys
 
 __all__ = ["POLL_SECONDS", "Heartbeat", "Patience"]
 
@@ -38,31 +38,28 @@ class Heartbeat:
 
     def __init__(self, store: Store, name: str, rank: int, size: int, patience: Patience) -> None:
         self._store = store
-        self._keys = {other: f"shardwise/{name}/heartbeat/{other}" for other in range(size)}
-        own = self._keys.pop(rank)
+        self._keys = [f"shardwise/{name}/heartbeat/{other}" for other in range(size)]
         self._rank = rank
         self._patience = patience
         self._seen: dict[int, tuple[bytes, float]] = {}  # a counter, and since when it is that
         self._looked = 0.0
-        store.set(own, "0")
+        store.set(self._keys[rank], "0")
         done = threading.Event()
         thread = threading.Thread(
             target=_beat,
-            args=(store, own, done, patience.beat_seconds),
+            args=(store, self._keys[rank], done, patience.beat_seconds),
             name="shardwise-heartbeat",
             daemon=True,
         )
         thread.start()
         weakref.finalize(self, _end, done, thread)  # also before the interpreter ends
 
-    def find_silent(self) -> PeerLost | None:
+    def check(self) -> None:
         """Look at the others; to be called every now and then while waiting.
 
-        Returns:
-            An error that names a rank whose counter has stayed the same for ``silent_seconds`` of
-            looking. It may come back.
-
         Raises:
+            PeerSilent: names a rank whose counter has stayed the same for ``silent_seconds`` of
+                looking.
             PeerLost: the process that holds the store does not answer.
         """
         now = time.monotonic()
@@ -70,24 +67,18 @@ class Heartbeat:
         if now - self._looked > 2 * self._patience.beat_seconds:
             self._seen.clear()
         self._looked = now
-        for other, key in self._keys.items():
-            counter = self._read(key)
-            if counter is None:  # it has not come so far yet
+        for other, counter in enumerate(read_keys(self._store, self._keys)):
+            if counter is None or other == self._rank:  # None: it has not come so far yet
                 continue
             last, since = self._seen.get(other, (b"", now))
             if counter != last:
                 self._seen[other] = counter, now
             elif now - since > self._patience.silent_seconds:
-                return PeerLost(
+                raise PeerSilent(
                     f"rank {self._rank} lost rank {other}: its process gave no sign of life for "
                     f"{now - since:.0f} s; it is stopped (SIGSTOP, a debugger), its machine is "
                     "frozen or off the network, or a call into C holds Python's lock"
                 )
-        return None
-
-    def _read(self, key: str) -> bytes | None:
-        with store_errors():
-            return self._store.get(key) if self._store.check([key]) else None
 
 
 def _beat(store: Store, key: str, done: threading.Event, seconds: float) -> None:

@@ -13,17 +13,17 @@ import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from shardwise.errors import PeerAborted, PeerLost, RanksDiverged, StepError
+from shardwise.errors import PeerAborted, PeerLost, PeerSilent, RanksDiverged, StepError
 from shardwise.transport.api import CollectiveId
 
-__all__ = ["Failure", "QueueState", "RecentUnits", "Report", "StatusStore", "verdict"]
+__all__ = ["QueueState", "RecentUnits", "Report", "StatusStore", "read_keys", "verdict"]
 
 LOOKS = 2
+_ERRORS = {kind.__name__: kind for kind in (PeerAborted, RanksDiverged, PeerLost, PeerSilent)}
 RECENT_UNITS = 64  # a rank stalls a few units after it took another way than the others
 
 
@@ -66,37 +66,19 @@ class RecentUnits:
         self.num_entered = 0
 
 
-class Failure(StrEnum):
-    """What made a rank give up."""
-
-    RAISED = "raised"  # it raised
-    ABORTED = "aborted"  # another rank raised
-    DIVERGED = "diverged"  # ranks wait for different things
-    LOST = "lost"  # a connection broke
-    SILENT = "silent"  # a process gives no sign of life, and may come back
-
-    @staticmethod
-    def of(error: BaseException) -> "Failure":
-        """Of an error that other ranks have not published."""
-        return Failure.LOST if isinstance(error, PeerLost) else Failure.RAISED
-
-
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where one rank stands, and why it gave up, if it did.
-
-    ``entered`` are the last of ``num_entered`` units that it began in this step.
-    """
+    """Where one rank stands, and the error that all ranks are to raise, if there is one."""
 
     epoch: int
     looks: int
     step: int
     where: str
     queues: tuple[QueueState, ...]
-    failure: Failure | None = None
+    failure: str = ""  # the name of its class
     error: str = ""
-    num_entered: int = 0
-    entered: tuple[str, ...] = ()
+    num_entered: int = 0  # units that were begun in this step
+    entered: tuple[str, ...] = ()  # the last of them
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -104,17 +86,16 @@ class Report:
     @staticmethod
     def from_json(text: str | bytes) -> "Report":
         fields = json.loads(text)
-        fields["queues"] = tuple(map(_queue_state, fields["queues"]))
         fields["entered"] = tuple(fields["entered"])
-        fields["failure"] = fields["failure"] and Failure(fields["failure"])
+        fields["queues"] = tuple(
+            QueueState(queue["issued"], _collective(queue["running"]), tuple(queue["ended"]))
+            for queue in fields["queues"]
+        )
         return Report(**fields)
 
 
-def _queue_state(fields: dict[str, Any]) -> QueueState:
-    running = fields["running"]
-    if running is not None:
-        running = CollectiveId(**{**running, "ranks": tuple(running["ranks"])})
-    return QueueState(fields["issued"], running, tuple(fields["ended"]))
+def _collective(fields: dict[str, Any] | None) -> CollectiveId | None:
+    return None if fields is None else CollectiveId(**{**fields, "ranks": tuple(fields["ranks"])})
 
 
 class StatusStore:
@@ -123,7 +104,7 @@ class StatusStore:
     def __init__(self, store: Store, name: str, rank: int, size: int) -> None:
         self._store = store
         self._keys = [f"shardwise/{name}/{other}" for other in range(size)]
-        self._own = self._keys[rank]
+        self._rank = rank
 
     def publish(self, report: Report) -> None:
         """Show ``report`` to the others.
@@ -131,28 +112,34 @@ class StatusStore:
         Raises:
             PeerLost: the process that holds the store is gone; so does `read`.
         """
-        with store_errors():
-            self._store.set(self._own, report.to_json())
+        with _store_errors():
+            self._store.set(self._keys[self._rank], report.to_json())
 
     def read(self) -> list[Report | None]:
         """The last report of every rank, None for those that never published one."""
-        with store_errors():
-            return [
-                Report.from_json(self._store.get(key)) if self._store.check([key]) else None
-                for key in self._keys
-            ]
+        contents = read_keys(self._store, self._keys)
+        return [None if content is None else Report.from_json(content) for content in contents]
+
+
+def read_keys(store: Store, keys: Sequence[str]) -> list[bytes | None]:
+    """What ``store`` has under each of ``keys``.
+
+    Raises:
+        PeerLost: the process that holds the store is gone.
+    """
+    with _store_errors():
+        return [store.get(key) if store.check([key]) else None for key in keys]
 
 
 @contextlib.contextmanager
-def store_errors() -> Iterator[None]:
-    """Raise a PeerLost where the store does not answer."""
+def _store_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         raise PeerLost(f"the process that holds the job's store is gone: {error}") from error
 
 
-def verdict(reports: Sequence[Report | None], epoch: int) -> tuple[Failure, StepError] | None:
+def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
     """The error to raise on every rank, or None if the ranks may still go on.
 
     Args:
@@ -160,34 +147,21 @@ def verdict(reports: Sequence[Report | None], epoch: int) -> tuple[Failure, Step
         epoch: reports of an earlier one are ignored.
     """
     current = {rank: r for rank, r in enumerate(reports) if r is not None and r.epoch == epoch}
-    for rank, report in current.items():
-        if report.failure is not None:
-            return _relay(rank, report, report.failure)
+    for report in current.values():
+        if report.failure:
+            return _ERRORS[report.failure](report.error)
     if len(current) < len(reports) or any(report.looks < LOOKS for report in current.values()):
         return None
     if _can_move(current):
         return None
     places = (f"  rank {rank}: step {r.step}, {r.where}" for rank, r in current.items())
-    return Failure.DIVERGED, RanksDiverged(
+    return RanksDiverged(
         "ranks wait for different things, so none can go on:\n"
         + "\n".join(places)
         + _first_difference(current)
         + "\nEvery rank must run the same units in the same order; look for a branch, a loop "
         "length or an exception that differs by rank."
     )
-
-
-def _relay(rank: int, report: Report, failure: Failure) -> tuple[Failure, StepError]:
-    match failure:
-        case Failure.RAISED:
-            text = f"rank {rank} gave up in step {report.step}: {report.error}"
-            return Failure.ABORTED, PeerAborted(text)
-        case Failure.ABORTED:
-            return failure, PeerAborted(report.error)
-        case Failure.DIVERGED:
-            return failure, RanksDiverged(report.error)
-        case _:
-            return failure, PeerLost(report.error)
 
 
 def _can_move(reports: Mapping[int, Report]) -> bool:

@@ -1,17 +1,15 @@
 """Messages between two processes of a host, over a socket that both of them hold."""
 
-import array
 import contextlib
 import errno
 import os
 import socket
 import struct
 import threading
-from collections import deque
 from datetime import timedelta
 from typing import NamedTuple
 
-__all__ = ["MAX_BYTES", "Channel", "Descriptor", "Message", "new_socket", "recv_message"]
+__all__ = ["MAX_BYTES", "Channel", "Descriptor", "Message"]
 
 MAX_BYTES = 1 << 15  # of a message; two of these fit into a socket
 _TAG = struct.Struct("<q")
@@ -31,13 +29,9 @@ class Descriptor:
 class Message(NamedTuple):
     """What a process sent."""
 
+    tag: int
     content: bytes
-    descriptor: Descriptor | None = None
-
-
-def new_socket() -> socket.socket:
-    """One that keeps messages apart."""
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    file: Descriptor | None = None
 
 
 class Channel:
@@ -50,7 +44,7 @@ class Channel:
         limit = struct.pack("ll", self._seconds, 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self.connection = connection
-        self._kept: dict[int, deque[Message]] = {}  # came while another tag was waited for
+        self._kept: list[Message] = []  # received while another tag was waited for
         self._changed = threading.Condition()
         self._is_read = False
 
@@ -69,45 +63,32 @@ class Channel:
         """
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: not self._is_read or tag in self._kept)
-                if tag in self._kept:
-                    return self._take(tag)
+                self._changed.wait_for(lambda: not self._is_read or self._position(tag) >= 0)
+                if (position := self._position(tag)) >= 0:
+                    return self._kept.pop(position)
                 self._is_read = True
-            message = Message(b"")
+            received: list[Message] = []
             try:
-                message = recv_message(self.connection)
-            except BlockingIOError as error:
-                raise TimeoutError(f"it sent nothing for {self._seconds} s") from error
+                received.append(self._read())
             finally:
                 with self._changed:
                     self._is_read = False
-                    if message.content:
-                        found = _TAG.unpack_from(message.content)[0]
-                        kept = message._replace(content=message.content[_TAG.size :])
-                        self._kept.setdefault(found, deque()).append(kept)
+                    self._kept += received
                     self._changed.notify_all()
-            if not message.content:
-                raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
 
-    def _take(self, tag: int) -> Message:
-        queue = self._kept[tag]
-        message = queue.popleft()
-        if not queue:
-            del self._kept[tag]
-        return message
+    def _position(self, tag: int) -> int:
+        return next((i for i, message in enumerate(self._kept) if message.tag == tag), -1)
 
-
-def recv_message(connection: socket.socket) -> Message:
-    """The next message, with the file that was passed with it; empty at the end."""
-    content, ancillary, _, _ = connection.recvmsg(
-        _TAG.size + MAX_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-    )
-    numbers = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-    passed = [Descriptor(number) for number in numbers]
-    return Message(content, passed[0] if passed else None)
-
-
-_ANCILLARY_BYTES = socket.CMSG_SPACE(array.array("i").itemsize)
+    def _read(self) -> Message:
+        flags = socket.MSG_CMSG_CLOEXEC
+        try:
+            content, passed, _, _ = socket.recv_fds(
+                self.connection, _TAG.size + MAX_BYTES, 1, flags
+            )
+        except BlockingIOError as error:
+            raise TimeoutError(f"it sent nothing for {self._seconds} s") from error
+        files = [Descriptor(number) for number in passed]
+        if not content:
+            raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+        tag = _TAG.unpack_from(content)[0]
+        return Message(tag, content[_TAG.size :], files[0] if files else None)

@@ -17,21 +17,18 @@ from torch import Tensor
 
 from shardwise.errors import PeerAborted, StepError
 from shardwise.transport.api import (
-    Capabilities,
     CollectiveId,
     Operation,
     RankGroup,
     Reduction,
     Work,
-    all_reduce_is_cut,
 )
 from shardwise.transport.device import ThreadStream, copy_scaled_
 from shardwise.transport.health.status import QueueState
-from shardwise.transport.host.channel import Message
+from shardwise.transport.host.peers import INLINE_BYTES
 from shardwise.transport.host.point_to_point import PointToPoint
-from shardwise.transport.host.shared_memory import DISAGREES, SharedRange, is_place
-from shardwise.transport.host.sums import Finish, Summation
-from shardwise.transport.process_group import new_gloo_group, timeout_of
+from shardwise.transport.host.shared_memory import Place, SharedRange
+from shardwise.transport.host.sums import Finish, Run, Summation
 
 __all__ = ["Exchange", "HostCollectives"]
 
@@ -42,7 +39,7 @@ class Exchange:
 
     group: RankGroup
     slot_bytes: int
-    run: Callable[[CollectiveId], None]
+    run: Run
     is_shared: bool = False
 
 
@@ -53,13 +50,8 @@ class HostCollectives:
         # Without its parent: this object is kept for as long as that is.
         self.world = RankGroup(world.ranks, world.own_rank)
         self._own = world.own_rank
-        assert world.parent is not None
-        timeout, group = timeout_of(world.parent, "gloo"), new_gloo_group(world, name)
-        self.point_to_point = PointToPoint(group, world.own_rank, world.size, timeout)
-        # If all ranks are on one host they may read each other's memory.
-        reads_memory = self.point_to_point.can_read([rank for _, rank in world.others])
-        self.capabilities = Capabilities(point_to_point=True, reads_memory=reads_memory)
-        self._sums = Summation(self.point_to_point, reads_memory=reads_memory)
+        self.point_to_point = PointToPoint(world, name)
+        self._sums = Summation(self.point_to_point)
         self._can_share: dict[tuple[int, ...], bool] = {}  # memory, by ranks
         self.stream = ThreadStream(f"shardwise-{name}")
         self._issued = 0
@@ -83,14 +75,21 @@ class HostCollectives:
         gather = self._gathering(flat, group)
         slot_bytes = flat.nbytes // group.size
         if shared is None or not self._shares_memory(group):
-            return self._submit(label, [Exchange(group, slot_bytes, _tagged(gather))], fill)
-        run = partial(self._gather_shared, group, shared, fill, gather)
+            return self._submit(label, [Exchange(group, slot_bytes, gather)], fill)
+
+        def run(tag: int) -> None:
+            if self._fill_shared(group, shared, fill, label, tag):
+                self.point_to_point.count(flat.nbytes - slot_bytes)
+            else:
+                gather(tag)
+
         return self._submit(label, [Exchange(group, slot_bytes, run, is_shared=True)])
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
         group = RankGroup(tuple(sorted({*pairs, self._own})), self._own)
-        run = partial(self.point_to_point.exchange, pairs)
-        return self._submit(label, [Exchange(group, 0, _tagged(run))])
+        return self._submit(
+            label, [Exchange(group, 0, partial(self.point_to_point.exchange, pairs))]
+        )
 
     def reduce(self, reduction: Reduction, label: str) -> Work:
         first, *rest = reduction.stages
@@ -123,7 +122,7 @@ class HostCollectives:
             for collective, run in numbered:
                 self._begin(collective)
                 try:
-                    run(collective)
+                    run(collective.tag)
                 finally:
                     self._end(collective)
             if finish is not None:
@@ -160,52 +159,49 @@ class HostCollectives:
 
     def _shares_memory(self, group: RankGroup) -> bool:
         if group.ranks not in self._can_share:  # once, for it takes quadratic time
-            can_share = group.size > 1 and self.point_to_point.can_share(group.ranks)
+            can_share = group.size > 1 and self.point_to_point.host.can_share(group.ranks)
             self._can_share[group.ranks] = can_share
         return self._can_share[group.ranks]
 
-    def _gather_shared(
+    def _fill_shared(
         self,
         group: RankGroup,
         shared: SharedRange,
         fill: Callable[[], None] | None,
-        gather: Callable[[int], None],
-        collective: CollectiveId,
-    ) -> None:
-        """All write into the range of the first; or each in its own memory, and they ``gather``."""
-        peers, tag = self.point_to_point, collective.tag
-        others = [rank for _, rank in group.others]
-        failure: BaseException | None = None
-        is_shared = False
+        label: str,
+        tag: int,
+    ) -> bool:
+        """Write into the range of the first rank, or else in private memory; whether it did."""
+        is_shared, failure = False, None
         try:
             is_shared = self._agree_on_memory(group, shared, tag)
             if fill is not None:
                 fill()
         except Exception as error:  # noqa: BLE001 - it is raised once the others know
             failure = error
-        outcomes = peers.swap_messages(others, b"failed" if failure else b"filled", tag)
+        outcome = b"failed" if failure else b"filled"
+        outcomes = self.point_to_point.swap_messages(group, outcome, tag)
         if failure is not None:
             raise failure
-        failed = [rank for rank, outcome in outcomes.items() if outcome.content != b"filled"]
+        failed = [rank for rank, other in outcomes.items() if other.content != b"filled"]
         if failed:
-            raise PeerAborted(f"rank {failed[0]} could not take part in {collective.label}")
-        if is_shared:
-            peers.count(collective.slot_bytes * len(others))
-        else:
-            gather(tag)
+            raise PeerAborted(f"rank {failed[0]} could not take part in {label}")
+        return is_shared
 
     def _agree_on_memory(self, group: RankGroup, shared: SharedRange, tag: int) -> bool:
         """Move to the range of the first rank if all have the same buffers in use."""
         first = group.ranks[0]
-        descriptor = shared.descriptor if first == self._own else -1
-        others = [rank for _, rank in group.others]
-        ranges = self.point_to_point.swap_messages(others, shared.message, tag, descriptor)
-        place, file = ranges.get(first, Message(shared.message))
-        agrees = all(shared.agrees(one.content) for one in ranges.values())
-        if not (agrees and is_place(place)):
+        is_first = first == self._own
+        descriptor = shared.descriptor if is_first else -1
+        messages = self.point_to_point.swap_messages(group, shared.place.pack(), tag, descriptor)
+        places = {rank: Place.unpack(one.content) for rank, one in messages.items()}
+        place = shared.place if is_first else places[first]
+        agrees = all(other.in_use == shared.place.in_use for other in places.values())
+        if not (agrees and place.number):
             shared.use_private_memory()
             return False
-        if first != self._own:
+        if not is_first:
+            file = messages[first].file
             if file is None:
                 raise ConnectionError(f"rank {first} did not pass the file of its memory")
             shared.move(file, place)
@@ -217,23 +213,19 @@ class HostCollectives:
         flat, inner = reduction.flat, reduction.inner
         finish = Finish(reduction.carried, reduction.out if is_last else None, reduction.scale)
         if group.size > 1:
-            parts = flat.view(group.size, -1).unbind()
-            run = self._sums.prepare(group, parts, inner, reduction.scratch, finish)
-            return Exchange(group, inner.nbytes, _tagged(run))
+            return self._sum(group, flat.view(group.size, -1).unbind(), inner, finish)
 
         def copy(_tag: int) -> None:
             if inner.data_ptr() != flat.data_ptr():
                 inner.copy_(flat)
             finish(inner, slice(None))
 
-        return Exchange(group, inner.nbytes, _tagged(copy))
+        return Exchange(group, inner.nbytes, copy)
 
     def _scatter_sum(self, reduction: Reduction, group: RankGroup) -> Exchange:
-        total = reduction.scattered(group)
         parts = reduction.inner.view(group.size, -1).unbind()
         finish = Finish(None, reduction.out, reduction.scale)
-        run = self._sums.prepare(group, parts, total, reduction.scratch, finish)
-        return Exchange(group, total.nbytes, _tagged(run))
+        return self._sum(group, parts, reduction.scattered(group), finish)
 
     def _all_reduce(self, reduction: Reduction, group: RankGroup) -> Iterator[Exchange]:
         """Sums in `Reduction.inner`, which is `Reduction.out` unless the sum is cast afterwards."""
@@ -241,19 +233,24 @@ class HostCollectives:
 
         def sum_of(parts: Sequence[Tensor], total: Tensor) -> Exchange:
             finish = Finish(None, None if reduction.is_cast else total, reduction.scale)
-            run = self._sums.prepare(group, parts, total, reduction.scratch, finish)
-            return Exchange(group, total.nbytes, _tagged(run))
+            return self._sum(group, parts, total, finish)
 
-        if not all_reduce_is_cut(inner.numel(), group.size):
+        # What is sent inline was copied before the sum is written.
+        if inner.nbytes <= INLINE_BYTES:
             yield sum_of([inner] * group.size, inner)
             return
         cut, rest = inner[: size * group.size], inner[size * group.size :]
         parts = cut.view(group.size, size).unbind()
         own = parts[group.index]
         yield sum_of(parts, own)
-        yield Exchange(group, own.nbytes, _tagged(self._gathering(cut, group)))
+        yield Exchange(group, own.nbytes, self._gathering(cut, group))
         if rest.numel():
             yield sum_of([rest] * group.size, rest)
+
+    def _sum(
+        self, group: RankGroup, parts: Sequence[Tensor], total: Tensor, finish: Finish
+    ) -> Exchange:
+        return Exchange(group, total.nbytes, self._sums.prepare(group, parts, total, finish))
 
     # -- coming back into step -------------------------------------------------------------------
 
@@ -283,8 +280,9 @@ class HostCollectives:
                 if (theirs := states[other].running) is not None and theirs.tag == tag
             ]
             if collective.is_shared:
-                self.point_to_point.swap_messages(waiting, DISAGREES, tag)
-                self.point_to_point.swap_messages(waiting, b"filled", tag)
+                group = RankGroup((self._own, *waiting), self._own)
+                self.point_to_point.swap_messages(group, Place(-1).pack(), tag)
+                self.point_to_point.swap_messages(group, b"filled", tag)
             self.point_to_point.exchange({peer: _dummies(collective) for peer in waiting}, tag)
 
     def restart(self, states: Sequence[QueueState]) -> None:
@@ -292,10 +290,6 @@ class HostCollectives:
         with self._lock:
             self._issued = max(state.issued for state in states)
             self._stopped = False
-
-
-def _tagged(run: Callable[[int], None]) -> Callable[[CollectiveId], None]:
-    return lambda collective: run(collective.tag)
 
 
 def _dummies(collective: CollectiveId) -> tuple[Tensor, Tensor]:

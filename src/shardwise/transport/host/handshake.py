@@ -1,8 +1,8 @@
-"""How ranks of one host find each other: sockets without a file, opened to ranks of this job alone.
+"""How ranks of one host find each other: sockets without a file, open to ranks of this job alone.
 
-Every rank listens; the ranks after it connect. A process of another user is shut out by the
-credentials that the system vouches for, and any other stranger because it does not know the
-secret. With its greeting each side passes an open file, to find out whether that is possible.
+Every rank listens, and the ranks after it connect. A process of another user is rejected by the
+credentials that the kernel reports, and any other stranger because it does not know the secret,
+which ranks share through the store of their group.
 """
 
 import contextlib
@@ -12,130 +12,151 @@ import secrets
 import socket
 import struct
 import sys
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
-from shardwise.transport.host.channel import Channel, Descriptor, new_socket, recv_message
-from shardwise.transport.host.process_memory import has_bytes
+from shardwise.transport.host import process_memory, shared_memory
+from shardwise.transport.host.channel import Channel
+from shardwise.transport.host.peers import Peer
 
-__all__ = ["Connection", "Identity", "accept", "connect", "establish", "listen", "read_greeting"]
+__all__ = ["Host", "Identity", "accept", "connect", "find_peers", "listen"]
 
 _SECRET_BYTES = 32
-_IDENTITY = struct.Struct("<q32s32s")  # address of the secret, the secret, name of the socket
-_GREETING = struct.Struct("<q32s")  # rank, secret of the rank that is greeted
+_GREETING = struct.Struct(f"<q{_SECRET_BYTES}s")  # rank, secret of the rank that is greeted
+_IDENTITY = struct.Struct(f"<q{_SECRET_BYTES}s32s")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
-_CONNECT_SECONDS = 60.0
+_TIMEOUT_SECONDS = 60.0
 
 
-class Identity:
-    """What this rank shows to the others."""
+class Identity(NamedTuple):
+    """What a rank shows to the ranks of its group."""
 
-    def __init__(self, rank: int, listener: socket.socket | None) -> None:
-        self.rank = rank
-        self._secret = ctypes.create_string_buffer(
-            secrets.token_bytes(_SECRET_BYTES), _SECRET_BYTES
-        )
-        self.secret = self._secret.raw
-        self._name = b"" if listener is None else listener.getsockname()
-        self._file = _file_with(self.secret)
-
-    def pack(self) -> bytes:
-        return _IDENTITY.pack(ctypes.addressof(self._secret), self.secret, self._name)
-
-    def greet(self, connection: socket.socket, secret: bytes) -> None:
-        """Say which rank this is, and that it knows the ``secret`` of the other one."""
-        greeting = [_GREETING.pack(self.rank, secret)]
-        if self._file is None:
-            connection.sendmsg(greeting)
-        else:
-            socket.send_fds(connection, greeting, [self._file.number])
-
-
-Greeted = dict[int, tuple[socket.socket, Descriptor | None]]  # by rank, with the file passed
+    address: int  # of the secret in its memory
+    secret: bytes
+    name: bytes  # of the socket at which it listens
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
-    """A rank of this host."""
+class Host:
+    """The other ranks of this host, and what ranks of the group can do with each other."""
 
-    channel: Channel
-    process: int  # as this process sees it
-    can_read: bool  # its memory
-    can_open: bool  # files that it passes
+    peers: dict[int, Peer]
+    reads: list[bytes]  # [a][b]: whether rank a reads the memory of rank b
+    connected: list[bytes]  # [a][b], b < a: whether they are; [a][a]: whether it shares memory
+
+    def can_share(self, ranks: Sequence[int]) -> bool:
+        """Whether all of these can pass each other files; each of them has the same answer."""
+        return all(self.connected[a][b] for a in ranks for b in ranks if a >= b)
+
+
+def find_peers(
+    own: int, num_ranks: int, share: Callable[[str, bytes], list[bytes]], timeout: timedelta
+) -> Host:
+    """Connect the ranks of this host; all ranks of the group call this together.
+
+    Args:
+        own: this rank.
+        num_ranks: of the group.
+        share: publishes bytes under a key, and returns those of every rank.
+        timeout: of the job.
+    """
+    ranks = range(num_ranks)
+    secret = secrets.token_bytes(_SECRET_BYTES)
+    in_memory = ctypes.create_string_buffer(secret, _SECRET_BYTES)
+    with contextlib.ExitStack() as cleanup:
+        listener = listen(num_ranks)
+        name = b"" if listener is None else cleanup.enter_context(listener).getsockname()
+        identity = _IDENTITY.pack(ctypes.addressof(in_memory), secret, name)
+        identities = [Identity(*_IDENTITY.unpack(one)) for one in share("identity", identity)]
+        sockets = connect(own, identities)
+        reached = {*sockets, own} if shared_memory.is_offered else {*sockets}
+        connected = share("connected", bytes(rank in reached for rank in ranks))
+        if listener is not None:
+            callers = {rank for rank in ranks[own + 1 :] if connected[rank][own]}
+            sockets |= accept(listener, secret, callers)
+    processes = {rank: _credentials(connection)[0] for rank, connection in sockets.items()}
+    readable = {
+        rank
+        for rank, process in processes.items()
+        if process_memory.has_bytes(process, identities[rank].address, identities[rank].secret)
+    }
+    reads = share("reads", bytes(rank in {*readable, own} for rank in ranks))
+    peers = {
+        rank: Peer(
+            Channel(connection, timeout),
+            processes[rank],
+            can_read=bool(reads[own][rank] and reads[rank][own]),
+        )
+        for rank, connection in sockets.items()
+    }
+    return Host(peers, reads, connected)
 
 
 def listen(num_ranks: int) -> socket.socket | None:
     """A socket that processes of this host can connect to, if the system has such."""
     if sys.platform != "linux":
         return None
-    listener = new_socket()
+    listener = _new_socket()
     listener.bind(b"\0" + secrets.token_hex(15).encode())
     listener.listen(num_ranks)
     return listener
 
 
-def connect(own: Identity, identities: list[bytes]) -> dict[int, socket.socket]:
+def connect(own: int, identities: Sequence[Identity]) -> dict[int, socket.socket]:
     """Connect to the ranks before this one, as far as they are on this host, and greet them."""
     connections = {}
-    for rank, identity in enumerate(identities[: own.rank]):
-        _, secret, name = _IDENTITY.unpack(identity)
+    for rank, identity in enumerate(identities[:own]):
         with contextlib.ExitStack() as cleanup:
             # Not if there is no socket of that name on this host, or no more may be opened.
             cleanup.enter_context(contextlib.suppress(OSError))
-            connection = cleanup.enter_context(new_socket())
-            connection.settimeout(_CONNECT_SECONDS)
-            connection.connect(name.rstrip(b"\0"))
-            if not _is_own_user(connection):
-                continue
-            own.greet(connection, secret)
-            cleanup.pop_all()
-            connections[rank] = connection
+            connection = cleanup.enter_context(_new_socket())
+            connection.settimeout(_TIMEOUT_SECONDS)
+            connection.connect(identity.name.rstrip(b"\0"))
+            if _is_own_user(connection):
+                connection.sendall(_GREETING.pack(own, identity.secret))
+                cleanup.pop_all()
+                connections[rank] = connection
     return connections
 
 
 def accept(
-    own: Identity, listener: socket.socket, callers: set[int], identities: list[bytes]
-) -> Greeted:
-    """Greet the ranks that have returned from `connect`, and shut out strangers."""
-    found: Greeted = {}
-    listener.settimeout(_CONNECT_SECONDS)
-    while callers - found.keys():
+    listener: socket.socket, secret: bytes, callers: Collection[int]
+) -> dict[int, socket.socket]:
+    """The connections of ``callers``, which have returned from `connect`; rejects strangers."""
+    found: dict[int, socket.socket] = {}
+    listener.settimeout(_TIMEOUT_SECONDS)
+    while len(found) < len(callers):
         connection, _ = listener.accept()
-        # They have greeted before they said that they had connected, so nothing is waited for.
+        # Callers have sent their greeting already, so a silent stranger is not waited for.
         connection.setblocking(False)
-        rank, descriptor = -1, None
+        rank = -1
         with contextlib.suppress(OSError):
-            rank, descriptor = read_greeting(connection, own.secret)
-        if rank not in callers or rank in found:
+            rank = _read_greeting(connection, secret)
+        if rank in callers and rank not in found:
+            found[rank] = connection
+        else:
             connection.close()
-            continue
-        own.greet(connection, _IDENTITY.unpack(identities[rank])[1])
-        found[rank] = connection, descriptor
     return found
 
 
-def read_greeting(connection: socket.socket, secret: bytes) -> tuple[int, Descriptor | None]:
-    """The rank at the other end and the file that it passed; -1 for a stranger."""
-    message = recv_message(connection)
-    if not _is_own_user(connection) or len(message.content) != _GREETING.size:
-        return -1, None
-    rank, known = _GREETING.unpack(message.content)
-    return (rank if secrets.compare_digest(known, secret) else -1), message.descriptor
+def _read_greeting(connection: socket.socket, secret: bytes) -> int:
+    """The rank at the other end; -1 for a stranger."""
+    greeting = connection.recv(_GREETING.size + 1)
+    if not _is_own_user(connection) or len(greeting) != _GREETING.size:
+        return -1
+    rank, known = _GREETING.unpack(greeting)
+    return rank if secrets.compare_digest(known, secret) else -1
 
 
-def establish(
-    connection: socket.socket, descriptor: Descriptor | None, identity: bytes, timeout: timedelta
-) -> Connection:
-    """Find out whether the memory of a rank can be read, and files that it passes be opened."""
-    address, secret, _ = _IDENTITY.unpack(identity)
-    process = _credentials(connection)[0]
-    can_open = descriptor is not None and os.pread(descriptor.number, len(secret), 0) == secret
-    can_read = has_bytes(process, address, secret)
-    return Connection(Channel(connection, timeout), process, can_read, can_open)
+def _new_socket() -> socket.socket:
+    """A socket that keeps messages apart."""
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """The process at the other end, and its user, by the word of the system."""
+    """The process at the other end, and its user, as the kernel reports them."""
     option = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(option)
     return process, user
@@ -143,13 +164,3 @@ def _credentials(connection: socket.socket) -> tuple[int, int]:
 
 def _is_own_user(connection: socket.socket) -> bool:
     return _credentials(connection)[1] == os.geteuid()
-
-
-def _file_with(content: bytes) -> Descriptor | None:
-    """A file in memory, if the system permits it."""
-    try:
-        file = Descriptor(os.memfd_create("shardwise-secret"))
-        os.write(file.number, content)
-    except (AttributeError, OSError):
-        return None
-    return file

@@ -1,101 +1,90 @@
 """Sends and receives between pairs of ranks, of which collectives on the CPU are made.
 
-Ranks of one host use sockets and shared memory (`HostPeers`), the others Gloo.
+Ranks of one host use sockets and each other's memory (`Peer`), the others Gloo.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
+from shardwise._private import group_timeout
 from shardwise.errors import PeerLost
+from shardwise.transport.api import RankGroup
 from shardwise.transport.host.channel import Message
-from shardwise.transport.host.peers import INLINE_BYTES, HostPeers, Offer
+from shardwise.transport.host.handshake import find_peers
+from shardwise.transport.host.peers import INLINE_BYTES, Offer
 
-__all__ = ["PointToPoint", "Use", "window_elements"]
+__all__ = ["PointToPoint", "Use"]
 
 _PIECE_BYTES = 1 << 19  # three of them fit into the cache of a processor
-_CONNECT_TAG = 0  # of what is exchanged first
+_GLOO_PIECE_BYTES = 1 << 22  # of what is sent through Gloo; each takes the latency of a network
 _Pairs = Mapping[int, tuple[Tensor, Tensor]]
 _Errors = dict[int, Exception]
 Use = Callable[[slice], None]
 
 
 class PointToPoint:
-    """The ranks of ``group``; all of them make it together."""
+    """The ranks of ``world``; all of them make it together, under a ``name`` of its own."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, own: int, num_ranks: int, timeout: timedelta
-    ) -> None:
-        self._group = group
-        self._own = own
-        self.timeout = timeout
-        self._num_ranks = num_ranks
+    def __init__(self, world: RankGroup, name: str) -> None:
+        assert world.parent is not None
+        self._own, self._ranks = world.own_rank, range(world.size)
         self.num_exchanges = 0
         self.sent_bytes = 0
-        self._peers = HostPeers()
-        self._peers.connect(own, num_ranks, timeout, lambda tensor: self.swap(tensor, _CONNECT_TAG))
+        self.timeout = group_timeout(world.parent)
+        store = PrefixStore(name, world.parent.get_group_store())
 
-    def can_read(self, ranks: Iterable[int]) -> bool:
-        """Whether this rank reads large tensors from the memory of all of these."""
-        return all(map(self._peers.can_read, ranks))
+        def share(key: str, content: bytes) -> list[bytes]:
+            store.set(f"{key}/{world.own_rank}", content)  # type: ignore[arg-type] # bytes do
+            return store.multi_get([f"{key}/{rank}" for rank in range(world.size)])
 
-    def can_share(self, ranks: Sequence[int]) -> bool:
-        """Whether all of these can open each other's files; each of them has the same answer."""
-        return self._peers.can_share(ranks)
+        self.host = find_peers(world.own_rank, world.size, share, self.timeout)
+        all_read = all(map(all, self.host.reads))
+        self._gloo: Any = (
+            None if all_read else ProcessGroupGloo(store, self._own, world.size, self.timeout)
+        )
 
-    def swap(self, own: Tensor, tag: int) -> list[Tensor]:
-        """Every rank's tensor, by rank.
+    def window_elements(self, group: RankGroup, itemsize: int) -> int:
+        """How many elements of each rank of ``group`` are summed at a time."""
+        peers = self.host.peers
+        all_read = all(rank in peers and peers[rank].can_read for _, rank in group.others)
+        num_bytes = _PIECE_BYTES // group.size if all_read else _GLOO_PIECE_BYTES
+        return max(num_bytes, 2 * INLINE_BYTES) // itemsize  # more than a message has
 
-        Raises:
-            PeerLost: as `exchange`.
-        """
-        received = [own if rank == self._own else own.clone() for rank in range(self._num_ranks)]
-        others = {rank: (own, into) for rank, into in enumerate(received) if rank != self._own}
-        self.exchange(others, tag)
-        return received
-
-    def exchange(self, tensors: _Pairs, tag: int, use: Use | None = None) -> None:
+    def exchange(self, pairs: _Pairs, tag: int, use: Use | None = None) -> None:
         """Send the first of each pair to its rank and receive the second from it.
 
         Args:
-            tensors: contiguous. With a ``use`` all of them are [n]; if the memory of all ranks can
-                be read, tensors to receive into may be windows of `window_elements`.
+            pairs: 1-D and contiguous. With a ``use`` all to be sent are [n], and those to receive
+                into are [n] or windows of `window_elements`.
             tag: the same on both sides, and of no other exchange between them.
-            use: called with slices of [n] as they are received, until all of [n] was used. Tensors
-                that are read from memory come in pieces that fit into the processor's cache. In a
-                window each piece starts at 0.
+            use: called with slices of [n], until all of it was used; what was received of the slice
+                is at the start of each window then.
 
         Raises:
             PeerLost: at the end, so that the other peers do not wait for this rank.
         """
-        self.count(sum(sent.nbytes for sent, _ in tensors.values()))
+        self.count(sum(sent.nbytes for sent, _ in pairs.values()))
         lost: _Errors = {}
-        near, far = self._sort(tensors)
-        works = self._start(far, tag, lost)
-        offers = self._send_and_recv(near, tag, lost)
-        for rank, of_rank in works.items():
-            for work in of_rank:
-                with _noting(lost, rank):
-                    if work is not None:
-                        work.wait()
-        try:
+        peers = self.host.peers
+        near = {r: p for r, p in pairs.items() if r in peers and peers[r].handles(*p)}
+        far = {rank: pair for rank, pair in pairs.items() if rank not in near}
+        with self._offering(near, tag, lost, in_windows=use is not None) as offers:
             if use is None:
-                self._read(offers, lost)
-            elif offers:
-                self._read_pieces(offers, next(iter(near.values()))[0], lost, use)
-            elif not lost:
-                use(slice(None))
-        finally:  # let all peers go on, and wait until none of them reads this rank's tensors
-            for rank, offer in offers:
-                with _noting(lost, rank):
-                    offer.release()
-            for rank, (sent, _) in near.items():
-                with _noting(lost, rank):
-                    self._peers.end(rank, sent, tag)
+                self._receive(offers, 0, far, tag, lost)
+            else:
+                own, window = next(iter(pairs.values()))
+                for start in range(0, len(own), len(window)):
+                    piece = slice(start, min(start + len(window), len(own)))
+                    parts = {r: (s[piece], into[: len(s[piece])]) for r, (s, into) in far.items()}
+                    self._receive(offers, start * own.itemsize, parts, tag, lost)
+                    if not lost:
+                        use(piece)
         self._raise(lost)
 
     def swap_bytes(self, own: bytes, tag: int) -> list[bytes]:
@@ -104,34 +93,34 @@ class PointToPoint:
         Raises:
             PeerLost: as `exchange`.
         """
-        sizes = self.swap(torch.tensor([len(own)], device="cpu"), tag)
-        padded = bytearray(own.ljust(max(int(size) for size in sizes), b"\0"))
-        received = self.swap(torch.frombuffer(padded, dtype=torch.uint8), tag)
-        return [bytes(one[: int(size)].tolist()) for one, size in zip(received, sizes, strict=True)]
+        sizes = self._swap(torch.tensor([len(own)], device="cpu"), tag)[:, 0].tolist()
+        padded = bytearray(own.ljust(max(sizes), b"\0"))
+        rows = self._swap(torch.frombuffer(padded, dtype=torch.uint8), tag).tolist()
+        return [bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
     def swap_messages(
-        self, ranks: Iterable[int], message: bytes, tag: int, descriptor: int = -1
+        self, group: RankGroup, content: bytes, tag: int, descriptor: int = -1
     ) -> dict[int, Message]:
         """Send a few bytes to ranks of this host, and return what they send; not an exchange.
 
         Args:
-            ranks: of this host.
-            message: the bytes.
+            group: the ranks.
+            content: the bytes.
             tag: the same on all of these ranks.
             descriptor: of an open file that is passed with the message, unless it is negative.
 
         Raises:
             PeerLost: as `exchange`.
         """
-        ranks = tuple(ranks)
+        channels = {rank: self.host.peers[rank].channel for _, rank in group.others}
         lost: _Errors = {}
-        for rank in ranks:
-            with _noting(lost, rank):
-                self._peers.send_message(rank, message, tag, descriptor)
         messages = {}
-        for rank in ranks:
+        for rank, channel in channels.items():
             with _noting(lost, rank):
-                messages[rank] = self._peers.recv_message(rank, tag)
+                channel.send(tag, content, descriptor)
+        for rank, channel in channels.items():
+            with _noting(lost, rank):
+                messages[rank] = channel.recv(tag)
         self._raise(lost)
         return messages
 
@@ -140,66 +129,66 @@ class PointToPoint:
         self.num_exchanges += 1
         self.sent_bytes += num_bytes
 
+    def _swap(self, own: Tensor, tag: int) -> Tensor:
+        """[ranks, n] of every rank's ``own`` [n]."""
+        rows = own.repeat(len(self._ranks), 1)
+        self.exchange({rank: (own, rows[rank]) for rank in self._ranks if rank != self._own}, tag)
+        return rows
+
+    @contextlib.contextmanager
+    def _offering(
+        self, near: _Pairs, tag: int, lost: _Errors, *, in_windows: bool
+    ) -> Iterator[list[tuple[int, Offer]]]:
+        """Exchange small tensors with peers on this host, and yield their offers of large ones."""
+        peers = self.host.peers
+        offers: list[tuple[int, Offer]] = []
+        for rank, (sent, _) in near.items():
+            with _noting(lost, rank):
+                peers[rank].send(sent, tag)
+        for rank, (sent, into) in near.items():
+            with _noting(lost, rank):
+                offer = peers[rank].recv(into, sent.nbytes if in_windows else into.nbytes, tag)
+                if offer is not None:
+                    offers.append((rank, offer))
+        try:
+            yield offers
+        finally:  # let all peers go on, and wait until none of them reads this rank's tensors
+            for rank, offer in offers:
+                with _noting(lost, rank):
+                    offer.release()
+            for rank, (sent, _) in near.items():
+                with _noting(lost, rank):
+                    peers[rank].end(sent, tag)
+
+    def _receive(
+        self,
+        offers: list[tuple[int, Offer]],
+        start: int,
+        far: _Pairs,
+        tag: int,
+        lost: _Errors,
+    ) -> None:
+        """Read what peers on this host offer from byte ``start`` on, and exchange ``far`` pairs."""
+        works: list[tuple[int, dist.Work]] = []
+        for rank, (sent, into) in far.items():
+            with _noting(lost, rank):
+                works += [(rank, self._gloo.recv([one], rank, tag)) for one in _pieces(into)]
+                works += [(rank, self._gloo.send([one], rank, tag)) for one in _pieces(sent)]
+        for rank, offer in offers:
+            with _noting(lost, rank):
+                offer.read(start)
+        for rank, work in works:
+            with _noting(lost, rank):
+                work.wait()
+
     def _raise(self, lost: _Errors) -> None:
         for rank, error in lost.items():
             raise PeerLost(f"rank {self._own} lost rank {rank}: {error}") from error
 
-    def _sort(self, tensors: _Pairs) -> tuple[_Pairs, _Pairs]:
-        """Pairs that peers on this host exchange, and those that go through Gloo."""
-        handles = self._peers.handles
-        near = {rank: pair for rank, pair in tensors.items() if handles(rank, *pair)}
-        return near, {rank: pair for rank, pair in tensors.items() if rank not in near}
 
-    def _send_and_recv(self, tensors: _Pairs, tag: int, lost: _Errors) -> list[tuple[int, Offer]]:
-        """Exchange small tensors with peers on this host, and offers of large ones."""
-        offers: list[tuple[int, Offer]] = []
-        for rank, (sent, _) in tensors.items():
-            with _noting(lost, rank):
-                self._peers.send(rank, sent, tag)
-        for rank, (_, received) in tensors.items():
-            with _noting(lost, rank):
-                offer = self._peers.recv(rank, received, tag)
-                if offer is not None:
-                    offers.append((rank, offer))
-        return offers
-
-    def _start(self, tensors: _Pairs, tag: int, lost: _Errors) -> dict[int, list[dist.Work | None]]:
-        """Begin to send and receive through Gloo."""
-        works: dict[int, list[dist.Work | None]] = {rank: [] for rank in tensors}
-        for rank, (_, received) in tensors.items():
-            with _noting(lost, rank):
-                works[rank].append(self._group.recv([_real(received)], rank, tag))
-        for rank, (sent, _) in tensors.items():
-            with _noting(lost, rank):
-                works[rank].append(self._group.send([_real(sent)], rank, tag))
-        return works
-
-    def _read(self, offers: list[tuple[int, Offer]], lost: _Errors) -> None:
-        for rank, offer in offers:
-            with _noting(lost, rank):
-                offer.check(offer.into.nbytes)
-                offer.read(0, offer.num_bytes)
-
-    def _read_pieces(
-        self, offers: list[tuple[int, Offer]], like: Tensor, lost: _Errors, use: Use
-    ) -> None:
-        """Read tensors as large as ``like`` piece by piece, and use every piece."""
-        for rank, offer in offers:
-            with _noting(lost, rank):
-                offer.check(like.nbytes)
-        size = like.numel()
-        step = min(_PIECE_BYTES // like.itemsize, *(offer.into.numel() for _, offer in offers))
-        for start in range(0, 0 if lost else size, step):
-            stop = min(start + step, size)
-            for rank, offer in offers:
-                with _noting(lost, rank):
-                    offer.read(start * like.itemsize, stop * like.itemsize)
-            use(slice(start, stop))
-
-
-def window_elements(num_ranks: int, itemsize: int) -> int:
-    """The elements of a window for one of ``num_ranks``: more than a message has."""
-    return max(_PIECE_BYTES // num_ranks, 2 * INLINE_BYTES) // itemsize
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The bytes of ``tensor``: Gloo does not know all dtypes."""
+    return torch.split(tensor.view(torch.uint8), _GLOO_PIECE_BYTES)
 
 
 @contextlib.contextmanager
@@ -209,8 +198,3 @@ def _noting(errors: _Errors, rank: int) -> Iterator[None]:
         yield
     except (RuntimeError, OSError) as error:
         errors.setdefault(rank, error)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """Gloo has no complex numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -18,17 +18,32 @@ import struct
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from shardwise.transport.host.channel import Descriptor
 
-__all__ = ["DISAGREES", "SharedMemory", "SharedRange", "is_offered", "is_place"]
+__all__ = ["Place", "SharedMemory", "SharedRange", "is_offered"]
 
 _MAX_SEGMENTS = 16  # each takes two descriptors, of which a process may have 1024
-_PLACE = struct.Struct("<qqqqq")  # owner, number and oldest number of segments, offset, in use
-_NOWHERE = (0, 0, 0, 0)
-DISAGREES = _PLACE.pack(*_NOWHERE, -1)  # with every rank
+
+
+class Place(NamedTuple):
+    """Where a buffer is in the shared memory of a process; ``number`` 0: nowhere."""
+
+    in_use: int  # the buffers in use; of no rank: -1
+    owner: int = 0
+    number: int = 0  # of its segment
+    oldest: int = 0  # number of those that the owner has
+    offset: int = 0
+
+    def pack(self) -> bytes:
+        return struct.pack("<5q", *self)
+
+    @staticmethod
+    def unpack(message: bytes) -> "Place":
+        return Place(*struct.unpack("<5q", message))
 
 
 def _can_offer() -> bool:
@@ -46,19 +61,10 @@ is_offered = _can_offer()  # whether files can be passed as well is tried in the
 class SharedRange:
     """The memory of one rank for a buffer that is about to be gathered."""
 
-    message: bytes  # where that is, and what else is in use
+    place: Place
     descriptor: int  # of the file, to be passed to other processes; -1: there is none
-    move: Callable[[Descriptor, bytes], None]  # to the range of another process
+    move: Callable[[Descriptor, Place], None]  # to the range of another process
     use_private_memory: Callable[[], None]
-
-    def agrees(self, message: bytes) -> bool:
-        """Whether another rank has the same buffers in use."""
-        return bool(_PLACE.unpack(self.message)[-1] == _PLACE.unpack(message)[-1])
-
-
-def is_place(message: bytes) -> bool:
-    """Whether it says where memory is that others can open."""
-    return bool(_PLACE.unpack(message)[1])
 
 
 class _Segment(mmap.mmap):
@@ -81,15 +87,6 @@ def _make_segment(num_bytes: int) -> _Segment:
     return segment
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """A segment of another process."""
-
-    owner: int
-    number: int
-    memory: mmap.mmap
-
-
 class SharedMemory:
     """Memory of this process that others may compute in, and theirs that this one does."""
 
@@ -97,7 +94,8 @@ class SharedMemory:
         self._id = secrets.randbits(62)
         self._num_segments = 0
         self._own: weakref.WeakValueDictionary[int, _Segment] = weakref.WeakValueDictionary()
-        self._opened: dict[tuple[int, int], _Opened] = {}  # by device and inode of the file
+        # By device and inode of the file: segments of other processes.
+        self._opened: dict[tuple[int, int], tuple[Place, mmap.mmap]] = {}
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         """Memory that is taken where it is written to; private beyond a number of segments."""
@@ -113,43 +111,42 @@ class SharedMemory:
         self._own[storage.data_ptr()] = segment
         return storage
 
-    def locate(self, address: int, in_use: int) -> tuple[bytes, int]:
-        """Message and descriptor of a place in memory of `allocate`, for other processes."""
+    def locate(self, address: int, in_use: int) -> tuple[Place, int]:
+        """Place and descriptor of memory of `allocate`, for other processes."""
         segments = dict(self._own)
         start = max((start for start in segments if start <= address), default=0)
         if not start or address >= start + len(segments[start]):
-            return _PLACE.pack(*_NOWHERE, in_use), -1
+            return Place(in_use), -1
         oldest = min(segment.number for segment in segments.values())
         segment = segments[start]
-        place = _PLACE.pack(self._id, segment.number, oldest, address - start, in_use)
+        place = Place(in_use, self._id, segment.number, oldest, address - start)
         return place, segment.descriptor
 
-    def open(self, file: Descriptor, message: bytes, num_bytes: int) -> torch.UntypedStorage:
-        """The place in ``file`` that another process has located.
+    def open(self, file: Descriptor, place: Place, num_bytes: int) -> torch.UntypedStorage:
+        """The ``place`` in ``file`` that another process has located.
 
         Raises:
             OSError: it cannot be mapped.
             ConnectionError: it is not as large as the other process says.
         """
-        owner, number, oldest, offset, _ = _PLACE.unpack(message)
         status = os.fstat(file.number)
-        if offset < 0 or offset + num_bytes > status.st_size:
+        end = place.offset + num_bytes
+        if place.offset < 0 or end > status.st_size:
             raise ConnectionError(
-                f"bytes {offset} to {offset + num_bytes} are not in a file of {status.st_size}"
+                f"bytes {place.offset} to {end} are not in a file of {status.st_size}"
             )
         key = status.st_dev, status.st_ino  # of no other file while this one is mapped
-        opened = self._opened.pop(key, None)
-        if opened is None:
-            self._forget(owner, oldest)
-            opened = _Opened(owner, number, mmap.mmap(file.number, 0))
+        if key not in self._opened:
+            self._forget(place)
+        opened = self._opened.pop(key, None) or (place, mmap.mmap(file.number, 0))
         self._opened[key] = opened  # the last one
-        return _storage(opened.memory, offset, num_bytes)
+        return _storage(opened[1], place.offset, num_bytes)
 
-    def _forget(self, owner: int, oldest: int) -> None:
+    def _forget(self, place: Place) -> None:
         """Drop segments that the owner has freed, and the least recently used of too many."""
-        freed = [k for k, one in self._opened.items() if one.owner == owner and one.number < oldest]
-        for key in freed:
-            del self._opened[key]
+        for key, (opened, _) in list(self._opened.items()):
+            if opened.owner == place.owner and opened.number < place.oldest:
+                del self._opened[key]
         if len(self._opened) >= _MAX_SEGMENTS:
             del self._opened[next(iter(self._opened))]
 
