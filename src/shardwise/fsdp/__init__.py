@@ -1,7 +1,7 @@
 """The drop-in for ``torch.distributed.fsdp``: replace that by ``shardwise.fsdp`` in the imports.
 
-FSDP1's options are translated to arguments of `shardwise.fully_shard`; FSDP2's function is that
-function. The option classes are PyTorch's own. Nothing below imports this package.
+FSDP1's options are translated to arguments of `shardwise.fully_shard`, and FSDP2's `fully_shard` is
+that function. The option classes are PyTorch's own. No other package imports this one.
 """
 
 from torch.distributed.fsdp import (
@@ -11,53 +11,24 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
 )
 
-from shardwise.fsdp.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from shardwise.fsdp import api
+from shardwise.fsdp.api import *  # noqa: F403 (all of them, as in PyTorch)
 from shardwise.fsdp.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardwise.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from shardwise.fsdp.sharded_grad_scaler import ShardedGradScaler
 from shardwise.runtime.module import FSDPModule, UnshardHandle
 
 __all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
     "ShardedGradScaler",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
+__all__ += api.__all__

@@ -1,4 +1,4 @@
-"""FSDP1's option classes: PyTorch's own, so that objects made for one package work in the other."""
+"""FSDP1's option classes: PyTorch's own, so that its objects work here, except for `CPUOffload`."""
 
 from dataclasses import dataclass
 
@@ -36,13 +36,12 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
-    "TorchCPUOffload",
 ]
 
 
 @dataclass
 class CPUOffload(TorchCPUOffload):
-    """FSDP1's option with one more field.
+    """PyTorch's option with one more field.
 
     Args:
         offload_params: keep parameter shards, gradients and optimizer states in host memory.

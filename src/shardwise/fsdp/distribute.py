@@ -1,4 +1,4 @@
-"""Whole states to shards: each rank cuts its run out of the whole tensors that it has or gets."""
+"""Shards the full tensors of a state dict that every rank has, or that the first rank sends."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,32 +11,37 @@ from shardwise.errors import PlanError
 from shardwise.runtime.tensor import ShardedTensor
 from shardwise.transport.process_group import broadcast_object, broadcast_tensors
 
-__all__ = ["cut", "distribute", "group_of"]
+__all__ = ["distribute", "group_of", "shard_like"]
 
 
 def distribute(states: Any, like: Any, source: dist.ProcessGroup | None = None) -> Any:
-    """``states`` with every whole tensor cut as its counterpart in ``like``.
+    """``states`` with each full tensor sharded as its counterpart in ``like``.
 
     Args:
-        states: nested dicts with whole tensors.
-        like: dicts of the same structure with sharded tensors; a tensor instead of a dict is the
-            counterpart of all tensors below it.
-        source: the group whose first rank has ``states`` and sends them, one tensor at a time, so
-            that the other ranks hold one whole tensor at a time. None if every rank has them.
+        states: nested dicts of full tensors and other values.
+        like: dicts of the same structure with sharded tensors. A tensor in the place of a dict is
+            the counterpart of all tensors in that dict.
+        source: the group whose first rank has ``states`` and sends them. The other ranks hold one
+            full tensor at a time. None if every rank has ``states``.
     """
     outline = states if source is None else broadcast_object(_outline(states), source)
-    return _cut_all(outline, states, like, source)
+    return _shard_all(outline, states, like, source)
 
 
-def cut(value: Any, parameter: Tensor) -> Any:
-    """A copy of ``value`` as the state of ``parameter``: whole tensors and runs become shards.
+def shard_like(value: Any, parameter: Tensor) -> Any:
+    """A copy of ``value`` that is sharded as ``parameter``, of which it is a state.
+
+    Args:
+        value: the full tensor, this rank's elements of it [n], or something that is not sharded,
+            such as a number of steps.
+        parameter: sharded or not.
 
     Raises:
-        PlanError: its shape is neither that of the parameter nor that of this rank's run.
+        PlanError: ``value`` has neither the shape of the parameter nor that of its local shard.
     """
     if not isinstance(value, Tensor):
         return value
-    is_scalar = value.dim() == 0 and parameter.dim() > 0  # of the optimizer itself
+    is_scalar = value.dim() == 0 and parameter.dim() > 0  # such as the number of steps
     if isinstance(value, ShardedTensor) or not isinstance(parameter, ShardedTensor) or is_scalar:
         return value.detach().clone()
     run = parameter.sharding.run
@@ -51,36 +56,34 @@ def cut(value: Any, parameter: Tensor) -> Any:
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that share ``model``; None for one rank or a model that is not sharded."""
+    """The ranks that share ``model``; None for one rank, or if the model is not sharded."""
     sharded = (p for p in model.parameters() if isinstance(p, ShardedTensor))
     first = next(sharded, None)
     return None if first is None else first.sharding.axis.group
 
 
 def _outline(states: Any) -> Any:
-    """``states`` with meta tensors; scalars stay as they are."""
+    """``states`` with meta tensors in the place of tensors that have dimensions."""
     if isinstance(states, Mapping):
         return {key: _outline(value) for key, value in states.items()}
     return states.to("meta") if isinstance(states, Tensor) and states.dim() else states
 
 
-def _cut_all(outline: Any, states: Any, like: Any, source: dist.ProcessGroup | None) -> Any:
+def _shard_all(outline: Any, states: Any, like: Any, source: dist.ProcessGroup | None) -> Any:
     if isinstance(outline, Mapping):
+        own: Mapping[Any, Any] = states or {}  # empty on ranks that receive
         return {
-            key: _cut_all(
-                value,
-                states.get(key) if isinstance(states, Mapping) else None,
-                like.get(key) if isinstance(like, Mapping) else like,
-                source,
+            key: _shard_all(
+                inner, own.get(key), like.get(key) if isinstance(like, Mapping) else like, source
             )
-            for key, value in outline.items()
+            for key, inner in outline.items()
         }
     if not isinstance(outline, Tensor):
         return outline
-    whole = outline
+    full = outline
     if outline.is_meta:
-        whole = torch.empty_like(outline, device=like.device if isinstance(like, Tensor) else "cpu")
+        full = torch.empty_like(outline, device=like.device if isinstance(like, Tensor) else "cpu")
         if isinstance(states, Tensor):
-            whole.copy_(states)
-        broadcast_tensors([whole], source)
-    return cut(whole, like) if isinstance(like, Tensor) else whole
+            full.copy_(states)
+        broadcast_tensors([full], source)
+    return shard_like(full, like) if isinstance(like, Tensor) else full

@@ -1,4 +1,4 @@
-"""FSDP1's class: a module around the user's own, which is sharded by the engine."""
+"""FSDP1's class: a wrapper around a module that the engine shards."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -8,19 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffload as TorchCPUOffload
 
 from shardwise.api import fully_shard
 from shardwise.errors import PlanError
 from shardwise.fsdp import api, optim_states, state_dict_type as state_dicts
+from shardwise.fsdp.api import *  # noqa: F403 (programs import the options from here, too)
 from shardwise.fsdp.materialize import materialize
 from shardwise.fsdp.names import WRAPPED, clean_name
 from shardwise.fsdp.options import (
     Group,
-    Ignored,
     offload_policy,
     precision_policy,
-    ranks_of,
     resolve_device,
+    resolve_ignored,
+    resolve_ranks,
 )
 from shardwise.fsdp.summon import summon_full_params
 from shardwise.fsdp.wrap import wrap_children
@@ -32,35 +34,36 @@ from shardwise.runtime.tensor import ShardedTensor
 from shardwise.transport.process_group import broadcast_tensors
 
 __all__ = ["FullyShardedDataParallel"]
+__all__ += api.__all__
 
 
 class FullyShardedDataParallel(nn.Module):
-    """``module``, sharded.
+    """Wraps and shards ``module``.
 
-    Parameters are the user's own ones (`ShardedTensor`s with the global shape), whatever
-    ``use_orig_params`` says: there are no flat ones.
+    The module keeps its parameters, as `ShardedTensor`s with the global shape. There are no flat
+    parameters, whatever ``use_orig_params`` says.
 
     Args:
-        module: to shard; modules in it that are wrapped already are units of their own.
+        module: the module to shard. Modules in it that are already wrapped are units of their own.
         process_group: the ranks; for hybrid strategies a pair (shards, replicas). None for all.
         sharding_strategy: None is ``FULL_SHARD``.
-        cpu_offload: what is kept in the memory of the host.
+        cpu_offload: what to keep in host memory.
         auto_wrap_policy: which modules inside become units; see `shardwise.fsdp.wrap`.
-        backward_prefetch: None gathers nothing ahead, unless ``forward_prefetch``.
-        mixed_precision: dtypes.
-        ignored_modules: left alone, with all they hold.
-        param_init_fn: called with each module on the meta device that holds parameters or buffers;
-            None is ``module.to_empty(...)`` and ``module.reset_parameters()``.
-        device_id: where to move the module to before it is cut.
-        sync_module_states: give every rank the values of the first one.
-        forward_prefetch: gather ahead in forward.
-        limit_all_gathers: gathers are limited by the plan.
-        use_orig_params: both ways the same.
-        ignored_states: parameters or modules to leave alone.
-        device_mesh: in the place of ``process_group``.
+        backward_prefetch: None turns prefetch off, unless ``forward_prefetch`` is set.
+        mixed_precision: the dtypes of compute, reductions and buffers.
+        ignored_modules: modules to exclude, with all their parameters.
+        param_init_fn: called with each module on the meta device that has parameters or buffers of
+            its own. None calls ``module.to_empty(...)`` and ``module.reset_parameters()``.
+        device_id: the device to move the module to before it is sharded.
+        sync_module_states: broadcast parameters and buffers from the first rank.
+        forward_prefetch: turn prefetch on, even if ``backward_prefetch`` is None.
+        limit_all_gathers: ignored; the number of gathered units is always limited.
+        use_orig_params: ignored.
+        ignored_states: parameters or modules to exclude.
+        device_mesh: the ranks, instead of ``process_group``.
 
     Raises:
-        PlanError: the options do not fit the module or each other, or cannot be honoured.
+        PlanError: the options do not fit the module or each other, or are not supported.
     """
 
     ShardingStrategy = api.ShardingStrategy
@@ -74,7 +77,7 @@ class FullyShardedDataParallel(nn.Module):
         module: nn.Module,
         process_group: Group = None,
         sharding_strategy: api.ShardingStrategy | None = None,
-        cpu_offload: api.TorchCPUOffload | None = None,
+        cpu_offload: TorchCPUOffload | None = None,
         auto_wrap_policy: Any = None,
         backward_prefetch: api.BackwardPrefetch | None = api.BackwardPrefetch.BACKWARD_PRE,
         mixed_precision: api.MixedPrecision | None = None,
@@ -90,8 +93,8 @@ class FullyShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         strategy = sharding_strategy or api.ShardingStrategy.FULL_SHARD
-        ranks = ranks_of(process_group, device_mesh, strategy)
-        ignored = Ignored(ignored_modules, ignored_states)
+        ranks = resolve_ranks(process_group, device_mesh, strategy)
+        ignored = resolve_ignored(ignored_modules, ignored_states)
         device = resolve_device(device_id)
         if auto_wrap_policy is not None:
             options = {
@@ -115,17 +118,18 @@ class FullyShardedDataParallel(nn.Module):
         self.sharding_strategy = strategy
         self.mixed_precision = mixed_precision or api.MixedPrecision()
         self.cpu_offload = cpu_offload or api.CPUOffload()
-        self.process_group = ranks.axis().group or dist.group.WORLD
+        group = ranks.data_parallel_mesh().group
+        self.process_group = group or dist.group.WORLD
         self._state_dict_settings = state_dicts.default_settings()
         self._ignored_params = ignored.parameters.union(*_ignored_inside(module))
         materialize(module, param_init_fn, device, self._ignored_params)
         if device is not None:
             module.to(device)
         if sync_module_states:
-            broadcast_tensors(_plain_states(module, self._ignored_params), ranks.axis().group)
+            broadcast_tensors(_unsharded_states(module, self._ignored_params), group)
         self._modules[WRAPPED] = module
         if isinstance(module, NEVER_CALLED):
-            return  # what it holds belongs to the wrapper around it
+            return  # a container; its parameters belong to the unit around it
         fully_shard(
             module,
             mesh=ranks.mesh,
@@ -142,15 +146,15 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The user's own."""
+        """The wrapped module."""
         module = self._modules[WRAPPED]
         assert module is not None
-        # A wrapper for activation checkpointing that was put around it later.
+        # Activation checkpointing may have wrapped it since.
         inner: nn.Module = getattr(module, "_checkpoint_wrapped_module", module)
         return inner
 
     def __getattr__(self, name: str) -> Any:
-        """Of the wrapper, or else of the module."""
+        """An attribute of the wrapper, or else of the module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -163,50 +167,50 @@ class FullyShardedDataParallel(nn.Module):
         return self.module[key]  # type: ignore[index]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
+        """Call the module."""
         precision = self.mixed_precision
         if precision.param_dtype and precision.cast_root_forward_inputs and self.check_is_root():
             args, kwargs = cast_tensors((args, kwargs), precision.param_dtype)
         return self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
 
     def check_is_root(self) -> bool:
-        """Whether no other wrapper is around this one."""
+        """Whether this is the outermost wrapper."""
         return is_root_unit(self.module)
 
     @property
     def rank(self) -> int:
-        """This one's, in `process_group`."""
+        """The rank of this process in `process_group`."""
         return dist.get_rank(self.process_group) if dist.is_initialized() else 0
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are in `process_group`."""
+        """The number of ranks in `process_group`."""
         return dist.get_world_size(self.process_group) if dist.is_initialized() else 1
 
     @staticmethod
     def fsdp_modules(
         module: nn.Module, root_only: bool = False
     ) -> list["FullyShardedDataParallel"]:
-        """The wrappers in ``module``, itself included; with ``root_only``, those in no other."""
+        """The wrappers in ``module``, itself included; with ``root_only``, the outermost ones."""
         wrappers = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         return [w for w in wrappers if w.check_is_root()] if root_only else wrappers
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
-        """`nn.Module.apply` on whole parameters; all ranks have to make the same changes."""
+        """`nn.Module.apply` on full parameters. All ranks must make the same changes."""
         if not any(isinstance(p, ShardedTensor) for p in self.parameters()):
-            super().apply(fn)  # the wrapper around this one has made them whole
+            super().apply(fn)  # gathered by the outermost wrapper
             return self
         with summon_full_params(self):
             super().apply(fn)
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """With the names that they have without wrappers."""
+        """The parameters by their names in the module that is not wrapped."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield clean_name(name), parameter
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """With the names that they have without wrappers."""
+        """The buffers by their names in the module that is not wrapped."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean_name(name), buffer
 
@@ -214,7 +218,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it gradients add up whole on every rank and are not reduced.
+        """Accumulate unreduced gradients in the body of a ``with`` statement.
 
         Raises:
             PlanError: this is not the outermost wrapper.
@@ -230,7 +234,7 @@ class FullyShardedDataParallel(nn.Module):
         """Scale the gradients so that their norm over all ranks is at most ``max_norm``.
 
         Returns:
-            The norm before.
+            The norm before scaling.
 
         Raises:
             PlanError: this is not the outermost wrapper.
@@ -239,16 +243,16 @@ class FullyShardedDataParallel(nn.Module):
         return clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:  # noqa: ARG002
-        """Raises PlanError: reductions are written with the memory that they take.
+        """Accept torch's ``allreduce_hook`` and ``reduce_scatter_hook``, which change nothing.
 
-        Torch's ``allreduce_hook`` and ``reduce_scatter_hook``, which do what is done anyhow, are
-        taken.
+        Raises:
+            PlanError: any other hook, since gradients are reduced in place, in a flat buffer.
         """
         name = getattr(hook, "__name__", repr(hook))
         if name not in ("allreduce_hook", "reduce_scatter_hook"):
             raise PlanError(
-                f"register_comm_hook({name}): reductions take no hooks; for gradients in 16 bits "
-                "on the wire pass MixedPrecision(reduce_dtype=torch.bfloat16)"
+                f"register_comm_hook({name}): not supported; to reduce gradients in 16 bits pass "
+                "MixedPrecision(reduce_dtype=torch.bfloat16)"
             )
 
     summon_full_params = staticmethod(summon_full_params)
@@ -260,13 +264,13 @@ class FullyShardedDataParallel(nn.Module):
     get_state_dict_type = staticmethod(state_dicts.get_state_dict_type)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `set_state_dict_type` said; whole tensors by default. All ranks have to call it."""
-        return state_dicts.saved(self, super().state_dict, *args, **kwargs)
+        """As chosen by `set_state_dict_type`, by default full tensors. All ranks must call it."""
+        return state_dicts.state_dict_of(self, super().state_dict, *args, **kwargs)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        state_dicts.prepare(self, state_dict, prefix)
+        state_dicts.rename_for_loading(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     optim_state_dict = staticmethod(optim_states.optim_state_dict)
@@ -280,7 +284,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _root_unit(self, method: str) -> FSDPModule:
         if not self.check_is_root():
-            raise PlanError(f"{method}: call it on the outermost wrapper, around the whole model")
+            raise PlanError(f"{method}: call it on the outermost FullyShardedDataParallel module")
         unit = self.module
         assert isinstance(unit, FSDPModule)
         return unit
@@ -291,6 +295,6 @@ def _ignored_inside(module: nn.Module) -> list[set[nn.Parameter]]:
     return [wrapper._ignored_params for wrapper in wrappers]
 
 
-def _plain_states(module: nn.Module, ignored: set[nn.Parameter]) -> list[Tensor]:
+def _unsharded_states(module: nn.Module, ignored: set[nn.Parameter]) -> list[Tensor]:
     parameters = [p for p in module.parameters() if p not in ignored]
     return [t for t in (*parameters, *module.buffers()) if not isinstance(t, ShardedTensor)]

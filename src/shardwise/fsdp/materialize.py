@@ -1,6 +1,6 @@
-"""Modules on the meta device, as FSDP1 fills them: from torch's own generator, in module order."""
+"""Initialization of modules on the meta device as in FSDP1: module by module, with torch's RNG."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,21 @@ def materialize(
     device: torch.device | None,
     ignored: Collection[nn.Parameter],
 ) -> None:
-    """Give storage and values to modules in ``module`` that have none.
+    """Allocate and initialize the modules in ``module`` that are on the meta device.
 
     Raises:
-        PlanError: one has no ``reset_parameters()``, or is still on the meta device after.
+        PlanError: a module has no ``reset_parameters()`` and ``param_init_fn`` is None, or
+            ``param_init_fn`` left a module on the meta device.
     """
-    own = {id(parameter) for parameter in ignored}
+    ignored_ids = {id(parameter) for parameter in ignored}
     for name, inner in list(module.named_modules()):
-        if not any(state.is_meta and id(state) not in own for state in _own_states(inner)):
+        if all(id(state) in ignored_ids for state in _meta_states(inner)):
             continue
         if param_init_fn is not None:
             param_init_fn(inner)
         else:
             _reset(name, inner, device or torch.get_default_device())
-        if any(state.is_meta for state in _own_states(inner)):
+        if _meta_states(inner):
             raise PlanError(f"param_init_fn: left {name or 'the root'} on the meta device")
 
 
@@ -45,6 +46,7 @@ def _reset(name: str, module: nn.Module, device: torch.device) -> None:
     reset()
 
 
-def _own_states(module: nn.Module) -> Iterable[Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
+def _meta_states(module: nn.Module) -> list[Tensor]:
+    """The module's own parameters and buffers that are on the meta device."""
+    states = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return [state for state in states if state.is_meta]

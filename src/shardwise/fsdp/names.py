@@ -1,17 +1,16 @@
-"""Names of parameters, with and without the wrappers around the modules that have them."""
+"""Names of parameters without the wrapper modules in their paths."""
 
 from torch import nn
 
 __all__ = ["WRAPPED", "clean_name", "clean_names"]
 
-WRAPPED = "_fsdp_wrapped_module"  # FSDP1's attribute, which programs know
-_OF_WRAPPERS = (WRAPPED + ".", "_checkpoint_wrapped_module.")
+WRAPPED = "_fsdp_wrapped_module"  # the same attribute as in FSDP1, which programs access
+_WRAPPER_PREFIXES = (WRAPPED + ".", "_checkpoint_wrapped_module.")
 
 
 def clean_name(name: str) -> str:
-    """``name`` as it is without wrappers."""
-    for part in _OF_WRAPPERS:
-        name = name.replace(part, "")
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
     return name
 
 

@@ -1,7 +1,7 @@
-"""State dicts of optimizers, by the names of parameters: FSDP1's functions.
+"""FSDP1's functions for optimizer state dicts with the names of parameters as keys.
 
-On the way out the states of a parameter are whole, shards or runs, as the model's settings say; on
-the way in each is recognised by what it is.
+When saved, states are full, sharded or local tensors, as chosen by `set_state_dict_type`. When
+loaded, the kind of each is recognized by its type and shape.
 """
 
 import copy
@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from shardwise.errors import PlanError
 from shardwise.fsdp.api import OptimStateKeyType, StateDictType
-from shardwise.fsdp.distribute import cut, distribute, group_of
+from shardwise.fsdp.distribute import distribute, group_of, shard_like
 from shardwise.fsdp.names import clean_names
-from shardwise.fsdp.state_dict_type import as_saved, get_state_dict_type
+from shardwise.fsdp.state_dict_type import convert_for_saving, get_state_dict_type
 
 __all__ = [
     "flatten_sharded_optim_state_dict",
@@ -29,6 +29,7 @@ __all__ = [
     "sharded_optim_state_dict",
 ]
 
+# Arguments called ``group`` are those of PyTorch's signatures; the model has its own ranks.
 States = dict[str, Any]
 Groups = list[list[nn.Parameter]]
 
@@ -37,15 +38,19 @@ def optim_state_dict(
     model: nn.Module,
     optim: Optimizer,
     optim_state_dict: States | None = None,
-    group: Any = None,  # noqa: ARG001 (the model knows its ranks)
+    group: Any = None,  # noqa: ARG001
 ) -> States:
-    """The states of ``optim`` by names of parameters, as `set_state_dict_type` said.
+    """The states of ``optim`` in the form chosen by `set_state_dict_type`. All ranks must call it.
 
-    All ranks have to call it. ``optim_state_dict`` is ``optim.state_dict()`` if given.
+    Args:
+        model: sharded.
+        optim: of the model's parameters.
+        optim_state_dict: the result of ``optim.state_dict()``, if you have it already.
+        group: ignored.
     """
     settings = get_state_dict_type(model)
     config = settings.optim_state_dict_config
-    return _saved(
+    return _collect(
         model,
         optim,
         optim_state_dict,
@@ -58,13 +63,13 @@ def optim_state_dict(
 def full_optim_state_dict(
     model: nn.Module,
     optim: Optimizer,
-    optim_input: Any = None,  # noqa: ARG001 (the optimizer knows)
+    optim_input: Any = None,  # noqa: ARG001
     rank0_only: bool = True,
     group: Any = None,  # noqa: ARG001
 ) -> States:
-    """Whole states on the host, whatever the model's settings."""
+    """Full states on the host, whatever the model's settings."""
     kind = StateDictType.FULL_STATE_DICT
-    return _saved(model, optim, None, kind=kind, to_cpu=True, rank0_only=rank0_only)
+    return _collect(model, optim, None, kind=kind, to_cpu=True, rank0_only=rank0_only)
 
 
 def sharded_optim_state_dict(
@@ -72,9 +77,9 @@ def sharded_optim_state_dict(
     optim: Optimizer,
     group: Any = None,  # noqa: ARG001
 ) -> States:
-    """Shards of states, whatever the model's settings."""
+    """Sharded states, whatever the model's settings."""
     kind = StateDictType.SHARDED_STATE_DICT
-    return _saved(model, optim, None, kind=kind, to_cpu=False, rank0_only=False)
+    return _collect(model, optim, None, kind=kind, to_cpu=False, rank0_only=False)
 
 
 def optim_state_dict_to_load(
@@ -85,24 +90,26 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: Any = None,  # noqa: ARG001
 ) -> States:
-    """What ``optim.load_state_dict`` takes, from what `optim_state_dict` gave.
+    """Convert the result of `optim_state_dict` to an argument of ``optim.load_state_dict``.
 
     Args:
         model: sharded.
-        optim: of the model; its groups decide the order.
-        optim_state_dict: from the first rank if the model's settings say ``rank0_only``.
-        is_named_optimizer: leave names in the place of numbers.
-        load_directly: load it as well.
-        group: the model knows its ranks.
+        optim: of the model's parameters.
+        optim_state_dict: sent by the first rank if the model's settings say ``rank0_only``.
+        is_named_optimizer: keep names as keys.
+        load_directly: also call ``optim.load_state_dict``.
+        group: ignored.
     """
     config = get_state_dict_type(model).optim_state_dict_config
     if getattr(config, "rank0_only", False):
-        return _finish(scatter_full_optim_state_dict(optim_state_dict, model, optim=optim), optim)
-    groups = _groups_of(model, optim, None)
-    loadable = _loadable(model, groups, optim_state_dict)
+        optim_state_dict = _receive(optim_state_dict, model)
+    groups = _parameter_groups(model, optim, None)
+    loadable = _to_load(model, groups, optim_state_dict)
     if is_named_optimizer:
-        return _rekeyed(loadable, OptimStateKeyType.PARAM_NAME, _numbers(model, groups))
-    return _finish(loadable, optim if load_directly else None)
+        loadable = _rekey(loadable, OptimStateKeyType.PARAM_NAME, _indices(model, groups))
+    if load_directly:
+        optim.load_state_dict(loadable)
+    return loadable
 
 
 def shard_full_optim_state_dict(
@@ -111,16 +118,15 @@ def shard_full_optim_state_dict(
     optim_input: Any = None,
     optim: Optimizer | None = None,
 ) -> States:
-    """What ``optim.load_state_dict`` takes, from whole states on every rank."""
-    groups = _groups_of(model, optim, optim_input)
-    return _loadable(model, groups, full_optim_state_dict)
+    """Convert full states that every rank has to an argument of ``optim.load_state_dict``."""
+    return _to_load(model, _parameter_groups(model, optim, optim_input), full_optim_state_dict)
 
 
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: States, model: nn.Module, optim: Optimizer
 ) -> States:
-    """What ``optim.load_state_dict`` takes, from what `sharded_optim_state_dict` gave."""
-    return _loadable(model, _groups_of(model, optim, None), sharded_optim_state_dict)
+    """Convert the result of `sharded_optim_state_dict` to one of ``optim.load_state_dict``."""
+    return _to_load(model, _parameter_groups(model, optim, None), sharded_optim_state_dict)
 
 
 def scatter_full_optim_state_dict(
@@ -130,13 +136,12 @@ def scatter_full_optim_state_dict(
     optim: Optimizer | None = None,
     group: Any = None,  # noqa: ARG001
 ) -> States:
-    """What ``optim.load_state_dict`` takes, from whole states on the first rank alone.
+    """Convert full states that the first rank has to an argument of ``optim.load_state_dict``.
 
-    They are sent one after the other, so the others have one whole tensor at a time.
+    They are sent one by one, so every other rank holds one full tensor at a time.
     """
-    given = full_optim_state_dict or {"state": {}, "param_groups": []}
-    states = distribute(given, {"state": clean_names(model)}, group_of(model))
-    return _loadable(model, _groups_of(model, optim, optim_input), states)
+    states = _receive(full_optim_state_dict, model)
+    return _to_load(model, _parameter_groups(model, optim, optim_input), states)
 
 
 def rekey_optim_state_dict(
@@ -146,29 +151,25 @@ def rekey_optim_state_dict(
     optim_input: Any = None,
     optim: Optimizer | None = None,
 ) -> States:
-    """The same states by names of parameters, or by the numbers that the optimizer gives them."""
-    numbers = _numbers(model, _groups_of(model, optim, optim_input))
-    return _rekeyed(optim_state_dict, optim_state_key_type, numbers)
+    """The same states with the names of parameters, or the optimizer's indices of them, as keys."""
+    indices = _indices(model, _parameter_groups(model, optim, optim_input))
+    return _rekey(optim_state_dict, optim_state_key_type, indices)
 
 
-def _rekeyed(states: States, kind: OptimStateKeyType, numbers: dict[str, int]) -> States:
-    table: dict[Any, Any] = dict(numbers)
+def _rekey(states: States, kind: OptimStateKeyType, indices: dict[str, int]) -> States:
+    table: dict[Any, Any] = dict(indices)
     if kind is OptimStateKeyType.PARAM_NAME:
-        table = {number: name for name, number in numbers.items()}
-
-    def renamed(key: Any) -> Any:
-        return table.get(key, key)
-
+        table = {index: name for name, index in indices.items()}
     return {
-        "state": {renamed(key): value for key, value in states["state"].items()},
+        "state": {table.get(key, key): value for key, value in states["state"].items()},
         "param_groups": [
-            {**group, "params": [renamed(key) for key in group["params"]]}
+            {**group, "params": [table.get(key, key) for key in group["params"]]}
             for group in states["param_groups"]
         ],
     }
 
 
-def _saved(
+def _collect(
     model: nn.Module,
     optim: Optimizer,
     given: States | None,
@@ -177,59 +178,67 @@ def _saved(
     to_cpu: bool,
     rank0_only: bool,
 ) -> States:
-    """Every rank gathers what is whole, tensor by tensor; the first one alone may keep it."""
-    by_number = given if given is not None else optim.state_dict()
-    numbers = _numbers(model, _groups_of(model, optim, None))
-    names = {number: name for name, number in numbers.items()}
-    is_dropped = rank0_only and _rank_of(model) != 0
-    states: States = {}
-    for number, entries in by_number["state"].items():
-        is_moved = to_cpu and not is_dropped
-        converted = {k: as_saved(value, kind, to_cpu=is_moved) for k, value in entries.items()}
+    """The states by name. Full ones are gathered one by one, on every rank."""
+    by_index = given if given is not None else optim.state_dict()
+    group = group_of(model)
+    is_dropped = rank0_only and group is not None and dist.get_rank(group) != 0
+    states: dict[Any, States] = {}
+    for index, entries in by_index["state"].items():
+        converted = {
+            key: convert_for_saving(value, kind, to_cpu=to_cpu and not is_dropped)
+            for key, value in entries.items()
+        }
         if not is_dropped:
-            states[names.get(number, number)] = converted
+            states[index] = converted
     if is_dropped:
         return {}
-    groups = [
-        {**group, "params": [names.get(number, number) for number in group["params"]]}
-        for group in by_number["param_groups"]
-    ]
-    return {"state": states, "param_groups": groups}
+    indices = _indices(model, _parameter_groups(model, optim, None))
+    collected = {"state": states, "param_groups": by_index["param_groups"]}
+    return _rekey(collected, OptimStateKeyType.PARAM_NAME, indices)
 
 
-def _loadable(model: nn.Module, groups: Groups, states: Mapping[str, Any]) -> States:
-    """States by number, cut as their parameters are."""
+def _receive(states: States | None, model: nn.Module) -> States:
+    """The states that the first rank has, sharded as the parameters of ``model``."""
+    given = states or {"state": {}, "param_groups": []}
+    received: States = distribute(given, {"state": clean_names(model)}, group_of(model))
+    return received
+
+
+def _to_load(model: nn.Module, groups: Groups, states: Mapping[str, Any]) -> States:
+    """``states`` with indices as keys, sharded as their parameters."""
     parameters = clean_names(model)
     own = {
         name: {
-            key: copy.deepcopy(value) if key == "step" else cut(value, parameters[name])
+            key: copy.deepcopy(value) if key == "step" else shard_like(value, parameters[name])
             for key, value in entries.items()
         }
         for name, entries in states["state"].items()
         if name in parameters
     }
-    numbers = _numbers(model, groups)
     named = {"state": own, "param_groups": _options_of(groups, model, states["param_groups"])}
-    return _rekeyed(named, OptimStateKeyType.PARAM_ID, numbers)
+    return _rekey(named, OptimStateKeyType.PARAM_ID, _indices(model, groups))
 
 
 def _options_of(
     groups: Groups, model: nn.Module, saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The saved options of each group; groups are matched by a parameter that they share."""
+    """The saved options of each group. Groups that share a parameter correspond to each other."""
     names = {id(parameter): name for name, parameter in clean_names(model).items()}
     ordered = []
     for group in groups:
         members = [names[id(p)] for p in group if id(p) in names]
         same = [options for options in saved if set(options["params"]) & set(members)]
         if not same:
-            raise PlanError(f"{', '.join(members)}: in no group of the state dict that is loaded")
+            raise PlanError(
+                f"{', '.join(members)}: expected in a parameter group of the state dict, found in "
+                "none; load the states of an optimizer with the same parameters"
+            )
         ordered.append({**same[0], "params": members})
     return ordered
 
 
-def _groups_of(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> Groups:
-    """The parameters of an optimizer, or those that it was or would be made with, by group."""
+def _parameter_groups(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> Groups:
+    """The parameters of ``optim``, or of an optimizer that is built from ``optim_input``."""
     if optim is not None:
         return [group["params"] for group in optim.param_groups]
     given = list(model.parameters() if optim_input is None else optim_input)
@@ -238,19 +247,8 @@ def _groups_of(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> G
     return [given]
 
 
-def _numbers(model: nn.Module, groups: Groups) -> dict[str, int]:
-    """The number that the optimizer gives to each parameter of ``model``, by name."""
+def _indices(model: nn.Module, groups: Groups) -> dict[str, int]:
+    """The optimizer's index of each parameter of ``model``, by name."""
     names = {id(parameter): name for name, parameter in clean_names(model).items()}
     members = [parameter for group in groups for parameter in group]
-    return {names[id(p)]: number for number, p in enumerate(members) if id(p) in names}
-
-
-def _finish(loadable: States, optim: Optimizer | None) -> States:
-    if optim is not None:
-        optim.load_state_dict(loadable)
-    return loadable
-
-
-def _rank_of(model: nn.Module) -> int:
-    group = group_of(model)
-    return 0 if group is None else dist.get_rank(group)
+    return {names[id(p)]: index for index, p in enumerate(members) if id(p) in names}

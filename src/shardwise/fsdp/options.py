@@ -1,4 +1,4 @@
-"""FSDP1's options in the engine's words."""
+"""Translates FSDP1's options to arguments of `shardwise.fully_shard`."""
 
 import math
 from collections.abc import Iterable
@@ -8,72 +8,89 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
 from shardwise.errors import PlanError
-from shardwise.fsdp.api import MixedPrecision, ShardingStrategy, TorchCPUOffload
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import resolve_strategy
 from shardwise.runtime.mesh import DataParallelMesh, resolve_mesh
 
-__all__ = ["Ignored", "Ranks", "offload_policy", "precision_policy", "ranks_of", "resolve_device"]
+__all__ = [
+    "FSDP1_STRATEGIES",
+    "Ignored",
+    "Ranks",
+    "offload_policy",
+    "precision_policy",
+    "resolve_device",
+    "resolve_ignored",
+    "resolve_ranks",
+]
 
 Group = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+
+# FSDP1's strategies as the name of a preset and ``reshard_after_forward`` (None: all but the root).
+FSDP1_STRATEGIES: dict[ShardingStrategy, tuple[str, bool | None]] = {
+    ShardingStrategy.FULL_SHARD: ("fsdp", None),
+    ShardingStrategy.SHARD_GRAD_OP: ("fsdp", False),
+    ShardingStrategy.NO_SHARD: ("ddp", None),
+    ShardingStrategy.HYBRID_SHARD: ("hsdp", None),
+    ShardingStrategy._HYBRID_SHARD_ZERO2: ("hsdp", False),
+}
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which ranks share the model, and how."""
+    """The ranks that share a model, and what they shard."""
 
     mesh: DeviceMesh | None
     strategy: str
-    reshard_after_forward: bool | None  # None: all but the root
+    reshard_after_forward: bool | None
     sharding_factor: int | None = None
 
-    def axis(self) -> DataParallelMesh:
-        """As the engine will see them."""
+    def data_parallel_mesh(self) -> DataParallelMesh:
         return resolve_mesh(self.mesh, resolve_strategy(self.strategy), self.sharding_factor)
 
 
-def ranks_of(
+def resolve_ranks(
     process_group: Group, device_mesh: DeviceMesh | None, strategy: ShardingStrategy
 ) -> Ranks:
-    """The engine's row and mesh for a strategy of FSDP1.
+    """The mesh and the strategy for options of FSDP1.
 
     Raises:
-        PlanError: both a group and a mesh, or a number of them that the strategy does not want.
+        PlanError: both a group and a mesh are given, or the wrong number of groups.
     """
     if process_group is not None and device_mesh is not None:
-        raise PlanError("process_group and device_mesh: pass one of them")
-    stays = strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
-    reshard = False if stays else None
-    is_hybrid = strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-    if not is_hybrid:
+        raise PlanError("process_group and device_mesh: expected one of them, got both")
+    name, reshard = FSDP1_STRATEGIES[strategy]
+    if name != "hsdp":
         if isinstance(process_group, tuple):
-            raise PlanError(f"process_group: {strategy.name} takes one group, got a pair")
+            raise PlanError(f"process_group: {strategy.name} expects one group, got a pair")
         mesh = device_mesh if process_group is None else _mesh_of(process_group)
-        row = "ddp" if strategy is ShardingStrategy.NO_SHARD else "fsdp"
-        return Ranks(mesh, row, reshard)
-    if device_mesh is not None:
-        return Ranks(device_mesh, "hsdp", reshard)
+        return Ranks(mesh, name, reshard)
     if isinstance(process_group, tuple):
-        return Ranks(_mesh_of_pair(*process_group), "hsdp", reshard)
+        return Ranks(_mesh_of_pair(*process_group), name, reshard)
     if process_group is not None:
         raise PlanError(
-            f"process_group: {strategy.name} takes a pair of groups (shards, replicas), or "
+            f"process_group: {strategy.name} expects a pair of groups (shards, replicas), or "
             "device_mesh=init_device_mesh(device, (replicas, shards))"
         )
-    return Ranks(None, "hsdp", reshard, sharding_factor=_ranks_of_a_machine())
+    factor = _ranks_per_host() if device_mesh is None else None
+    return Ranks(device_mesh, name, reshard, sharding_factor=factor)
 
 
 def precision_policy(mixed_precision: MixedPrecision | None) -> MixedPrecisionPolicy:
-    """Raises PlanError for what cannot be honoured."""
+    """The policy for FSDP1's option.
+
+    Raises:
+        PlanError: ``keep_low_precision_grads`` is set.
+    """
     if mixed_precision is None:
         return MixedPrecisionPolicy(master_dtype="keep")
     if mixed_precision.keep_low_precision_grads:
         raise PlanError(
-            "keep_low_precision_grads=True: gradients have the dtype of the parameters here; for "
-            "16-bit ones, convert the model (model.bfloat16()) before wrapping it"
+            "keep_low_precision_grads=True: not supported, gradients have the dtype of their "
+            "parameters; for 16-bit gradients convert the model (model.bfloat16()) before wrapping"
         )
     return MixedPrecisionPolicy(
         param_dtype=mixed_precision.param_dtype,
@@ -85,8 +102,8 @@ def precision_policy(mixed_precision: MixedPrecision | None) -> MixedPrecisionPo
     )
 
 
-def offload_policy(cpu_offload: TorchCPUOffload | None) -> OffloadPolicy:
-    """The engine's policy for PyTorch's ``CPUOffload``, or ours, which has one more field."""
+def offload_policy(cpu_offload: CPUOffload | None) -> OffloadPolicy:
+    """The policy for PyTorch's ``CPUOffload`` or for ours, which has one more field."""
     if cpu_offload is None:
         return NO_OFFLOAD
     offload_optimizer = getattr(cpu_offload, "offload_optimizer", False)
@@ -96,7 +113,7 @@ def offload_policy(cpu_offload: TorchCPUOffload | None) -> OffloadPolicy:
 
 
 def resolve_device(device_id: int | torch.device | None) -> torch.device | None:
-    """A number is that of an accelerator."""
+    """The device for FSDP1's option, in which an integer is the index of an accelerator."""
     if not isinstance(device_id, int):
         return device_id
     accelerator = torch.accelerator.current_accelerator()
@@ -107,26 +124,32 @@ def resolve_device(device_id: int | torch.device | None) -> torch.device | None:
     return torch.device(accelerator.type, device_id)
 
 
+@dataclass(frozen=True)
 class Ignored:
-    """Modules and parameters that are left alone.
+    """Modules and parameters that are not sharded."""
+
+    modules: set[nn.Module]
+    parameters: set[nn.Parameter]
+
+
+def resolve_ignored(
+    modules: Iterable[nn.Module] | None,
+    states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+) -> Ignored:
+    """What ``ignored_modules`` or ``ignored_states`` exclude, with everything inside.
 
     Raises:
-        PlanError: both ``ignored_modules`` and ``ignored_states``.
+        PlanError: both are given.
     """
-
-    def __init__(
-        self,
-        modules: Iterable[nn.Module] | None,
-        states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
-    ) -> None:
-        if modules is not None and states is not None:
-            raise PlanError("ignored_modules and ignored_states: pass ignored_states alone")
-        given = [*(modules or ()), *(states or ())]
-        tops = [one for one in given if isinstance(one, nn.Module)]
-        self.modules = {inner for module in tops for inner in module.modules()}
-        self.parameters = {one for one in given if isinstance(one, nn.Parameter)}
-        for module in tops:
-            self.parameters.update(module.parameters())
+    if modules is not None and states is not None:
+        raise PlanError("ignored_modules and ignored_states: pass ignored_states only")
+    given = [*(modules or ()), *(states or ())]
+    outermost = [one for one in given if isinstance(one, nn.Module)]
+    parameters = {one for one in given if isinstance(one, nn.Parameter)}
+    return Ignored(
+        modules={inner for module in outermost for inner in module.modules()},
+        parameters=parameters.union(*(module.parameters() for module in outermost)),
+    )
 
 
 def _mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
@@ -134,14 +157,15 @@ def _mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
 
 
 def _mesh_of_pair(shards: dist.ProcessGroup, replicas: dist.ProcessGroup) -> DeviceMesh:
-    """A mesh of a group of shards and one of replicas, whose ranks lie at equal distances."""
+    """The mesh of a group of shards and one of replicas, if its ranks are equally spaced."""
     own = dist.get_rank()
     row, column = (dist.get_process_group_ranks(group) for group in (shards, replicas))
     grid = [[rank + first - own for rank in row] for first in column]
     ranks = sorted(rank for line in grid for rank in line)
     if own not in row or own not in column or ranks != sorted(set(ranks)) or ranks[0] < 0:
         raise PlanError(
-            f"process_group: shards {row} and replicas {column} make no mesh; pass device_mesh"
+            f"process_group: shards {row} and replicas {column} do not form a mesh; pass "
+            "device_mesh"
         )
     return DeviceMesh.from_group(
         [replicas, shards],
@@ -155,6 +179,7 @@ def _device_type(group: dist.ProcessGroup) -> str:
     return "cuda" if "nccl" in dist.get_backend_config(group) else "cpu"
 
 
-def _ranks_of_a_machine() -> int:
+def _ranks_per_host() -> int:
+    """The number of ranks per host: as many as it has accelerators, or all without any."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     return math.gcd(ranks, torch.accelerator.device_count()) or ranks

@@ -1,11 +1,11 @@
-"""Configurations of other programs, as keyword arguments of `shardwise.fully_shard`.
+"""Converts configurations of other libraries to arguments of `shardwise.fully_shard`.
 
 ::
 
     options = options_from_deepspeed("ds_config.json")
     model = sw.fully_shard(model, units="auto", **options)
 
-What belongs to the training loop (batch sizes, the optimizer, clipping) is the loop's to do.
+Settings of the training loop (batch sizes, the optimizer, clipping) are not converted.
 """
 
 import json
@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
 
 from shardwise.errors import PlanError
+from shardwise.fsdp.options import FSDP1_STRATEGIES
 from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import Strategy
@@ -30,13 +32,16 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def options_from_deepspeed(config: Config) -> dict[str, Any]:
-    """Of a DeepSpeed configuration: the stage of ZeRO, dtypes, and what is on the host.
+    """The ZeRO stage, dtypes and offloading of a DeepSpeed configuration.
 
-    Read are ``zero_optimization`` (``stage``, ``offload_param``, ``offload_optimizer``,
+    Reads ``zero_optimization`` (``stage``, ``offload_param``, ``offload_optimizer``,
     ``zero_hpz_partition_size``, ``mics_shard_size``), ``bf16`` and ``fp16``.
 
+    Args:
+        config: the configuration, or the path of its JSON file.
+
     Raises:
-        PlanError: it asks for something that is not there.
+        PlanError: a setting is not supported; names the key.
     """
     config = _read(config)
     zero = config.get("zero_optimization", {})
@@ -44,7 +49,7 @@ def options_from_deepspeed(config: Config) -> dict[str, Any]:
     for key in ("zero_quantized_weights", "zero_quantized_gradients"):
         if zero.get(key):
             raise PlanError(
-                f"{key}: nothing is quantised on the wire; bf16 halves it: "
+                f"{key}: quantized communication is not supported; to halve its bytes pass "
                 "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)"
             )
     low = [_DTYPES[key] for key in _DTYPES if config.get(key, {}).get("enabled")]
@@ -66,16 +71,15 @@ def options_from_deepspeed(config: Config) -> dict[str, Any]:
 
 
 def options_from_accelerate(config: Config, model: nn.Module) -> dict[str, Any]:
-    """Of an accelerate configuration with ``fsdp_config``, or of a Trainer's ``fsdp_config``.
-
-    Keys may have the prefix ``fsdp_`` or not; a path is that of JSON.
+    """The ``fsdp_config`` of an accelerate configuration or of transformers' Trainer.
 
     Args:
-        config: the configuration.
-        model: in which the classes that it names are looked for.
+        config: an accelerate configuration, a ``fsdp_config``, or the path of a JSON file with
+            one. Keys may have the prefix ``fsdp_``.
+        model: contains the classes that the configuration names.
 
     Raises:
-        PlanError: a class is not in the model, or a value is not known.
+        PlanError: a class is not in the model, or a value is not supported; names the key.
     """
     config = _read(config)
     given = config.get("fsdp_config", config)
@@ -99,21 +103,20 @@ def options_from_accelerate(config: Config, model: nn.Module) -> dict[str, Any]:
 
 
 _OFFLOADS = ("offload_param", "offload_optimizer")
-_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-_ROWS = ("fsdp", "fsdp", "ddp", "hsdp", "hsdp")
+_STRATEGIES = {strategy.name.removeprefix("_"): strategy for strategy in ShardingStrategy}
+_BY_NUMBER = {str(strategy.value): strategy for strategy in ShardingStrategy}
 
 
 def _sharding(fsdp: Mapping[str, Any]) -> dict[str, Any]:
-    """Of ``sharding_strategy``, or, since its second version, ``reshard_after_forward``."""
+    """Arguments for ``sharding_strategy`` (FSDP1) or ``reshard_after_forward`` (FSDP2)."""
     word = str(fsdp.get("sharding_strategy", fsdp.get("reshard_after_forward", "true"))).upper()
     if word in ("TRUE", "FALSE"):
         return {"reshard_after_forward": None if word == "TRUE" else False}
-    name = _STRATEGIES[int(word) - 1] if word in "12345" else word
-    if name not in _STRATEGIES:
+    strategy = _STRATEGIES.get(word) or _BY_NUMBER.get(word)
+    if strategy is None:
         raise PlanError(f"fsdp_sharding_strategy={word}: expected one of {', '.join(_STRATEGIES)}")
-    stays = name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
-    row = _ROWS[_STRATEGIES.index(name)]
-    return {"strategy": row, "reshard_after_forward": False if stays else None}
+    preset, reshard = FSDP1_STRATEGIES[strategy]
+    return {"strategy": preset, "reshard_after_forward": reshard}
 
 
 def _units(fsdp: Mapping[str, Any], model: nn.Module) -> Any:
@@ -131,7 +134,7 @@ def _units(fsdp: Mapping[str, Any], model: nn.Module) -> Any:
     if missing:
         raise PlanError(
             f"fsdp_transformer_layer_cls_to_wrap: {', '.join(missing)} is not in "
-            f"{type(model).__name__}, which has {', '.join(sorted(found))}"
+            f"{type(model).__name__}, which contains {', '.join(sorted(found))}"
         )
     return {found[name] for name in names}
 

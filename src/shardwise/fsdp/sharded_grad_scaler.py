@@ -1,4 +1,4 @@
-"""Loss scaling: an overflow on one rank is one on all, which sharded gradients see to."""
+"""Loss scaling with FSDP1's arguments."""
 
 from typing import Any
 
@@ -8,7 +8,10 @@ __all__ = ["ShardedGradScaler"]
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` with FSDP1's arguments; ``process_group`` has nothing to add."""
+    """`torch.amp.GradScaler`; a non-finite gradient on any rank skips the step on every rank.
+
+    Sharded gradients are checked over all their ranks, so ``process_group`` is ignored.
+    """
 
     def __init__(
         self,

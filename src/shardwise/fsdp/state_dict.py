@@ -1,8 +1,8 @@
-"""``torch.distributed.checkpoint.state_dict`` for models that this package shards.
+"""``torch.distributed.checkpoint.state_dict`` with support for full state dicts.
 
-PyTorch's functions save and load `ShardedTensor`s as they are, but they cannot gather or cut them.
-For ``StateDictOptions(full_state_dict=True)`` import the functions from here. They pass every other
-option on to PyTorch's.
+PyTorch's functions save and load `ShardedTensor`s, but cannot gather or shard them. For
+``StateDictOptions(full_state_dict=True)`` import the functions from here. All other options are
+passed to PyTorch's functions.
 """
 
 from collections.abc import Iterable
@@ -39,7 +39,7 @@ def get_model_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> States:
-    """PyTorch's function; with ``full_state_dict=True``, all ranks have to call it."""
+    """PyTorch's function. With ``full_state_dict=True``, all ranks must call it."""
     states = torch_state_dict.get_model_state_dict(
         model, submodules=submodules, options=_sharded(options)
     )
@@ -53,7 +53,7 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> States:
-    """PyTorch's function; with ``full_state_dict=True``, all ranks have to call it."""
+    """PyTorch's function. With ``full_state_dict=True``, all ranks must call it."""
     states = torch_state_dict.get_optimizer_state_dict(
         model, optimizers, submodules=submodules, options=_sharded(options)
     )
@@ -67,7 +67,7 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[States, States]:
-    """Both of the above."""
+    """`get_model_state_dict` and `get_optimizer_state_dict`."""
     return (
         get_model_state_dict(model, submodules=submodules, options=options),
         get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
@@ -77,7 +77,7 @@ def get_state_dict(
 def set_model_state_dict(
     model: nn.Module, model_state_dict: States, *, options: StateDictOptions | None = None
 ) -> Any:
-    """PyTorch's function; with ``broadcast_from_rank0=True``, rank 0 sends one tensor at a time."""
+    """PyTorch's function. With ``broadcast_from_rank0=True``, rank 0 sends one tensor at a time."""
     if options is not None and options.full_state_dict:
         like = torch_state_dict.get_model_state_dict(model)
         model_state_dict = distribute(model_state_dict, like, _source(model, options))
@@ -91,7 +91,7 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """PyTorch's function; with ``broadcast_from_rank0=True``, rank 0 sends one tensor at a time."""
+    """PyTorch's function. With ``broadcast_from_rank0=True``, rank 0 sends one tensor at a time."""
     sharded = _sharded(options)
     if options is not None and options.full_state_dict:
         like = torch_state_dict.get_optimizer_state_dict(model, optimizers, options=sharded)
@@ -107,31 +107,31 @@ def set_state_dict(
     optim_state_dict: States,
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Both of the above."""
+    """`set_model_state_dict` and `set_optimizer_state_dict`."""
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return set_model_state_dict(model, model_state_dict, options=options)
 
 
 def _sharded(options: StateDictOptions | None) -> StateDictOptions | None:
-    """``options`` for PyTorch's functions, which see sharded state dicts only."""
+    """``options`` for PyTorch's functions, which get and set sharded tensors only."""
     if options is None or not options.full_state_dict:
         return options
     return replace(options, full_state_dict=False, broadcast_from_rank0=False, cpu_offload=False)
 
 
 def _gather(states: States, options: StateDictOptions | None) -> States:
-    """Whole tensors, one after the other; with ``cpu_offload``, on rank 0 only."""
+    """Gather full tensors one by one. With ``cpu_offload``, only rank 0 keeps them."""
     if options is None or not options.full_state_dict:
         return states
     is_kept = not options.cpu_offload or not dist.is_initialized() or dist.get_rank() == 0
 
-    def whole(value: Any) -> Any:
+    def gather(value: Any) -> Any:
         full = value.full_tensor() if isinstance(value, ShardedTensor) else value
         if not is_kept:
             return None
         return full.cpu() if options.cpu_offload and isinstance(full, Tensor) else full
 
-    gathered: States = pytree.tree_map(whole, states)
+    gathered: States = pytree.tree_map(gather, states)
     return gathered if is_kept else {}
 
 

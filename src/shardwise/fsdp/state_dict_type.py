@@ -1,4 +1,4 @@
-"""State dicts of wrapped models: whole tensors, shards, or this rank's runs."""
+"""State dicts of FSDP1 modules: full tensors, shards (`ShardedTensor`) or local tensors [n]."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,17 +13,16 @@ from shardwise.fsdp.names import WRAPPED, clean_name
 from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = [
-    "as_saved",
+    "convert_for_saving",
     "default_settings",
     "get_state_dict_type",
-    "prepare",
-    "saved",
+    "rename_for_loading",
     "set_state_dict_type",
-    "settings_of",
+    "state_dict_of",
     "state_dict_type",
 ]
 
-_SETTINGS = "_state_dict_settings"
+_SETTINGS = "_state_dict_settings"  # an attribute of each FSDP1 module
 _CONFIGS: dict[StateDictType, tuple[type[api.StateDictConfig], type[api.OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (api.FullStateDictConfig, api.FullOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (api.LocalStateDictConfig, api.LocalOptimStateDictConfig),
@@ -40,39 +39,38 @@ def set_state_dict_type(
     state_dict_config: api.StateDictConfig | None = None,
     optim_state_dict_config: api.OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Say what state dicts of the wrappers in ``module`` hold.
+    """Choose the type of the state dicts of the FSDP modules in ``module``.
 
     Returns:
-        What was said before.
+        The previous settings.
 
     Raises:
-        PlanError: a config is not of that type.
+        PlanError: a config belongs to another type.
     """
     kinds = _CONFIGS[state_dict_type]
-    settings = StateDictSettings(
-        state_dict_type, state_dict_config or kinds[0](), optim_state_dict_config or kinds[1]()
-    )
-    given = (settings.state_dict_config, settings.optim_state_dict_config)
-    for config, kind in zip(given, kinds, strict=True):
+    configs = (state_dict_config or kinds[0](), optim_state_dict_config or kinds[1]())
+    for config, kind in zip(configs, kinds, strict=True):
         if type(config) is not kind:
             raise PlanError(
                 f"{state_dict_type.name}: expected a {kind.__name__}, got a {type(config).__name__}"
             )
-    before = get_state_dict_type(module)
-    for wrapper in _wrappers(module):
-        setattr(wrapper, _SETTINGS, settings)
-    return before
+    previous = get_state_dict_type(module)
+    _set_settings(module, StateDictSettings(state_dict_type, *configs))
+    return previous
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """What state dicts of the wrappers in ``module`` hold.
+    """The settings of the FSDP modules in ``module``.
 
     Raises:
-        PlanError: they do not all hold the same.
+        PlanError: they differ.
     """
-    settings = [settings_of(wrapper) for wrapper in _wrappers(module)]
+    settings: list[StateDictSettings] = [getattr(m, _SETTINGS) for m in _fsdp_modules(module)]
     if any(one != settings[0] for one in settings):
-        raise PlanError("wrappers with state dicts of several types; set one type for all")
+        raise PlanError(
+            "the FSDP modules of this model have different state dict types; call "
+            "set_state_dict_type on the outermost one"
+        )
     return settings[0] if settings else default_settings()
 
 
@@ -83,15 +81,14 @@ def state_dict_type(
     state_dict_config: api.StateDictConfig | None = None,
     optim_state_dict_config: api.OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Within it, as after `set_state_dict_type`."""
-    before = set_state_dict_type(
+    """`set_state_dict_type` for the body of a ``with`` statement."""
+    previous = set_state_dict_type(
         module, state_dict_type, state_dict_config, optim_state_dict_config
     )
     try:
         yield
     finally:
-        for wrapper in _wrappers(module):
-            setattr(wrapper, _SETTINGS, before)
+        _set_settings(module, previous)
 
 
 def default_settings() -> StateDictSettings:
@@ -100,33 +97,29 @@ def default_settings() -> StateDictSettings:
     )
 
 
-def settings_of(wrapper: nn.Module) -> StateDictSettings:
-    settings: StateDictSettings = getattr(wrapper, _SETTINGS)
-    return settings
-
-
-def saved(
-    wrapper: Any, state_dict: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any
+def state_dict_of(
+    fsdp_module: Any, state_dict: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """What ``state_dict(*args, **kwargs)`` of ``wrapper`` gives, as its settings say."""
+    """The result of ``state_dict(*args, **kwargs)`` in the form that the settings ask for."""
     prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
     found = state_dict(*args, **kwargs)
-    settings = settings_of(wrapper)
+    settings: StateDictSettings = getattr(fsdp_module, _SETTINGS)
     config = settings.state_dict_config
-    is_dropped = getattr(config, "rank0_only", False) and wrapper.rank != 0
+    is_dropped = getattr(config, "rank0_only", False) and fsdp_module.rank != 0
+    to_cpu = config.offload_to_cpu and not is_dropped
     for name in [name for name in found if name.startswith(prefix)]:
-        is_moved = config.offload_to_cpu and not is_dropped
-        value = as_saved(found.pop(name), settings.state_dict_type, to_cpu=is_moved)
+        value = convert_for_saving(found.pop(name), settings.state_dict_type, to_cpu=to_cpu)
         if not is_dropped:
             found[prefix + clean_name(name.removeprefix(prefix))] = value
     return found
 
 
-def prepare(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Rename what is for ``wrapper`` in ``state_dict`` to what is in it."""
+def rename_for_loading(fsdp_module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Give the entries of ``fsdp_module`` in ``state_dict`` the names of the module it wraps."""
     inner = prefix + WRAPPED + "."
-    is_local = settings_of(wrapper).state_dict_type is StateDictType.LOCAL_STATE_DICT
-    parameters: dict[str, Any] = dict(wrapper.named_parameters()) if is_local else {}
+    settings: StateDictSettings = getattr(fsdp_module, _SETTINGS)
+    is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+    parameters: dict[str, Any] = dict(fsdp_module.named_parameters()) if is_local else {}
     for name in [name for name in state_dict if name.startswith(prefix)]:
         if name.startswith(inner):
             continue
@@ -137,8 +130,8 @@ def prepare(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str) -> None
         state_dict[inner + plain] = value
 
 
-def as_saved(value: Any, kind: StateDictType, *, to_cpu: bool) -> Any:
-    """What a state dict of ``kind`` holds for ``value``; all ranks have to call this."""
+def convert_for_saving(value: Any, kind: StateDictType, *, to_cpu: bool) -> Any:
+    """``value`` as state dicts of ``kind`` hold it. All ranks must call this."""
     if isinstance(value, ShardedTensor):
         if kind is StateDictType.FULL_STATE_DICT:
             value = value.full_tensor()
@@ -147,5 +140,10 @@ def as_saved(value: Any, kind: StateDictType, *, to_cpu: bool) -> Any:
     return value.cpu() if to_cpu and isinstance(value, Tensor) else value
 
 
-def _wrappers(module: nn.Module) -> list[nn.Module]:
+def _fsdp_modules(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if _SETTINGS in m.__dict__]
+
+
+def _set_settings(module: nn.Module, settings: StateDictSettings) -> None:
+    for fsdp_module in _fsdp_modules(module):
+        setattr(fsdp_module, _SETTINGS, settings)

@@ -1,4 +1,4 @@
-"""Whole parameters for a while, between steps."""
+"""`summon_full_params`: full parameters between steps."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,49 +16,51 @@ __all__ = ["summon_full_params"]
 @contextlib.contextmanager
 def summon_full_params(
     module: nn.Module,
-    recurse: bool = True,  # noqa: ARG001 (whoever asks for less may have more)
+    recurse: bool = True,  # noqa: ARG001
     writeback: bool = True,
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Within it the parameters of the models in ``module`` are whole; all ranks have to enter.
+    """Gather the parameters of the sharded models in ``module``. Every rank must enter.
 
     Args:
-        module: holds a wrapper, or is in one.
-        recurse: whole are always all parameters of the model.
-        writeback: keep changes, which every rank has to make alike.
-        rank0_only: do not ask that other ranks see whole ones; they do.
-        offload_to_cpu: on a GPU refused.
-        with_grads: gradients are whole as well, and kept as ``writeback`` says.
+        module: contains an FSDP module, or is part of one.
+        recurse: ignored; all parameters of a model are gathered together.
+        writeback: keep changes, which must be the same on every rank.
+        rank0_only: full parameters are needed on rank 0 only; the other ranks gather them, too.
+        offload_to_cpu: refused for parameters on an accelerator.
+        with_grads: gather gradients as well; ``writeback`` applies to them, too.
 
     Raises:
-        PlanError: flags that do not go together, or cannot be honoured.
+        PlanError: flags contradict each other or are not supported.
     """
     if rank0_only and writeback:
-        raise PlanError("writeback and rank0_only: a change has to be made on every rank")
+        raise PlanError(
+            "rank0_only=True: expected writeback=False, since changes must be made on every rank"
+        )
     parameters = clean_names(module)
     if offload_to_cpu and any(p.device.type != "cpu" for p in parameters.values()):
         raise PlanError(
-            "offload_to_cpu=True: parameters are whole where they compute; for a copy on the host "
-            "use state_dict_type(..., FullStateDictConfig(offload_to_cpu=True))"
+            "offload_to_cpu=True: full parameters stay on the device; for a copy on the host use "
+            "state_dict_type(..., FullStateDictConfig(offload_to_cpu=True))"
         )
-    gradients = _whole_gradients(parameters) if with_grads else {}
+    gradients = _full_gradients(parameters) if with_grads else {}
     with contextlib.ExitStack() as stack:
-        for unit in _roots(module):
+        for unit in _unit_per_model(module):
             stack.enter_context(gathered(unit, write_back=writeback))
-        dense = clean_names(module)
-        for name, whole in gradients.items():
-            dense[name].grad = whole
+        full = clean_names(module)
+        for name, gradient in gradients.items():
+            full[name].grad = gradient
         yield
-        changed = {name: dense[name].grad for name in gradients}
-    for name, changed_to in changed.items():
+        changed = {name: full[name].grad for name in gradients}
+    for name, gradient_after in changed.items():
         kept = parameters[name].grad
-        if writeback and kept is not None and changed_to is not None:
-            kept.copy_(changed_to)
+        if writeback and kept is not None and gradient_after is not None:
+            kept.copy_(gradient_after)
 
 
-def _whole_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+def _full_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     return {
         name: parameter.grad.full_tensor()
         for name, parameter in parameters.items()
@@ -66,7 +68,7 @@ def _whole_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     }
 
 
-def _roots(module: nn.Module) -> list[nn.Module]:
-    """A unit for each sharded model in ``module``."""
+def _unit_per_model(module: nn.Module) -> list[nn.Module]:
+    """One unit of each sharded model in ``module``; the units of a model share a ledger."""
     units = [m for m in module.modules() if isinstance(m, FSDPModule)]
     return list({id(ledger(unit)): unit for unit in units}.values())

@@ -1,8 +1,8 @@
-"""FSDP1's wrap policies, which are PyTorch's own, and the wrapping that a policy asks for.
+"""FSDP1's wrap policies, which are PyTorch's own, and the wrapping of the modules they choose.
 
 A policy function is called as ``policy(module=, recurse=, nonwrapped_numel=)``: with
-``recurse=True`` on the way down ("visit the children?") and with ``recurse=False`` on the way up
-("wrap this module?"). Every policy also works as ``units=`` of `shardwise.fully_shard`.
+``recurse=True`` before the children are visited ("visit them?") and with ``recurse=False`` after
+that ("wrap this module?"). `shardwise.fully_shard` takes the same policies as ``units``.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -43,7 +43,7 @@ Policy = Callable[..., bool]
 
 
 class CustomPolicy(TorchCustomPolicy):
-    """PyTorch's policy, which is callable here so that ``units=`` takes it too."""
+    """PyTorch's policy, which is also callable, so that it can be passed as ``units``."""
 
     def __call__(self, module: nn.Module, recurse: bool, *_args: Any, **_kwargs: Any) -> bool:
         return recurse or bool(self._lambda_fn(module))
@@ -60,12 +60,12 @@ def wrap_children(
     """Wrap the modules inside ``root`` that ``policy`` chooses, innermost first.
 
     Raises:
-        PlanError: a module inside ``root`` is wrapped already.
+        PlanError: ``root`` contains a module that is already wrapped.
     """
     _check_none_wrapped(root, wrapper, ignored_modules)
     if isinstance(policy, (ModuleWrapPolicy, TorchCustomPolicy)):
-        # The policy sees the whole unwrapped tree first, and chooses options for each module. Its
-        # one interface for that is private in PyTorch.
+        # These policies choose modules, and options for each, before any module is wrapped. The
+        # only interface for that is private.
         chosen = policy._run_policy(root, set(ignored_modules), dict(options))
         _wrap_chosen(root, chosen, wrapper)
         return
@@ -81,8 +81,8 @@ def _check_none_wrapped(
     for name, module in root.named_modules():
         if module not in ignored_modules and isinstance(module, wrapper):
             raise PlanError(
-                f"{name or 'the root module'} is wrapped already; either wrap by hand, or pass "
-                "auto_wrap_policy to the outermost wrapper only"
+                f"{name or 'the root module'} is already wrapped; pass auto_wrap_policy to the "
+                "outermost wrapper only, or wrap all modules by hand"
             )
 
 
@@ -104,7 +104,7 @@ def _wrap_recursively(
     *,
     is_root: bool = False,
 ) -> tuple[nn.Module, int]:
-    """``module``, wrapped if ``policy`` says so, and its number of wrapped elements."""
+    """``module``, wrapped if ``policy`` chooses it, and the number of wrapped elements in it."""
     modules, parameters = ignored
     total = sum(p.numel() for p in module.parameters() if id(p) not in parameters)
     if not policy(module=module, recurse=True, nonwrapped_numel=total):
