@@ -1,30 +1,56 @@
-"""Runs one program under torch's implementation and under ours, in the same ranks, and compares."""
+"""Runs a program with PyTorch's FSDP and with ours, on the same ranks, and compares the results."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.covering import cover
+
 TOLERANCE = 1e-10
 DEADLINE = 90.0  # seconds; the first use of FSDP2 imports a compiler
 
-# A program takes the namespace that it is to import from, and gives back what it saw.
+# A program takes the module that it imports from, and returns what is compared.
 Program = Callable[..., Any]
+Case = tuple[Program, dict[str, Any]]  # with its other arguments
 
 
 def state_dict_functions(f: Any) -> Any:
-    """The module that a program which imports from ``f`` takes ``get_state_dict`` from."""
+    """The module from which a program that imports from ``f`` imports ``get_state_dict``."""
     is_torch = f.__name__ == "torch.distributed.fsdp"
     return importlib.import_module(
         "torch.distributed.checkpoint.state_dict" if is_torch else "shardwise.fsdp.state_dict"
     )
 
 
-def name_of(case: tuple[Program, Mapping[str, Any]]) -> str:
-    """Of a test that runs a program with options."""
+def cases(program: Program, **values: Sequence[Any]) -> list[Any]:
+    """``program`` with each combination of the values of its options, as parameters of a test.
+
+    `make test` runs rows in which each value occurs, `make thorough` the others as well.
+    """
+    rows = list(product(*values.values()))
+    chosen = cover(rows, strength=1)
+    return [
+        pytest.param(
+            (program, dict(zip(values, row, strict=True))),
+            marks=() if row in chosen else pytest.mark.thorough,
+        )
+        for row in rows
+    ]
+
+
+def thorough(parameters: Iterable[Any]) -> list[Any]:
+    """The same parameters for `make thorough` only."""
+    return [pytest.param(*each.values, marks=pytest.mark.thorough) for each in parameters]
+
+
+def name_of(case: Case) -> str:
+    """The id of a test of a program."""
     return f"{case[0].__name__}-{'-'.join(map(str, case[1].values()))}"
 
 
@@ -39,21 +65,21 @@ def run_both(
     ``tolerance`` is relative to the largest element of a tensor. ``ours`` is the module that the
     program imports from.
     """
-    seen = []
+    results = []
     for name in ("torch.distributed.fsdp", ours):
         torch.manual_seed(0)
         dist.barrier()
-        seen.append(program(importlib.import_module(name), **options))
-    assert_alike(seen[1], seen[0], "result", tolerance)
+        results.append(program(importlib.import_module(name), **options))
+    assert_same(results[1], results[0], "result", tolerance)
 
 
 def run_ours(program: Program, options: Mapping[str, Any]) -> None:
-    """A program that asserts by itself."""
+    """Run a program that contains its own assertions."""
     program(importlib.import_module("shardwise.fsdp"), **options)
 
 
-def assert_alike(ours: Any, theirs: Any, what: str, tolerance: float = TOLERANCE) -> None:
-    """The same structure, and the same numbers."""
+def assert_same(ours: Any, theirs: Any, what: str, tolerance: float = TOLERANCE) -> None:
+    """Assert that both have the same structure and the same numbers."""
     if isinstance(theirs, Tensor):
         assert isinstance(ours, Tensor), f"{what}: {type(ours)}"
         assert type(ours) is type(theirs) or not theirs.requires_grad, f"{what}: {type(ours)}"
@@ -66,12 +92,12 @@ def assert_alike(ours: Any, theirs: Any, what: str, tolerance: float = TOLERANCE
     if isinstance(theirs, Mapping):
         assert list(ours) == list(theirs), f"{what}: {list(ours)}, expected {list(theirs)}"
         for key, value in theirs.items():
-            assert_alike(ours[key], value, f"{what}[{key!r}]", tolerance)
+            assert_same(ours[key], value, f"{what}[{key!r}]", tolerance)
         return
     if isinstance(theirs, (list, tuple)):
         assert len(ours) == len(theirs), f"{what}: {ours}, expected {theirs}"
         for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            assert_alike(one, other, f"{what}[{i}]", tolerance)
+            assert_same(one, other, f"{what}[{i}]", tolerance)
         return
     if isinstance(theirs, float):
         assert abs(ours - theirs) <= tolerance * abs(theirs), f"{what}: {ours}, expected {theirs}"

@@ -1,4 +1,4 @@
-"""Small float64 models for programs that run under both implementations."""
+"""Small float64 models for programs that run with both implementations."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ WIDTH = 6
 
 
 class Block(nn.Module):
-    """A residual block; checkpointed if told to."""
+    """A residual block, checkpointed or not."""
 
     def __init__(self, checkpointed: str = "no") -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks between two linear layers, with a buffer and a second way to call it."""
+    """Blocks between two linear layers, with a buffer and another method than forward."""
 
     scale: Tensor
 
@@ -54,18 +54,17 @@ class Net(nn.Module):
         return out
 
     def twice(self, x: Tensor) -> Tensor:
-        """Not forward."""
         y: Tensor = self(x) + self(x * 0.5)
         return y
 
 
 def make_net(seed: int = 0, **options: object) -> Net:
-    """The same on every rank."""
+    """A model with the same parameters on every rank."""
     torch.manual_seed(seed)
     return Net(**options).double()  # type: ignore[arg-type]
 
 
 def batch(step: int, rank: int, size: int = 5) -> Tensor:
-    """Each rank's own."""
+    """A batch of ``rank``."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(size, 4, generator=generator, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Programs written for FSDP1; ``f`` is the namespace that they import from."""
+"""Programs written for FSDP1; ``f`` is the module that they import from."""
 
 import importlib
 from functools import partial
@@ -20,7 +20,6 @@ def wrap_module(f: Any) -> Any:
 
 
 def policy_of(f: Any, name: str) -> Any:
-    """A policy of each kind."""
     w = wrap_module(f)
     policies = {
         "none": None,
@@ -82,12 +81,12 @@ def gradients(f: Any, model: nn.Module) -> dict[str, Any]:
 
 
 def clean(name: str) -> str:
-    """Torch does this within summon_full_params alone."""
+    """The name without wrappers, which PyTorch gives only in summon_full_params."""
     return name.replace("_fsdp_wrapped_module.", "")
 
 
 def is_ours(f: Any) -> bool:
-    """For what torch does on a GPU only."""
+    """Whether to use what PyTorch supports on a GPU only."""
     return bool(f.__name__ == "shardwise.fsdp")
 
 
@@ -115,8 +114,12 @@ def train(
     return run(f, fsdp(f, make_net(**(model or {})), policy, **(options or {})), optimizer)
 
 
+def prefetch(f: Any, backward: str | None, forward: bool) -> list[Any]:
+    return train(f, options={"backward_prefetch": backward, "forward_prefetch": forward})
+
+
 def train_flat(f: Any, optimizer: str) -> list[Any]:
-    """Parameters are flat in one and not in the other, so only what both have is compared."""
+    """Parameters are flat in PyTorch's, so their gradients are not compared."""
     net = fsdp(f, make_net(), use_orig_params=False)
     chosen = OPTIMIZERS[optimizer](net.parameters())
     seen: list[Any] = []
@@ -214,7 +217,6 @@ def clip(f: Any, max_norm: float, norm_type: float, strategy: str) -> list[Any]:
 
 
 def precision(f: Any, policy: dict[str, Any], wrapped: str) -> list[Any]:
-    """In float32, for float64 models are not made for it."""
     net = fsdp(f, make_net().float(), wrapped, mixed_precision=f.MixedPrecision(**policy))
     output = net(batch(0, dist.get_rank()).float())
     output.float().pow(2).mean().backward()
@@ -380,7 +382,7 @@ def several_forwards(f: Any) -> list[Any]:
 
 
 def scales(f: Any, bad: bool) -> list[Any]:
-    """One rank overflows, and all leave the step out."""
+    """If the gradients of one rank overflow, every rank skips the step."""
     net = fsdp(f, make_net())
     scaler = importlib.import_module(f"{f.__name__}.sharded_grad_scaler").ShardedGradScaler(
         "cpu", init_scale=1024.0
@@ -397,7 +399,7 @@ def scales(f: Any, bad: bool) -> list[Any]:
 
 
 def refusals(f: Any) -> list[Any]:
-    """What is wrong for one is wrong for the other."""
+    """Both refuse the same mistakes."""
     net = fsdp(f, make_net(), "none")
     summon_full = f.FullyShardedDataParallel.summon_full_params
     attempts: list[Any] = [
@@ -413,6 +415,6 @@ def refusals(f: Any) -> list[Any]:
         try:
             attempt()
             refused.append(False)
-        except Exception:  # noqa: BLE001 (which one is theirs)
+        except Exception:  # noqa: BLE001 (its type differs)
             refused.append(True)
     return refused

@@ -1,4 +1,4 @@
-"""Programs written for FSDP2; ``f`` is the namespace that they import from."""
+"""Programs written for FSDP2; ``f`` is the module that they import from."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -36,7 +36,7 @@ def mesh_2d() -> DeviceMesh:
 
 
 def shard(f: Any, model: nn.Module, wrapped: str = "blocks", **options: Any) -> Any:
-    """Shard blocks and root, one of both, or single layers."""
+    """Shard the blocks and the root, one of them, or single layers."""
     options.setdefault("mesh", mesh_1d())
     if wrapped in ("blocks", "blocks alone"):
         for block in model.get_submodule("blocks").children():
@@ -51,7 +51,7 @@ def shard(f: Any, model: nn.Module, wrapped: str = "blocks", **options: Any) -> 
 
 
 def whole(tensor: Any) -> Tensor:
-    """A copy, whole on every rank."""
+    """A copy of the full tensor, on every rank."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach().clone()
 
@@ -70,7 +70,7 @@ def gradients(model: nn.Module) -> dict[str, Any]:
 
 
 def steps(model: nn.Module, optimizer: str = "sgd", count: int = 3) -> Iterator[Any]:
-    """Train; yields each loss, the first gradients and what became of the parameters."""
+    """Train; yields each loss, the first gradients and the final parameters."""
     chosen = OPTIMIZERS[optimizer](model.parameters())
     for step in range(count):
         loss = loss_of(model, step)
@@ -138,7 +138,6 @@ def clip(f: Any, max_norm: float, norm_type: float) -> list[Any]:
 
 
 def precision(f: Any, policy: dict[str, Any], outer: bool = True) -> list[Any]:
-    """In float32, for float64 models are not made for it."""
     net: Any = make_net().float()
     mp_policy = f.MixedPrecisionPolicy(**policy)
     for block in net.blocks:
@@ -232,7 +231,7 @@ def divides(f: Any, factor: float) -> list[Any]:
 
 
 def all_reduce_hook(f: Any, units: str) -> list[Any]:
-    """Replicas of shards, whose gradients a hook reduces."""
+    """Gradients of replicated shards are reduced by a hook."""
     mesh = mesh_2d()
     net = shard(f, make_net(), units, mesh=mesh["shard"])
     called = []
@@ -295,7 +294,7 @@ def meta(f: Any, wrapped: str) -> list[Any]:
 
 
 def filled_from_whole(f: Any, wrapped: str) -> list[Any]:
-    """From whole tensors, by torch's function for it."""
+    """Load full tensors with PyTorch's function."""
     with torch.device("meta"):
         net = Net().double()
     shard(f, net, wrapped)
@@ -382,12 +381,12 @@ def several_forwards(f: Any) -> list[Any]:
 
 
 def sharded_twice(f: Any) -> list[Any]:
-    """What is wrong is refused by both."""
+    """Both refuse the same mistakes."""
     refused = []
     for wrong in (nn.ModuleList([nn.Linear(2, 2)]), None):
         try:
             f.fully_shard(wrong, mesh=mesh_1d())
-        except Exception as error:  # noqa: BLE001 (which one is theirs)
+        except Exception as error:  # noqa: BLE001 (its type differs)
             refused.append(isinstance(error, Exception))
     return refused
 

@@ -1,4 +1,4 @@
-"""Programs that save and load under FSDP1; ``f`` is the namespace that they import from."""
+"""Programs that save and load with FSDP1; ``f`` is the module that they import from."""
 
 import copy
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.fsdp.both import assert_alike
+from tests.fsdp.both import assert_same
 from tests.fsdp.models import batch, make_net
 from tests.fsdp.programs1 import fsdp, is_ours, loss_of, values
 from tests.fsdp.programs2 import OPTIMIZERS
@@ -24,7 +24,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
 
 
 def sorted_states(states: dict[str, Any]) -> dict[str, Any]:
-    """A copy, for torch has them in no order that it tells, and shares what it loads."""
+    """A sorted copy: PyTorch's order is undefined, and loading shares memory with its argument."""
     states = copy.deepcopy(states)
     groups = [
         {key: sorted(value) if key == "params" else value for key, value in group.items()}
@@ -58,7 +58,7 @@ def full_by_default(f: Any) -> list[Any]:
 
 
 def inside_another(f: Any) -> list[Any]:
-    """The wrapped model is a part of one that is not."""
+    """The wrapped model is part of a model that is not wrapped."""
 
     class Outer(nn.Module):
         def __init__(self, seed: int) -> None:
@@ -89,7 +89,7 @@ def strictly(f: Any) -> list[Any]:
 
 
 def sharded(f: Any, kind: str, offload: bool) -> list[Any]:
-    """Shards differ between the two, so what comes back is compared."""
+    """The shards of both implementations differ, so the loaded models are compared."""
     net, other = fsdp(f, make_net()), fsdp(f, make_net(seed=3))
     config = getattr(f, f"{kind.title()}StateDictConfig")(offload_to_cpu=offload)
     kind_of = getattr(f.StateDictType, f"{kind.upper()}_STATE_DICT")
@@ -99,7 +99,7 @@ def sharded(f: Any, kind: str, offload: bool) -> list[Any]:
     other.load_state_dict(saved)
     for model in (net, other):
         cls(f).set_state_dict_type(model, f.StateDictType.FULL_STATE_DICT)
-    assert_alike(values(f, other), values(f, net), "loaded")
+    assert_same(values(f, other), values(f, net), "loaded")
     return [sorted(saved), values(f, other)]
 
 
@@ -148,7 +148,7 @@ def optimizer_of(net: Any, name: str) -> Any:
 
 
 def continued(f: Any, net: Any, other: Any, first: Any, second: Any) -> list[Any]:
-    """Both go on alike."""
+    """Assert that another step gives the same parameters; returns them."""
     seen = []
     for model, optimizer in ((net, first), (other, second)):
         step(model, optimizer, 5)
@@ -167,7 +167,7 @@ def trained(f: Any, name: str) -> tuple[Any, Any, Any, Any]:
 
 
 def optimizer_states(f: Any, name: str, kind: str) -> list[Any]:
-    """The way of today: ``optim_state_dict`` and ``optim_state_dict_to_load``."""
+    """With ``optim_state_dict`` and ``optim_state_dict_to_load``."""
     net, other, first, second = trained(f, name)
     for model in (net, other):
         cls(f).set_state_dict_type(model, getattr(f.StateDictType, f"{kind}_STATE_DICT"))
@@ -197,7 +197,7 @@ def optimizer_states_of_rank_0(f: Any, name: str) -> list[Any]:
 
 
 def full_optimizer_states(f: Any, name: str, how: str) -> list[Any]:
-    """The way of before."""
+    """With the deprecated functions."""
     net, other, first, second = trained(f, name)
     states = copy.deepcopy(cls(f).full_optim_state_dict(net, first, rank0_only=how == "scatter"))
     other.load_state_dict(net.state_dict())
@@ -211,7 +211,7 @@ def full_optimizer_states(f: Any, name: str, how: str) -> list[Any]:
 
 
 def optimizer_inputs(f: Any, name: str, how: str) -> list[Any]:
-    """``optim_input``, the parameters that an optimizer is made with, in the place of ``optim``."""
+    """With ``optim_input``, the optimizer's constructor argument, instead of ``optim``."""
     net, other, first, second = trained(f, name)
     given = [{**group} for group in second.param_groups] if name == "groups" else other.parameters()
     states = copy.deepcopy(cls(f).full_optim_state_dict(net, first, rank0_only=False))
@@ -231,7 +231,7 @@ def sharded_optimizer_states(f: Any, name: str) -> list[Any]:
 
 
 def rekeyed(f: Any) -> list[Any]:
-    """From a model that is not sharded, and back."""
+    """States of a model that is not sharded, by name and by index."""
     plain = make_net()
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
     plain(batch(0, 0)).pow(2).mean().backward()
@@ -253,7 +253,7 @@ def rekeyed(f: Any) -> list[Any]:
 
 
 def into_one_process(f: Any, name: str) -> list[Any]:
-    """Whole states go on in a model that is not sharded, with numbers in the place of names."""
+    """Full states are loaded by an optimizer of a model that is not sharded."""
     net, _, first, _ = trained(f, name)
     states = copy.deepcopy(cls(f).full_optim_state_dict(net, first, rank0_only=False))
     plain = make_net()
@@ -264,5 +264,5 @@ def into_one_process(f: Any, name: str) -> list[Any]:
     (sum(plain(batch(5, rank)).pow(2).mean() for rank in range(2)) / 2).backward()
     optimizer.step()
     step(net, first, 5)
-    assert_alike({n: p.detach() for n, p in plain.named_parameters()}, values(f, net), "plain")
+    assert_same({n: p.detach() for n, p in plain.named_parameters()}, values(f, net), "plain")
     return [values(f, net)]

@@ -1,4 +1,4 @@
-"""What torch's FSDP1 and FSDP2 save, this engine loads, and the other way round: bit for bit."""
+"""Ours loads what PyTorch's FSDP1 and FSDP2 saved, and the reverse, bit for bit."""
 
 import importlib
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
@@ -14,26 +15,29 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from tests.fsdp.both import DEADLINE, state_dict_functions
 from tests.fsdp.models import make_net
 from tests.fsdp.programs2 import OPTIMIZERS, loss_of, shard
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import rank
 
 TORCH, OURS = "torch.distributed.fsdp", "shardwise.fsdp"
 WHOLE = StateDictOptions(full_state_dict=True)
 
 
-@pytest.mark.parametrize("ways", [(TORCH, OURS), (OURS, TORCH), (OURS, OURS)], ids=str)
+@on_ranks(2, deadline=DEADLINE)
+@pytest.mark.parametrize(("writer", "reader"), [(TORCH, OURS), (OURS, TORCH)])
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
-    # Torch 2.13 on a CPU gathers whole states of FSDP1 wrongly where a parameter has several.
+    # PyTorch 2.13 gathers full states of FSDP1 wrongly on the CPU if a parameter has several.
     [
         ("fsdp1", "sgd"),
         *((kind, o) for kind in ("fsdp2", "from rank 0", "dcp") for o in ("sgd", "adamw")),
     ],
 )
-def test_it_is_loaded(kind: str, optimizer: str, ways: tuple[str, str], tmp_path: Path) -> None:
-    writer, reader = ways
-    run_on(2, _save, kind, optimizer, writer, tmp_path, deadline=DEADLINE)
-    run_on(2, _load, kind, optimizer, reader, tmp_path, deadline=DEADLINE)
+def test_state_dicts_of_the_other_implementation_are_loaded(
+    kind: str, optimizer: str, writer: str, reader: str, tmp_path: Path
+) -> None:
+    _save(kind, optimizer, writer, tmp_path)
+    dist.barrier()
+    _load(kind, optimizer, reader, tmp_path)
 
 
 def _trained(kind: str, optimizer: str, f: Any, seed: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -91,9 +95,9 @@ def _load(kind: str, name: str, reader: str, path: Path) -> None:
         set_state_dict(
             net, optimizer, model_state_dict=read["model"], optim_state_dict=read["optim"]
         )
-    expected = torch.load(path / "whole.pt")  # the other one is changed by torch
+    expected = torch.load(path / "whole.pt")  # again, since torch changed what it loaded
     _assert_equal(_whole(kind, f, net, optimizer), expected, "state")
-    loss_of(net, 0).backward()  # and it trains on
+    loss_of(net, 0).backward()  # training continues
     optimizer.step()
 
 

@@ -1,4 +1,4 @@
-"""Programs of `examples/porting`: two versions that differ in imports give the same losses."""
+"""The two versions of each program in `examples/porting` differ in imports only."""
 
 import runpy
 from pathlib import Path
@@ -11,12 +11,11 @@ from tests.ranks import run_on
 PORTING = Path(__file__).parents[2] / "examples" / "porting"
 NAMES = sorted(path.stem for path in (PORTING / "torch").glob("*.py"))
 
-# Both compute in float32 or bfloat16. Where reductions round alike, losses are the same bits.
-TOLERANCE = 1e-5
+TOLERANCE = 1e-5  # programs compute in float32 or bfloat16
 
 
 def run(version: str, name: str) -> list[float]:
-    """The losses of one version, in one rank."""
+    """The losses of one version, on one rank."""
     results: list[float] = runpy.run_path(str(PORTING / version / f"{name}.py"))["main"]()
     return results
 
@@ -34,7 +33,7 @@ def test_only_imports_differ(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_both_give_the_same_losses(name: str) -> None:
+def test_both_versions_give_the_same_losses(name: str) -> None:
     theirs, ours = (
         run_on(2, run, version, name, deadline=DEADLINE) for version in ("torch", "shardwise")
     )

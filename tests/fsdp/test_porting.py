@@ -1,4 +1,4 @@
-"""What DeepSpeed's and accelerate's configurations become."""
+"""Configurations of DeepSpeed and accelerate are converted to arguments of `fully_shard`."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.fsdp.models import Block, make_net
 @pytest.mark.parametrize(
     ("stage", "name"), [(0, "ddp"), (1, "zero1"), (2, "zero2"), (3, "fsdp"), (None, "ddp")]
 )
-def test_stages(stage: int | None, name: str, tmp_path: Path) -> None:
+def test_zero_stages(stage: int | None, name: str, tmp_path: Path) -> None:
     config: dict[str, Any] = {"zero_optimization": {"stage": stage}} if stage is not None else {}
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(config), encoding="utf-8")
@@ -23,7 +23,7 @@ def test_stages(stage: int | None, name: str, tmp_path: Path) -> None:
     assert sw.Strategy.from_deepspeed(path).name == name
 
 
-def test_a_stage_that_is_none() -> None:
+def test_an_unknown_zero_stage_is_refused() -> None:
     with pytest.raises(sw.PlanError, match=r"zero_optimization.stage=4: expected 0, 1, 2 or 3"):
         sw.Strategy.from_deepspeed({"zero_optimization": {"stage": 4}})
 
@@ -47,16 +47,16 @@ def test_a_deepspeed_configuration() -> None:
     assert options["reshard_after_forward"] == 8
 
 
-def test_what_deepspeed_has_and_we_do_not() -> None:
-    for zero, told in (
+def test_unsupported_deepspeed_settings_are_refused() -> None:
+    for zero, message in (
         ({"stage": 3, "zero_quantized_weights": True}, "zero_quantized_weights"),
         ({"stage": 3, "offload_param": {"device": "nvme"}}, "offload_param.device='nvme'"),
     ):
-        with pytest.raises(sw.PlanError, match=told):
+        with pytest.raises(sw.PlanError, match=message):
             options_from_deepspeed({"zero_optimization": zero})
 
 
-def test_deepspeed_groups_of_shards() -> None:
+def test_mics_shard_size_becomes_sharding_factor() -> None:
     options = options_from_deepspeed({"zero_optimization": {"stage": 3, "mics_shard_size": 2}})
     assert (options["strategy"].name, options["sharding_factor"]) == ("hsdp", 2)
 
@@ -98,17 +98,17 @@ def test_an_accelerate_configuration() -> None:
     ],
     ids=str,
 )
-def test_keys_of_accelerate(config: dict[str, Any], key: str, value: object) -> None:
+def test_accelerate_keys(config: dict[str, Any], key: str, value: object) -> None:
     assert options_from_accelerate(config, make_net())[key] == value
 
 
-def test_a_class_that_is_not_in_the_model() -> None:
+def test_a_class_that_the_model_lacks_is_refused() -> None:
     config = {"transformer_layer_cls_to_wrap": "T5Block"}
     with pytest.raises(sw.PlanError, match="T5Block is not in Net"):
         options_from_accelerate(config, make_net())
 
 
-def test_the_options_shard() -> None:
+def test_converted_options_work_with_fully_shard() -> None:
     config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
     model = sw.fully_shard(make_net().float(), units=Block, **options_from_deepspeed(config))
     seen: list[torch.dtype] = []

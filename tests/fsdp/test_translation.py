@@ -1,5 +1,6 @@
-"""Options that change no number: what plan they become, and what is refused by name."""
+"""The plans that FSDP's options are translated to, and options that are refused."""
 
+import importlib
 import inspect
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+import torch.distributed.fsdp.api as torch_api
 import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -20,7 +22,7 @@ from shardwise.plan.precision import as_precision_policy
 from shardwise.runtime.module import runtime_of_root
 from shardwise.schedule.events import EventKind
 from tests.fsdp.models import Block, batch, make_net
-from tests.ranks import on_ranks, run_on
+from tests.ranks import on_ranks
 
 FSDP = f.FullyShardedDataParallel
 NO_MODULE: Any = 3
@@ -38,7 +40,7 @@ def plan_of(model: nn.Module) -> Plan:
     ("backward", "forward", "prefetch"),
     [(f.BackwardPrefetch.BACKWARD_PRE, False, 1), (None, True, 1), (None, False, 0)],
 )
-def test_prefetch(backward: Any, forward: bool, prefetch: int) -> None:
+def test_prefetch_options(backward: Any, forward: bool, prefetch: int) -> None:
     model = wrapped(backward_prefetch=backward, forward_prefetch=forward)
     assert plan_of(model.module).prefetch == prefetch
 
@@ -53,7 +55,7 @@ def test_prefetch(backward: Any, forward: bool, prefetch: int) -> None:
         ("_HYBRID_SHARD_ZERO2", "hsdp", False),
     ],
 )
-def test_strategies(strategy: str, row: str, reshards: bool) -> None:
+def test_sharding_strategies(strategy: str, row: str, reshards: bool) -> None:
     plan = plan_of(wrapped(sharding_strategy=f.ShardingStrategy[strategy]).module)
     assert plan.strategy.name == row
     assert [unit.reshard for unit in plan.units] == [False, *[reshards] * 3]
@@ -83,6 +85,15 @@ def test_option_classes_are_torch_ones(name: str) -> None:
         assert issubclass(ours, theirs)
 
 
+@pytest.mark.parametrize("submodule", ["api", "fully_sharded_data_parallel", "wrap"])
+def test_submodules_have_the_names_of_torch(submodule: str) -> None:
+    """Programs import options from the submodules, too."""
+    theirs = importlib.import_module(f"torch.distributed.fsdp.{submodule}")
+    ours = importlib.import_module(f"shardwise.fsdp.{submodule}")
+    options = torch_api.__all__ if submodule == "fully_sharded_data_parallel" else ()
+    assert [name for name in (*theirs.__all__, *options) if not hasattr(ours, name)] == []
+
+
 def test_torch_wrap_policies() -> None:
     policies: list[Any] = [
         torch_wrap.ModuleWrapPolicy({Block}),
@@ -105,16 +116,13 @@ def test_custom_policy_as_units() -> None:
     ("given", "parameters"),
     [({"offload_params": True}, True), ({"offload_optimizer": True}, False)],
 )
-def test_offload(given: dict[str, bool], parameters: bool) -> None:
+def test_cpu_offload(given: dict[str, bool], parameters: bool) -> None:
     plan = plan_of(wrapped(cpu_offload=f.CPUOffload(**given)).module)
     assert {unit.offload for unit in plan.units} == {sw.CPUOffloadPolicy(parameters=parameters)}
 
 
+@on_ranks(2)
 def test_no_sync_reduces_nothing() -> None:
-    run_on(2, _accumulate)
-
-
-def _accumulate() -> None:
     model = wrapped()
     for is_last in (False, True):
         if is_last:
@@ -126,7 +134,23 @@ def _accumulate() -> None:
         assert (EventKind.REDUCE in kinds) == is_last
 
 
-def test_a_block_on_the_meta_device_says_what_is_missing() -> None:
+@on_ranks(2)
+def test_optimizer_states_are_loaded_only_if_load_directly() -> None:
+    model = wrapped()
+    config = f.FullOptimStateDictConfig(rank0_only=True)
+    FSDP.set_state_dict_type(model, f.StateDictType.FULL_STATE_DICT, optim_state_dict_config=config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(batch(0, 0)).sum().backward()
+    optimizer.step()
+    states = FSDP.optim_state_dict(model, optimizer)
+    other = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    FSDP.optim_state_dict_to_load(model, other, states)
+    assert not other.state
+    FSDP.optim_state_dict_to_load(model, other, states, load_directly=True)
+    assert len(other.state) == len(optimizer.state)
+
+
+def test_forward_of_a_block_on_the_meta_device_raises() -> None:
     with torch.device("meta"):
         model = make_net()
     f.fully_shard(model)
@@ -141,11 +165,11 @@ def test_fully_shard_is_one_function() -> None:
 
 
 @on_ranks(2)
-def test_units_over_other_ranks_are_refused() -> None:
+def test_nested_units_over_different_ranks_are_refused() -> None:
     own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     model = nn.Sequential(nn.Linear(2, 2), FSDP(nn.Linear(2, 2), own))
-    told = rf"1\._fsdp_wrapped_module is sharded over ranks \[{dist.get_rank()}\].*over \[0, 1\]"
-    with pytest.raises(sw.PlanError, match=told):
+    message = rf"1\._fsdp_wrapped_module is sharded over ranks \[{dist.get_rank()}\].*over \[0, 1\]"
+    with pytest.raises(sw.PlanError, match=message):
         FSDP(model)
 
 
@@ -163,7 +187,7 @@ def test_torch_policies(cast_forward_inputs: bool) -> None:
     assert as_offload_policy(torch_fsdp.OffloadPolicy()) == sw.OffloadPolicy()
 
 
-def test_parameters_keep_their_dtypes_in_the_drop_in() -> None:
+def test_fully_shard_of_the_drop_in_keeps_dtypes() -> None:
     def mixed() -> nn.Module:
         return nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 2).bfloat16())
 
@@ -173,7 +197,7 @@ def test_parameters_keep_their_dtypes_in_the_drop_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (lambda: wrapped().blocks[0].no_sync().__enter__(), "no_sync: call it on the outermost"),
         (lambda: wrapped().register_comm_hook(None, print), r"register_comm_hook\(print\)"),
@@ -196,6 +220,6 @@ def test_parameters_keep_their_dtypes_in_the_drop_in() -> None:
         ),
     ],
 )
-def test_refusals(call: Any, told: str) -> None:
-    with pytest.raises(sw.PlanError, match=told):
+def test_unsupported_options_are_refused(call: Any, message: str) -> None:
+    with pytest.raises(sw.PlanError, match=message):
         call()
