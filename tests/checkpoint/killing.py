@@ -1,15 +1,11 @@
-"""``python -m tests.checkpoint.killing FOLDER``: kill saves and check what they leave.
-
-Runs in its own process because it forks. Each child saves one checkpoint after the other until it
-is killed at a random moment; then the parent checks the directory.
-"""
+"""Saves that are killed at random moments, and what they leave behind."""
 
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import nn
@@ -24,19 +20,22 @@ ROUNDS = 16
 RETENTION = sw.Retention(last=2)
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
+def kill_saves(folder: Path) -> None:
+    """In each round a child saves one checkpoint after the other until it is killed.
+
+    Then the directory is checked. For a process with one rank and one thread, since it forks.
+    """
     rng = random.Random(3)
     started = time.perf_counter()
     save(folder, 0, make(0))
     seconds = time.perf_counter() - started  # of a save, under the current load
     reached, remains = 0, 0
     for _ in range(ROUNDS):
-        ready, tell = os.pipe()
+        ready, started_save = os.pipe()
         child = os.fork()
         if child == 0:
-            save_forever(folder, reached + 1, tell)
-        os.close(tell)
+            save_forever(folder, reached + 1, started_save)
+        os.close(started_save)
         for _ in range(rng.randrange(1, 4)):
             os.read(ready, 1)  # the child starts another save
         time.sleep(rng.random() * seconds)
@@ -47,22 +46,25 @@ def main(folder: Path) -> None:
         remains += sum((path / MARKER).exists() for path in folder.iterdir())
     assert reached > 0, "no save was ever complete"
     assert remains > 0, "no save was ever interrupted"
-    directory.EMPTY_MARKER_SECONDS = 0.0  # nobody else is creating one
-    save(folder, reached + 1, make(reached + 1))
+    with mock.patch.object(directory, "EMPTY_MARKER_SECONDS", 0.0):  # no other save is running
+        save(folder, reached + 1, make(reached + 1))
     assert sorted(path.name for path in folder.iterdir()) == [
         f"step-{reached:06}",
         f"step-{reached + 1:06}",
     ]
 
 
-def save_forever(folder: Path, first: int, tell: int) -> None:
+def save_forever(folder: Path, first: int, started_save: int) -> None:
     """In a child, until it is killed."""
-    model = make(first)
-    for number in range(first, 1 << 30):
-        with torch.no_grad():
-            model.weight.fill_(number)
-        os.write(tell, b"x")
-        save(folder, number, model)
+    try:
+        model = make(first)
+        for number in range(first, 1 << 30):
+            with torch.no_grad():
+                model.weight.fill_(number)
+            os.write(started_save, b"x")
+            save(folder, number, model)
+    finally:
+        os._exit(1)
 
 
 def save(folder: Path, number: int, model: nn.Module) -> None:
@@ -90,7 +92,3 @@ def check(folder: Path, reached: int) -> int:
     sw.load(path, model=model)
     assert torch.equal(model.weight, torch.full_like(model.weight, number))
     return number
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -18,19 +18,34 @@ from shardwise.checkpoint.coordination import Coordinator, coordinator_of
 from shardwise.checkpoint.save import Save
 from shardwise.checkpoint.write import WriteJob, write
 from tests.checkpoint.training import Training, differing, digests
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import rank
 
 
+@on_ranks(2)
 def test_an_asynchronous_save_writes_the_values_at_the_call(tmp_path: Path) -> None:
-    run_on(2, _save_and_step, tmp_path)
+    training = Training("conv")
+    training.step()
+    everything = {
+        "model": training.model,
+        "optimizer": training.optimizer,
+        "ballast": ballast(),
+        "at": {"step": 1},
+    }
+    sw.save(tmp_path / "blocking", **everything)  # type: ignore[arg-type]
+    pending = sw.save(tmp_path / "asynchronous", wait=False, **everything)  # type: ignore[arg-type]
+    for number in range(3):
+        training.step(number)
+    pending.wait()
+    assert pending.is_done
     assert digests(tmp_path / "asynchronous") == digests(tmp_path / "blocking")
 
 
+@on_ranks(2)
 def test_each_asynchronous_save_writes_its_own_values(tmp_path: Path) -> None:
     """All of them copy to the same host memory, one after the other."""
     for name, wait in (("blocking", True), ("asynchronous", False)):
-        run_on(2, _save_each_step, tmp_path / name, wait)
+        _save_each_step(tmp_path / name, wait)
     steps = [digests(tmp_path / "asynchronous" / str(number)) for number in range(4)]
     assert steps == [digests(tmp_path / "blocking" / str(number)) for number in range(4)]
     assert len({str(step) for step in steps}) == 4
@@ -106,8 +121,22 @@ def test_a_save_that_was_not_waited_for_keeps_its_memory(
     assert not model.weight.any()
 
 
+@on_ranks(2)
 def test_the_next_call_waits_for_the_pending_save(tmp_path: Path) -> None:
-    run_on(2, _save_in_a_row, tmp_path)
+    training = Training("gpt")
+    for number in range(4):
+        training.step(number)
+        time.sleep(0.01 * rank())
+        sw.save(tmp_path / f"step-{number}", model=training.model, wait=False)
+        if number:
+            assert (tmp_path / f"step-{number - 1}" / "checkpoint.json").exists()
+    expected = training.bits()
+    sw.save(tmp_path / "step-4", model=training.model, wait=False, ballast=ballast())
+    other = Training("gpt", seed=2)
+    sw.load(tmp_path / "step-3", model=other.model)
+    assert (tmp_path / "step-4" / "checkpoint.json").exists()
+    names = dict(other.model.named_parameters())
+    assert [name for name in differing(other.bits(), expected) if name in names] == []
 
 
 def test_the_next_call_raises_the_error_of_the_pending_save(tmp_path: Path) -> None:
@@ -129,8 +158,8 @@ def test_an_error_that_is_never_raised_becomes_a_warning() -> None:
         _start_and_drop(fail)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        asked = Save(Path("somewhere"), fail)
-        asked.run()
+        asked = Save(Path("somewhere"))
+        asked.run(fail)
         with pytest.raises(sw.CheckpointError, match="no room"):
             asked.wait()
         del asked
@@ -139,8 +168,8 @@ def test_an_error_that_is_never_raised_becomes_a_warning() -> None:
 def test_a_save_on_a_thread_does_not_block_the_caller(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     gate = threading.Event()
-    pending = Save(tmp_path, lambda: _pass(gate))
-    pending.start()
+    pending = Save(tmp_path)
+    pending.start(lambda: _pass(gate))
     assert not pending.is_done
     nn.init.zeros_(model.weight)
     gate.set()
@@ -149,8 +178,8 @@ def test_a_save_on_a_thread_does_not_block_the_caller(tmp_path: Path) -> None:
 
 
 def _start_and_drop(job: Callable[[], None]) -> None:
-    dropped = Save(Path("somewhere"), job)
-    dropped.start()
+    dropped = Save(Path("somewhere"))
+    dropped.start(job)
     while not dropped.is_done:
         time.sleep(0.01)
 
@@ -164,23 +193,6 @@ def ballast() -> torch.Tensor:
     return torch.zeros(1 << 25, dtype=torch.uint8)
 
 
-def _save_and_step(folder: Path) -> None:
-    training = Training("conv")
-    training.step()
-    everything = {
-        "model": training.model,
-        "optimizer": training.optimizer,
-        "ballast": ballast(),
-        "at": {"step": 1},
-    }
-    sw.save(folder / "blocking", **everything)  # type: ignore[arg-type]
-    pending = sw.save(folder / "asynchronous", wait=False, **everything)  # type: ignore[arg-type]
-    for number in range(3):
-        training.step(number)
-    pending.wait()
-    assert pending.is_done
-
-
 def _save_each_step(folder: Path, wait: bool) -> None:
     training = Training("conv")
     for number in range(4):
@@ -188,20 +200,3 @@ def _save_each_step(folder: Path, wait: bool) -> None:
         sw.save(folder / str(number), model=training.model, optimizer=training.optimizer, wait=wait)
     training.step()
     sw.save(folder / "last", model=training.model)
-
-
-def _save_in_a_row(folder: Path) -> None:
-    training = Training("gpt")
-    for number in range(4):
-        training.step(number)
-        time.sleep(0.01 * rank())
-        sw.save(folder / f"step-{number}", model=training.model, wait=False)
-        if number:
-            assert (folder / f"step-{number - 1}" / "checkpoint.json").exists()
-    expected = training.bits()
-    sw.save(folder / "step-4", model=training.model, wait=False, ballast=ballast())
-    other = Training("gpt", seed=2)
-    sw.load(folder / "step-3", model=other.model)
-    assert (folder / "step-4" / "checkpoint.json").exists()
-    names = dict(other.model.named_parameters())
-    assert [name for name in differing(other.bits(), expected) if name in names] == []

@@ -21,7 +21,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "x"
 
 
-def test_to_hugging_face(saved: Path, tmp_path: Path) -> None:
+def test_export_to_hugging_face(saved: Path, tmp_path: Path) -> None:
     assert main(["export", str(saved), str(tmp_path / "out"), "--format", "hf"]) == 0
     (file,) = (tmp_path / "out").iterdir()
     assert file.read_bytes() == (saved / "model.safetensors").read_bytes()
@@ -31,7 +31,7 @@ def test_to_hugging_face(saved: Path, tmp_path: Path) -> None:
     assert all(torch.equal(read[name], expected[name]) for name in read)
 
 
-def test_to_torch(saved: Path, tmp_path: Path) -> None:
+def test_export_to_torch(saved: Path, tmp_path: Path) -> None:
     assert main(["export", str(saved), str(tmp_path / "out.pt"), "--format", "torch"]) == 0
     state, expected = (torch.load(tmp_path / name) for name in ("out.pt", "expected.pt"))
     model = Gpt().double()
@@ -43,7 +43,7 @@ def test_to_torch(saved: Path, tmp_path: Path) -> None:
     assert state["cursor"] == (3, "x")
 
 
-def test_to_distributed_checkpoint(saved: Path, tmp_path: Path) -> None:
+def test_export_to_distributed_checkpoint(saved: Path, tmp_path: Path) -> None:
     assert main(["export", str(saved), str(tmp_path / "out"), "--format", "dcp"]) == 0
     expected = torch.load(tmp_path / "expected.pt")["model"]
     state = {"model": {name: torch.zeros_like(x) for name, x in expected.items()}}

@@ -56,7 +56,7 @@ def test_a_distributed_checkpoint_is_read_on_other_ranks(writer: str, tmp_path: 
         run_on(ranks, _read, tmp_path, "dcp", writer != "model alone")
 
 
-def test_each_rank_reads_its_own_bytes(tmp_path: Path) -> None:
+def test_each_rank_reads_only_its_own_bytes(tmp_path: Path) -> None:
     run_on(2, _write, "model alone", tmp_path)
     counts, whole = zip(*run_on(3, _read, tmp_path, "dcp", False), strict=True)
     # Every rank reads the buffers and its own shards.
@@ -80,7 +80,7 @@ def test_an_export_is_read_by_fsdp2(tmp_path: Path) -> None:
     run_on(2, _read_with_torch, tmp_path)
 
 
-def test_mismatches_are_named(tmp_path: Path) -> None:
+def test_unreadable_files_and_mismatches_are_named(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     torch.save({"optim": optimizer.state_dict() | {"state": {0: {}}}}, tmp_path / "numbers")

@@ -11,7 +11,7 @@ from torch import nn
 import shardwise as sw
 from tests.checkpoint.training import Training, differing, digests, options_for
 from tests.models import CASES
-from tests.ranks import run_on
+from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import rank
 
 HOPS = [(4, "fsdp"), (3, "zero2"), (1, "ddp"), (4, "hsdp"), (2, "fsdp")]
@@ -36,12 +36,21 @@ def test_every_hop_keeps_every_bit_and_every_file(name: str, tmp_path: Path) -> 
         assert digests(path) == expected, f"{strategy} on {ranks} ranks wrote other bytes"
 
 
-def test_training_goes_on_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
-    assert run_on(2, _resume, tmp_path / "x") == [[], []]
+@on_ranks(2)
+def test_training_resumes_with_the_bits_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    uninterrupted = Training("gpt")
+    uninterrupted.step(0)
+    sw.save(tmp_path / "x", model=uninterrupted.model, optimizer=uninterrupted.optimizer)
+    uninterrupted.step(1)
+    resumed = Training("gpt", seed=3, strategy="fsdp")
+    resumed.step(7)
+    sw.load(tmp_path / "x", model=resumed.model, optimizer=resumed.optimizer)
+    resumed.step(1)
+    assert differing(uninterrupted.bits(), resumed.bits()) == []
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "zero2"), (4, "hsdp"), (4, "hfsdp")])
-def test_blocks_that_ranks_share(ranks: int, strategy: str, tmp_path: Path) -> None:
+def test_checksums_of_blocks_that_ranks_share(ranks: int, strategy: str, tmp_path: Path) -> None:
     """Parameters larger than a block, with boundaries inside blocks; replicas divide them."""
     run_on(ranks, _write_wide, strategy, tmp_path / "x", deadline=60.0)
     run_on(1, _write_wide, "ddp", tmp_path / "y", deadline=60.0)
@@ -49,7 +58,7 @@ def test_blocks_that_ranks_share(ranks: int, strategy: str, tmp_path: Path) -> N
     run_on(3, _read_wide, tmp_path / "x", deadline=60.0)
 
 
-def test_other_state(tmp_path: Path) -> None:
+def test_modules_schedulers_and_plain_data_are_restored(tmp_path: Path) -> None:
     run_on(2, _save_state, tmp_path / "x")
     run_on(3, _load_state, tmp_path / "x")
 
@@ -74,18 +83,6 @@ def _hop(name: str, strategy: str, source: Path, path: Path) -> list[str]:
     again.step()  # its states are overwritten
     sw.load(path, model=again.model, optimizer=again.optimizer)
     return differing(training.bits(), again.bits())
-
-
-def _resume(path: Path) -> list[str]:
-    undisturbed = Training("gpt")
-    undisturbed.step(0)
-    sw.save(path, model=undisturbed.model, optimizer=undisturbed.optimizer)
-    undisturbed.step(1)
-    resumed = Training("gpt", seed=3, strategy="fsdp")
-    resumed.step(7)
-    sw.load(path, model=resumed.model, optimizer=resumed.optimizer)
-    resumed.step(1)
-    return differing(undisturbed.bits(), resumed.bits())
 
 
 def _wide() -> nn.Module:

@@ -1,5 +1,6 @@
 """Mismatches are listed, and only what was selected is loaded."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 import shardwise as sw
 from tests.checkpoint.training import Training, differing
 from tests.models import Block, Gpt, GptBlock, Stack
-from tests.ranks import run_on
+from tests.ranks import on_ranks, run_on
 
 
 def test_strict_lists_missing_and_unexpected_tensors(tmp_path: Path) -> None:
@@ -28,7 +29,7 @@ def test_strict_lists_missing_and_unexpected_tensors(tmp_path: Path) -> None:
         sw.load(tmp_path / "x", model=Stack(2))
 
 
-def test_partial_loads(tmp_path: Path) -> None:
+def test_only_selected_tensors_are_loaded(tmp_path: Path) -> None:
     whole, other = Stack(3), Stack(4)
     sw.save(tmp_path / "x", model=whole)
     kept = other.layers[0].up.weight.clone()  # type: ignore[union-attr, operator]
@@ -43,7 +44,7 @@ def test_partial_loads(tmp_path: Path) -> None:
         sw.load(tmp_path / "x", model=other, only=["layers.3.*"])
 
 
-def test_shapes_and_dtypes(tmp_path: Path) -> None:
+def test_other_shapes_and_narrower_dtypes_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
     sw.save(tmp_path / "x", model=model)
     with pytest.raises(sw.CheckpointError, match=r"weight: expected \(3, 5\), found \(3, 4\)"):
@@ -62,7 +63,7 @@ def test_shapes_and_dtypes(tmp_path: Path) -> None:
     assert torch.equal(narrower.weight, model.weight.bfloat16())
 
 
-def test_an_optimizer_with_other_parameters(tmp_path: Path) -> None:
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
     sw.save(tmp_path / "x", model=model, optimizer=torch.optim.SGD(model.parameters()))
     with pytest.raises(sw.CheckpointError, match=r"unexpected.*\n  bias in the optimizer"):
@@ -81,8 +82,20 @@ def test_an_optimizer_with_other_parameters(tmp_path: Path) -> None:
         sw.load(tmp_path / "x", model=model, scheduler=1)
 
 
-def test_inside_gathered_is_refused(tmp_path: Path) -> None:
-    run_on(2, _save_while_gathered, tmp_path / "x")
+@on_ranks(2)
+def test_save_and_load_inside_gathered_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    training = Training("stack", units=Block)
+    with (
+        sw.gathered(training.model),
+        pytest.raises(sw.CheckpointError, match=r"first\.weight is gathered"),
+    ):
+        sw.save(path, model=training.model)
+    sw.save(path, model=training.model)
+    before = training.bits()
+    with sw.gathered(training.model), pytest.raises(sw.CheckpointError, match="is gathered"):
+        sw.load(path, model=training.model)
+    assert differing(training.bits(), before) == []
 
 
 def test_the_weights_are_a_hugging_face_checkpoint(tmp_path: Path) -> None:
@@ -95,7 +108,7 @@ def test_the_weights_are_a_hugging_face_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_from_hugging_face(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_hugging_face_checkpoints_are_loaded(dtype: torch.dtype, tmp_path: Path) -> None:
     """Several files, a tied weight under its other name, 16 bits to float32, meta device."""
     torch.manual_seed(4)
     tensors = {name: x.to(dtype).clone() for name, x in Gpt().state_dict().items()}
@@ -109,8 +122,6 @@ def test_from_hugging_face(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def _write_hf(path: Path, files: dict[str, list[str]], tensors: dict[str, Any]) -> None:
-    import json  # noqa: PLC0415
-
     for file, names in files.items():
         save_file({name: tensors[name] for name in names}, path / f"{file}.safetensors")
     where = {name: f"{file}.safetensors" for file, names in files.items() for name in names}
@@ -136,17 +147,3 @@ def _load_hf(path: Path, tensors: dict[str, Any]) -> None:
 def _zeros(module: nn.Module) -> None:
     for parameter in module.parameters(recurse=False):
         nn.init.zeros_(parameter)
-
-
-def _save_while_gathered(path: Path) -> None:
-    training = Training("stack", units=Block)
-    with (
-        sw.gathered(training.model),
-        pytest.raises(sw.CheckpointError, match=r"first\.weight is gathered"),
-    ):
-        sw.save(path, model=training.model)
-    sw.save(path, model=training.model)
-    before = training.bits()
-    with sw.gathered(training.model), pytest.raises(sw.CheckpointError, match="is gathered"):
-        sw.load(path, model=training.model)
-    assert differing(training.bits(), before) == []

@@ -52,9 +52,7 @@ def test_every_hop_keeps_every_bit_and_every_file(s3: FakeS3, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
-def test_large_tensors_whose_cuts_are_inside_blocks(
-    strategy: str, s3: FakeS3, tmp_path: Path
-) -> None:
+def test_tensors_that_are_cut_inside_blocks(strategy: str, s3: FakeS3, tmp_path: Path) -> None:
     run_on(4, _write_wide, s3.endpoint, strategy, "s3://bucket/x")
     sw.save(tmp_path / "x", model=_wide())
     assert s3.digests("x/") == digests(tmp_path / "x")
@@ -73,7 +71,7 @@ def test_files_are_assigned_by_size() -> None:
     assert assign_files(files[:1], 2) == [files[:1], []]
 
 
-def test_other_stores(tmp_path: Path) -> None:
+def test_saves_to_other_file_systems(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     for root in (f"file://{tmp_path}/a/b", "memory://runs"):
         for step in (9, 10):
@@ -157,7 +155,7 @@ def test_damage_is_named(s3: FakeS3, capsys: pytest.CaptureFixture[str]) -> None
     assert f"{url}/model.safetensors: {len(s3.objects[name])} bytes long" in examine(url)[0]
 
 
-def test_loading_a_directory_without_a_checkpoint(s3: FakeS3) -> None:
+def test_loading_a_prefix_without_a_checkpoint_is_refused(s3: FakeS3) -> None:
     model = nn.Linear(2, 3)
     with pytest.raises(sw.CheckpointError, match="s3://bucket/run: not a checkpoint: no such"):
         sw.load("s3://bucket/run", model=model)
@@ -182,7 +180,7 @@ def test_loading_a_directory_without_a_checkpoint(s3: FakeS3) -> None:
         sw.load("s3://bucket/run", model=model, source="dcp")
 
 
-def test_an_unknown_protocol_or_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_protocol_or_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(2, 3)
     with pytest.raises(sw.CheckpointError, match=r"nosuch://a/b: .* expected a directory or a URL"):
         sw.save("nosuch://a/b", model=model)
@@ -195,7 +193,7 @@ def test_an_unknown_protocol_or_missing_package(monkeypatch: pytest.MonkeyPatch)
 # -- retention and export -------------------------------------------------------------------------
 
 
-def test_retention(s3: FakeS3) -> None:
+def test_retention_in_a_store(s3: FakeS3) -> None:
     model = nn.Linear(2, 3)
     s3.objects["run/notes/mine.txt"] = b"of the user"
     for step in range(9, 15):
@@ -208,7 +206,7 @@ def test_retention(s3: FakeS3) -> None:
     assert sw.latest("s3://bucket/run/notes") is None
 
 
-def test_export(s3: FakeS3, tmp_path: Path) -> None:
+def test_export_from_a_store(s3: FakeS3, tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     sw.save("s3://bucket/x", model=model)
     assert main(["export", "s3://bucket/x", str(tmp_path / "out")]) == 0
@@ -291,7 +289,7 @@ def _peak() -> int:
     return int(line.split()[1]) << 10
 
 
-def _raise_memory_error(_: object) -> None:
+def _raise_memory_error(*_: object) -> None:
     raise MemoryError
 
 

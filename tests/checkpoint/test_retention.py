@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -184,27 +183,11 @@ def test_a_checkpoint_that_another_process_removes_at_the_same_time(
     assert _names(tmp_path) == ["step-2"]
 
 
-_UNFINISHED_SAVE = """
-import sys, time
-from torch import nn
-import shardwise as sw
-from shardwise.checkpoint import write
-
-def wait(*_):
-    print("writing", flush=True)
-    time.sleep(120)
-
-write.commit = wait
-sw.save(sys.argv[1], model=nn.Linear(2, 3))
-"""
-
-
-def _start_unfinished_save(path: Path) -> "subprocess.Popen[str]":
-    """A process that saves to ``path`` and never gets to the manifest."""
-    command = [sys.executable, "-c", _UNFINISHED_SAVE, str(path)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    assert child.stdout.readline() == "writing\n"
+def _start_unfinished_save(path: Path) -> "subprocess.Popen[bytes]":
+    """A process, and the files of its save to ``path`` that never gets to the manifest."""
+    child = subprocess.Popen(["sleep", "120"])
+    _forge_marker(path, pid=child.pid, created=psutil.Process(child.pid).create_time())
+    (path / "model.safetensors").write_bytes(b"partial")
     return child
 
 

@@ -4,8 +4,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +17,9 @@ from shardwise.checkpoint.read import read_manifest
 from shardwise.checkpoint.stores import folder_at
 from shardwise.cli import main
 from tests.checkpoint.corruption import find_undetected
+from tests.checkpoint.killing import kill_saves
 from tests.checkpoint.training import Training
-from tests.ranks import run_on
+from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import rank
 
 
@@ -30,19 +29,40 @@ def test_random_damage_is_always_detected(tmp_path: Path) -> None:
     assert len(tried) >= 7, "a kind of damage was never tried"
 
 
-def test_all_ranks_name_the_tensor(tmp_path: Path) -> None:
+def test_all_ranks_name_the_damaged_tensor(tmp_path: Path) -> None:
     run_on(2, _save, tmp_path / "x")
     run_on(3, _load_damaged, tmp_path / "x")
 
 
-def test_saves_that_are_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.checkpoint.killing", str(tmp_path)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert finished.returncode == 0, finished.stderr
+@on_ranks(1, deadline=200.0)
+def test_killed_saves_leave_the_previous_checkpoint(tmp_path: Path) -> None:
+    kill_saves(tmp_path)
 
 
+@on_ranks(2)
 def test_an_error_on_one_rank_is_raised_on_all_and_training_continues(tmp_path: Path) -> None:
-    run_on(2, _fail_and_go_on, tmp_path)
+    training = Training("gpt")
+    training.step()
+    sw.save(tmp_path / "step-0", model=training.model)
+    before = training.bits()
+    if rank() == 1:  # limit the size of files
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+    with pytest.raises(sw.CheckpointError, match="larger than the system allows"):
+        sw.save(tmp_path / "step-1", model=training.model)
+    later = sw.save(tmp_path / "step-1", model=training.model, wait=False)
+    with pytest.raises(sw.CheckpointError, match="larger than the system allows"):
+        later.wait()
+    if rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert training.bits() == before
+    training.step(1)
+    assert _names(tmp_path) == ["step-0"], "the unfinished save was not removed"
+    sw.save(tmp_path / "step-1", model=training.model)
+    assert examine(tmp_path / "step-1") == []
+    missing = tmp_path / "step-0" if rank() == 0 else tmp_path / "step-1"
+    with pytest.raises(sw.CheckpointError, match=r"but rank \d is not"):
+        sw.load(missing, model=training.model)
 
 
 def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
@@ -64,7 +84,7 @@ def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "z" / "config.json").exists()
 
 
-def test_loading_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
+def test_loading_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     with pytest.raises(sw.CheckpointError, match="no such directory"):
         sw.load(tmp_path / "nothing", model=model)
@@ -84,7 +104,7 @@ def test_loading_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
         sw.save(tmp_path / "file" / "x", model=model)
 
 
-def test_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_lists_all_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sw.save(tmp_path / "x", model=nn.Linear(2, 3), rng=torch.ones(3))
     assert main(["doctor", str(tmp_path / "x")]) == 0
     assert "intact" in capsys.readouterr().out
@@ -96,6 +116,16 @@ def test_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr().err
     assert "weight of model: bytes 0 to 24 are damaged" in output
     assert "rng.safetensors: missing; it contains value" in output
+
+
+def test_saving_to_a_read_only_directory_is_refused(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    tmp_path.chmod(0o500)
+    with pytest.raises(sw.CheckpointError, match="no permission; choose another path"):
+        sw.save(tmp_path / "x", model=nn.Linear(2, 3))
+    tmp_path.chmod(0o700)
+    shutil.rmtree(tmp_path)
 
 
 def _names(folder: Path) -> list[str]:
@@ -127,38 +157,3 @@ def _load_damaged(path: Path) -> None:
 def _is_cut(parameter: Tensor) -> bool:
     assert isinstance(parameter, sw.ShardedTensor)
     return max(len(run) for run in parameter.sharding.runs) < parameter.numel()
-
-
-def _fail_and_go_on(folder: Path) -> None:
-    training = Training("gpt")
-    training.step()
-    sw.save(folder / "step-0", model=training.model)
-    undisturbed = training.bits()
-    if rank() == 1:  # limit the size of files
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
-    with pytest.raises(sw.CheckpointError, match="larger than the system allows"):
-        sw.save(folder / "step-1", model=training.model)
-    later = sw.save(folder / "step-1", model=training.model, wait=False)
-    with pytest.raises(sw.CheckpointError, match="larger than the system allows"):
-        later.wait()
-    if rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert training.bits() == undisturbed
-    training.step(1)
-    assert _names(folder) == ["step-0"], "the unfinished save was not removed"
-    sw.save(folder / "step-1", model=training.model)
-    assert examine(folder / "step-1") == []
-    missing = folder / "step-0" if rank() == 0 else folder / "step-1"
-    with pytest.raises(sw.CheckpointError, match=r"but rank \d is not"):
-        sw.load(missing, model=training.model)
-
-
-def test_read_only(tmp_path: Path) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
-    tmp_path.chmod(0o500)
-    with pytest.raises(sw.CheckpointError, match="no permission; choose another path"):
-        sw.save(tmp_path / "x", model=nn.Linear(2, 3))
-    tmp_path.chmod(0o700)
-    shutil.rmtree(tmp_path)

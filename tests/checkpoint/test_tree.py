@@ -33,13 +33,13 @@ def there_and_back(value: Any) -> Any:
         10**30,
     ],
 )
-def test_data(value: Any) -> None:
+def test_plain_data_are_restored(value: Any) -> None:
     returned = there_and_back(value)
     assert returned == value
     assert repr(returned) == repr(value)  # types as well
 
 
-def test_tensors_and_arrays() -> None:
+def test_tensors_and_arrays_are_restored() -> None:
     state: Any = {"a": torch.arange(3), 5: [np.arange(4, dtype=np.uint32), np.float64(0.5)]}
     returned = there_and_back(state)
     assert torch.equal(returned["a"], state["a"])
@@ -49,7 +49,7 @@ def test_tensors_and_arrays() -> None:
     assert number == 0.5
 
 
-def test_random_states() -> None:
+def test_random_states_of_numpy_are_restored() -> None:
     generator = np.random.RandomState(3)
     state = generator.get_state(legacy=True)
     expected = generator.rand()
@@ -58,7 +58,7 @@ def test_random_states() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {"x": [{1, 2}]}, {(1, 2): 3}, b"bytes"])
-def test_what_cannot_be_saved_is_named(value: Any) -> None:
+def test_values_that_cannot_be_saved_are_refused(value: Any) -> None:
     with pytest.raises(sw.CheckpointError, match=r"cannot be saved|keys are") as caught:
         encode(value, {})
     if isinstance(value, dict) and "x" in value:

@@ -14,7 +14,9 @@ from zlib_ng.zlib_ng import crc32, crc32_combine
 __all__ = [
     "BLOCK_BYTES",
     "BlockPart",
+    "block_parts",
     "block_sums",
+    "by_tensor",
     "combine",
     "crc32",
     "decode_parts",
@@ -45,6 +47,21 @@ def split_at_blocks(start: int, stop: int, size: int = BLOCK_BYTES) -> Iterator[
         end = min(stop, (start // size + 1) * size)
         yield start, end
         start = end
+
+
+def block_parts(tensor: int, start: int, content: memoryview) -> list[BlockPart]:
+    """The checksums of bytes of a tensor, from ``start`` on, in each block."""
+    return [
+        BlockPart(tensor, begin, end, crc32(content[begin - start : end - start]))
+        for begin, end in split_at_blocks(start, start + content.nbytes)
+    ]
+
+
+def by_tensor(parts: Iterable[BlockPart]) -> dict[int, list[BlockPart]]:
+    found: dict[int, list[BlockPart]] = {}
+    for part in parts:
+        found.setdefault(part.tensor, []).append(part)
+    return found
 
 
 def block_sums(parts: Iterable[BlockPart], num_bytes: int) -> list[int | None]:

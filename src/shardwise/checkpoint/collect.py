@@ -1,7 +1,8 @@
 """What a save writes: values as components with named tensors, and this rank's slice of each."""
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = [
     "check_sharded",
     "check_storable",
     "collect",
+    "errors_name",
     "own_slice",
     "parameter_names",
     "slice_to_write",
@@ -50,11 +52,23 @@ class Collected:
     aliases: dict[str, str] = field(default_factory=dict)
 
 
-def collect(name: str, value: Any, model: nn.Module) -> Collected:
-    """The component of ``value``, which was passed to `save` as ``name``.
+@contextlib.contextmanager
+def errors_name(component: str) -> Iterator[None]:
+    """Begin the errors of the ``with`` statement's body with the name of a component."""
+    try:
+        yield
+    except RecursionError as error:
+        raise CheckpointError(f"{component}: nested too deeply, or contains itself") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{component}: {error}") from error
+
+
+def collect(value: Any, model: nn.Module) -> Collected:
+    """The component of ``value``, which was passed to `save`.
 
     Raises:
         CheckpointError: it cannot be saved; names the key.
+        RecursionError: it contains itself.
     """
     match value:
         case nn.Module():
@@ -62,25 +76,22 @@ def collect(name: str, value: Any, model: nn.Module) -> Collected:
             tensors, aliases = tensors_of(value)
             return Collected("module", None, tensors, aliases)
         case Optimizer():
-            return _encoded("optimizer", _by_name(value, model), name)
+            return _encoded("optimizer", _by_name(value, model))
         case _ if callable(getattr(value, "state_dict", None)):
-            return _encoded("object", value.state_dict(), name)
+            return _encoded("object", value.state_dict())
         case _:
-            return _encoded("data", value, name)
+            return _encoded("data", value)
 
 
-def specs_of(name: str, collected: Collected) -> list[Spec]:
-    """The tensors of the component ``name``, as files describe them.
+def specs_of(collected: Collected) -> list[Spec]:
+    """The tensors of a component, as files describe them.
 
     Raises:
         CheckpointError: one of them cannot be saved; names it.
     """
-    try:
-        for key, tensor in collected.tensors.items():
-            check_storable(key, tensor)
-        return [spec_of(key, tensor) for key, tensor in collected.tensors.items()]
-    except CheckpointError as error:
-        raise CheckpointError(f"{name}: {error}") from error
+    for key, tensor in collected.tensors.items():
+        check_storable(key, tensor)
+    return [spec_of(key, tensor) for key, tensor in collected.tensors.items()]
 
 
 def check_name(name: str) -> None:
@@ -144,7 +155,7 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
                 raise CheckpointError(
-                    f"optimizer: parameter {position} of group {number}, of shape "
+                    f"parameter {position} of the optimizer's group {number}, of shape "
                     f"{tuple(parameter.shape)}, is not one of the model's; build the optimizer "
                     "from model.parameters()"
                 )
@@ -191,14 +202,9 @@ def _by_name(optimizer: Optimizer, model: nn.Module) -> Mapping[str, Any]:
     }
 
 
-def _encoded(kind: str, value: Any, name: str) -> Collected:
+def _encoded(kind: str, value: Any) -> Collected:
     tensors: dict[str, Tensor] = {}
-    try:
-        return Collected(kind, tree.encode(value, tensors), tensors)
-    except RecursionError as error:
-        raise CheckpointError(f"{name}: nested too deeply, or contains itself") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{name}: {error}") from error
+    return Collected(kind, tree.encode(value, tensors), tensors)
 
 
 # -- slices of tensors ---------------------------------------------------------------------------
@@ -218,6 +224,11 @@ class TensorSlice:
     @property
     def stop_byte(self) -> int:
         return self.start_byte + self.elements.nbytes
+
+    def bytes_between(self, start: int, stop: int) -> memoryview:
+        """Bytes ``[start, stop)`` of the tensor; a copy if the elements are on an accelerator."""
+        first, itemsize = self.start_byte, self.elements.itemsize
+        return bytes_of(self.elements[(start - first) // itemsize : (stop - first) // itemsize])
 
 
 def own_slice(tensor: Tensor) -> TensorSlice:

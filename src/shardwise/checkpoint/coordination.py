@@ -2,10 +2,13 @@
 
 import contextlib
 import errno
+import threading
+import traceback
+import warnings
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,7 +25,7 @@ from shardwise.transport.communicator import (
     make_collectives,
 )
 
-__all__ = ["Coordinator", "coordinator_of"]
+__all__ = ["Coordinator", "Save", "coordinator_of"]
 
 _CPU = torch.device("cpu")
 # By process group, as in `transport.communicator`; by model in a single process.
@@ -39,12 +42,57 @@ def coordinator_of(axis: DataParallelMesh, model: object | None) -> "Coordinator
     return _coordinators[key]
 
 
-class Waitable(Protocol):
-    """A save that may be in progress."""
+class Save:
+    """A checkpoint that is being written, or has been.
+
+    Attributes:
+        path: the absolute path, or the URL.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = path
+        self._errors: list[Exception] = []  # not yet raised
+        self._done = threading.Event()
+        weakref.finalize(self, _warn, path, self._errors)  # also at the interpreter's exit
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, with or without an error."""
+        return self._done.is_set()
 
     def wait(self) -> None:
-        """Return when it has ended, or raise its error."""
-        ...
+        """Return when the checkpoint is complete.
+
+        Raises:
+            CheckpointError: it could not be written; raised once.
+        """
+        self._done.wait()
+        if self._errors:
+            raise self._errors.pop()
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Write it by calling ``job``; `wait` raises the error if there is one."""
+        _run(job, self._errors, self._done)
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Write it on a thread, which the interpreter waits for before it exits."""
+        arguments = (job, self._errors, self._done)  # without this object, so that it can warn
+        threading.Thread(target=_run, args=arguments, name="shardwise-save").start()
+
+
+def _run(job: Callable[[], None], errors: list[Exception], done: threading.Event) -> None:
+    try:
+        job()
+    except Exception as error:  # noqa: BLE001 - `Save.wait` raises it
+        traceback.clear_frames(error.__traceback__)  # which refer to copies of shards
+        errors.append(error)
+    finally:
+        done.set()
+
+
+def _warn(path: Path | str, errors: list[Exception]) -> None:
+    if errors:
+        warnings.warn(f"the save to {path} failed: {errors[0]}", stacklevel=2)
 
 
 class Coordinator:
@@ -53,7 +101,7 @@ class Coordinator:
     def __init__(self, axis: DataParallelMesh) -> None:
         self.size = axis.num_ranks
         self.rank = axis.group_rank
-        self.pending: Waitable | None = None  # the last save with wait=False
+        self.pending: Save | None = None  # the last save with wait=False
         self.host_copies = HostCopies()
         is_alone = axis.num_ranks == 1
         self._collectives = None if is_alone else make_collectives(axis.world, _CPU, "checkpoint")
@@ -93,21 +141,21 @@ class Coordinator:
         rows = self._gather_rows(torch.frombuffer(padded, dtype=torch.uint8)).numpy()
         return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
-    def all_to_all(
-        self, sent: Mapping[int, Tensor], num_bytes: Mapping[int, int]
-    ) -> dict[int, Tensor]:
-        """Send bytes to other ranks, and receive ``num_bytes`` from each. Called by all ranks.
+    def all_to_all(self, sent: Sequence[Tensor], num_bytes: Sequence[int]) -> list[Tensor]:
+        """Exchange bytes: one tensor [n] of uint8 for each rank, and one from each.
 
         Args:
-            sent: [n] of uint8, by rank, for some of the other ranks.
-            num_bytes: how many bytes each of the others sends here; zeros may be left out.
+            sent: what to send, by rank.
+            num_bytes: how many bytes each rank sends here.
         """
         with torch.inference_mode(mode=False):  # as in `_gather_rows`
-            received = {rank: _empty(size) for rank, size in num_bytes.items() if size}
+            received = [_empty(size) for size in num_bytes]
+            received[self.rank] = sent[self.rank]
             # Both ranks of a pair know whether there are bytes. One byte is sent if there are none.
             pairs = {
-                rank: (sent.get(rank, _empty(1)), received.get(rank, _empty(1)))
-                for rank in sorted(sent.keys() | received.keys())
+                rank: (_at_least_one(own), _at_least_one(other))
+                for rank, (own, other) in enumerate(zip(sent, received, strict=True))
+                if rank != self.rank and (len(own) or len(other))
             }
         if self._collectives is not None:
             self._wait(self._collectives.exchange(pairs, "checkpoint"))
@@ -156,6 +204,10 @@ class Coordinator:
                 self._guard.check_peers()
         if work.error is not None:
             raise work.error
+
+
+def _at_least_one(content: Tensor) -> Tensor:
+    return content if len(content) else _empty(1)
 
 
 def _empty(num_bytes: int) -> Tensor:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.checksums import BLOCK_BYTES
-from shardwise.checkpoint.collect import TensorSlice, bytes_of
+from shardwise.checkpoint.collect import bytes_of
 from shardwise.checkpoint.format import Spec, spec_of
 from shardwise.checkpoint.read import OpenCheckpoint, OpenComponent, Reader, open_hf
 from shardwise.checkpoint.stores import Folder, LocalFolder
@@ -99,7 +99,7 @@ def _dcp_component(
             stored[inner], specs[inner] = (key, entry), spec_of(inner, like)
             value = {"$tensor": inner}
         _put(whole, path, value)
-    reader = _DistributedReader(files, stored, specs)
+    reader = Reader(_DistributedSource(files, stored, specs))
     if name == _OPTIMIZERS[0]:
         return OpenComponent("optimizer", reader, _named(_with_lists(whole)))
     if len(specs) == len(keys):
@@ -107,20 +107,11 @@ def _dcp_component(
     return OpenComponent("object", reader, _with_lists(whole))
 
 
-class _UnreadSource:
-    """The tensors of a `_DistributedReader`, which reads them itself."""
+class _DistributedSource:
+    """Tensors whose rows are in the files of any number of ranks."""
 
-    read_bytes = BLOCK_BYTES
-
-    def __init__(self, specs: Mapping[str, Spec]) -> None:
-        self.specs = specs
-
-    def read(self, name: str, start: int, content: memoryview) -> None:
-        raise NotImplementedError(name)
-
-
-class _DistributedReader(Reader):
-    """Reads the rows that contain a slice of a tensor, whichever ranks wrote them."""
+    # A whole slice: torch reads all that a rank wrote of a tensor, however little is needed.
+    read_bytes = 1 << 62
 
     def __init__(
         self,
@@ -129,17 +120,15 @@ class _DistributedReader(Reader):
         specs: Mapping[str, Spec],
     ) -> None:
         """``stored`` has the key and the description of each tensor, by its name."""
-        super().__init__(_UnreadSource(specs))
+        self.specs = specs
         self._files = files
         self._stored = stored
 
-    def read(self, name: str, target: TensorSlice) -> None:
-        if not len(target.elements):
-            return
+    def read(self, name: str, start: int, content: memoryview) -> None:
+        """As in `Source`; reads whole rows."""
         key, stored = self._stored[name]
-        stop = target.start + len(target.elements)
-        row = prod(stored.size[1:])
-        first, last = target.start // row, -(-stop // row)
+        row_bytes = prod(stored.size[1:]) * self.specs[name].itemsize
+        first, last = start // row_bytes, -(-(start + content.nbytes) // row_bytes)
         size = torch.Size((last - first, *stored.size[1:])) if stored.size else stored.size
         rows = torch.empty(size, dtype=stored.properties.dtype)
         at = torch.Size((first, *(0 for _ in size[1:]))) if size else size
@@ -147,8 +136,8 @@ class _DistributedReader(Reader):
         if sum(prod(item.lengths) for item in items) != rows.numel():
             raise CheckpointDamaged(f"{name}: no file contains all of it")
         _read(self._files, items, _Rows(rows), name)
-        target.elements.copy_(rows.view(-1)[target.start - first * row : stop - first * row])
-        self.bytes_read += len(target.elements) * rows.itemsize
+        begin = start - first * row_bytes
+        content[:] = bytes_of(rows.view(-1))[begin : begin + content.nbytes]
 
 
 class _Rows(DefaultLoadPlanner):

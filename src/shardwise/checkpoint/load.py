@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import tree
@@ -134,14 +134,13 @@ class _LoadPlan:
         self._model = model
         self._selection = selection
         self._targets: list[tuple[Reader, Target]] = []
-        self._states: list[OptimizerStates] = []
+        self._assignments: list[Callable[[], None]] = []
         # Components that are decoded as they are, and what takes their values.
         self._whole: list[tuple[OpenComponent, Callable[[Any], None]]] = [
             (component, partial(self.state.__setitem__, name))
             for name, component in opened.components.items()
             if component.kind == "data"
         ]
-        self._decoded: list[tuple[Callable[[Any], None], Any]] = []
 
     def add(self, name: str, value: Any) -> None:
         """Load the component ``name`` into ``value``."""
@@ -159,7 +158,7 @@ class _LoadPlan:
                     raise CheckpointError(f"{name}: pass model= to load an optimizer")
                 states = OptimizerStates(value, self._model, component.tree, component.specs)
                 states.match(self._selection, self.report)
-                self._states.append(states)
+                self._assignments.append(states.assign)
                 self._read_into(component, states.targets)
             case "object", _ if callable(getattr(value, "load_state_dict", None)):
                 self._whole.append((component, value.load_state_dict))
@@ -175,34 +174,27 @@ class _LoadPlan:
         return [target.name for _, target in self._targets]
 
     def read(self) -> None:
-        if self._num_readers == 1:
-            for reader, target in self._targets:
-                _fill(reader, target)
-        else:
-            threads = ThreadPoolExecutor(self._num_readers)
-            try:
-                for done in [threads.submit(_fill, *each) for each in self._targets]:
-                    done.result()
-            finally:
-                threads.shutdown(cancel_futures=True)
+        with ThreadPoolExecutor(self._num_readers) as threads:
+            fill = map if self._num_readers == 1 else threads.map
+            for _ in fill(_fill, self._targets):
+                pass  # raises the first error, after which no other is begun
         for component, take in self._whole:
             value = tree.decode(component.tree, component.reader.read_whole)
-            self._decoded.append((take, value))
+            self._assignments.append(partial(take, value))
 
     def finish(self) -> None:
         """Assign what was read, apart from tensors, which were read in place."""
-        for states in self._states:
-            states.assign()
-        for take, value in self._decoded:
-            take(value)
+        for assign in self._assignments:
+            assign()
 
     def _read_into(self, component: OpenComponent, targets: Sequence[Target]) -> None:
         self._targets += [(component.reader, target) for target in targets]
 
 
 @torch.no_grad()  # also on other threads, each of which has its own mode
-def _fill(reader: Reader, target: Target) -> None:
-    tensor: Tensor = target.tensor
+def _fill(reader_and_target: tuple[Reader, Target]) -> None:
+    reader, target = reader_and_target
+    tensor = target.tensor
     own = own_slice(tensor)
     reader.read(target.name, own)
     if not isinstance(tensor, ShardedTensor) and not tensor.is_contiguous():

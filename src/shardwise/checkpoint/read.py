@@ -13,7 +13,9 @@ from torch import Tensor
 from shardwise.checkpoint.checksums import (
     BLOCK_BYTES,
     BlockPart,
-    combine,
+    block_parts,
+    block_sums,
+    by_tensor,
     crc32,
     split_at_blocks,
 )
@@ -86,14 +88,12 @@ class OpenCheckpoint:
         Raises:
             CheckpointDamaged: names the tensor.
         """
-        by_block: dict[tuple[int, int], set[BlockPart]] = {}
-        for part in parts:  # the same one twice if replicas read it
-            by_block.setdefault((part.tensor, part.block), set()).add(part)
-        for (tensor, block), found in sorted(by_block.items()):
+        for tensor, own in sorted(by_tensor(parts).items()):
             name, num_bytes, sums = self.blocks[tensor]
-            start, stop = block * BLOCK_BYTES, min(num_bytes, (block + 1) * BLOCK_BYTES)
-            if combine(sorted(found), start, stop) != sums[block]:
-                raise _damaged(name, block)
+            found = block_sums(own, num_bytes)
+            for number in sorted({part.block for part in own}):
+                if found[number] != sums[number]:
+                    raise _damaged(name, number)
 
 
 def open_checkpoint(folder: Folder, cleanup: contextlib.ExitStack) -> OpenCheckpoint:
@@ -193,20 +193,13 @@ class Source(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Location:
-    """Where a tensor begins."""
-
-    file: str
-    offset: int
-
-
 class SafetensorsSource:
     """Tensors in the safetensors files of a folder."""
 
     def __init__(
-        self, folder: Folder, specs: Mapping[str, Spec], locations: Mapping[str, _Location]
+        self, folder: Folder, specs: Mapping[str, Spec], locations: Mapping[str, tuple[str, int]]
     ) -> None:
+        """``locations`` has the file of each tensor and the offset in it where it begins."""
         self.specs = specs
         self.read_bytes = folder.read_bytes
         self._folder = folder
@@ -214,11 +207,11 @@ class SafetensorsSource:
         self._files: dict[str, OpenFile] = {}
 
     def read(self, name: str, start: int, content: memoryview) -> None:
-        at = self._locations[name]
-        if at.file not in self._files:
-            self._files[at.file] = self._folder.open(at.file)
-        if not self._files[at.file].read_into(content, at.offset + start):
-            raise CheckpointDamaged(f"{name}: {self._folder / at.file} ends before it")
+        file, offset = self._locations[name]
+        if file not in self._files:
+            self._files[file] = self._folder.open(file)
+        if not self._files[file].read_into(content, offset + start):
+            raise CheckpointDamaged(f"{name}: {self._folder / file} ends before it")
 
     def close(self) -> None:
         while self._files:
@@ -228,7 +221,7 @@ class SafetensorsSource:
 def open_component(folder: Folder, component: Component) -> SafetensorsSource:
     """The tensors of a component of the checkpoint in ``folder``."""
     locations = {
-        name: _Location(file.name, offset)
+        name: (file.name, offset)
         for file in component.files
         for name, offset in file.offsets.items()
     }
@@ -244,11 +237,11 @@ def open_hf(place: Folder) -> SafetensorsSource:
     is_file = place.parent.has(place.name)
     folder = place.parent if is_file else place
     specs: dict[str, Spec] = {}
-    locations: dict[str, _Location] = {}
+    locations: dict[str, tuple[str, int]] = {}
     for file in [place.name] if is_file else _hf_files(folder):
         for name, (spec, offset) in _tensors_in(folder, file).items():
             specs[name] = spec
-            locations[name] = _Location(file, offset)
+            locations[name] = (file, offset)
     return SafetensorsSource(folder, specs, locations)
 
 
@@ -324,7 +317,7 @@ class Reader:
         start, stop = (n * spec.itemsize for n in (target.start, target.start + len(elements)))
         is_direct = elements.dtype is spec.torch_dtype and elements.device.type == "cpu"
         memory = bytes_of(elements) if is_direct else memoryview(b"")
-        check = _RunningCheck(self, name, start, stop)
+        parts: list[BlockPart] = []
         for begin, end in split_at_blocks(start, stop, self.source.read_bytes):
             content = memory[begin - start : end - start]
             if not is_direct:
@@ -332,10 +325,12 @@ class Reader:
                 content = bytes_of(converted)
             self.source.read(name, begin, content)
             if self._sums is not None:
-                check.update(content, begin, end)
+                parts += block_parts(self._ids[name], begin, content)
             if not is_direct:
                 place = (begin - start) // spec.itemsize
                 elements[place : place + len(converted)].copy_(converted)
+        if self._sums is not None:
+            self._check(name, parts)
         with self._lock:
             self.bytes_read += stop - start
 
@@ -350,33 +345,15 @@ class Reader:
         self.read(name, TensorSlice(0, whole.view(-1)))
         return whole
 
-    def check(self, name: str, start: int, stop: int, crc: int) -> None:
-        """Compare the checksum of a block, or keep that of a part of one."""
+    def _check(self, name: str, parts: Sequence[BlockPart]) -> None:
+        """Compare the checksums of whole blocks, and keep those of parts of blocks."""
         assert self._sums is not None
-        number = start // BLOCK_BYTES
-        size = self.source.specs[name].num_bytes
-        if start % BLOCK_BYTES or stop < min(size, (number + 1) * BLOCK_BYTES):
-            self.parts.append(BlockPart(self._ids[name], start, stop, crc))
-        elif crc != self._sums[name][number]:
-            raise _damaged(name, number)
-
-
-class _RunningCheck:
-    """The checksum of the current block, of which less than a block is read at a time."""
-
-    def __init__(self, reader: Reader, name: str, start: int, stop: int) -> None:
-        self._reader = reader
-        self._name = name
-        self._stop = stop
-        self._block_start, self._crc = start, 0
-
-    def update(self, content: memoryview, begin: int, end: int) -> None:
-        """``content`` is bytes ``[begin, end)`` of the tensor."""
-        for first, last in split_at_blocks(begin, end):
-            self._crc = crc32(content[first - begin : last - begin], self._crc)
-            if last == self._stop or last % BLOCK_BYTES == 0:
-                self._reader.check(self._name, self._block_start, last, self._crc)
-                self._block_start, self._crc = last, 0
+        found = block_sums(parts, self.source.specs[name].num_bytes)
+        for number in sorted({part.block for part in parts}):
+            if found[number] is None:
+                self.parts += [part for part in parts if part.block == number]
+            elif found[number] != self._sums[name][number]:
+                raise _damaged(name, number)
 
 
 def _damaged(name: str, block: int) -> CheckpointDamaged:

@@ -1,13 +1,8 @@
 """`save`: every rank writes its own bytes of files that all ranks share."""
 
 import os
-import threading
-import traceback
-import warnings
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +15,11 @@ from shardwise.checkpoint.collect import (
     axis_of,
     check_name,
     collect,
+    errors_name,
     slice_to_write,
     specs_of,
 )
-from shardwise.checkpoint.coordination import Coordinator, coordinator_of
+from shardwise.checkpoint.coordination import Coordinator, Save, coordinator_of
 from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.format import MAX_FILE_BYTES, File, pack
 from shardwise.checkpoint.manifest import Component
@@ -85,10 +81,13 @@ def save(
     if optimizer is None:
         del values["optimizer"]
     with ranks.raises_together("collect its state"):
-        for name in values:
+        found: dict[str, Collected] = {}
+        files: dict[str, list[File]] = {}
+        for name, value in sorted(values.items()):
             check_name(name)
-        found = {name: collect(name, value, model) for name, value in sorted(values.items())}
-        files = {name: pack(name, specs_of(name, x), max_file_bytes) for name, x in found.items()}
+            with errors_name(name):
+                found[name] = collect(value, model)
+                files[name] = pack(name, specs_of(found[name]), max_file_bytes)
         _check_unique(files)
         job = _write_job(folder, found, files, ranks.rank, retention)
         if wait:
@@ -96,67 +95,14 @@ def save(
         else:
             job = replace(job, slices=ranks.host_copies.copy(job.slices))
     ranks.agree(axis, device, f"save {files}")
-    return _start(job, ranks, wait=wait)
-
-
-class Save:
-    """A checkpoint that is being written, or has been.
-
-    Attributes:
-        path: the absolute path, or the URL.
-    """
-
-    def __init__(self, path: Path | str, job: Callable[[], None]) -> None:
-        self.path = path
-        self._job: Callable[[], None] | None = job
-        self._errors: list[Exception] = []  # not yet raised
-        self._done = threading.Event()
-        weakref.finalize(self, _warn, path, self._errors)  # also at the interpreter's exit
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has ended, with or without an error."""
-        return self._done.is_set()
-
-    def wait(self) -> None:
-        """Return when the checkpoint is complete.
-
-        Raises:
-            CheckpointError: it could not be written; raised once.
-        """
-        self._done.wait()
-        if self._errors:
-            raise self._errors.pop()
-
-    def run(self) -> None:
-        """Write it; `wait` raises the error if there is one."""
-        _run(self._take_job(), self._errors, self._done)
-
-    def start(self) -> None:
-        """Write it on a thread, which the interpreter waits for before it exits."""
-        arguments = (self._take_job(), self._errors, self._done)
-        threading.Thread(target=_run, args=arguments, name="shardwise-save").start()
-
-    def _take_job(self) -> list[Callable[[], None]]:
-        job, self._job = self._job, None
-        assert job is not None
-        return [job]
-
-
-def _run(box: list[Callable[[], None]], errors: list[Exception], done: threading.Event) -> None:
-    """Run the job in ``box``, and release it with the copies of shards that it holds."""
-    try:
-        box.pop()()
-    except Exception as error:  # noqa: BLE001 - `Save.wait` raises it
-        traceback.clear_frames(error.__traceback__)
-        errors.append(error)
-    finally:
-        done.set()
-
-
-def _warn(path: Path | str, errors: list[Exception]) -> None:
-    if errors:
-        warnings.warn(f"the save to {path} failed: {errors[0]}", stacklevel=2)
+    saved = Save(folder.target)
+    if wait:
+        saved.run(lambda: write(job, ranks))
+        saved.wait()
+    else:
+        ranks.pending = saved
+        saved.start(lambda: _write_copies(job, ranks))
+    return saved
 
 
 def _check_unique(files: Mapping[str, list[File]]) -> None:
@@ -191,17 +137,6 @@ def _write_job(
                 slices[name][key] = own
             number += 1
     return WriteJob(folder, components, slices, retention)
-
-
-def _start(job: WriteJob, ranks: Coordinator, *, wait: bool) -> Save:
-    if wait:
-        pending = Save(job.folder.target, lambda: write(job, ranks))
-        pending.run()
-        pending.wait()
-    else:
-        ranks.pending = pending = Save(job.folder.target, lambda: _write_copies(job, ranks))
-        pending.start()
-    return pending
 
 
 def _write_copies(job: WriteJob, ranks: Coordinator) -> None:

@@ -1,7 +1,9 @@
 """Where checkpoints are stored: local directories, and what `fsspec` reaches by a URL.
 
-The rest of this package reads checkpoints through a `Folder`. Only writing differs: all ranks write
-to the same local files, whereas a store receives each object as a whole from one rank.
+The rest of this package reads checkpoints through a `Folder`, which need not exist, and whose
+content may change at any time. Its methods raise an OSError, or a CheckpointError that names the
+place. Only writing differs: all ranks write to the same local files, whereas a store receives each
+object as a whole from one rank.
 """
 
 import contextlib
@@ -12,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fsspec.core import url_to_fs
 
@@ -55,99 +57,15 @@ def folder_at(place: str | os.PathLike[str]) -> "Folder":
     return RemoteFolder(store, path.rstrip("/"), url.rstrip("/"))
 
 
-class OpenFile(Protocol):
-    """A file that is open for reading."""
-
-    def read_into(self, content: memoryview, offset: int) -> bool:
-        """Fill ``content`` with the bytes from ``offset`` on; False if the file ends before."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Folder(Protocol):
-    """A directory, which need not exist, and whose content may change at any time.
-
-    Methods raise an OSError, or a CheckpointError that names the place.
-    """
-
-    read_bytes: int  # how much to read at once, a power of two
-    num_readers: int  # how many threads should read at once
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def parent(self) -> "Folder": ...
-
-    @property
-    def target(self) -> Path | str:
-        """The path or URL, as users write it."""
-        ...
-
-    @property
-    def is_link(self) -> bool:
-        """Whether it is a symbolic link."""
-        ...
-
-    def __truediv__(self, name: str) -> "Folder": ...
-
-    def exists(self) -> bool: ...
-
-    def has(self, name: str) -> bool:
-        """Whether it contains a file of this name."""
-        ...
-
-    def sizes(self) -> dict[str, int]:
-        """The size in bytes of each file in it, sorted by name."""
-        ...
-
-    def folders(self) -> "list[Folder]":
-        """The folders in it, sorted by name, symbolic links to directories included."""
-        ...
-
-    def link_targets(self) -> set[str]:
-        """The names of entries that symbolic links in it point to."""
-        ...
-
-    def age_seconds(self, name: str) -> float:
-        """The time since a file was last changed; inf if files appear in one piece."""
-        ...
-
-    def read(self, name: str, num_bytes: int | None = None) -> bytes:
-        """The first bytes of a file, or all of them."""
-        ...
-
-    def open(self, name: str) -> OpenFile: ...
-
-    def create(self, marker: str, content: bytes) -> None:
-        """Create it with one file in it."""
-        ...
-
-    def publish(self, name: str, content: bytes, marker: str) -> None:
-        """Create a file at once, in place of ``marker``, after all others are on disk."""
-        ...
-
-    def retract(self, name: str, marker: str) -> None:
-        """Replace a file by ``marker``: the reverse of `publish`."""
-        ...
-
-    def remove(self, name: str) -> None:
-        """Remove a file, if it still exists."""
-        ...
-
-    def remove_all_but(self, name: str) -> None:
-        """Remove every file but one, and all folders."""
-        ...
-
-    def remove_empty(self) -> None:
-        """Remove it if it is empty."""
-        ...
-
-
 @dataclass(frozen=True)
 class LocalFolder:
-    """A directory of this machine, or of a file system that is mounted on it."""
+    """A directory of this machine, or of a file system that is mounted on it.
+
+    Attributes:
+        path: an absolute path.
+        read_bytes: how much to read at once, a power of two.
+        num_readers: how many threads should read at once.
+    """
 
     path: Path
     read_bytes = 256 << 10  # fits in the processor's cache while its checksum is computed
@@ -163,6 +81,7 @@ class LocalFolder:
 
     @property
     def target(self) -> Path:
+        """The path or URL, as users write it."""
         return self.path
 
     @property
@@ -179,15 +98,19 @@ class LocalFolder:
         return self.path.is_dir()
 
     def has(self, name: str) -> bool:
+        """Whether it contains a file of this name."""
         return (self.path / name).is_file()
 
     def sizes(self) -> dict[str, int]:
+        """The size in bytes of each file in it, sorted by name."""
         return {path.name: path.stat().st_size for path in self._entries() if path.is_file()}
 
-    def folders(self) -> list[Folder]:
+    def folders(self) -> "list[LocalFolder]":
+        """The folders in it, sorted by name, symbolic links to directories included."""
         return [LocalFolder(path) for path in self._entries() if path.is_dir()]
 
     def link_targets(self) -> set[str]:
+        """The names of entries that symbolic links in it point to."""
         root = self.path.resolve()
         targets = [path.resolve() for path in self._entries() if path.is_symlink()]
         return {
@@ -197,16 +120,19 @@ class LocalFolder:
         }
 
     def age_seconds(self, name: str) -> float:
+        """The time since a file was last changed; inf if files appear in one piece."""
         return time.time() - (self.path / name).stat().st_mtime
 
     def read(self, name: str, num_bytes: int | None = None) -> bytes:
+        """The first bytes of a file, or all of them."""
         with (self.path / name).open("rb") as file:
             return file.read() if num_bytes is None else file.read(num_bytes)
 
-    def open(self, name: str) -> OpenFile:
-        return _LocalFile(self.path / name)
+    def open(self, name: str) -> "LocalFile":
+        return LocalFile(self.path / name)
 
     def create(self, marker: str, content: bytes) -> None:
+        """Create it with one file in it."""
         while True:
             self.path.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # a Retention removed the empty directory
@@ -214,6 +140,7 @@ class LocalFolder:
                 return
 
     def publish(self, name: str, content: bytes, marker: str) -> None:
+        """Create a file at once, in place of ``marker``, after all others are on disk."""
         with (self.path / marker).open("wb") as file:
             file.write(content)
             file.flush()
@@ -224,14 +151,17 @@ class LocalFolder:
         _sync(self.path.parent)
 
     def retract(self, name: str, marker: str) -> None:
+        """Replace a file by ``marker``: the reverse of `publish`."""
         with contextlib.suppress(FileNotFoundError):  # another process removes it, too
             (self.path / name).rename(self.path / marker)
             _sync(self.path)
 
     def remove(self, name: str) -> None:
+        """Remove a file, if it still exists."""
         (self.path / name).unlink(missing_ok=True)
 
     def remove_all_but(self, name: str) -> None:
+        """Remove every file but one, and all folders."""
         for entry in self._entries():
             if entry.name == name:
                 continue
@@ -248,11 +178,14 @@ class LocalFolder:
         return sorted(self.path.iterdir()) if self.path.is_dir() else []
 
 
-class _LocalFile:
+class LocalFile:
+    """A file that is open for reading."""
+
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY)
 
     def read_into(self, content: memoryview, offset: int) -> bool:
+        """Fill ``content`` with the bytes from ``offset`` on; False if the file ends before."""
         while content.nbytes:
             count = os.preadv(self._descriptor, [content], offset)
             if count == 0:
@@ -277,6 +210,7 @@ def _sync(directory: Path) -> None:
 class RemoteFolder:
     """The objects of a store whose names begin with ``path``, or a directory of a remote system.
 
+    Its methods are those of `LocalFolder`.
     An object appears as a whole or not at all, so nothing is renamed. fsspec keeps listings in
     memory; they are dropped before each use.
     """
@@ -320,7 +254,7 @@ class RemoteFolder:
     def sizes(self) -> dict[str, int]:
         return {name: x["size"] for name, x in self._entries().items() if x["type"] != "directory"}
 
-    def folders(self) -> list[Folder]:
+    def folders(self) -> "list[RemoteFolder]":
         return [self / name for name, x in self._entries().items() if x["type"] == "directory"]
 
     def link_targets(self) -> set[str]:
@@ -335,8 +269,8 @@ class RemoteFolder:
             content: bytes = self.store.cat_file(f"{self.path}/{name}", **span)
             return content
 
-    def open(self, name: str) -> OpenFile:
-        return _RemoteFile(self / name)
+    def open(self, name: str) -> "RemoteFile":
+        return RemoteFile(self / name)
 
     def create(self, marker: str, content: bytes) -> None:
         with _errors_at(self.url):
@@ -390,7 +324,9 @@ class RemoteFolder:
         return dict(sorted(inside.items()))
 
 
-class _RemoteFile:
+class RemoteFile:
+    """An object, any range of which is one request."""
+
     def __init__(self, file: RemoteFolder) -> None:
         self._file = file
 
@@ -405,6 +341,10 @@ class _RemoteFile:
 
     def close(self) -> None:
         pass
+
+
+Folder = LocalFolder | RemoteFolder
+OpenFile = LocalFile | RemoteFile
 
 
 class Upload:

@@ -5,7 +5,7 @@ tensor ``ema/0``. Similar marks stand for other types that JSON lacks: tuples, N
 dicts whose keys are not all strings.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,6 @@ from torch import Tensor
 from shardwise.errors import CheckpointError
 
 __all__ = ["decode", "encode", "tensor_names"]
-
-_ARRAY, _DICT, _TENSOR, _TUPLE = "$array", "$dict", "$tensor", "$tuple"
 
 
 def encode(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
@@ -30,14 +28,14 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
         case _ if type(value) in _PLAIN:
             encoded = value
         case Tensor():
-            encoded = {_TENSOR: _name(path, value, tensors)}
+            encoded = {"$tensor": _name(path, value, tensors)}
         case np.ndarray():
-            encoded = {_ARRAY: _name(path, _tensor_of(value, path), tensors)}
+            encoded = {"$array": _name(path, _tensor_of(value, path), tensors)}
         case np.generic():
             encoded = encode(value.item(), tensors, path)
         case tuple() | list():
             encoded = [encode(x, tensors, _join(path, i)) for i, x in enumerate(value)]
-            encoded = {_TUPLE: encoded} if isinstance(value, tuple) else encoded
+            encoded = {"$tuple": encoded} if isinstance(value, tuple) else encoded
         case dict():
             encoded = _encode_dict(value, tensors, path)
         case _:
@@ -49,70 +47,61 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
     return encoded
 
 
-def decode(encoded: Any, read: Callable[[str], Tensor]) -> Any:
-    """The reverse of `encode`; ``read`` returns a tensor by its name."""
+def decode(encoded: Any, read: Callable[[str], Tensor], path: str = "") -> Any:
+    """The reverse of `encode`; ``read`` returns a tensor by its name.
+
+    Raises:
+        ValueError: ``encoded`` is not what `encode` returns; names the path.
+    """
     if isinstance(encoded, list):
-        return [decode(x, read) for x in encoded]
+        return [decode(x, read, _join(path, i)) for i, x in enumerate(encoded)]
     if not isinstance(encoded, dict):
         return encoded
     mark, inner = next(iter(encoded.items()), ("", None))
     if not mark.startswith("$"):
-        return {key: decode(x, read) for key, x in encoded.items()}
-    return _decode_marked(mark, inner, read)
+        return {key: decode(x, read, _join(path, key)) for key, x in encoded.items()}
+    if len(encoded) > 1:
+        raise ValueError(f"{path}: {mark} is next to another key")
+    return _decode_marked(mark, inner, read, path)
 
 
-def tensor_names(encoded: Any, path: str = "") -> Iterator[str]:
+def tensor_names(encoded: Any, path: str = "") -> list[str]:
     """The names of the tensors in a tree that was read from a file.
 
     Raises:
         ValueError: it is not what `encode` returns; names the path.
     """
-    if isinstance(encoded, list):
-        for number, item in enumerate(encoded):
-            yield from tensor_names(item, _join(path, number))
-    elif isinstance(encoded, dict):
-        mark, inner = next(iter(encoded.items()), ("", None))
-        if not mark.startswith("$"):
-            for key, item in encoded.items():
-                yield from tensor_names(item, _join(path, key))
-        elif len(encoded) == 1 and mark in (_TENSOR, _ARRAY) and isinstance(inner, str):
-            yield inner
-        elif len(encoded) == 1 and mark == _TUPLE and isinstance(inner, list):
-            yield from tensor_names(inner, path)
-        elif (
-            len(encoded) == 1
-            and mark == _DICT
-            and isinstance(inner, list)
-            and all(map(_is_pair, inner))
-        ):
-            yield from tensor_names([item for _, item in inner], path)
-        else:
-            raise ValueError(f"{path}: {mark} is not a mark of this format, or has another value")
+    names: list[str] = []
 
+    def record(name: str) -> Tensor:
+        names.append(name)
+        return torch.empty(0)
 
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _is_pair(value: Any) -> bool:
-    match value:
-        case [None | bool() | int() | float() | str(), _]:
-            return True
-    return False
+    decode(encoded, record, path)
+    return names
 
 
 _PLAIN = (type(None), bool, int, float, str)
 
 
-def _decode_marked(mark: str, inner: Any, read: Callable[[str], Tensor]) -> Any:
-    if mark == _TENSOR:
-        return read(inner)
-    if mark == _ARRAY:
-        return read(inner).numpy()
-    if mark == _TUPLE:
-        return tuple(decode(x, read) for x in inner)
-    assert mark == _DICT, mark
-    return {key: decode(x, read) for key, x in inner}
+def _decode_marked(mark: str, inner: Any, read: Callable[[str], Tensor], path: str) -> Any:
+    match mark, inner:
+        case "$tensor", str():
+            return read(inner)
+        case "$array", str():
+            return read(inner).numpy()
+        case "$tuple", list():
+            return tuple(decode(inner, read, path))
+        case "$dict", list() if all(map(_is_pair, inner)):
+            return {key: decode(x, read, _join(path, key)) for key, x in inner}
+    raise ValueError(f"{path}: {mark} is not a mark of this format, or has another value")
+
+
+def _is_pair(value: Any) -> bool:
+    match value:
+        case [key, _]:
+            return type(key) in _PLAIN
+    return False
 
 
 def _encode_dict(value: dict[Any, Any], tensors: dict[str, Tensor], path: str) -> Any:
@@ -124,7 +113,7 @@ def _encode_dict(value: dict[Any, Any], tensors: dict[str, Tensor], path: str) -
                 _join(path, key),
                 f"a {type(key).__name__} cannot be saved as a key; expected a number or a string",
             )
-    return {_DICT: [[key, encode(x, tensors, _join(path, key))] for key, x in value.items()]}
+    return {"$dict": [[key, encode(x, tensors, _join(path, key))] for key, x in value.items()]}
 
 
 def _name(path: str, tensor: Tensor, tensors: dict[str, Tensor]) -> str:

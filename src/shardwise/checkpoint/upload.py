@@ -158,11 +158,9 @@ def _send(
     for batches in rounds:
         with ranks.raises_together("upload"):
             uploads.write(ready)
-            here = [_contents(batch, own, ranks.rank, parts) for batch in batches]
-            sent = {r: _joined(row) for r, row in enumerate(here) if row and r != ranks.rank}
+            held = [_joined(batch, own, ranks.rank, parts) for batch in batches]
         batch = batches[ranks.rank]
-        received = ranks.all_to_all(sent, _bytes_by_rank(batch, ranks.rank))
-        ready = _in_order(batch, ranks.rank, here[ranks.rank], received)
+        ready = _in_order(batch, ranks.all_to_all(held, _bytes_by_rank(batch, ranks.size)))
     with ranks.raises_together("upload"):
         uploads.write(ready)
         uploads.finish()
@@ -172,49 +170,33 @@ def _send(
     return parts
 
 
-def _contents(
+def _joined(
     batch: _Batch, own: Mapping[int, TensorSlice], rank: int, parts: list[BlockPart]
-) -> list[memoryview]:
+) -> Tensor:
     """This rank's bytes of a batch. Their checksums are added to ``parts``."""
-    found = []
+    joined = bytearray()
     for piece in batch:
-        if piece.rank != rank:
-            continue
-        held = own[piece.tensor]
-        size, first = held.elements.itemsize, held.start_byte
-        content = bytes_of(
-            held.elements[(piece.start - first) // size : (piece.stop - first) // size]
-        )
-        parts.append(BlockPart(piece.tensor, piece.start, piece.stop, crc32(content)))
-        found.append(content)
-    return found
+        if piece.rank == rank:
+            content = own[piece.tensor].bytes_between(piece.start, piece.stop)
+            parts.append(BlockPart(piece.tensor, piece.start, piece.stop, crc32(content)))
+            joined += content
+    return torch.from_numpy(np.frombuffer(joined, dtype=np.uint8))
 
 
-def _joined(contents: Sequence[memoryview]) -> Tensor:
-    return torch.frombuffer(bytearray().join(contents), dtype=torch.uint8)
-
-
-def _bytes_by_rank(batch: _Batch, own_rank: int) -> dict[int, int]:
-    """How many bytes of a batch each of the other ranks holds."""
-    sizes: dict[int, int] = {}
+def _bytes_by_rank(batch: _Batch, num_ranks: int) -> list[int]:
+    """How many bytes of a batch each rank holds."""
+    sizes = [0] * num_ranks
     for piece in batch:
-        if piece.rank != own_rank:
-            sizes[piece.rank] = sizes.get(piece.rank, 0) + piece.num_bytes
+        sizes[piece.rank] += piece.num_bytes
     return sizes
 
 
-def _in_order(
-    batch: _Batch, own_rank: int, own: Iterable[memoryview], received: Mapping[int, Tensor]
-) -> Iterator[tuple[File, memoryview]]:
-    """The contents of a batch, from this rank and the others."""
-    own = iter(own)
-    rest = {rank: bytes_of(content) for rank, content in received.items()}
+def _in_order(batch: _Batch, received: Iterable[Tensor]) -> Iterator[tuple[File, memoryview]]:
+    """The contents of a batch from those of each rank."""
+    rest = [bytes_of(content) for content in received]
     for piece in batch:
-        if piece.rank == own_rank:
-            yield piece.file, next(own)
-        else:
-            yield piece.file, rest[piece.rank][: piece.num_bytes]
-            rest[piece.rank] = rest[piece.rank][piece.num_bytes :]
+        yield piece.file, rest[piece.rank][: piece.num_bytes]
+        rest[piece.rank] = rest[piece.rank][piece.num_bytes :]
 
 
 _Holders = Mapping[int, Sequence[tuple[int, int, int]]]

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from shardwise.checkpoint.checksums import (
     BlockPart,
     block_sums,
+    by_tensor,
     crc32,
     decode_parts,
     encode_parts,
     split_at_blocks,
 )
-from shardwise.checkpoint.collect import TensorSlice, bytes_of
+from shardwise.checkpoint.collect import TensorSlice
 from shardwise.checkpoint.coordination import Coordinator
 from shardwise.checkpoint.directory import (
     Owner,
@@ -92,15 +93,13 @@ def write(job: WriteJob, ranks: Coordinator) -> None:
 
 
 def _manifest(job: WriteJob, parts: list[BlockPart]) -> Manifest:
-    by_tensor: dict[int, list[BlockPart]] = {}
-    for part in parts:
-        by_tensor.setdefault(part.tensor, []).append(part)
+    own = by_tensor(parts)
     ids = tensor_ids(job.components)
     sums: dict[str, dict[str, list[int]]] = {}
     for name, component in job.components.items():
         sums[name] = {}
         for key, spec in component.specs.items():
-            found = block_sums(by_tensor.get(ids[name, key], ()), spec.num_bytes)
+            found = block_sums(own.get(ids[name, key], ()), spec.num_bytes)
             whole = [one for one in found if one is not None]
             assert len(whole) == len(found), f"{key}: the ranks did not write all of it"
             sums[name][key] = whole
@@ -152,14 +151,8 @@ def _write_slice(
     output: "_FlushedFile", offset: int, own: TensorSlice, tensor: int
 ) -> Iterator[BlockPart]:
     """Write block by block, so that each is in the processor's cache when it is copied."""
-    elements, start = own.elements, own.start_byte
-    itemsize = elements.itemsize
-    memory = bytes_of(elements) if elements.device.type == "cpu" else None
-    for begin, end in split_at_blocks(start, own.stop_byte):
-        if memory is None:
-            content = bytes_of(elements[(begin - start) // itemsize : (end - start) // itemsize])
-        else:
-            content = memory[begin - start : end - start]
+    for begin, end in split_at_blocks(own.start_byte, own.stop_byte):
+        content = own.bytes_between(begin, end)
         yield BlockPart(tensor, begin, end, crc32(content))
         output.write(content, offset + begin)
 
