@@ -2,11 +2,11 @@
 
     torchrun --nproc-per-node=2 examples/hf/train_llama.py OUT
 
-Three lines make the difference to any other script with a `Trainer`: the model is sharded before
-the `Trainer` gets it, accelerate is told not to wrap it again, and the end result is saved by all
-ranks, each its own bytes. What is in OUT then is a Hugging Face checkpoint.
+Three things differ from an ordinary script with a `Trainer`: the model is sharded before the
+`Trainer` is created, an attribute keeps accelerate from wrapping it again, and all ranks together
+save the final model, as a Hugging Face checkpoint in OUT/model.
 
-With ``--engine ddp`` the same script is left to accelerate, which wraps the model in torch's DDP.
+With ``--engine ddp``, accelerate wraps the model in PyTorch's DDP instead, for comparison.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import shardwise as sw
 
 SENTENCES = 96
-LENGTH = 33  # bytes of each
-PARTS = 2  # micro-batches of a step
+LENGTH = 33  # bytes per sentence
+PARTS = 2  # micro-batches per step
 
 
 class Text(Dataset):
-    """This file, in pieces: bytes are the tokens."""
+    """Pieces of this file, with bytes as tokens."""
 
     def __init__(self) -> None:
         text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
@@ -44,7 +44,7 @@ class Text(Dataset):
 
 
 def main(out: Path, engine: str) -> list[dict[str, Any]]:
-    """Train and save; what the `Trainer` has logged."""
+    """Train and save; returns the log of the `Trainer`."""
     arguments = TrainingArguments(
         output_dir=str(out / "trainer"),
         use_cpu=not torch.cuda.is_available(),
@@ -72,7 +72,7 @@ def main(out: Path, engine: str) -> list[dict[str, Any]]:
     model = LlamaForCausalLM(config)
     if engine == "shardwise":
         sw.fully_shard(model, units=LlamaDecoderLayer)
-        model._is_accelerate_prepared = True  # what accelerate notes of models that it has wrapped
+        model._is_accelerate_prepared = True  # as in models that accelerate has wrapped
     trainer = Trainer(model=model, args=arguments, train_dataset=Text(), eval_dataset=Text())
     trainer.train()
     trainer.evaluate()

@@ -1,4 +1,4 @@
-"""Wrapping by hand, with parameters on the host (FSDP1).
+"""Wrapping by hand, with parameters offloaded to the host (FSDP1).
 
 torchrun --nproc-per-node 2 examples/porting/shardwise/by_hand.py
 """

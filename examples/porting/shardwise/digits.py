@@ -1,4 +1,4 @@
-"""A classifier of handwritten digits, wrapped by size (FSDP1).
+"""A classifier of handwritten digits, wrapped by module size (FSDP1).
 
 torchrun --nproc-per-node 2 examples/porting/shardwise/digits.py
 """

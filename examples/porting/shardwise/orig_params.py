@@ -1,4 +1,4 @@
-"""Groups of parameters, and gathering ahead in backward (FSDP1, ``use_orig_params=True``).
+"""Parameter groups and backward prefetch (FSDP1, ``use_orig_params=True``).
 
 torchrun --nproc-per-node 2 examples/porting/shardwise/orig_params.py
 """

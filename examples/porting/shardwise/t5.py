@@ -1,4 +1,4 @@
-"""A small encoder-decoder as T5 is: mixed precision and activation checkpointing (FSDP1).
+"""A small T5-like model with mixed precision and activation checkpointing (FSDP1).
 
 torchrun --nproc-per-node 2 examples/porting/shardwise/t5.py
 """

@@ -1,4 +1,4 @@
-"""A model that is made on the meta device, filled from a checkpoint, and saved with DCP (FSDP2).
+"""A model created on the meta device, loaded from a state dict, and saved with DCP (FSDP2).
 
 torchrun --nproc-per-node 2 examples/porting/torch/meta.py
 """
@@ -49,7 +49,7 @@ class Transformer(nn.Module):
 
 
 def make():
-    """A sharded model without values, and its optimizer."""
+    """A sharded model whose parameters are not initialized, and its optimizer."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):
@@ -78,7 +78,7 @@ def train(model, optimizer, generator):
 def main():
     model, optimizer = make()
     torch.manual_seed(0)
-    whole = Transformer().state_dict()  # say, from a file
+    whole = Transformer().state_dict()  # usually loaded from a file
     set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = train(model, optimizer, generator)
