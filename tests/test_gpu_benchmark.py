@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu`` on a CPU: both engines train, and what is told is there."""
+"""``python -m benchmarks.gpu`` on a CPU: both engines train and are reported."""
 
 import json
 from pathlib import Path
@@ -16,11 +16,11 @@ def test_both_engines_train_as_one_of_eight(
     main([*words, "--out", str(out)])
     assert "no network is in it" in capsys.readouterr().out
     results = json.loads(out.read_text(encoding="utf-8"))
-    assert [task["engine"] for task in results["tasks"]] == ["fsdp2", "shardwise"]
-    for task in results["tasks"]:
-        assert task["median"]["tokens_per_second"] > 0
-        assert task["median"]["flops"] == products_of_tiny()
-        assert task["ranks"] == 8
+    tasks = results["tasks"].values()
+    assert [(task["engine"], task["ranks"]) for task in tasks] == [("fsdp2", 8), ("shardwise", 8)]
+    for medians in results["rows"].values():
+        assert medians["tokens_per_second"] > 0
+        assert medians["flops"] == products_of_tiny()
 
 
 def products_of_tiny() -> int:
@@ -29,13 +29,13 @@ def products_of_tiny() -> int:
     tokens = model.batch * model.context
     of_blocks = blocks * 12 * width**2 * 2 * tokens  # forward
     head = model.vocabulary * width * 2 * tokens
-    # Forward, forward again, and twice that. A block's last product is not made again, for nothing
-    # that was kept comes after it; nor is the head's.
+    # Forward, recomputation, and twice that in backward. A block's last product is not recomputed,
+    # because backward does not need its result; nor is the head's.
     return 4 * of_blocks - of_blocks // 3 + 3 * head
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_without_a_gpu_it_says_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_the_error_names_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([])
     assert "--device cpu --models tiny" in capsys.readouterr().err

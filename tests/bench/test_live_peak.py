@@ -1,38 +1,38 @@
-"""Live bytes, wherever they are taken and freed."""
+"""The peak of allocated bytes, on all threads."""
 
 import threading
 import time
 
 import torch
 
-from shardwise.bench.machine import Peak, allocated_bytes
+from shardwise.bench.memory import Peak, allocated_bytes
 
 MEGA = 1 << 20
 
 
-def hold(num_bytes: int) -> None:
-    taken = torch.ones(num_bytes, dtype=torch.uint8)
+def allocate(num_bytes: int) -> None:
+    allocated = torch.ones(num_bytes, dtype=torch.uint8)
     time.sleep(0.05)  # many samples
-    del taken
+    del allocated
 
 
-def on_a_thread(num_bytes: int) -> None:
-    thread = threading.Thread(target=hold, args=(num_bytes,))
+def allocate_on_a_thread(num_bytes: int) -> None:
+    thread = threading.Thread(target=allocate, args=(num_bytes,))
     thread.start()
     thread.join()
 
 
-def test_every_thread_counts_and_what_was_freed_does_not() -> None:
+def test_all_threads_count_and_freed_bytes_do_not() -> None:
     with Peak(allocated_bytes, 0.0005) as live:
-        hold(48 * MEGA)
-        on_a_thread(64 * MEGA)
-        hold(32 * MEGA)
+        allocate(48 * MEGA)
+        allocate_on_a_thread(64 * MEGA)
+        allocate(32 * MEGA)
     assert 64 * MEGA <= live.bytes < 72 * MEGA
 
 
-def test_what_was_there_before_does_not_count() -> None:
+def test_earlier_allocations_do_not_count() -> None:
     before = torch.ones(64 * MEGA, dtype=torch.uint8)
     with Peak(allocated_bytes, 0.0005) as live:
-        hold(8 * MEGA)
+        allocate(8 * MEGA)
     assert 8 * MEGA <= live.bytes < 16 * MEGA
     del before

@@ -1,18 +1,28 @@
-"""Starting ``shardwise`` as a user would."""
+"""Starting ``shardwise`` as a user would, or in this process."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
+from typing import TypeVar, TypeVarTuple, cast
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from shardwise.cli import main
+from shardwise.launch.world import World
+from tests.ranks import run_on
 
-# What a launcher's environment variables begin with.
+Arguments = TypeVarTuple("Arguments")
+T = TypeVar("T")
+
+# Prefixes of the environment variables of launchers.
 LAUNCHERS = (
     "RANK",
     "WORLD_SIZE",
@@ -61,6 +71,23 @@ def finish(process: subprocess.Popen[str]) -> Finished:
 def run(arguments: Sequence[str | Path], cwd: Path, **changes: str) -> Finished:
     """Run ``shardwise`` with these arguments to its end."""
     return finish(start(arguments, cwd, **changes))
+
+
+def run_on_pool(
+    num_ranks: int, function: Callable[[World, *Arguments], T], *args: *Arguments
+) -> list[T]:
+    """`run_on_local_ranks` without new processes; what the ranks print is printed here."""
+    outcomes = run_on(num_ranks, _run_captured, function, args, deadline=120.0)
+    for printed, _ in outcomes:
+        sys.stdout.write(printed)
+    return [cast("T", result) for _, result in outcomes]
+
+
+def _run_captured(function: Callable[..., object], args: tuple[object, ...]) -> tuple[str, object]:
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    with redirect_stdout(StringIO()) as printed:
+        result = function(world, *args)
+    return printed.getvalue(), result
 
 
 def fail(capfd: pytest.CaptureFixture[str], arguments: list[str]) -> str:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from .commands import fail, run
+from shardwise.cli import main
+
+from .commands import fail, run_on_pool
 
 USAGE_ERRORS = {
     "--size 50G": "--size 50G: expected 10M, 50M, 125M or a configuration",
@@ -25,32 +27,36 @@ USAGE_ERRORS = {
 }
 
 
-def test_a_small_comparison(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("elsewhere")
+def test_a_small_comparison(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     malloc = "MALLOC_MMAP_THRESHOLD_=1048576"
     monkeypatch.setenv(*malloc.split("="))
+    monkeypatch.setattr("shardwise.bench.harness.run_on_local_ranks", run_on_pool)
     out = tmp_path / "out"
-    words: list[str | Path] = ["--size", tiny]
-    words += ["--vs", "ddp", "--ours", "fsdp", "--rounds", "2", "--sequence", "16"]
-    finished = run(["bench", *words, "--measure", "time,traffic", "--out", out], tmp_path)
-    assert finished.code == 0, finished.stderr
-    assert "shardwise-fsdp" in finished.stdout
-    assert malloc in finished.stdout
-    assert "rounds were noisy" in finished.stdout
-    assert "Traceback" not in finished.stderr
+    options = ["--vs", "ddp", "--ours", "fsdp", "--rounds", "2", "--sequence", "16"]
+    measures = ["--measure", "time,traffic,units", "--out", str(out)]
+    assert main(["bench", "--size", str(tiny), *options, *measures]) == 0
+    printed = capfd.readouterr()
+    assert "shardwise-fsdp" in printed.out
+    assert malloc in printed.out
+    assert "rounds were noisy" in printed.out
+    assert "traffic of shardwise-fsdp" in printed.err
     assert (out / "bench.png").stat().st_size > 0
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert results["machine"]["torch"]
     assert results["machine"]["malloc"] == malloc
     assert results["setting"]["engines"] == ["ddp", "shardwise-fsdp"]
-    assert len(results["rounds"]) == 2
+    assert len(results["rounds"]) == len(results["tiny_rounds"]) == 2
     ours, ddp = results["engines"]["shardwise-fsdp"], results["engines"]["ddp"]
-    assert ddp["times"]["ratio"] == {"median": 1.0, "least": 1.0, "most": 1.0}
-    assert ours["times"]["loss_gap"] < 1e-6
-    assert ours["times"]["busy_seconds"] > 0
-    assert ddp["times"]["busy_seconds"] is None
-    assert ours["inspected"]["sent_bytes"] > ddp["inspected"]["sent_bytes"] > 0
-    assert ours["inspected"]["resident_peak"] > 0
-    assert ours["trimmed_peak"] is None
+    assert ddp["ratio"] == {"median": 1.0, "least": 1.0, "most": 1.0}
+    assert ours["figures"]["loss_gap"] < 1e-6
+    assert ours["figures"]["busy_seconds"] > 0
+    assert "busy_seconds" not in ddp["figures"]
+    assert ours["figures"]["sent_bytes"] > ddp["figures"]["sent_bytes"] > 0
+    assert ours["figures"]["unit_microseconds"] > 0
+    assert "trimmed_peak" not in ours["figures"]
 
 
 @pytest.mark.parametrize(("command_line", "message"), USAGE_ERRORS.items())

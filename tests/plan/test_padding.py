@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks.padding import BLOCKS, GRANULARITIES, RANKS, as_specs, figure
+from benchmarks.padding import BLOCKS, GRANULARITIES, RANKS, as_specs, measure
 from torch import nn
 
 from shardwise.plan.granularity import Granularity
@@ -87,17 +87,17 @@ def test_a_parameter_without_elements() -> None:
 def test_blocks_of_real_models_are_planned_at_once(name: str, ranks: int) -> None:
     for granularity in GRANULARITIES:
         parameters = as_specs(BLOCKS[name], granularity)
-        one = figure(name, parameters, ranks)
-        assert one.seconds < 1.0
-        assert one.planned <= one.in_one <= one.common_multiple + 1e-6
+        found = measure(parameters, ranks)
+        assert found["seconds"] < 1.0
+        assert found["planned"] <= found["in_one"] <= found["common_multiple"] + 1e-6
         if granularity == "element":
-            assert one.planned < 1e-4
+            assert found["planned"] < 1e-4
 
 
 def test_the_figures_of_the_documentation() -> None:
     def planned(name: str, ranks: int) -> tuple[float, float]:
-        one = figure(name, as_specs(BLOCKS[name], "row"), ranks)
-        return round(100 * one.planned, 1), round(100 * one.in_one, 1)
+        found = measure(as_specs(BLOCKS[name], "row"), ranks)
+        return round(100 * found["planned"], 1), round(100 * found["in_one"], 1)
 
     assert planned("Llama-3-8B", 1024) == (1.9, 7.7)
     assert planned("Qwen2-7B", 512) == (0.8, 16.5)

@@ -1,14 +1,14 @@
 """C3: what a rank holds is what the plan says, to 2 %: every tensor that lives is counted."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from benchmarks.switches import pools_of, sampled
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -17,7 +17,12 @@ from shardwise.forecast.memory import step_memory
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.strategy import STRATEGIES, Level, Strategy
 from shardwise.runtime.engine import Runtime
+from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.memory import Pool
+from shardwise.runtime.scheduler import Scheduler
+from shardwise.runtime.unit import Unit
+from shardwise.schedule.events import EventKind
+from shardwise.transport.api import Work
 from shardwise.transport.communicator import communicator
 from shardwise.transport.host.collectives import HostCollectives
 from tests.covering import covered_first
@@ -123,7 +128,7 @@ def _measure(
         if not accumulates:
             model.zero_grad()
     between = _live_bytes(runtime)
-    with sampled(lambda: _live_bytes(runtime)) as samples:
+    with _sampled(lambda: _live_bytes(runtime)) as samples:
         _step(model, holds=holds)
     planned = step_memory(
         runtime.plan,
@@ -152,10 +157,40 @@ def _step(model: nn.Module, *, holds: bool) -> None:
     model(torch.ones(1, 16)).mean().backward()
 
 
+@contextmanager
+def _sampled(held_bytes: Callable[[], int]) -> Iterator[list[int]]:
+    """Sample ``held_bytes()`` before and after every event, and when gradients are there."""
+    samples: list[int] = []
+    do, hand_over = Scheduler._do, GradientShard._hand_over
+
+    def sample(scheduler: Scheduler, kind: EventKind, unit: Unit) -> tuple[Work, ...]:
+        samples.append(held_bytes())
+        marks = do(scheduler, kind, unit)
+        samples.append(held_bytes())
+        return marks
+
+    def sample_handing(gradients: GradientShard, reduced: Tensor) -> None:
+        hand_over(gradients, reduced)
+        samples.append(held_bytes())
+
+    with (
+        mock.patch.object(Scheduler, "_do", sample),
+        mock.patch.object(GradientShard, "_hand_over", sample_handing),
+    ):
+        yield samples
+
+
+def _pools_of(runtime: Runtime) -> list[Pool]:
+    """All pools of a step, of the device and of the host."""
+    flats = [flat for unit in runtime.units for flat in unit.flats]
+    staging = {id(flat.offloader): flat.offloader.staging for flat in flats if flat.offloader}
+    return [*runtime.pools, *staging.values()]
+
+
 def _live_bytes(runtime: Runtime) -> int:
     """Of all tensors that this test has made, but for idle memory of pools and a link's window."""
     live: dict[int, int] = {}
-    idle = {storage._cdata for pool in pools_of(runtime) for storage in pool.idle_storages}
+    idle = {storage._cdata for pool in _pools_of(runtime) for storage in pool.idle_storages}
     reduce = communicator(runtime.axis.world, runtime.pools.device).reduce
     assert isinstance(reduce, HostCollectives)
     window = reduce._sums._window

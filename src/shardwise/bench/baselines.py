@@ -95,7 +95,8 @@ class Fsdp2:
 
     def __call__(self, work: Work) -> Trainee:
         model = work.make()
-        options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+        device = next(model.parameters()).device.type
+        options: dict[str, Any] = {"mesh": init_device_mesh(device, (dist.get_world_size(),))}
         if not self.reshard:
             options["reshard_after_forward"] = False
         if work.bf16:
@@ -138,11 +139,11 @@ class _DeepSpeed(Trainee):
         )
         super().__init__(work, self._engine, optimizer)
 
-    def step(self, batch: Tensor) -> float:
+    def step(self, batch: Tensor) -> Tensor:
         loss = self.loss(batch)
         self._engine.backward(loss)
         self._engine.step()
-        return loss.item()
+        return loss.detach()
 
 
 def _in_ddp(work: Work) -> nn.Module:

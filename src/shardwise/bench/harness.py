@@ -1,78 +1,190 @@
-"""`shardwise bench`: starts the ranks of each measurement in turn, and shows the results.
+"""What `shardwise bench` and the scripts of `benchmarks/` share.
 
-Each measurement has processes of its own, so that the memory of one engine does not show in
-another's: the heats of the rounds, the tiny units, and two runs per engine for traffic and memory.
+Every case is measured once a round, in an order that rotates, so a disturbance of the machine
+reaches all cases. Results are medians over the rounds: of figures, and of ratios to a base case *in
+the same round*. A fixed matrix product is timed before each round; rounds in which it took long are
+noisy and left out.
 """
 
+import json
 import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar, TypeVarTuple
 
-import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
 
-from shardwise.bench import report
-from shardwise.bench.engines import ALONE, ALONE_BF16, BASE, ENGINES, choose_engines, missing_peers
-from shardwise.bench.figures import Inspected, Results, Row, merge, summarise
-from shardwise.bench.inspection import MMAP_THRESHOLD, inspect_engine, measure_resident_peak
-from shardwise.bench.machine import available_bytes, describe_machine
-from shardwise.bench.options import BenchOptions, Setting, read_shape
-from shardwise.bench.progress import show_progress
-from shardwise.bench.rounds import plan_heats, run_heat, run_tiny_heat
-from shardwise.bench.work import NUM_TINY_UNITS, gpt_work
+from shardwise.bench.machine import busy_seconds, describe_machine, reference_seconds
 from shardwise.errors import ConfigError
 from shardwise.launch.environment import read_rank_env
 from shardwise.launch.local import run_on_local_ranks
+from shardwise.launch.world import World
 from shardwise.transport.device import num_local_gpus
 
-__all__ = ["run"]
+__all__ = [
+    "Column",
+    "Figures",
+    "Range",
+    "Round",
+    "interleave",
+    "largest",
+    "make_console",
+    "make_table",
+    "medians",
+    "merge",
+    "publish",
+    "ratio",
+    "run_ranks",
+    "show_progress",
+    "write_json",
+]
 
+NOISE = 1.2  # times the median of the reference; a round above it is noisy
 WIDTH = 150  # of the tables, so that no figure is cut in a file or a narrow window
 
+Arguments = TypeVarTuple("Arguments")
+T = TypeVar("T")
+Figures = dict[str, float]  # by name; a name that is missing was not measured
+Column = tuple[str, str, Callable[[Any], str]]  # heading, name of the figure, its format
 
-def run(options: BenchOptions) -> None:
-    """Compare the engines that ``options`` name, on local CPU ranks.
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The range of one figure over rounds."""
+
+    median: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.least:.2f}-{self.most:.2f})"
+
+
+@dataclass(slots=True)
+class Round:
+    """One measurement of each case, on one rank or merged over ranks."""
+
+    cases: dict[str, Figures]
+    reference_seconds: float  # of a fixed product of matrices, before the cases
+    load: float  # of the machine, averaged over the last minute
+    busy_cores: float  # by all processes
+    own_cores: float  # by this process, or by all ranks
+    is_noisy: bool = False  # the reference took long, so the medians leave it out
+
+    @property
+    def others(self) -> float:
+        """Cores that other processes kept busy; the process that started the ranks is idle."""
+        return max(0.0, self.busy_cores - self.own_cores)
+
+
+def interleave(
+    cases: Mapping[str, Callable[[int], Figures]],
+    rounds: int,
+    *,
+    title: str,
+    warm_up: int = 0,
+    visible: bool = True,
+) -> list[Round]:
+    """Measure every case once a round, in an order that rotates.
+
+    Args:
+        cases: by name; called with the number of the round, from 0.
+        rounds: that are returned.
+        title: of the progress bar.
+        warm_up: rounds before these, which are discarded.
+        visible: whether to show progress.
+    """
+    names, measured = tuple(cases), []
+    with show_progress(title, warm_up + rounds, visible=visible) as begin:
+        for number in range(warm_up + rounds):
+            begin("" if number else f"({rounds} rounds)")
+            start = (number - warm_up) % len(names)
+            reference = reference_seconds()
+            began, busy, own = time.perf_counter(), busy_seconds(), time.process_time()
+            found = {name: cases[name](number) for name in (*names[start:], *names[:start])}
+            seconds = time.perf_counter() - began
+            busy, own = busy_seconds() - busy, time.process_time() - own
+            load = os.getloadavg()[0]
+            measured.append(Round(found, reference, load, busy / seconds, own / seconds))
+    return measured[warm_up:]
+
+
+def merge(
+    by_rank: Sequence[Sequence[Round]], worst: Collection[str] | None = ("seconds",)
+) -> list[Round]:
+    """Merge the ranks of each round, and mark noisy rounds.
+
+    Args:
+        by_rank: the rounds of each rank.
+        worst: figures of which the largest of all ranks counts, and of the others the mean; None
+            for all figures.
+    """
+    limit = NOISE * statistics.median(round_.reference_seconds for round_ in by_rank[0])
+    return [
+        Round(
+            cases={name: _merge([v.cases[name] for v in views], worst) for name in views[0].cases},
+            reference_seconds=views[0].reference_seconds,
+            load=views[0].load,
+            busy_cores=views[0].busy_cores,
+            own_cores=sum(view.own_cores for view in views),
+            is_noisy=views[0].reference_seconds > limit,
+        )
+        for views in zip(*by_rank, strict=True)
+    ]
+
+
+def _merge(views: Sequence[Figures], worst: Collection[str] | None) -> Figures:
+    return {
+        name: (max if worst is None or name in worst else statistics.fmean)(v[name] for v in views)
+        for name in views[0]
+    }
+
+
+def largest(by_rank: Sequence[Figures]) -> Figures:
+    """The largest of each figure over ranks."""
+    return _merge(by_rank, None)
+
+
+def medians(rounds: Sequence[Round], case: str) -> Figures:
+    """Of each figure of ``case`` over the rounds that were not noisy."""
+    found = [round_.cases[case] for round_ in _quiet(rounds, case)]
+    return {name: statistics.median(one[name] for one in found) for name in found[0]}
+
+
+def ratio(rounds: Sequence[Round], case: str, base: str, figure: str = "seconds") -> Range:
+    """Of a figure of ``case`` to that of ``base`` in the same round, where it was not noisy."""
+    pairs = [(round_.cases[case], round_.cases[base]) for round_ in _quiet(rounds, case)]
+    ratios = [one[figure] / other[figure] for one, other in pairs]
+    return Range(statistics.median(ratios), min(ratios), max(ratios))
+
+
+def _quiet(rounds: Sequence[Round], case: str) -> list[Round]:
+    return [round_ for round_ in rounds if case in round_.cases and not round_.is_noisy]
+
+
+def run_ranks(
+    num_ranks: int, function: Callable[[World, *Arguments], T], *args: *Arguments
+) -> list[T]:
+    """Call ``function(world, *args)`` on new local CPU ranks; the results, by rank.
 
     Raises:
-        ConfigError: an option is not valid here; nothing has been started.
-        RankError: an engine failed.
+        ConfigError: a launcher started this process, or the machine has GPUs.
+        RankError: a rank raised or died.
     """
-    options.check()
-    _check_place()
-    setting = Setting(
-        size=options.size,
-        shape=read_shape(options.size, options.sequence),
-        ranks=options.ranks,
-        dtype=options.dtype,
-        engines=choose_engines(options),
-        rounds=options.rounds,
-        batch=options.batch,
-    )
-    results = Results(
-        setting=setting,
-        num_parameters=_count_parameters(setting),
-        rows={name: Row(name) for name in setting.engines},
-        rounds=[],
-        tiny_rounds=[],
-        absent=missing_peers(options),
-    )
-    machine = describe_machine(with_deepspeed="deepspeed" in results.rows)
-    directory = report.make_directory(options.out, options.size)
-    # Short runs of every engine first, so that one that fails does so early.
-    measures = {
-        "traffic": _inspect,
-        "memory": _measure_trimmed,
-        "units": _measure_units,
-        "time": _measure_time,
-    }
-    try:
-        for name, measure in measures.items():
-            if name in options.measures:
-                measure(results)
-    finally:
-        report.write(directory, results, machine)  # what there is, after an error too
-    report.show(directory, results, machine, Console(width=max(WIDTH, Console().width)))
+    check_place()
+    return run_on_local_ranks(num_ranks, function, *args)
 
 
-def _check_place() -> None:
+def check_place() -> None:
+    """Raise a ConfigError where benchmarks cannot start ranks of their own on CPUs."""
     if read_rank_env(os.environ) is not None:
         raise ConfigError(
             "bench starts its own ranks, several times over; run it without a launcher"
@@ -81,64 +193,66 @@ def _check_place() -> None:
         raise ConfigError("bench compares on CPU ranks; hide the GPUs: CUDA_VISIBLE_DEVICES=''")
 
 
-def _count_parameters(setting: Setting) -> int:
-    with torch.device("meta"):
-        model = gpt_work(setting).build()
-    return sum(parameter.numel() for parameter in model.parameters())
+# -- output --------------------------------------------------------------------------------------
 
 
-def _measure_time(results: Results) -> None:
-    setting = results.setting
-    heats = plan_heats(setting, results.num_parameters, available_bytes())
-    for number, names in enumerate(heats):
-        suffix = f", heat {number + 1} of {len(heats)}" if len(heats) > 1 else ""
-        title = f"rounds of {len(names)} engines{suffix}"
-        by_rank = run_on_local_ranks(setting.ranks, run_heat, setting, names, title)
-        results.rounds.extend(merge(number, by_rank))
-    for name, times in summarise(results.rounds, BASE).items():
-        results.rows[name].times = times
+def make_table(
+    title: str, columns: Sequence[Column], rows: Mapping[str, Mapping[str, Any]]
+) -> Table:
+    """One line for each row that has any of the figures; "-" for what was not measured."""
+    table = Table(title=title)
+    table.add_column("", no_wrap=True)
+    for heading, _, _ in columns:
+        table.add_column(heading, justify="right")
+    for row, figures in rows.items():
+        cells = [show(figures[name]) if name in figures else "-" for _, name, show in columns]
+        if any(name in figures for _, name, _ in columns):
+            table.add_row(row, *cells)
+    return table
 
 
-def _measure_units(results: Results) -> None:
-    setting = results.setting
-    names = list(setting.engines)
-    title = f"rounds of {NUM_TINY_UNITS} tiny units"
-    by_rank = run_on_local_ranks(setting.ranks, run_tiny_heat, setting, names, title)
-    results.tiny_rounds.extend(merge(0, by_rank))
-    for name, times in summarise(results.tiny_rounds, BASE).items():
-        results.rows[name].unit_microseconds = times.seconds / NUM_TINY_UNITS * 1e6
+def make_console() -> Console:
+    return Console(width=max(WIDTH, Console().width))
 
 
-def _inspect(results: Results) -> None:
-    setting, rows = results.setting, results.rows
-    alone = {name: _without_engine(setting, name) for name in rows}
-    copied = {}
-    names = dict.fromkeys((*alone.values(), *rows))
-    with show_progress("traffic of", len(names)) as begin:
-        for name in names:
-            begin(name)
-            by_rank = run_on_local_ranks(setting.ranks, inspect_engine, setting, name)
-            copied[name] = max(one.traffic.copied_bytes for one in by_rank)
-            if name in rows:
-                rows[name].inspected = Inspected(
-                    copied_bytes=copied[name] - copied[alone[name]],
-                    sent_bytes=max(one.traffic.sent_bytes for one in by_rank),
-                    num_collectives=max(one.traffic.num_collectives for one in by_rank),
-                    live_peak=max(one.live_peak for one in by_rank),
-                    resident_peak=max(one.resident_peak for one in by_rank),
-                )
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a document with the command line and the machine."""
+    command = shlex.join(["python", *sys.orig_argv[1:]])
+    whole = {"command": command, "machine": asdict(describe_machine()), **document}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
-def _measure_trimmed(results: Results) -> None:
-    setting = results.setting
-    with show_progress("memory of", len(results.rows)) as begin:
-        for name, row in results.rows.items():
-            begin(name)
-            arguments = (setting, name, MMAP_THRESHOLD)
-            peaks = run_on_local_ranks(setting.ranks, measure_resident_peak, *arguments)
-            row.trimmed_peak = max(peaks)
+def publish(
+    title: str,
+    columns: Sequence[Column],
+    rows: Mapping[str, Mapping[str, Any]],
+    out: Path | None,
+    **document: Any,
+) -> None:
+    """Print a table and, unless ``out`` is None, write ``document`` and the rows there."""
+    make_console().print(make_table(title, columns, rows))
+    if out is not None:
+        write_json(out, {**document, "rows": rows})
 
 
-def _without_engine(setting: Setting, name: str) -> str:
-    """The run whose copies are subtracted from those of engine ``name``."""
-    return ALONE_BF16 if setting.is_bf16 and not ENGINES[name].autocasts else ALONE
+@contextmanager
+def show_progress(
+    title: str, total: int, *, visible: bool = True
+) -> Iterator[Callable[[str], None]]:
+    """Show progress on stderr: a bar on a terminal, elsewhere a line for each part with a name.
+
+    Yields a function to call, with a name or "", when the next of ``total`` parts begins.
+    """
+    console = Console(stderr=True, quiet=not visible)
+    if not console.is_terminal:
+        yield lambda name: console.print(f"{title} {name}") if name else None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
+    with Progress(*columns, console=console, expand=True, transient=True) as progress:
+        task = progress.add_task(title, total=total, completed=-1)
+
+        def begin(name: str) -> None:
+            progress.update(task, description=f"{title} {name}".rstrip(), advance=1)
+
+        yield begin

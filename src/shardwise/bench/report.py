@@ -1,19 +1,28 @@
-"""The results of a comparison: tables, results.json and, with matplotlib, bench.png."""
+"""The results of `shardwise bench`: tables, results.json and, with matplotlib, bench.png."""
 
-import json
+import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 
-from shardwise.bench.engines import OURS
-from shardwise.bench.figures import LOSS_TOLERANCE, Range, Results, Row
-from shardwise.bench.machine import Machine
+from shardwise.bench.engines import BASE, OURS
+from shardwise.bench.harness import (
+    Column,
+    Figures,
+    Range,
+    Round,
+    make_console,
+    make_table,
+    write_json,
+)
+from shardwise.bench.machine import describe_machine
+from shardwise.bench.options import Setting
 from shardwise.bench.work import NUM_TINY_UNITS
 from shardwise.errors import ConfigError
 from shardwise.train.run_directory import make_new_directory
@@ -21,16 +30,44 @@ from shardwise.train.run_directory import make_new_directory
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["make_directory", "show", "write"]
+__all__ = ["LOSS_TOLERANCE", "Comparison", "Row", "make_directory", "show", "write"]
 
+# In nats, for fp32: engines add up the same numbers in different orders.
+LOSS_TOLERANCE = 1e-4
 NO_PICTURE = 'bench.png was not drawn, matplotlib is missing: pip install "shardwise[plot]"'
 PRECISION = (
     "bf16: ddp and zero-optimizer run under torch.autocast; the others gather, compute and reduce "
     "in bfloat16 and keep float32 shards"
 )
-DASH = "-"  # not measured, or not recorded by the engine
 OWN, OTHER, FAINT = "#2a6fbb", "#8a8a8a", "#c9c9c9"
 MEGA = 1e6
+
+
+@dataclass(slots=True)
+class Row:
+    """The results of one engine."""
+
+    ratio: Range | None = None  # seconds of a step to those of the base in the same round
+    cpu_ratio: Range | None = None
+    figures: Figures = field(default_factory=dict)
+
+    @property
+    def resident_peak(self) -> float | None:
+        """The lower of the peaks with malloc's default and with its threshold lowered."""
+        peaks = [self.figures.get(name) for name in ("resident_peak", "trimmed_peak")]
+        return min((peak for peak in peaks if peak is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The results of all engines. Figures per rank are the largest over ranks."""
+
+    setting: Setting
+    num_parameters: int
+    absent: tuple[str, ...]  # peers that are not installed
+    rows: dict[str, Row]
+    rounds: list[Round] = field(default_factory=list)
+    tiny_rounds: list[Round] = field(default_factory=list)
 
 
 def make_directory(out: Path | None, size: str) -> Path:
@@ -51,45 +88,42 @@ def make_directory(out: Path | None, size: str) -> Path:
     return out
 
 
-def write(directory: Path, results: Results, machine: Machine) -> None:
+def write(directory: Path, compared: Comparison) -> None:
     """Write results.json."""
-    base = results.setting.engines[0]
+    is_bf16 = compared.setting.is_bf16
     document: dict[str, Any] = {
-        "machine": asdict(machine),
-        "setting": asdict(results.setting) | {"parameters": results.num_parameters},
-        "absent": results.absent,
-        "loss_tolerance": None if results.setting.is_bf16 else LOSS_TOLERANCE,
+        "setting": asdict(compared.setting) | {"parameters": compared.num_parameters},
+        "absent": compared.absent,
+        "loss_tolerance": None if is_bf16 else LOSS_TOLERANCE,
         "tiny_units": NUM_TINY_UNITS,
-        "engines": {
-            name: asdict(row) | {"resident_peak": row.resident_peak}
-            for name, row in results.rows.items()
-        },
-        "rounds": [asdict(round_) for round_ in results.rounds],
-        "tiny_rounds": [asdict(round_) for round_ in results.tiny_rounds],
+        "engines": {name: asdict(row) for name, row in compared.rows.items()},
+        "rounds": [asdict(round_) for round_ in compared.rounds],
+        "tiny_rounds": [asdict(round_) for round_ in compared.tiny_rounds],
     }
-    for round_ in (*document["rounds"], *document["tiny_rounds"]):
-        of_base = round_["turns"][base]
-        for turn in round_["turns"].values():
-            turn["ratio"] = turn["seconds"] / of_base["seconds"]
-            turn["cpu_ratio"] = turn["cpu_seconds"] / of_base["cpu_seconds"]
-    text = json.dumps(document, indent=1) + "\n"
-    (directory / "results.json").write_text(text, encoding="utf-8")
+    write_json(directory / "results.json", document)
 
 
-def show(directory: Path, results: Results, machine: Machine, console: Console) -> None:
+def show(directory: Path, compared: Comparison) -> None:
     """Print the tables and draw bench.png."""
-    setting = results.setting
+    console, setting, machine = make_console(), compared.setting, describe_machine()
     lines = [
-        f"GPT of {results.num_parameters:,} parameters, {setting.ranks} CPU ranks, "
+        f"GPT of {compared.num_parameters:,} parameters, {setting.ranks} CPU ranks, "
         f"{setting.dtype}, {setting.batch} x {setting.shape.context} tokens per rank and step, "
         f"fused AdamW; torch {machine.torch}, {machine.processor}, {machine.cores} cores"
         + (f", {machine.malloc}" if machine.malloc else "")
     ]
     _print(console, lines)
-    for table in _tables(results):
+    rows = {
+        name: row.figures | {"ratio": row.ratio, "cpu_ratio": row.cpu_ratio}
+        if row.ratio
+        else row.figures
+        for name, row in compared.rows.items()
+    }
+    for title, columns in _tables(compared).items():
+        table = make_table(title, columns, rows)
         if table.row_count:
             console.print(table)
-    _print(console, _remarks(directory, results))
+    _print(console, _remarks(directory, compared))
 
 
 def _print(console: Console, lines: Sequence[str]) -> None:
@@ -97,108 +131,67 @@ def _print(console: Console, lines: Sequence[str]) -> None:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def _remarks(directory: Path, results: Results) -> list[str]:
-    remarks = [f"{name} is not installed, so it was not compared" for name in results.absent]
-    if results.setting.is_bf16:
+def _remarks(directory: Path, compared: Comparison) -> list[str]:
+    remarks = [f"{name} is not installed, so it was not compared" for name in compared.absent]
+    if compared.setting.is_bf16:
         remarks.append(PRECISION)
-    if results.rounds:
-        load = max(round_.load for round_ in results.rounds)
-        others = max(round_.others for round_ in results.rounds)
+    if rounds := compared.rounds:
         remarks.append(
-            f"{results.num_noisy} of {len(results.rounds)} rounds were noisy and are left out; "
-            f"load up to {load:.1f}, other processes kept up to {others:.1f} cores busy"
+            f"{sum(round_.is_noisy for round_ in rounds)} of {len(rounds)} rounds were noisy and "
+            f"are left out; load up to {max(round_.load for round_ in rounds):.1f}, other "
+            f"processes kept up to {max(round_.others for round_ in rounds):.1f} cores busy"
         )
     try:
-        _draw(directory / "bench.png", results)
+        _draw(directory / "bench.png", compared)
     except ModuleNotFoundError:
         remarks.append(NO_PICTURE)
     files = ", ".join(sorted(file.name for file in directory.iterdir()))
     return [*remarks, f"results: {directory} ({files})"]
 
 
-# -- tables --------------------------------------------------------------------------------------
-
-
-def _tables(results: Results) -> list[Table]:
-    base, is_bf16 = results.setting.engines[0], results.setting.is_bf16
-    rows = list(results.rows.values())
-    times = _table(
-        f"time of a step; ratios to {base} in the same round, median (least-most)",
-        (
-            "time",
-            "CPU time",
-            "ms",
-            "CPU ms",
-            "page faults",
-            "hidden",
-            "exposed",
-            f"loss - {base}'s",
+def _tables(compared: Comparison) -> dict[str, tuple[Column, ...]]:
+    return {
+        f"time of a step; ratios to {BASE} in the same round, median (least-most)": (
+            ("time", "ratio", str),
+            ("CPU time", "cpu_ratio", str),
+            ("ms", "seconds", _milliseconds),
+            ("CPU ms", "cpu_seconds", _milliseconds),
+            ("page faults", "page_faults", "{:,.0f}".format),
+            ("communication, ms", "busy_seconds", _milliseconds),
+            ("of it exposed", "exposed_seconds", _milliseconds),
+            (f"loss - {BASE}'s", "loss_gap", partial(_loss_gap, compared.setting)),
         ),
-    )
-    traffic = _table("traffic of a step per rank", ("copied", "collectives", "sent"))
-    memory = _table(
-        "memory per rank above that before the model was made",
-        ("live, peak", "resident, peak", "with malloc's threshold at 64 KB", "µs per tiny unit"),
-    )
-    for row in rows:
-        if row.times is not None:
-            times.add_row(row.name, *_time_cells(row, is_bf16=is_bf16))
-        if (moved := row.inspected) is not None:
-            copied, sent = decimal(moved.copied_bytes), decimal(moved.sent_bytes)
-            traffic.add_row(row.name, copied, str(moved.num_collectives), sent)
-    if any(row.resident_peak or row.unit_microseconds for row in rows):
-        for row in rows:
-            memory.add_row(row.name, *_memory_cells(row))
-    return [times, traffic, memory]
+        "traffic of a step per rank": (
+            ("copied", "copied_bytes", _bytes),
+            ("collectives", "num_collectives", "{:.0f}".format),
+            ("sent", "sent_bytes", _bytes),
+        ),
+        "memory per rank above that before the model was made": (
+            ("live, peak", "live_peak", _bytes),
+            ("resident, peak", "resident_peak", _bytes),
+            ("with malloc's threshold at 64 KB", "trimmed_peak", _bytes),
+            ("µs per tiny unit", "unit_microseconds", "{:,.0f}".format),
+        ),
+    }
 
 
-def _table(title: str, headings: Sequence[str]) -> Table:
-    table = Table(title=title)
-    table.add_column("engine", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
 
 
-def _time_cells(row: Row, *, is_bf16: bool) -> tuple[str, ...]:
-    times = row.times
-    assert times is not None
-    hidden, exposed = DASH, DASH
-    if times.busy_seconds is not None and times.exposed_seconds is not None:
-        hidden = f"{1e3 * max(0.0, times.busy_seconds - times.exposed_seconds):.1f} ms"
-        exposed = f"{1e3 * times.exposed_seconds:.1f} ms"
-    verdict = "" if is_bf16 else " ok" if times.loss_gap <= LOSS_TOLERANCE else " FAR"
-    return (
-        _range(times.ratio),
-        _range(times.cpu_ratio),
-        f"{1e3 * times.seconds:.1f}",
-        f"{1e3 * times.cpu_seconds:.1f}",
-        f"{times.page_faults:,.0f}",
-        hidden,
-        exposed,
-        f"{times.loss_gap:.1e}{verdict}",
-    )
+def _bytes(number: float) -> str:
+    return decimal(int(number))
 
 
-def _memory_cells(row: Row) -> tuple[str, ...]:
-    inspected = row.inspected
-    peaks = (
-        inspected.live_peak if inspected else None,
-        inspected.resident_peak if inspected else None,
-        row.trimmed_peak,
-    )
-    cost = DASH if row.unit_microseconds is None else f"{row.unit_microseconds:,.0f}"
-    return (*(DASH if peak is None else decimal(peak) for peak in peaks), cost)
-
-
-def _range(values: Range) -> str:
-    return f"{values.median:.2f} ({values.least:.2f}-{values.most:.2f})"
+def _loss_gap(setting: Setting, gap: float) -> str:
+    verdict = "" if setting.is_bf16 else " ok" if gap <= LOSS_TOLERANCE else " FAR"
+    return f"{gap:.1e}{verdict}"
 
 
 # -- bench.png -----------------------------------------------------------------------------------
 
 
-def _draw(path: Path, results: Results) -> None:
+def _draw(path: Path, compared: Comparison) -> None:
     """Draw one line per engine; what was not measured has no panel.
 
     Raises:
@@ -206,49 +199,42 @@ def _draw(path: Path, results: Results) -> None:
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second, and an optional dependency)
 
-    rows = list(results.rows.values())
-    panels: list[Callable[[Axes, Results], None]] = []
-    if any(row.times for row in rows):
-        panels.append(_draw_times)
-    if any(row.resident_peak for row in rows):
-        panels.append(_draw_memory)
+    rows, setting = compared.rows, compared.setting
+    panels: list[Callable[[Axes, Comparison, int, str], None]] = []
+    panels += [_draw_times] if compared.rounds else []
+    panels += [_draw_memory] if any(row.resident_peak for row in rows.values()) else []
     if not panels:
         return
     size = (6 * len(panels) + 1, 1.2 + 0.34 * len(rows))
     figure = Figure(figsize=size, dpi=120, layout="constrained")
-    setting = results.setting
-    title = f"{results.num_parameters:,} parameters, {setting.ranks} CPU ranks, {setting.dtype}"
+    title = f"{compared.num_parameters:,} parameters, {setting.ranks} CPU ranks, {setting.dtype}"
     figure.suptitle(title)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for draw, axis in zip(panels, axes, strict=True):
-        draw(axis, results)
+        for place, name in enumerate(rows):
+            draw(axis, compared, place, name)
         axis.grid(axis="x", alpha=0.2)
-    axes[0].set_yticks(range(len(rows)), [row.name for row in rows])
+    axes[0].set_yticks(range(len(rows)), list(rows))
     axes[0].invert_yaxis()
     figure.savefig(path)
 
 
-def _draw_times(axis: "Axes", results: Results) -> None:
-    base = results.setting.engines[0]
-    quiet = [round_.turns for round_ in results.rounds if not round_.is_noisy]
-    for place, row in enumerate(results.rows.values()):
-        if row.times is None:
-            continue
-        ratios = [t[row.name].seconds / t[base].seconds for t in quiet if row.name in t]
-        axis.plot(ratios, [place] * len(ratios), "|", color=FAINT, markersize=9)
-        axis.plot([row.times.ratio.median], [place], "o", color=_color(row))
+def _draw_times(axis: "Axes", compared: Comparison, place: int, name: str) -> None:
+    quiet = [one.cases for one in compared.rounds if name in one.cases and not one.is_noisy]
+    ratios = [cases[name]["seconds"] / cases[BASE]["seconds"] for cases in quiet]
+    axis.plot(ratios, [place] * len(ratios), "|", color=FAINT, markersize=9)
+    axis.plot([statistics.median(ratios)], [place], "o", color=_color(name))
     axis.axvline(1.0, color=OTHER, linewidth=0.8, linestyle="--")
-    axis.set_xlabel(f"step time relative to {base} (dot: median; lines: rounds)")
+    axis.set_xlabel(f"step time relative to {BASE} (dot: median; lines: rounds)")
 
 
-def _draw_memory(axis: "Axes", results: Results) -> None:
-    for place, row in enumerate(results.rows.values()):
-        if row.resident_peak is not None:
-            axis.barh(place, row.resident_peak / MEGA, color=_color(row), height=0.6, alpha=0.45)
-        if row.inspected is not None:
-            axis.barh(place, row.inspected.live_peak / MEGA, color=_color(row), height=0.3)
+def _draw_memory(axis: "Axes", compared: Comparison, place: int, name: str) -> None:
+    row = compared.rows[name]
+    resident, live = row.resident_peak or 0.0, row.figures.get("live_peak", 0.0)
+    axis.barh(place, resident / MEGA, color=_color(name), height=0.6, alpha=0.45)
+    axis.barh(place, live / MEGA, color=_color(name), height=0.3)
     axis.set_xlabel("peak MB per rank (wide: resident; narrow: live)")
 
 
-def _color(row: Row) -> str:
-    return OWN if row.name.startswith(OURS) else OTHER
+def _color(name: str) -> str:
+    return OWN if name.startswith(OURS) else OTHER

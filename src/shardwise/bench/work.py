@@ -54,14 +54,14 @@ class Trainee:
         self._work = work
         self._autocast = autocast
 
-    def step(self, batch: Tensor) -> float:
-        """Forward, backward and update; returns the loss of this rank's batch."""
+    def step(self, batch: Tensor) -> Tensor:
+        """Forward, backward and update; returns the loss of this rank's batch, without history."""
         with self.around():
             loss = self.loss(batch)
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return loss.item()
+        return loss.detach()
 
     def loss(self, batch: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):

@@ -48,7 +48,7 @@ def bench(
     The engines take turns in rounds, on the same model and data. The result is the median of the
     ratios to DDP. No time is asserted, so the exit code does not depend on the figures.
     """
-    from shardwise.bench.harness import run  # noqa: PLC0415 (imports torch)
+    from shardwise.bench.compare import run  # noqa: PLC0415 (imports torch)
     from shardwise.bench.options import BenchOptions  # noqa: PLC0415
 
     run(

@@ -1,0 +1,170 @@
+"""`shardwise bench`: starts the ranks of each measurement in turn, and shows the results.
+
+Each measurement has processes of its own, so that the memory of one engine does not show in
+another's: the heats of the rounds, the tiny units, and two runs per engine for traffic and memory.
+Engines whose models do not fit into memory together run in several heats, each with the base.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardwise.bench import report
+from shardwise.bench.engines import ALONE, ALONE_BF16, BASE, ENGINES, choose_engines, missing_peers
+from shardwise.bench.harness import (
+    Round,
+    check_place,
+    largest,
+    medians,
+    merge,
+    ratio,
+    run_ranks,
+    show_progress,
+)
+from shardwise.bench.machine import available_bytes
+from shardwise.bench.measure import (
+    MMAP_THRESHOLD,
+    inspect_engine,
+    measure_resident_peak,
+    measure_steps,
+)
+from shardwise.bench.options import BenchOptions, Setting, read_shape
+from shardwise.bench.report import Comparison, Row
+from shardwise.bench.work import NUM_TINY_UNITS, gpt_work, tiny_work
+
+__all__ = ["run"]
+
+# Bytes per parameter: itself, its gradient and AdamW's two states; a sharded engine also keeps some
+# gathered units, or memory that is freed but not returned to the system.
+WHOLE, FOR_GATHERED = 16, 4
+SHARE_OF_MEMORY = 0.6  # the rest is for activations and other processes
+
+
+def run(options: BenchOptions) -> None:
+    """Compare the engines that ``options`` name, on local CPU ranks.
+
+    Raises:
+        ConfigError: an option is not valid here; nothing has been started.
+        RankError: an engine failed.
+    """
+    options.check()
+    check_place()
+    setting = Setting(
+        size=options.size,
+        shape=read_shape(options.size, options.sequence),
+        ranks=options.ranks,
+        dtype=options.dtype,
+        engines=choose_engines(options),
+        rounds=options.rounds,
+        batch=options.batch,
+    )
+    rows = {name: Row() for name in setting.engines}
+    compared = Comparison(setting, _count_parameters(setting), missing_peers(options), rows)
+    directory = report.make_directory(options.out, options.size)
+    # Short runs of every engine first, so that one that fails does so early.
+    measures: dict[str, Callable[[Comparison], None]] = {
+        "traffic": _measure_traffic,
+        "memory": _measure_trimmed,
+        "units": _measure_units,
+        "time": _measure_time,
+    }
+    try:
+        for name, measure in measures.items():
+            if name in options.measures:
+                measure(compared)
+    finally:
+        report.write(directory, compared)  # what there is, after an error too
+    report.show(directory, compared)
+
+
+def _count_parameters(setting: Setting) -> int:
+    with torch.device("meta"):
+        model = gpt_work(setting).build()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _measure_time(compared: Comparison) -> None:
+    setting, rounds = compared.setting, compared.rounds
+    heats = plan_heats(setting, compared.num_parameters, available_bytes())
+    for number, names in enumerate(heats):
+        suffix = f", heat {number + 1} of {len(heats)}" if len(heats) > 1 else ""
+        title = f"steps of {len(names)} engines{suffix}"
+        by_rank = run_ranks(setting.ranks, measure_steps, setting, gpt_work, names, title)
+        rounds.extend(merge(by_rank))
+    for name, row in compared.rows.items():
+        row.ratio = ratio(rounds, name, BASE)
+        row.cpu_ratio = ratio(rounds, name, BASE, "cpu_seconds")
+        row.figures |= medians(rounds, name) | {"loss_gap": loss_gap(rounds, name)}
+
+
+def loss_gap(rounds: Sequence[Round], name: str) -> float:
+    """The largest difference from the base's loss in nats, over noisy rounds too."""
+    shared = [round_.cases for round_ in rounds if name in round_.cases]
+    return max(abs(cases[name]["loss"] - cases[BASE]["loss"]) for cases in shared)
+
+
+def _measure_units(compared: Comparison) -> None:
+    setting = compared.setting
+    title = f"steps of {NUM_TINY_UNITS} tiny units"
+    names = list(setting.engines)
+    by_rank = run_ranks(setting.ranks, measure_steps, setting, tiny_work, names, title)
+    compared.tiny_rounds.extend(merge(by_rank))
+    for name, row in compared.rows.items():
+        seconds = medians(compared.tiny_rounds, name)["seconds"]
+        row.figures["unit_microseconds"] = seconds / NUM_TINY_UNITS * 1e6
+
+
+def _measure_traffic(compared: Comparison) -> None:
+    setting, rows = compared.setting, compared.rows
+    alone = {name: _without_engine(setting, name) for name in rows}
+    copied = {}
+    names = dict.fromkeys((*alone.values(), *rows))
+    with show_progress("traffic of", len(names)) as begin:
+        for name in names:
+            begin(name)
+            found = largest(run_ranks(setting.ranks, inspect_engine, setting, name))
+            copied[name] = found["copied_bytes"]
+            if name in rows:
+                found["copied_bytes"] -= copied[alone[name]]
+                rows[name].figures |= found
+
+
+def _measure_trimmed(compared: Comparison) -> None:
+    setting = compared.setting
+    with show_progress("memory of", len(compared.rows)) as begin:
+        for name, row in compared.rows.items():
+            begin(name)
+            arguments = (setting, name, MMAP_THRESHOLD)
+            peaks = run_ranks(setting.ranks, measure_resident_peak, *arguments)
+            row.figures["trimmed_peak"] = max(peaks)
+
+
+def _without_engine(setting: Setting, name: str) -> str:
+    """The run whose copies are subtracted from those of engine ``name``."""
+    return ALONE_BF16 if setting.is_bf16 and not ENGINES[name].autocasts else ALONE
+
+
+def plan_heats(setting: Setting, num_parameters: int, available_bytes: int) -> list[list[str]]:
+    """Groups of engines that share processes; each starts with the base.
+
+    Args:
+        setting: its engines, the base first.
+        num_parameters: of the model.
+        available_bytes: of the machine; 0 means unknown, and puts all engines into one heat.
+    """
+    base, *others = setting.engines
+    limit = int(SHARE_OF_MEMORY * available_bytes)
+    heats: list[list[str]] = [[base]]
+    for name in others:
+        needed = _heat_bytes([*heats[-1], name], setting.ranks, num_parameters)
+        if available_bytes and needed > limit and len(heats[-1]) > 1:
+            heats.append([base])
+        heats[-1].append(name)
+    return heats
+
+
+def _heat_bytes(names: Sequence[str], ranks: int, num_parameters: int) -> int:
+    per_rank = (
+        WHOLE if ENGINES[name].keeps_whole else WHOLE // ranks + FOR_GATHERED for name in names
+    )
+    return sum(per_rank) * num_parameters * ranks

@@ -1,0 +1,174 @@
+"""The measurements of `shardwise bench`, as they run on every rank."""
+
+import gc
+import resource
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from shardwise.bench.engines import ENGINES
+from shardwise.bench.harness import Figures, Round, interleave
+from shardwise.bench.memory import (
+    Peak,
+    SharedMemoryUse,
+    allocated_bytes,
+    high_water_bytes,
+    reset_high_water,
+    resident_bytes,
+    set_mmap_threshold,
+)
+from shardwise.bench.options import Setting
+from shardwise.bench.traffic import watch_traffic
+from shardwise.bench.work import Trainee, Work, gpt_work
+from shardwise.launch.world import World
+from shardwise.schedule.events import EventKind
+
+__all__ = ["MMAP_THRESHOLD", "inspect_engine", "measure_resident_peak", "measure_steps"]
+
+NUM_WARM_UP = 2  # rounds
+NUM_STEPS = 4  # before memory and traffic are measured
+MMAP_THRESHOLD = 64 * 1024  # bytes
+SAMPLE_SECONDS = 0.0005
+_WAITS = (EventKind.WAIT, EventKind.FINISH_REDUCE)
+
+
+def measure_steps(
+    world: World,
+    setting: Setting,
+    make_work: Callable[[Setting], Work],
+    names: Sequence[str],
+    title: str,
+) -> list[Round]:
+    """Every engine of ``names`` makes one step a round, on the same batch.
+
+    The figures of a step: ``seconds`` (from a barrier before it to a barrier after it),
+    ``cpu_seconds`` (of all threads), ``page_faults`` and ``loss``; for engines that record their
+    communication, ``busy_seconds`` of gathers and reductions, and ``exposed_seconds`` while the
+    host waited for them.
+    """
+    work = make_work(setting)
+    trainees = {name: ENGINES[name].start(work) for name in names}
+    cases = {
+        name: partial(_measure_step, trainee, work, world.rank)
+        for name, trainee in trainees.items()
+    }
+    rounds = interleave(
+        cases, setting.rounds, title=title, warm_up=NUM_WARM_UP, visible=world.is_first
+    )
+    dist.barrier()
+    return rounds
+
+
+def _measure_step(trainee: Trainee, work: Work, rank: int, number: int) -> Figures:
+    batch = work.batch(number, rank)
+    dist.barrier()
+    faults = _page_faults()
+    began, cpu_began = time.perf_counter(), time.process_time()
+    loss = float(trainee.step(batch))
+    dist.barrier()
+    return {
+        "seconds": time.perf_counter() - began,
+        "cpu_seconds": time.process_time() - cpu_began,
+        "page_faults": _page_faults() - faults,
+        "loss": loss,
+        **_communication(trainee.model),
+    }
+
+
+def _communication(model: nn.Module) -> Figures:
+    """Of the last step, from the ledger."""
+    if not isinstance(model, sw.FSDPModule):
+        return {}
+    records = sw.ledger(model).records()
+    return {
+        "busy_seconds": sum(record.busy_seconds for record in records),
+        "exposed_seconds": sum(r.ended - r.began for r in records if r.event.kind in _WAITS),
+    }
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def inspect_engine(world: World, setting: Setting, name: str) -> Figures:
+    """Measure the resident peak, and then, with a second model, live bytes and traffic.
+
+    Live bytes are allocated from malloc on any thread since before the model was made and not yet
+    freed, sampled every 0.5 ms: parameters, gradients, states, activations, buffers and pools.
+    torch's profiler does not do here: it sees only the threads that it was started on, and FSDP2
+    frees gradients on others (its peak came out as 482, 620 and 880 MB for one model; this agrees
+    within 1 MB). Shared memory is not malloc's; this rank's share after the last step is added.
+    """
+    resident_peak = measure_resident_peak(world, setting, name, None)
+    gc.collect()
+    work = gpt_work(setting)
+    before = SharedMemoryUse.read()
+    with Peak(allocated_bytes, SAMPLE_SECONDS) as live:
+        trainee = _train(work, name, world)
+    live_peak = live.bytes + _shared_after_barrier().share - before.share
+    with watch_traffic(trainee.model) as traffic:
+        trainee.step(work.batch(0, world.rank))
+    dist.barrier()
+    return {
+        "copied_bytes": traffic.copied_bytes,
+        "sent_bytes": traffic.sent_bytes,
+        "num_collectives": traffic.num_collectives,
+        "live_peak": live_peak,
+        "resident_peak": resident_peak,
+    }
+
+
+def measure_resident_peak(
+    world: World, setting: Setting, name: str, mmap_threshold: int | None
+) -> int:
+    """The peak of resident bytes while a model is made and trained for `NUM_STEPS` steps.
+
+    Memory that was resident before (libraries, connections) is subtracted. Shared memory counts by
+    share, as it is after the last step.
+
+    Args:
+        world: in new processes.
+        setting: the model.
+        name: the engine.
+        mmap_threshold: for glibc's malloc; None for its default. With 64 KB, freed memory leaves
+            the process at once and comes back by page faults.
+    """
+    if mmap_threshold is not None:
+        set_mmap_threshold(mmap_threshold)
+    _warm_up()
+    reset_high_water()
+    before, shared_before = resident_bytes(), SharedMemoryUse.read()
+    trainee = _train(gpt_work(setting), name, world)
+    peak = high_water_bytes() - before
+    shared = _shared_after_barrier()
+    of_others = shared.resident - shared.share - (shared_before.resident - shared_before.share)
+    del trainee
+    return peak - of_others
+
+
+def _shared_after_barrier() -> SharedMemoryUse:
+    dist.barrier()
+    shared = SharedMemoryUse.read()
+    dist.barrier()
+    return shared
+
+
+def _train(work: Work, name: str, world: World) -> Trainee:
+    trainee = ENGINES[name].start(work)
+    for number in range(NUM_STEPS):
+        trainee.step(work.batch(number, world.rank))
+    return trainee
+
+
+def _warm_up() -> None:
+    """Make the lazy imports and allocations of a first step."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    dist.barrier()
