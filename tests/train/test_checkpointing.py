@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.train.model import GPT, Block, Shape
-from tests.ranks import run_on
+from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_close, own_part
 
 KINDS = ("full", "reentrant", "selective")
@@ -18,10 +18,19 @@ SHAPE = Shape(vocabulary=11, context=6, width=8, layers=4, heads=2)
 BLOCK_PRODUCTS = 4
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("shards_first", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_one_process(kind: str, shards_first: bool) -> None:
-    run_on(2, _compare, kind, shards_first)
+    reference, model = _build(0), _build(0 if shards_first else 2, kind)
+    sw.fully_shard(model, units=Block)
+    model.checkpoint_every, model.checkpoint = 2, kind
+    tokens = torch.randint(SHAPE.vocabulary, (4, SHAPE.context))
+    for _ in range(2):
+        _loss(reference, tokens).backward()
+        _loss(model, own_part(tokens)).backward()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert_close(p.grad, q.grad, name)
 
 
 @pytest.mark.parametrize(("kind", "recomputed"), [("full", 3), ("reentrant", 3), ("selective", 0)])
@@ -41,18 +50,6 @@ def _build(every: int, kind: str = "full") -> GPT:
 
 def _loss(model: nn.Module, tokens: torch.Tensor) -> Any:
     return model(tokens).square().mean()
-
-
-def _compare(kind: str, shards_first: bool) -> None:
-    reference, model = _build(0), _build(0 if shards_first else 2, kind)
-    sw.fully_shard(model, units=Block)
-    model.checkpoint_every, model.checkpoint = 2, kind
-    tokens = torch.randint(SHAPE.vocabulary, (4, SHAPE.context))
-    for _ in range(2):
-        _loss(reference, tokens).backward()
-        _loss(model, own_part(tokens)).backward()
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert_close(p.grad, q.grad, name)
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]

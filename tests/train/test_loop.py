@@ -16,7 +16,7 @@ from shardwise.train.run_directory import RunDirectory
 from shardwise.train.sinks import Record
 from tests.ranks import run_on
 
-PLAIN: dict[str, Any] = {"train": {"grad_clip": 0.0}}
+UNCLIPPED: dict[str, Any] = {"train": {"grad_clip": 0.0}}
 OPTIONS: dict[str, dict[str, Any]] = {
     "step in backward": {"memory": {"step_in_backward": True}},
     "step in backward, whole gradients, on the host": {
@@ -29,11 +29,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text"
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text"
     path.write_text("def f(x):\n    return x + 1\n\n\n" * 200)
     return path
+
+
+@pytest.fixture(scope="module")
+def plain(text: Path) -> list[Record]:
+    """The records of a run on two ranks with the defaults."""
+    return _run(text)
+
+
+@pytest.fixture(scope="module")
+def unclipped(text: Path) -> list[Record]:
+    """Of a run without clipping, as ``memory.step_in_backward`` needs it."""
+    return _run(text, UNCLIPPED)
 
 
 OTHER_RANKS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -53,31 +65,33 @@ OTHER_RANKS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OTHER_RANKS)
-def test_losses_do_not_depend_on_ranks_and_strategy(text: Path, name: str) -> None:
+def test_losses_do_not_depend_on_ranks_and_strategy(
+    text: Path, plain: list[Record], name: str
+) -> None:
     num_ranks, changes = OTHER_RANKS[name]
-    plain, other = _run(text), _run(text, changes, num_ranks=num_ranks)
+    other = _run(text, changes, num_ranks=num_ranks)
     assert _losses(other) == pytest.approx(_losses(plain), rel=1e-5)
     assert other[-1].validation_loss == pytest.approx(plain[-1].validation_loss, rel=1e-5)
 
 
-def test_bfloat16_has_nearly_the_same_losses(text: Path) -> None:
-    plain, half = _run(text), _run(text, {"precision": {"compute": "bfloat16"}})
+def test_bfloat16_has_nearly_the_same_losses(text: Path, plain: list[Record]) -> None:
+    half = _run(text, {"precision": {"compute": "bfloat16"}})
     assert _losses(half) == pytest.approx(_losses(plain), rel=0.02)
     assert _losses(half) != _losses(plain)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_losses_equal_those_of_a_plain_run(text: Path, name: str) -> None:
-    plain, changed = (_run(text, PLAIN, changes) for changes in ({}, OPTIONS[name]))
-    losses = _losses(plain)
+def test_losses_equal_those_of_a_plain_run(text: Path, unclipped: list[Record], name: str) -> None:
+    changed = _run(text, UNCLIPPED, OPTIONS[name])
+    losses = _losses(unclipped)
     assert losses[-1] < losses[0] - 0.5
     assert _losses(changed) == pytest.approx(losses, rel=1e-5)
     in_backward = "step in backward" in name
     assert all((record.grad_norm is None) == in_backward for record in changed)
 
 
-def test_float16_skips_steps_until_its_loss_scale_fits(text: Path) -> None:
-    plain, half = (_run(text, {}, {"precision": {"compute": c}}) for c in ("float32", "float16"))
+def test_float16_skips_steps_until_its_loss_scale_fits(text: Path, plain: list[Record]) -> None:
+    half = _run(text, {"precision": {"compute": "float16"}})
     assert all(record.loss_scale is None for record in plain)
     scales = [record.loss_scale for record in half]
     assert all(scale is not None and 1 <= scale <= 2**16 for scale in scales)
@@ -88,7 +102,7 @@ def test_float16_skips_steps_until_its_loss_scale_fits(text: Path) -> None:
     ("changes", "way_out"),
     [
         ({}, "set train.grad_clip=0"),
-        (PLAIN | {"precision": {"compute": "float16"}}, "set precision.compute=bfloat16"),
+        (UNCLIPPED | {"precision": {"compute": "float16"}}, "set precision.compute=bfloat16"),
         (
             {"train": {"grad_clip": 0.0, "micro_batch": 1, "global_batch": 4}},
             "set memory.accumulate=whole",

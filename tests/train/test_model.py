@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.train.build import build_model
+from shardwise.train.build import build_model, shard_model
 from shardwise.train.config import Config, SampleConfig
-from shardwise.train.loop import shard
 from shardwise.train.model import GPT, Shape, generate, rotary_table, rotate
 
 SHAPE = Shape(vocabulary=50, context=12, width=32, layers=3, heads=4)
@@ -98,7 +97,7 @@ def test_a_seed_determines_the_weights() -> None:
 
 def values(config: Config) -> dict[str, torch.Tensor]:
     model = build_model(config)
-    shard(model, config.with_ranks(1))
+    shard_model(model, config.with_ranks(1))
     with sw.gathered(model):
         tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
     return tensors | dict(model.named_buffers())

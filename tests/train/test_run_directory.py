@@ -6,9 +6,9 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import CheckpointConfig, Config
-from shardwise.train.run_directory import open_run, read_history
+from shardwise.train.run_directory import open_run
 from shardwise.train.settings import read_config
-from shardwise.train.sinks import JsonLines, Record
+from shardwise.train.sinks import JsonLines, Record, read_history
 
 
 def in_directory(path: Path, *, overwrite: bool = False) -> Config:

@@ -12,13 +12,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config
 from shardwise.train.data import Entropies
+from shardwise.train.display import draw_losses, running_mean
 from shardwise.train.sinks import (
     JsonLines,
     Record,
     check_trackers,
-    draw_losses,
     open_trackers,
-    running_mean,
 )
 
 FIRST = Record(1, 5.5, 0.9, 1e-3, 100, 1000.0, 0.1)

@@ -5,10 +5,10 @@ import difflib
 import torch
 from torch import nn
 
+import shardwise as sw
 from shardwise.errors import ConfigError
-from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
+from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.plan import Plan, make_plan
-from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import resolve_strategy
 from shardwise.plan.units import Units
 from shardwise.train.config import Config
@@ -16,7 +16,7 @@ from shardwise.train.data import VOCABULARY, open_corpus
 from shardwise.train.model import GPT, Shape
 from shardwise.train.sinks import check_trackers
 
-__all__ = ["build_model", "build_plan", "check", "find_units", "offload_policy", "precision_policy"]
+__all__ = ["build_model", "build_plan", "check", "find_units", "shard_model"]
 
 
 def check(config: Config) -> None:
@@ -80,28 +80,40 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
         units=find_units(model, config.shard.units),
         strategy=config.shard.strategy,
         prefetch=config.shard.prefetch,
-        precision=precision_policy(config),
-        offload=offload_policy(config),
+        precision=_precision_policy(config),
+        offload=_offload_policy(config),
     )
 
 
-def precision_policy(config: Config) -> MixedPrecisionPolicy:
-    """The policy of ``[precision]``."""
+def shard_model(model: GPT, config: Config) -> None:
+    """Shard ``model``, and initialize this rank's part of it."""
+    sw.fully_shard(
+        model,
+        units=find_units(model, config.shard.units),
+        strategy=config.shard.strategy,
+        prefetch=config.shard.prefetch,
+        mp_policy=_precision_policy(config),
+        offload_policy=_offload_policy(config),
+        sharding_factor=config.shard.nproc // config.shard.replicas,
+        init=sw.Initialization(config.train.seed, model.fill),
+    )
+
+
+def _precision_policy(config: Config) -> sw.MixedPrecisionPolicy:
     precision = config.precision
     reduce_dtype = getattr(torch, precision.reduce)
     if precision.compute == "float32":
-        return MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    return MixedPrecisionPolicy(
+        return sw.MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    return sw.MixedPrecisionPolicy(
         param_dtype=getattr(torch, precision.compute),
         reduce_dtype=reduce_dtype,
         full_precision=(nn.LayerNorm,) if precision.norms == "float32" else (),
     )
 
 
-def offload_policy(config: Config) -> OffloadPolicy:
-    """The policy of ``memory.offload``."""
+def _offload_policy(config: Config) -> sw.OffloadPolicy:
     offload = config.memory.offload
-    return NO_OFFLOAD if offload == "none" else CPUOffloadPolicy(parameters=offload == "all")
+    return NO_OFFLOAD if offload == "none" else sw.CPUOffloadPolicy(parameters=offload == "all")
 
 
 def _num_shards(config: Config) -> int:

@@ -5,7 +5,7 @@ import math
 import sysconfig
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -225,52 +225,50 @@ def open_corpus(config: DataConfig) -> Corpus:
     return Corpus(name, len(files), train, validation)
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    path: Path
-    name: str  # relative to the directory, so that it is the same on every machine
-
-    @property
-    def digest(self) -> bytes:
-        return hashlib.sha256(self.name.encode("utf-8", "surrogateescape")).digest()
-
-
-def _find_files(config: DataConfig) -> list[_File]:
+def _find_files(config: DataConfig) -> dict[str, Path]:
+    """By their names relative to the directory, which are the same on every machine; sorted."""
     if config.path == STDLIB:
         root, pattern = Path(sysconfig.get_path("stdlib")), "**/*.py"
     else:
         root, pattern = Path(config.path).expanduser(), config.glob
     if root.is_file():
-        return [_File(root, root.name)]
+        return {root.name: root}
     if not root.is_dir():
         raise ConfigError(f"data.path={config.path!r}: no such file or directory")
     try:
-        found = [_File(path, path.relative_to(root).as_posix()) for path in root.glob(pattern)]
+        found = {path.relative_to(root).as_posix(): path for path in root.glob(pattern)}
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"data.glob={pattern!r}: {error}") from None
-    files = [file for file in found if file.path.is_file()]
-    if config.path == STDLIB:
-        files = [file for file in files if NOT_STDLIB.isdisjoint(file.name.split("/"))]
+    excluded = NOT_STDLIB if config.path == STDLIB else set()
+    files = {
+        name: path
+        for name, path in sorted(found.items())
+        if path.is_file() and excluded.isdisjoint(name.split("/"))
+    }
     if not files:
         raise ConfigError(f"data.path={config.path!r}: no file matches data.glob={pattern!r}")
-    return sorted(files, key=lambda file: file.name)
+    return files
 
 
-def _split(files: Sequence[_File], share: float) -> tuple[Text, Text]:
+def _split(files: Mapping[str, Path], share: float) -> tuple[Text, Text]:
     """Split by whole files, so that no validation text was partly seen in training.
 
     Files go to validation in the order of their names' digests, which has no pattern and is the
     same on every machine, as long as they fit. If none fits, the end of the text is for validation.
     """
-    pieces = [Piece(file.path, 0, file.path.stat().st_size) for file in files]
-    text = Text(pieces)
+    pieces = {name: Piece(path, 0, path.stat().st_size) for name, path in files.items()}
+    text = Text(list(pieces.values()))
     wanted = left = round(share * len(text))
-    chosen: set[int] = set()
-    for index in sorted(range(len(files)), key=lambda index: files[index].digest):
-        if 0 < pieces[index].size <= left:
-            chosen.add(index)
-            left -= pieces[index].size
+    chosen = set()
+    for name in sorted(pieces, key=_digest):
+        if 0 < pieces[name].size <= left:
+            chosen.add(name)
+            left -= pieces[name].size
     if not chosen:
         return text.split(len(text) - wanted)
-    train = [piece for index, piece in enumerate(pieces) if index not in chosen]
-    return Text(train), Text([pieces[index] for index in sorted(chosen)])
+    train = [piece for name, piece in pieces.items() if name not in chosen]
+    return Text(train), Text([pieces[name] for name in pieces if name in chosen])
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()

@@ -1,8 +1,12 @@
-"""What rank 0 prints: the plan, the progress and the results."""
+"""The output of a run for people: what rank 0 prints, and loss.png."""
 
 import signal as signals
+from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.filesize import decimal
 from rich.panel import Panel
@@ -19,7 +23,7 @@ from shardwise.train.memory import Footprint, forecast_step, process_footprint, 
 from shardwise.train.run_directory import RunDirectory
 from shardwise.train.sinks import Record
 
-__all__ = ["Display", "ProgressSink", "memory_table", "units_table"]
+__all__ = ["Display", "ProgressSink", "draw_losses", "memory_table", "units_table"]
 
 
 class Display:
@@ -167,3 +171,40 @@ def _table(first: str, *others: str) -> Table:
     for heading in others:
         table.add_column(heading, justify="right")
     return table
+
+
+def draw_losses(path: Path, title: str, records: Sequence[Record], entropies: Entropies) -> None:
+    """Draw the losses, their running mean, the validation losses and the entropies.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and takes a second)
+
+    axes = (figure := Figure(figsize=(9, 5), dpi=120, layout="constrained")).add_subplot()
+    steps = [record.step for record in records]
+    losses = [record.loss for record in records]
+    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
+    axes.plot(steps, running_mean(losses), color="tab:blue", label="training")
+    validation = {r.step: r.validation_loss for r in records if r.validation_loss is not None}
+    axes.plot(list(validation), list(validation.values()), "o-", label="validation")
+    for name in ("unigram", "bigram"):
+        entropy = getattr(entropies, name)
+        axes.axhline(entropy, color="tab:gray", linestyle="--", linewidth=1)
+        axes.annotate(f"{name} entropy {entropy:.2f}", (0, entropy), va="bottom")
+    axes.set(title=title, xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
+    axes.legend(loc="lower left", frameon=False)
+    figure.savefig(path)
+
+
+def running_mean(values: Sequence[float]) -> NDArray[np.float64]:
+    """The mean around each value, over a fiftieth of the run and over less towards its ends.
+
+    A mean of the past alone would lag behind the steep first steps.
+    """
+    index = np.arange(len(values))
+    to_end = np.minimum(index, index[::-1])
+    reach = np.minimum(max(1, len(values) // 100), to_end)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    means: NDArray[np.float64] = (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
+    return means

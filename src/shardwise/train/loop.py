@@ -1,14 +1,16 @@
 """The training loop; every rank runs it."""
 
-import contextlib
 import math
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional
 
 import shardwise as sw
@@ -16,18 +18,12 @@ from shardwise.launch.world import World
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.reductions import across
-from shardwise.train.build import (
-    build_model,
-    build_plan,
-    find_units,
-    offload_policy,
-    precision_policy,
-)
+from shardwise.train.build import build_model, shard_model
 from shardwise.train.config import Config
 from shardwise.train.data import Sequences, open_corpus
 from shardwise.train.memory import Footprint, forecast_step, process_footprint, rank_footprint
-from shardwise.train.model import GPT, generate
-from shardwise.train.optimizer import Updater
+from shardwise.train.model import generate
+from shardwise.train.optimizer import build_optimizer, build_scheduler
 from shardwise.train.run_directory import RunDirectory
 from shardwise.train.saver import Saver, StopSignal
 from shardwise.train.sinks import Record, Sink
@@ -74,59 +70,61 @@ def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink]
         CheckpointError: a checkpoint cannot be written, or is damaged.
     """
     trainer = Trainer(config, world)
-    model, updater = trainer.model, trainer.updater
     saver = Saver(config, world, run.saves_to, trainer.corpus.digest)
     if run.checkpoint is not None:
-        saver.load(run.checkpoint, model, updater)
+        scaler_state = saver.load(run.checkpoint, trainer.model, trainer.optimizer)
+        trainer.resume(saver.saved_step, scaler_state)
     records = list(run.history)
-    with trainer.stop.handled() if config.checkpoint.every else contextlib.nullcontext():
+    with trainer.stop.handled() if config.checkpoint.every else nullcontext():
         for record in trainer.steps(saver.saved_step, records[-1].seconds if records else 0.0):
             records.append(record)
             for sink in sinks:
                 sink.log(record)
             if saver.is_due(record.step, stops=bool(trainer.stopped_by)):
-                saver.save(record.step, model, updater)
+                saver.save(
+                    record.step, trainer.model, trainer.optimizer, trainer.scaler.state_dict()
+                )
             if trainer.stopped_by:
                 break
         saver.wait()
     if trainer.stopped_by and saver.saved_step < config.train.steps:
         return Result(saver.saved_step, trainer.stopped_by)
-    ledger = sw.ledger(model) if trainer.num_trained else None
+    ledger = sw.ledger(trainer.model) if trainer.num_trained else None
     return Result(saver.saved_step, 0, trainer.summarize(records), ledger)
 
 
-def shard(model: GPT, config: Config) -> None:
-    """Shard ``model``, and initialize this rank's part of it."""
-    sw.fully_shard(
-        model,
-        units=find_units(model, config.shard.units),
-        strategy=config.shard.strategy,
-        prefetch=config.shard.prefetch,
-        mp_policy=precision_policy(config),
-        offload_policy=offload_policy(config),
-        sharding_factor=config.shard.nproc // config.shard.replicas,
-        init=sw.Initialization(config.train.seed, model.fill),
-    )
-
-
 class Trainer:
-    """The model, data and optimizer of one rank."""
+    """The model, data and optimizer of one rank.
+
+    With ``memory.step_in_backward`` parameters are updated during backward, so the gradient norm
+    is not known. In float16 the loss is scaled so that gradients do not underflow, and steps whose
+    gradients overflow are skipped.
+    """
 
     def __init__(self, config: Config, world: World) -> None:
         self.config = config
         self.world = world
         self.corpus = open_corpus(config.data)
         self.model = build_model(config)
-        self._plan = build_plan(self.model, config)
         with world.device:  # where the values are initialized
-            shard(self.model, config)
-        self.updater = Updater(self.model, config, world.device)
+            shard_model(self.model, config)
+        self.optimizer = build_optimizer(self.model, config.train)
+        if config.memory.step_in_backward:
+            sw.optimizer_in_backward(self.model, self.optimizer)
+        self.scaler = GradScaler(world.device.type, enabled=config.precision.compute == "float16")
+        self._scheduler = build_scheduler(self.optimizer, config.train)
         self.stop = StopSignal()
         self.stopped_by = 0  # the signal for which all ranks stop
         self.num_trained = 0  # steps, by this process
         self._training_seconds = 0.0  # without validation
         self._overlapped_shares: list[float] = []  # of the steps
         self._axis = runtime_of_root(self.model).axis
+
+    def resume(self, step: int, scaler_state: dict[str, Any]) -> None:
+        """Continue after ``step``; a loss scale of another dtype's run is ignored."""
+        if scaler_state and self.scaler.is_enabled():
+            self.scaler.load_state_dict(scaler_state)
+        self._scheduler = build_scheduler(self.optimizer, self.config.train, after=step)
 
     def steps(self, after: int = 0, seconds: float = 0.0) -> Iterator[Record]:
         """Train, one record a step.
@@ -143,7 +141,7 @@ class Trainer:
         batches = iter(data.loader(self.config.data.workers, pin_memory=pin_memory))
         for step in range(after + 1, config.steps + 1):
             step_began = time.perf_counter()
-            lr = self.updater.lr
+            lr = float(self._scheduler.get_last_lr()[0])
             loss, grad_norm = self._step(step, next(batches))
             step_seconds = time.perf_counter() - step_began
             self._training_seconds += step_seconds
@@ -154,7 +152,7 @@ class Trainer:
                 loss=loss,
                 grad_norm=grad_norm,
                 lr=lr,
-                loss_scale=self.updater.loss_scale,
+                loss_scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
                 tokens=step * step_tokens,
                 tokens_per_second=step_tokens / step_seconds,
                 validation_loss=self.validate() if validates or step == config.steps else None,
@@ -183,8 +181,9 @@ class Trainer:
             seed=config.train.seed,
             device=world.device,
         )
-        pools = runtime_of_root(self.model).pools
-        memory = forecast_step(self._plan, config, world.device.type)
+        runtime = runtime_of_root(self.model)
+        plan, transient = runtime.plan, max(world.gather(runtime.pools.peak_bytes))
+        memory = forecast_step(plan, config, world.device.type)
         overlapped = sum(self._overlapped_shares) / max(1, len(self._overlapped_shares))
         last = records[-SUMMARY_STEPS:]
         validation_loss = records[-1].validation_loss
@@ -198,8 +197,8 @@ class Trainer:
             tokens=records[-1].tokens,
             tokens_per_second=self.num_trained * step_tokens / max(self._training_seconds, 1e-9),
             seconds=records[-1].seconds,
-            rank=rank_footprint(self._plan, memory, transient=max(world.gather(pools.peak_bytes))),
-            process=process_footprint(self._plan),
+            rank=rank_footprint(plan, memory, transient=transient),
+            process=process_footprint(plan),
             resident_peaks=tuple(world.gather(peak_memory_bytes(world.device))),
             overlapped_share=sum(world.gather(overlapped)) / world.size,
             sample=sample,
@@ -215,10 +214,10 @@ class Trainer:
                 self.model.set_requires_gradient_sync(number == len(parts))
             with self._offloaded_activations():
                 loss = self._loss(sequences)
-            self.updater.scale(loss).backward()  # type: ignore[no-untyped-call]
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         self._overlapped_shares.append(sw.ledger(self.model).overlapped_share())
-        norm = self.updater.step()
+        norm = self._update()
         # One exchange for the loss and the signal, so that all ranks stop after the same step.
         values = across([total, total.new_tensor(self.stop.number)], self._axis, self._axis.world)
         mean_loss, signal = torch.stack([values[:, 0].mean(), values[:, 1].amax()]).tolist()
@@ -231,9 +230,24 @@ class Trainer:
             )
         return mean_loss, grad_norm
 
+    def _update(self) -> Tensor | None:
+        """Update the parameters; the gradient norm before clipping, if it is known."""
+        norm = None
+        if not self.config.memory.step_in_backward:
+            self.scaler.unscale_(self.optimizer)
+            max_norm = self.config.train.grad_clip or math.inf
+            norm = sw.clip_grad_norm_(self.model.parameters(), max_norm)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+        with warnings.catch_warnings():  # in float16 the first steps may be skipped
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            self._scheduler.step()
+        return norm
+
     def _is_finite(self, loss: float, grad_norm: float | None) -> bool:
         # With a loss scale an infinite norm is a skipped step.
-        ignores_norm = grad_norm is None or self.updater.loss_scale is not None
+        ignores_norm = grad_norm is None or self.scaler.is_enabled()
         return math.isfinite(loss) and (ignores_norm or math.isfinite(grad_norm or 0.0))
 
     def _offloaded_activations(self) -> AbstractContextManager[None]:

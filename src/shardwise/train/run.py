@@ -14,10 +14,10 @@ from shardwise.launch.world import World, join_world
 from shardwise.train.build import build_model, build_plan, check
 from shardwise.train.config import Config
 from shardwise.train.data import Entropies, open_corpus
-from shardwise.train.display import Display, ProgressSink
+from shardwise.train.display import Display, ProgressSink, draw_losses
 from shardwise.train.loop import Result, train
-from shardwise.train.run_directory import RunDirectory, open_run, read_history, replace_text
-from shardwise.train.sinks import JsonLines, Sink, draw_losses, open_trackers
+from shardwise.train.run_directory import RunDirectory, open_run, replace_text
+from shardwise.train.sinks import JsonLines, Sink, open_trackers, read_history
 
 __all__ = ["run"]
 

@@ -10,9 +10,9 @@ from shardwise.checkpoint.directory import complete, discard, latest
 from shardwise.checkpoint.stores import folder_at
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.config import Config
-from shardwise.train.saver import check_same_run, step_of
+from shardwise.train.saver import check_same_run
 from shardwise.train.settings import to_toml
-from shardwise.train.sinks import Record
+from shardwise.train.sinks import Record, read_history
 
 __all__ = ["RunDirectory", "make_new_directory", "open_run"]
 
@@ -110,27 +110,13 @@ def _resume(run: RunDirectory, config: Config) -> RunDirectory:
     checkpoint = latest(run.saves_to)
     if checkpoint is None:
         return run
-    check_same_run(checkpoint, config)
-    step = step_of(checkpoint)
+    step = check_same_run(checkpoint, config)
     if step > config.train.steps:
         raise ConfigError(
             f"train.steps={config.train.steps}: {checkpoint} is beyond it; choose another "
             "run.directory, or set run.overwrite=true to start over"
         )
     return replace(run, checkpoint=checkpoint, step=step, history=read_history(run.metrics, step))
-
-
-def read_history(metrics: Path, last_step: int) -> tuple[Record, ...]:
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-    records = []
-    for line in lines:
-        try:
-            record = Record(**({"grad_norm": None} | json.loads(line)))  # None is not written
-        except (ValueError, TypeError):  # the machine crashed while it was written
-            continue
-        if record.step <= last_step:
-            records.append(record)
-    return tuple(records)
 
 
 def _prepare(run: RunDirectory, config: Config) -> None:

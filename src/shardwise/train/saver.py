@@ -18,16 +18,12 @@ from shardwise.checkpoint.read import read_manifest
 from shardwise.checkpoint.stores import folder_at
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.launch.world import World
-from shardwise.plan.layout import Run
-from shardwise.runtime.module import runtime_of_root
-from shardwise.runtime.reductions import gather_runs
 from shardwise.train.config import Config
 from shardwise.train.data import open_corpus
-from shardwise.train.optimizer import Updater
 from shardwise.train.settings import to_toml
 from shardwise.transport.device import random_states, set_random_states
 
-__all__ = ["Saver", "StopSignal", "check_same_run", "step_of"]
+__all__ = ["Saver", "StopSignal", "check_same_run"]
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # A terminal sends Ctrl-C to all of its processes, and a launcher passes it on to its ranks: a
@@ -56,7 +52,13 @@ class Saver:
             return False
         return stops or step % every == 0 or step == self._config.train.steps
 
-    def save(self, step: int, model: nn.Module, updater: Updater) -> None:
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler_state: dict[str, Any],
+    ) -> None:
         """Save the state after ``step``.
 
         Raises:
@@ -67,13 +69,13 @@ class Saver:
         self._pending = sw.save(
             (self._folder / f"step-{step:08}").target,
             model=model,
-            optimizer=updater.optimizer,
+            optimizer=optimizer,
             wait=options.wait,
             retention=sw.Retention(last=options.keep),
             run={"step": step, "shared": _identity(self._config, self._text_digest)},
             config=to_toml(self._config),
-            random=self._random_states(model),
-            scaler=updater.state(),
+            random=self._world.gather(random_states(self._world.device)),
+            scaler=scaler_state,
         )
         self.saved_step = step
 
@@ -82,55 +84,42 @@ class Saver:
         if self._pending is not None:
             self._pending.wait()
 
-    def load(self, checkpoint: Path | str, model: nn.Module, updater: Updater) -> None:
-        """Load a checkpoint, which any number of ranks may have written."""
-        state = sw.load(checkpoint, model=model, optimizer=updater.optimizer).state
+    def load(
+        self, checkpoint: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """Load a checkpoint of any number of ranks; returns the state of the loss scaler."""
+        state = sw.load(checkpoint, model=model, optimizer=optimizer).state
         self.saved_step = state["run"]["step"]
-        updater.resume(self.saved_step, state["scaler"])
         random: list[list[torch.Tensor]] = state["random"]
         own = random_states(self._world.device)
         if len(random) == self._world.size and len(random[0]) == len(own):  # as many ranks
             set_random_states(self._world.device, random[self._world.rank])
-
-    def _random_states(self, model: nn.Module) -> list[list[torch.Tensor]]:
-        """The states of torch's generators, by rank."""
-        own = random_states(self._world.device)
-        lengths = [len(state) for state in own]
-        runs = [Run(0, sum(lengths))] * self._world.size
-        axis = runtime_of_root(model).axis
-        by_rank = gather_runs(torch.cat(own), runs, axis, "random states", axis.world)
-        return [list(row.split(lengths)) for row in by_rank]
+        scaler_state: dict[str, Any] = state["scaler"]
+        return scaler_state
 
 
-def step_of(checkpoint: Path | str) -> int:
-    """The last step in ``checkpoint``.
-
-    Raises:
-        CheckpointError: it is damaged, or was not saved by the trainer.
-    """
-    step: int = _read_run(checkpoint)["step"]
-    return step
-
-
-def check_same_run(checkpoint: Path | str, config: Config) -> None:
-    """Reject a checkpoint of another model or of other data.
+def check_same_run(checkpoint: Path | str, config: Config) -> int:
+    """Reject a checkpoint of another model or of other data; returns its step.
 
     The number of ranks, the strategy, the number of steps and the learning rate may differ.
 
     Raises:
         ConfigError: names the key.
-        CheckpointError: as `step_of`.
+        CheckpointError: it is damaged, or was not saved by the trainer.
     """
-    saved = _read_run(checkpoint)["shared"]
+    run = _read_run(checkpoint)
     for key, value in _identity(config, open_corpus(config.data).digest).items():
-        if saved.get(key) == value:
+        saved = run["shared"].get(key)
+        if saved == value:
             continue
-        found = "data: the text differs" if key == "data" else f"{key}={value} differs"
-        was = "" if key == "data" else f", which has {saved.get(key)}"
+        is_text = key == "data"
+        found = "data: the text differs" if is_text else f"{key}={value} differs"
+        was = "" if is_text else f", which has {saved}"
         raise ConfigError(
             f"{found} from that of {checkpoint}{was}; choose another run.directory, or set "
             "run.overwrite=true to start over"
         )
+    return int(run["step"])
 
 
 def _identity(config: Config, text_digest: int) -> dict[str, Any]:

@@ -1,16 +1,14 @@
-"""Where the metrics of a run go: metrics.jsonl, loss.png, TensorBoard, Weights & Biases."""
+"""Where the metrics of a run go: metrics.jsonl, TensorBoard, Weights & Biases."""
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config
-from shardwise.train.data import Entropies
 
 __all__ = [
     "JsonLines",
@@ -19,8 +17,8 @@ __all__ = [
     "TensorBoard",
     "WandB",
     "check_trackers",
-    "draw_losses",
     "open_trackers",
+    "read_history",
 ]
 
 
@@ -66,13 +64,27 @@ class JsonLines:
         self._file.close()
 
 
+def read_history(metrics: Path, last_step: int) -> tuple[Record, ...]:
+    """The records of `JsonLines` up to ``last_step``; lines that were cut short are left out."""
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    records = []
+    for line in lines:
+        try:
+            record = Record(**({"grad_norm": None} | json.loads(line)))  # None is not written
+        except (ValueError, TypeError):  # the machine crashed while it was written
+            continue
+        if record.step <= last_step:
+            records.append(record)
+    return tuple(records)
+
+
 class TensorBoard:
     """Scalars for ``tensorboard --logdir``."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, config: Config, directory: Path) -> None:  # noqa: ARG002
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (optional)
 
-        self._writer = SummaryWriter(str(directory))
+        self._writer = SummaryWriter(str(directory / "tensorboard"))
 
     def log(self, record: Record) -> None:
         for name, value in record.metrics().items():
@@ -86,11 +98,15 @@ class TensorBoard:
 class WandB:
     """A run of Weights & Biases; its environment variables configure the project and the mode."""
 
-    def __init__(self, directory: Path, name: str, config: dict[str, Any]) -> None:
+    def __init__(self, config: Config, directory: Path) -> None:
         import wandb  # noqa: PLC0415 (optional)
 
         self._run = wandb.init(
-            dir=str(directory), name=name, id=directory.name, resume="allow", config=config
+            dir=str(directory),
+            name=config.run.name,
+            id=directory.name,
+            resume="allow",
+            config=config.model_dump(),
         )
 
     def log(self, record: Record) -> None:
@@ -100,53 +116,12 @@ class WandB:
         self._run.finish()
 
 
-def draw_losses(path: Path, title: str, records: Sequence[Record], entropies: Entropies) -> None:
-    """Draw the losses, their running mean, the validation losses and the entropies.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and takes a second)
-
-    axes = (figure := Figure(figsize=(9, 5), dpi=120, layout="constrained")).add_subplot()
-    steps = [record.step for record in records]
-    losses = [record.loss for record in records]
-    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
-    axes.plot(steps, running_mean(losses), color="tab:blue", label="training")
-    validation = {r.step: r.validation_loss for r in records if r.validation_loss is not None}
-    axes.plot(list(validation), list(validation.values()), "o-", label="validation")
-    for name in ("unigram", "bigram"):
-        entropy = getattr(entropies, name)
-        axes.axhline(entropy, color="tab:gray", linestyle="--", linewidth=1)
-        axes.annotate(f"{name} entropy {entropy:.2f}", (0, entropy), va="bottom")
-    axes.set(title=title, xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
-    axes.legend(loc="lower left", frameon=False)
-    figure.savefig(path)
-
-
-def running_mean(values: Sequence[float]) -> list[float]:
-    """The mean around each value, over a fiftieth of the run and over less towards its ends.
-
-    A mean of the past alone would lag behind the steep first steps.
-    """
-    half = max(1, len(values) // 100)
-    sums = [0.0, *accumulate(values)]
-    means = []
-    for index in range(len(values)):
-        reach = min(half, index, len(values) - 1 - index)
-        window = sums[index + reach + 1] - sums[index - reach]
-        means.append(window / (2 * reach + 1))
-    return means
+_TRACKERS: dict[str, Callable[[Config, Path], Sink]] = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 def open_trackers(config: Config, directory: Path) -> list[Sink]:
     """The sinks of ``run.sinks``, whose packages `check_trackers` has found."""
-    sinks: list[Sink] = []
-    if "tensorboard" in config.run.sinks:
-        sinks.append(TensorBoard(directory / "tensorboard"))
-    if "wandb" in config.run.sinks:
-        sinks.append(WandB(directory, config.run.name, config.model_dump()))
-    return sinks
+    return [_TRACKERS[name](config, directory) for name in config.run.sinks]
 
 
 def check_trackers(config: Config) -> None:
