@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli import main
 from shardwise.plan.strategy import STRATEGIES
 
-from .commands import fail, run
+from .commands import fail, run, run_on_pool
 
 OWN = """
 import torch
@@ -31,17 +32,34 @@ USAGE_ERRORS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _ranks_of_a_pool(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+    """Commands in this process start no ranks."""
+    monkeypatch.setattr("shardwise.cli.run_verify.run_on_local_ranks", run_on_pool)
+
+
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
     return tmp_path
 
 
-def test_all_built_in_models_are_equal_on_two_ranks(tmp_path: Path) -> None:
-    finished = run(["verify"], tmp_path)
-    assert (finished.code, finished.stderr) == (0, "")
-    names = ["GPT", "MixtureOfExperts", "EncoderDecoder", "ConvNet", "Adapted"]
-    shown = finished.stdout.split("\n\n")[:-1]
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("gpt", ["GPT"]),
+        pytest.param(
+            "",
+            ["GPT", "MixtureOfExperts", "EncoderDecoder", "ConvNet", "Adapted"],
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_built_in_models_are_equal_on_two_ranks(
+    model: str, names: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", *model.split()]) == 0
+    shown = capfd.readouterr().out.split("\n\n")[:-1]
     assert [table.split(",")[0] for table in shown] == names
     for table in shown:
         title, _, *rows = table.splitlines()
@@ -53,26 +71,26 @@ def test_all_built_in_models_are_equal_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_a_corrupted_gradient_is_named(own: Path) -> None:
-    arguments = ["--corrupt", "1.0.bias", "--strategies", "fsdp, ddp", "--nproc", "3"]
+    """On new processes, as users run it."""
+    arguments = ["--corrupt", "1.0.bias", "--strategies", "fsdp, ddp", "--nproc", "2"]
     finished = run(["verify", "own.py:subject", *arguments], own)
     assert finished.code == 1
     first, second = finished.stderr.splitlines()
-    difference = "on 3 ranks differs from one process: the gradient of 1.0.bias in step 0 is off by"
+    difference = "on 2 ranks differs from one process: the gradient of 1.0.bias in step 0 is off by"
     assert first.startswith(f"shardwise: Sequential with fsdp {difference}")
     assert second.startswith(f"Sequential with ddp {difference}")
     assert finished.stdout.count("DIFFERS  1.0.bias") == 2
 
 
-def test_an_error_found_on_the_ranks_is_one_line(own: Path) -> None:
-    finished = run(["verify", "own.py:subject", "--nproc", "4"], own)
-    assert finished.code == 2
-    assert finished.stdout == ""
-    assert finished.stderr == (
-        "shardwise: batch_fn(0) has 6 rows, which do not divide into 4 ranks; return 4 or 8\n"
+def test_an_error_found_on_the_ranks_is_one_line(
+    own: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = fail(capfd, ["verify", f"{own}/own.py:subject", "--nproc", "4"])
+    assert line == (
+        "shardwise: batch_fn(0) has 6 rows, which do not divide into 4 ranks; return 4 or 8"
     )
 
 
-@pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize(("command_line", "message"), USAGE_ERRORS.items())
 def test_an_error_is_one_line(
     command_line: str,

@@ -1,4 +1,4 @@
-"""Which model is meant, by a name or by the user's own function."""
+"""Models are found by name or by the user's own function."""
 
 import sys
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ number = 3
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A file of the user's beside another, in the current directory."""
+    """A user's file next to another, in the current directory."""
     (tmp_path / "own_model.py").write_text(OWN, encoding="utf-8")
     (tmp_path / "neighbour.py").write_text("WIDTH = 5", encoding="utf-8")
     (tmp_path / "broken_model.py").write_text("import not_there", encoding="utf-8")
@@ -77,7 +77,7 @@ def test_the_users_own(source: str, own: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("own")
-def test_a_mistake_is_told(model: str, message: str) -> None:
+def test_a_mistake_is_reported(model: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_subjects(model, BUILT_IN)
 

@@ -1,4 +1,4 @@
-"""What is read off a verification."""
+"""The text and table of a verification."""
 
 import math
 
@@ -21,13 +21,13 @@ def test_equal() -> None:
     found.raise_for_difference()
 
 
-def test_what_differs_is_told() -> None:
+def test_differences_are_named() -> None:
     found = Verification("Stack", 1, (EQUAL, LATE, MISSING))
     assert not found.ok
-    with pytest.raises(sw.VerificationError) as told:
+    with pytest.raises(sw.VerificationError) as raised:
         found.raise_for_difference()
-    assert isinstance(told.value, sw.ShardwiseError)
-    first, second = str(told.value).splitlines()
+    assert isinstance(raised.value, sw.ShardwiseError)
+    first, second = str(raised.value).splitlines()
     assert first == (
         "Stack with zero2 on 1 rank differs from one process: "
         "b.weight after the optimizer's step in step 1 is off by 1.0e-03 (tolerance 1e-10)"

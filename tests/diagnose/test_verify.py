@@ -20,7 +20,7 @@ from shardwise.diagnose.reference import Reference, Training
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.runtime.mesh import resolve_mesh
 from tests.models import CASES, WIDTH, Block, Stack, UnusedAndReused, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import TOLERANCE, assert_close
 
 PRESETS = tuple(dict.fromkeys(row.name for row in STRATEGIES.values()))
@@ -61,25 +61,113 @@ def test_a_corrupted_gradient_is_named_on_every_rank(ranks: int) -> None:
         found.raise_for_difference()
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rounding_of_a_policy_is_equal_and_more_is_not(dtype: torch.dtype) -> None:
-    run_on(2, _verify_rounded, dtype, deadline=60.0)
+    policy = sw.MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
+    arguments: dict[str, Any] = {
+        "model_fn": lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)),
+        "batch_fn": lambda _step: torch.randn(8, 4),
+        "loss_fn": lambda model, batch: model(batch).double().square().mean(),
+        "strategies": ("ddp", "fsdp"),
+        "mp_policy": policy,
+    }
+    found = sw.verify(**arguments)
+    assert found.ok, found.explanation
+    worst = max(one.gradient.error for one in found.comparisons)
+    assert torch.finfo(dtype).eps / 100 < worst, "it was computed in the dtype"
+    assert not sw.verify(**arguments, tolerance=worst / 2).ok
 
 
-def test_everything_else_that_may_differ_is_told() -> None:
-    run_on(2, _differ)
+@on_ranks(2)
+def test_other_differences_are_reported() -> None:
+    def louder(model: nn.Module, x: Tensor) -> Tensor:
+        is_wrong = isinstance(model, sw.FSDPModule) and dist.get_rank() == 1
+        return _square(model, x) + (1e-6 if is_wrong else 0.0)
+
+    explanation = _differences(loss_fn=louder)
+    assert "the loss in step 0 is off by" in explanation
+    assert "gradient" not in explanation
+
+    def faster(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+        several = list(parameters)
+        is_sharded = isinstance(several[0], sw.ShardedTensor)
+        return torch.optim.SGD(several, lr=0.1 + 1e-6 * is_sharded)
+
+    explanation = _differences(optimizer_fn=faster)
+    assert "after the optimizer's step in step 0 is off by" in explanation
+    assert "gradient" not in explanation
+
+    def forgetful(model: Switched, x: Tensor) -> Tensor:
+        model.on = not isinstance(model, sw.FSDPModule)
+        return _square(model, x)
+
+    explanation = _differences(Switched, loss_fn=forgetful, units=Block)
+    assert f"the gradient of spare in step 0 is None, expected [{WIDTH}]" in explanation
+
+    def eager(model: Switched, x: Tensor) -> Tensor:
+        model.on = isinstance(model, sw.FSDPModule)
+        return _square(model, x)
+
+    explanation = _differences(Switched, loss_fn=eager, units=Block)
+    assert "the gradient of spare in step 0 is a tensor, expected None" in explanation
+
+    def not_a_number(model: nn.Module, x: Tensor) -> Tensor:
+        return _square(model, x) * (torch.nan if isinstance(model, sw.FSDPModule) else 1.0)
+
+    assert "the loss in step 0 is off by inf" in _differences(loss_fn=not_a_number)
 
 
-def test_buffers_are_each_ranks_own() -> None:
-    run_on(4, _steered_by_buffers)
+@on_ranks(4)
+def test_each_rank_has_its_own_buffers() -> None:
+    found = sw.verify(Steered, _rows, "fsdp", loss_fn=_square, units=Block, steps=3, quiet=True)
+    assert found.ok, found.explanation
 
 
-def test_the_reference_is_training_on_the_whole_batch() -> None:
-    run_on(3, _reference_and_whole)
+@on_ranks(3)
+def test_the_reference_trains_on_the_whole_batch() -> None:
+    """Of a model that treats each row by itself."""
+    peers = RankExchange(dist.group.WORLD)
+    training = Training(Stack, _square, None)
+    reference = Reference(training, resolve_mesh(None, STRATEGIES["ddp"]), peers)
+    batches = cut_batches(_rows, 3, peers, reference.device)
+    outcomes = reference.train(batches, zeros=False)
+    model = training.build()
+    optimizer = training.optimizer(model)
+    for parts, outcome in zip(batches, outcomes, strict=True):
+        loss = _square(model, torch.cat([part.rows for part in parts]))
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert abs(outcome.loss - loss.item()) < TOLERANCE
+        for name, parameter in model.named_parameters():
+            assert_close(outcome.gradients[name], parameter.grad, name)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            assert_close(outcome.parameters[name], parameter.detach(), name)
 
 
+@on_ranks(4, deadline=40.0)
 def test_other_arguments() -> None:
-    run_on(4, _other_arguments, deadline=40.0)
+    """Each changes what is computed, and none the verdict."""
+    usual: dict[str, Any] = {"loss_fn": _square, "quiet": True}
+    for options in ({"unused": "zeros", "units": None}, {"prefetch": 0, "units": Block}):
+        found = sw.verify(UnusedAndReused, _rows, "fsdp", **usual, **options)
+        assert found.ok, found.explanation
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = sw.verify(Stack, _rows, mesh=mesh, **usual)
+    assert found.ok
+    assert {"hsdp"} <= {one.strategy for one in found.comparisons} < set(PRESETS)
+    for policy in (sw.CPUOffloadPolicy(), sw.CPUOffloadPolicy(parameters=False)):
+        assert sw.verify(Stack, _rows, offload_policy=policy, **usual).ok
+    row = mesh["shard"]
+    found = sw.verify(Stack, _rows, mesh=row, **usual)
+    assert found.num_ranks == 2
+    assert {"fsdp"} <= {one.strategy for one in found.comparisons} < set(PRESETS)
+    found = sw.verify(KeywordLoss, lambda _: {"x": torch.randn(8, WIDTH), "scale": 3}, quiet=True)
+    assert found.ok
+    assert sw.verify(lambda: build("recurrent"), _rows, "fsdp", units=nn.LSTM, **usual).ok
+    case = CASES["mixed dtypes"]
+    assert sw.verify(case.build, _rows, "fsdp", units=case.units, **usual).ok
 
 
 def test_one_process_without_a_group(capfd: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +208,7 @@ def test_the_first_rank_shows_the_table(capfd: pytest.CaptureFixture[str]) -> No
         ({"batch_fn": lambda step: torch.ones(0, 6)}, r"0 rows.*return 1"),  # noqa: ARG005
     ],
 )
-def test_a_mistake_is_told(arguments: dict[str, Any], message: str) -> None:
+def test_a_mistake_is_reported(arguments: dict[str, Any], message: str) -> None:
     usual: dict[str, Any] = {
         "model_fn": Stack,
         "batch_fn": _rows,
@@ -141,8 +229,40 @@ def test_a_frozen_parameter_cannot_be_corrupted() -> None:
         )
 
 
-def test_mistakes_that_take_several_ranks() -> None:
-    run_on(2, _unfaithful)
+@on_ranks(2)
+def test_mistakes_on_some_ranks_are_reported_on_all() -> None:
+    def refused(message: str, model_fn: Callable[[], nn.Module], batch_fn: Any = _rows) -> None:
+        with pytest.raises(sw.PlanError, match=message):
+            sw.verify(model_fn, batch_fn, "fsdp", loss_fn=_square, quiet=True)
+
+    refused("model_fn gave second other values in a second call", Forgotten)
+    model = Stack()
+    refused(r"model_fn returned first\.weight twice", lambda: model)
+    several = iter([Stack(depth=1), Stack(depth=2)])
+    refused(r"built layers\.1\.down\.bias.* in one call and not", lambda: next(several))
+    rank = dist.get_rank()
+    refused(
+        "has 5 rows, which do not divide into 2 ranks; return 4 or 6",
+        Stack,
+        lambda _: torch.ones(5, WIDTH),
+    )
+    refused(
+        r"batch_fn\(0\) differs between ranks 0 and 1",
+        Stack,
+        lambda _: torch.full((4, WIDTH), rank),
+    )
+    # Detected on one rank, reported on both.
+    refused(r"has 3 rows.*\(on rank 1\)", Stack, lambda _: torch.ones(2 + rank, WIDTH))
+
+    def fickle() -> nn.Module:
+        model = Stack()
+        if rank == 1:
+            nn.init.normal_(model.norm.weight, generator=other)
+        return model
+
+    other = torch.Generator()
+    refused(r"model_fn gave norm\.weight other values.*\(on rank 1\)", fickle)
+    refused(r"first\.bias differs between ranks 0 and 1", partial(_by_rank, rank))
 
 
 # -- on a rank -----------------------------------------------------------------------------------
@@ -155,22 +275,6 @@ def _rows(_step: int) -> Tensor:
 def _square(model: Any, x: Tensor) -> Tensor:
     y: Tensor = model(x)
     return y.square().mean()
-
-
-def _verify_rounded(dtype: torch.dtype) -> None:
-    policy = sw.MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
-    arguments: dict[str, Any] = {
-        "model_fn": lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)),
-        "batch_fn": lambda _step: torch.randn(8, 4),
-        "loss_fn": lambda model, batch: model(batch).double().square().mean(),
-        "strategies": ("ddp", "fsdp"),
-        "mp_policy": policy,
-    }
-    found = sw.verify(**arguments)
-    assert found.ok, found.explanation
-    worst = max(one.gradient.error for one in found.comparisons)
-    assert torch.finfo(dtype).eps / 100 < worst, "it was computed in the dtype"
-    assert not sw.verify(**arguments, tolerance=worst / 2).ok
 
 
 def _verify_built_in(name: str, corrupt: str | None = None) -> sw.Verification:
@@ -215,44 +319,6 @@ def _differences(model_fn: Callable[[], nn.Module] = Stack, **arguments: Any) ->
     return found.explanation
 
 
-def _differ() -> None:
-    def louder(model: nn.Module, x: Tensor) -> Tensor:
-        is_wrong = isinstance(model, sw.FSDPModule) and dist.get_rank() == 1
-        return _square(model, x) + (1e-6 if is_wrong else 0.0)
-
-    explanation = _differences(loss_fn=louder)
-    assert "the loss in step 0 is off by" in explanation
-    assert "gradient" not in explanation
-
-    def faster(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-        several = list(parameters)
-        is_sharded = isinstance(several[0], sw.ShardedTensor)
-        return torch.optim.SGD(several, lr=0.1 + 1e-6 * is_sharded)
-
-    explanation = _differences(optimizer_fn=faster)
-    assert "after the optimizer's step in step 0 is off by" in explanation
-    assert "gradient" not in explanation
-
-    def forgetful(model: Switched, x: Tensor) -> Tensor:
-        model.on = not isinstance(model, sw.FSDPModule)
-        return _square(model, x)
-
-    explanation = _differences(Switched, loss_fn=forgetful, units=Block)
-    assert f"the gradient of spare in step 0 is None, expected [{WIDTH}]" in explanation
-
-    def eager(model: Switched, x: Tensor) -> Tensor:
-        model.on = isinstance(model, sw.FSDPModule)
-        return _square(model, x)
-
-    explanation = _differences(Switched, loss_fn=eager, units=Block)
-    assert "the gradient of spare in step 0 is a tensor, expected None" in explanation
-
-    def not_a_number(model: nn.Module, x: Tensor) -> Tensor:
-        return _square(model, x) * (torch.nan if isinstance(model, sw.FSDPModule) else 1.0)
-
-    assert "the loss in step 0 is off by inf" in _differences(loss_fn=not_a_number)
-
-
 class Steered(nn.Module):
     """What it computes follows from what it has seen, and from how often it was called."""
 
@@ -269,55 +335,6 @@ class Steered(nn.Module):
         self.calls += 1
         y: Tensor = self.block(x + self.seen)
         return y * self.calls
-
-
-def _steered_by_buffers() -> None:
-    found = sw.verify(Steered, _rows, "fsdp", loss_fn=_square, units=Block, steps=3, quiet=True)
-    assert found.ok, found.explanation
-
-
-def _reference_and_whole() -> None:
-    """Of a model that treats each row by itself."""
-    peers = RankExchange(dist.group.WORLD)
-    training = Training(Stack, _square, None)
-    reference = Reference(training, resolve_mesh(None, STRATEGIES["ddp"]), peers)
-    batches = cut_batches(_rows, 3, peers, reference.device)
-    outcomes = reference.train(batches, zeros=False)
-    model = training.build()
-    optimizer = training.optimizer(model)
-    for parts, outcome in zip(batches, outcomes, strict=True):
-        loss = _square(model, torch.cat([part.rows for part in parts]))
-        loss.backward()  # type: ignore[no-untyped-call]
-        assert abs(outcome.loss - loss.item()) < TOLERANCE
-        for name, parameter in model.named_parameters():
-            assert_close(outcome.gradients[name], parameter.grad, name)
-        optimizer.step()
-        optimizer.zero_grad()
-        for name, parameter in model.named_parameters():
-            assert_close(outcome.parameters[name], parameter.detach(), name)
-
-
-def _other_arguments() -> None:
-    """Each changes what is computed, and none the verdict."""
-    usual: dict[str, Any] = {"loss_fn": _square, "quiet": True}
-    for options in ({"unused": "zeros", "units": None}, {"prefetch": 0, "units": Block}):
-        found = sw.verify(UnusedAndReused, _rows, "fsdp", **usual, **options)
-        assert found.ok, found.explanation
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    found = sw.verify(Stack, _rows, mesh=mesh, **usual)
-    assert found.ok
-    assert {"hsdp"} <= {one.strategy for one in found.comparisons} < set(PRESETS)
-    for policy in (sw.CPUOffloadPolicy(), sw.CPUOffloadPolicy(parameters=False)):
-        assert sw.verify(Stack, _rows, offload_policy=policy, **usual).ok
-    row = mesh["shard"]
-    found = sw.verify(Stack, _rows, mesh=row, **usual)
-    assert found.num_ranks == 2
-    assert {"fsdp"} <= {one.strategy for one in found.comparisons} < set(PRESETS)
-    found = sw.verify(KeywordLoss, lambda _: {"x": torch.randn(8, WIDTH), "scale": 3}, quiet=True)
-    assert found.ok
-    assert sw.verify(lambda: build("recurrent"), _rows, "fsdp", units=nn.LSTM, **usual).ok
-    case = CASES["mixed dtypes"]
-    assert sw.verify(case.build, _rows, "fsdp", units=case.units, **usual).ok
 
 
 class KeywordLoss(nn.Module):
@@ -342,41 +359,6 @@ class Forgotten(nn.Module):
         type(self).num_built += 1
         self.first = nn.Linear(WIDTH, 1)
         self.second = nn.Parameter(torch.full((WIDTH,), float(self.num_built)))
-
-
-def _unfaithful() -> None:
-    def refused(message: str, model_fn: Callable[[], nn.Module], batch_fn: Any = _rows) -> None:
-        with pytest.raises(sw.PlanError, match=message):
-            sw.verify(model_fn, batch_fn, "fsdp", loss_fn=_square, quiet=True)
-
-    refused("model_fn gave second other values in a second call", Forgotten)
-    model = Stack()
-    refused(r"model_fn returned first\.weight twice", lambda: model)
-    several = iter([Stack(depth=1), Stack(depth=2)])
-    refused(r"built layers\.1\.down\.bias.* in one call and not", lambda: next(several))
-    rank = dist.get_rank()
-    refused(
-        "has 5 rows, which do not divide into 2 ranks; return 4 or 6",
-        Stack,
-        lambda _: torch.ones(5, WIDTH),
-    )
-    refused(
-        r"batch_fn\(0\) differs between ranks 0 and 1",
-        Stack,
-        lambda _: torch.full((4, WIDTH), rank),
-    )
-    # On one rank alone, and told on both.
-    refused(r"has 3 rows.*\(on rank 1\)", Stack, lambda _: torch.ones(2 + rank, WIDTH))
-
-    def fickle() -> nn.Module:
-        model = Stack()
-        if rank == 1:
-            nn.init.normal_(model.norm.weight, generator=other)
-        return model
-
-    other = torch.Generator()
-    refused(r"model_fn gave norm\.weight other values.*\(on rank 1\)", fickle)
-    refused(r"first\.bias differs between ranks 0 and 1", partial(_by_rank, rank))
 
 
 def _by_rank(rank: int) -> nn.Module:
