@@ -72,6 +72,8 @@ class Rank:
         """Start with a default group that knows nothing of what earlier calls did to theirs."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        # DTensor keeps meshes, whose groups are gone now, by what they look like.
+        torch._C._clear_DTensor_sharding_propagator_cache()
         dist.init_process_group(
             "gloo",
             store=PrefixStore(f"groups{self.num_groups}", self.store),

@@ -16,23 +16,28 @@ from torch._ops import OpOverload  # the type of what `__torch_dispatch__` is ca
 from torch.autograd import Variable, forward_ad
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # of a DTensor subclass
 from torch.utils import _pytree as pytree  # torch's own containers; there is no public module
 from torch.utils._python_dispatch import TorchDispatchMode  # its public alias has no c10d operators
 
 __all__ = [
+    "DTensorSpec",
     "OpOverload",
+    "TensorMeta",
     "TorchDispatchMode",
     "accumulated_gradient_hooks",
     "can_swap_storages",
     "current_graph_task",
     "default_store",
-    "disabled_torch_function",
     "eval_frame",
     "gradient_hooks",
     "group_timeout",
     "has_saved_tensors_hooks",
     "is_transformed_by_functorch",
+    "mesh_without_groups",
+    "new_dtensor",
     "new_nccl_group",
     "new_registered_group",
     "num_storage_references",
@@ -47,10 +52,10 @@ REQUIRED = (
     "torch._C._are_functorch_transforms_active",
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._current_graph_task_id",
-    "torch._C._disabled_torch_function_impl",
     "torch._C._dynamo.eval_frame.set_eval_frame",
     "torch._C._storage_Use_Count",
     "torch._C._will_engine_execute_node",
+    "torch.Tensor._dtensor__new__",
     "torch.Tensor._use_count",
     "torch.distributed.ProcessGroup._device_types",
     "torch.distributed.ProcessGroup._get_backend",
@@ -84,8 +89,17 @@ if missing(REQUIRED):
 
 # -- tensors and storages ------------------------------------------------------------------------
 
-# A tensor subclass whose `__torch_function__` only dispatches: what torch's own subclasses use.
-disabled_torch_function = torch._C._disabled_torch_function_impl
+
+def new_dtensor(cls: Any, local: Tensor, spec: DTensorSpec, requires_grad: bool) -> Any:
+    """An object of ``cls``, a subclass of DTensor; ``DTensor.__new__`` is this for DTensor."""
+    return torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)
+
+
+def mesh_without_groups(
+    device_type: str, ranks: Tensor, names: tuple[str, ...] | None, own_rank: int
+) -> DeviceMesh:
+    """A mesh that says where tensors are and that runs no collective."""
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=own_rank)
 
 
 def can_swap_storages() -> bool:

@@ -1,10 +1,10 @@
 """`fully_shard`: plans a model, has the runtime shard it, and attaches the features."""
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from shardwise.features.deferred import defer, is_deferred
 from shardwise.features.initialize import Initialization, Materializer
 from shardwise.features.offload import HostOffloader
 from shardwise.features.unused import UNUSED, Unused, UnusedParameters
-from shardwise.plan.granularity import Granularities
+from shardwise.plan.granularity import Dim, Granularities, Granularity, Granularizer
 from shardwise.plan.layout import ParameterSpec
 from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy, as_offload_policy
 from shardwise.plan.padding import padding_report
@@ -29,6 +29,7 @@ from shardwise.plan.units import Units, check_is_unit
 from shardwise.runtime.attach import (
     check_initialized,
     check_not_renormalized,
+    check_same_values,
     device_for,
     is_on_meta,
 )
@@ -37,7 +38,8 @@ from shardwise.runtime.engine import Handle, Runtime
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.mesh import DataParallelMesh, resolve_mesh
 from shardwise.runtime.module import FSDPModule, handle_of, mark
-from shardwise.runtime.tensor import ShardedTensor
+from shardwise.runtime.replaced import restore_ties
+from shardwise.runtime.tensor import sharding_of
 
 __all__ = ["fully_shard"]
 
@@ -60,14 +62,15 @@ def fully_shard(
     init: Initialization | None = None,
     ignored_params: Collection[nn.Parameter] | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    on_different_values: Literal["error", "warn"] = "error",
     dp_mesh_dims: Any = None,
 ) -> M:
     """Shard ``module`` over the ranks of ``mesh``; returns the same object.
 
-    Its parameters become `ShardedTensor`s in place, so names, ties and an optimizer that was built
-    before stay right. A unit is gathered just before it computes and freed right after, in forward
-    and backward. Call it once with ``units``, or as in FSDP2 once for each block and then for the
-    root.
+    Its parameters are DTensors from then on. Names and ties stay as they are, and an optimizer that
+    was built before steps them, too. A unit is gathered just before it computes and freed right
+    after, in forward and backward. Call it once with ``units``, or as in FSDP2 once for each block
+    and then for the root.
 
     Args:
         module: the model, with the same values on every rank, or on the meta device; or a list of
@@ -85,10 +88,13 @@ def fully_shard(
         sharding_factor: instead of a two-dimensional mesh: how many neighboring ranks share one
             copy of the model; it divides the number of ranks.
         granularity: where a parameter may be cut between ranks: ``"element"`` (anywhere),
-            ``"row"`` (between slices along dim 0), `sw.block(n)` (between blocks of n rows) or
-            ``"tensor"`` (nowhere); one for all, or a mapping from patterns of names (as in
-            fnmatch; the first that fits decides), or a function of name and shape. Others are by
-            element. What an earlier call for a block chose, stays. Costly padding is warned of.
+            ``"row"`` (between slices along dim 0), `sw.block(n)` (between blocks of n rows),
+            ``"tensor"`` (nowhere) or ``"dim"`` (as in FSDP2: each rank has a chunk of dim 0 of
+            every parameter, in the sizes of `torch.chunk`, in DTensors with ``Shard(0)``; it costs
+            two copies of a unit in each gather and reduction); one for all, or a mapping from
+            patterns of names (as in fnmatch; the first that fits decides), or a function of name
+            and shape. Others are by element. What an earlier call for a block chose, stays. Costly
+            padding is warned of.
         mp_policy: the dtypes of gathers, compute, reductions and shards. Without one, only
             trainable parameters in bfloat16 or float16 get float32 shards ("masters").
         offload_policy: ``sw.CPUOffloadPolicy()`` keeps shards, their gradients and the states of
@@ -105,8 +111,11 @@ def fully_shard(
         ignored_params: parameters of ``module`` that are left alone: whole, each rank's own, with
             gradients that are not reduced. As in FSDP2; a call for an enclosing module has to name
             them again.
-        shard_placement_fn: FSDP2's. Shards are runs of the flattened parameter, which FSDP2 would
-            call ``Shard(0)``; every other placement is refused.
+        shard_placement_fn: FSDP2's: parameters for which it returns ``Shard(dim)`` are cut by
+            "dim" along that dim, and those for which it returns None as ``granularity`` says.
+        on_different_values: what to do if ranks have built different values for a parameter, from
+            different seeds for example, so that their shards make up a weight of none of them:
+            ``"error"``, or ``"warn"``, for FSDP2 keeps them.
         dp_mesh_dims: FSDP2's; refused.
 
     Raises:
@@ -128,7 +137,9 @@ def fully_shard(
         units=units,
         prefetch=prefetch,
         reshard_after_forward=reshard_after_forward,
+        place=shard_placement_fn,
         granularity=granularity,
+        on_different_values=on_different_values,
         mp_policy=as_precision_policy(mp_policy),
         offload_policy=as_offload_policy(offload_policy),
         unused=unused,
@@ -136,7 +147,7 @@ def fully_shard(
         ignored_params=ignored_params or (),
     )
     for one in module if isinstance(module, Sequence) else (module,):
-        _check_module(one, shard_placement_fn, ignored_params or ())
+        _check_module(one, ignored_params or ())
         if init is not None or not is_deferred(one):
             shard(one)
         elif units is None:
@@ -146,11 +157,7 @@ def fully_shard(
     return module
 
 
-def _check_module(
-    module: object,
-    place: Callable[[nn.Parameter], Any] | None,
-    ignored: Collection[nn.Parameter],
-) -> None:
+def _check_module(module: object, ignored: Collection[nn.Parameter]) -> None:
     if not isinstance(module, nn.Module):
         kind = type(module).__name__
         raise PlanError(f"fully_shard takes a torch.nn.Module or a list of them, got {kind}")
@@ -163,15 +170,6 @@ def _check_module(
         )
     check_is_unit(module, "")
     check_initialized(module, ignored)
-    if place is None:
-        return
-    for name, parameter in module.named_parameters():
-        placement = place(parameter)
-        if placement not in (None, Shard(0)):
-            raise PlanError(
-                f"shard_placement_fn: {name}: expected None or Shard(dim=0), got {placement!r}; "
-                "shards are runs of the flattened parameter"
-            )
 
 
 def _shard(
@@ -182,7 +180,9 @@ def _shard(
     units: Units,
     prefetch: int,
     reshard_after_forward: bool | int | None,
+    place: Callable[[nn.Parameter], Any] | None,
     granularity: Granularities,
+    on_different_values: Literal["error", "warn"],
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
     unused: Unused,
@@ -190,6 +190,9 @@ def _shard(
     ignored_params: Collection[nn.Parameter],
 ) -> None:
     """Plan one module and shard it."""
+    restore_ties(module)
+    if place is not None:
+        granularity = _placed(module, place, Granularizer(granularity))
     check_not_renormalized(module, ignored_params)
     _check_init(module, init)
     manual = _sharded_before(module, axis)
@@ -208,8 +211,13 @@ def _shard(
         settled=_specs_before(module),
         ignored=_names_of(module, ignored_params),
     )
+    if plan.strategy.is_two_level and any(unit.chunked_bytes for unit in plan.units):
+        raise PlanError(
+            f"granularity 'dim' with {plan.strategy}: expected a strategy that shards over one "
+            "axis, as FSDP2 does; pass another granularity, or strategy 'fsdp' or 'hsdp'"
+        )
     _warn_of_padding(plan, axis)
-    runtime = _build(module, plan, axis, unused, init)
+    runtime = _build(module, plan, axis, unused, init, on_different_values)
     own = UnitChoice(reshard_after_forward, mp_policy, offload_policy)
     inner = UnitChoice(reshard_after_forward, replace(mp_policy, output_dtype=None), offload_policy)
     for index, unit in enumerate(plan.units):
@@ -226,9 +234,12 @@ def _build(
     axis: DataParallelMesh,
     unused: Unused,
     init: Initialization | None = None,
+    on_different_values: Literal["error", "warn"] = "error",
 ) -> Runtime:
     """Shard the parameters of ``root`` and attach the features."""
     device = device_for(root, axis)
+    if init is None:
+        check_same_values(root, plan, axis, warns=on_different_values == "warn")
     materializer = None if init is None else Materializer(root, plan, init, Pool(device))
     offloaders = cache(partial(HostOffloader, device))
     runtime = Runtime(
@@ -239,6 +250,25 @@ def _build(
     return runtime
 
 
+def _placed(
+    root: nn.Module, place: Callable[[nn.Parameter], Any], otherwise: Granularizer
+) -> Mapping[str, Granularity]:
+    """What FSDP2's ``shard_placement_fn`` says of each parameter, by name."""
+    chosen: dict[str, Granularity] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        shape, placement = tuple(parameter.shape), place(parameter)
+        if placement is None:
+            chosen[name] = otherwise.of([name], shape)
+        elif type(placement) is Shard and -len(shape) <= placement.dim < len(shape):
+            chosen[name] = Dim(placement.dim % len(shape))
+        else:
+            raise PlanError(
+                f"shard_placement_fn: {name} {shape}: expected None or Shard of one of its dims, "
+                f"got {placement!r}"
+            )
+    return chosen
+
+
 def _names_of(root: nn.Module, parameters: Collection[nn.Parameter]) -> set[str]:
     wanted = {id(parameter) for parameter in parameters}
     named = root.named_parameters(remove_duplicate=False)
@@ -247,8 +277,8 @@ def _names_of(root: nn.Module, parameters: Collection[nn.Parameter]) -> set[str]
 
 def _specs_before(root: nn.Module) -> dict[str, ParameterSpec]:
     """What was planned for parameters that are sharded already."""
-    sharded = {n: p.sharding for n, p in root.named_parameters() if isinstance(p, ShardedTensor)}
-    return {name: sharding.extent.parameter for name, sharding in sharded.items()}
+    shardings = {name: sharding_of(p) for name, p in root.named_parameters()}
+    return {name: one.extent.parameter for name, one in shardings.items() if one is not None}
 
 
 def _warn_of_padding(plan: Plan, axis: DataParallelMesh) -> None:

@@ -144,15 +144,13 @@ def test_a_model_from_meta_trains_as_one_that_was_never_there() -> None:
             optimizer.zero_grad()
 
 
-def test_parameters_stay_the_same_objects() -> None:
+def test_ties_are_kept_and_no_generator_is_advanced() -> None:
     with torch.device("meta"):
         model = CASES["gpt"].build()
-    parameters = list(model.parameters())
     torch.manual_seed(5)
     before = torch.get_rng_state()
     sw.fully_shard(model, units=CASES["gpt"].units)  # init=sw.Initialization(seed=0)
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
     assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
 
 

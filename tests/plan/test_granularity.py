@@ -94,7 +94,10 @@ def test_what_is_settled_stays() -> None:
 @pytest.mark.parametrize(
     ("granularity", "message"),
     [
-        ("rows", r"granularity='rows': expected 'element', 'row', 'tensor' or sw.block\(n\)"),
+        (
+            "rows",
+            r"granularity='rows': expected 'element', 'row', 'tensor', 'dim' or sw.block\(n\)",
+        ),
         (None, "granularity=None: expected"),
         (4, "granularity=4: expected"),
         ({"*": "rows"}, r"granularity\['\*'\]='rows': expected"),

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.plan.strategy import STRATEGIES
@@ -35,7 +36,7 @@ def rank() -> int:
 
 
 def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def options_of(strategy: str) -> dict[str, Any]:
@@ -78,6 +79,7 @@ def assert_close(actual: Tensor | None, expected: Tensor | None, what: str) -> N
         run = actual.sharding.run
         scale /= actual.sharding.axis.size  # so that all parts together are within the tolerance
         actual, expected = actual.to_local(), expected.flatten()[run.start : run.stop]
+    actual = full(actual)
     error = (actual.double() - expected.double()).norm().item()
     assert error <= TOLERANCE * scale, f"{what}: off by {error:.2e} of {scale:.2e}"
 
@@ -108,7 +110,7 @@ def assert_equal_training(
         if clip is not None:
             clipped = sw.clip_grad_norm_(model.parameters(), clip)
             wanted = nn.utils.clip_grad_norm_(reference.parameters(), clip)
-            assert_close(clipped, wanted, "norm")
+            assert_close(full(clipped), wanted, "norm")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)

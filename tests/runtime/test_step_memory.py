@@ -18,7 +18,7 @@ from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.strategy import STRATEGIES, Level, Strategy
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.gradient_shards import GradientShard
-from shardwise.runtime.memory import Pool
+from shardwise.runtime.memory import FlatBuffer, Pool
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import Unit
 from shardwise.schedule.events import EventKind
@@ -210,7 +210,11 @@ def _live_bytes(runtime: Runtime) -> int:
         for address in [one for one in live if start <= one < start + num_bytes]:
             del live[address]
     buffers = [flat.buffer for unit in runtime.scheduler.units for flat in unit.flats]
-    in_buffers = sum(one.flat.nbytes for one in buffers if one.is_acquired and one._pool.shared)
+    in_buffers = sum(
+        one.flat.nbytes
+        for one in buffers
+        if isinstance(one, FlatBuffer) and one.is_acquired and one._pool.shared
+    )
     return in_buffers + sum(live.values())
 
 

@@ -206,7 +206,7 @@ def test_units_that_a_subgroup_gathers_again_are_not_shared() -> None:
     flats = [flat for unit in runtime_of(model).units for flat in unit.flats]
     assert any(flat._plan.subgroup for flat in flats)
     for flat in flats:
-        assert (flat.buffer._pool.shared is None) == bool(flat._plan.subgroup)
+        assert (flat._pool.shared is None) == bool(flat._plan.subgroup)
 
 
 @on_ranks(2)
@@ -217,7 +217,7 @@ def test_small_units_are_sent_inline() -> None:
         assert_equal_training("gpt")
     flats = [flat for one in runtime_of(model).units for flat in one.flats]
     # 45 * 45 floats on 2 ranks are 4050 bytes each.
-    assert [flat.buffer._pool.shared is None for flat in flats] == [True, True, False, False]
+    assert [flat._pool.shared is None for flat in flats] == [True, True, False, False]
 
 
 @on_ranks(2)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.diagnose.batches import Part
 from shardwise.diagnose.exchange import RankExchange
 from shardwise.diagnose.reference import Outcome, Training
 from shardwise.diagnose.verification import Comparison, Worst
-from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = ["Judge"]
 
@@ -83,7 +83,7 @@ def _presence(wanted: Tensor | None, missing: Sequence[int], num_ranks: int) -> 
 
 def _distance(tensor: Tensor, wanted: Tensor, least: float) -> float:
     """In the Euclidean norm, relative to the norm of ``wanted`` or ``least``, if larger."""
-    full = tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     distance = _norm(full - wanted)
     scale = max(_norm(wanted), least)
     return _finite(distance / scale if scale else distance)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from shardwise.api import fully_shard
 from shardwise.diagnose.batches import cut_batches
@@ -27,7 +28,6 @@ from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.strategy import STRATEGIES, Strategy, resolve_strategy
 from shardwise.plan.units import Units
 from shardwise.runtime.mesh import resolve_mesh
-from shardwise.runtime.tensor import ShardedTensor
 from shardwise.transport.device import current_gpu, num_local_gpus
 
 __all__ = ["resolve_strategies", "verify"]
@@ -195,7 +195,7 @@ def _check_gets_gradient(name: str, outcomes: Sequence[Outcome]) -> None:
 
 def _corrupt(parameter: nn.Parameter, exchange: RankExchange) -> None:
     """Change its gradient on the last rank that owns elements of it."""
-    assert isinstance(parameter, ShardedTensor)
+    assert isinstance(parameter, DTensor)
     owners = [
         rank for rank, size in enumerate(exchange.gather(parameter.to_local().numel())) if size
     ]

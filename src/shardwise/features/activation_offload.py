@@ -46,7 +46,9 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
         StepError: in backward, if a tensor that was not moved has been changed in place since.
     """
     units = runtime_of_root(model).units
-    buffers = {_storage_of(flat.buffer.flat) for unit in units for flat in unit.flats}
+    buffers = {
+        _storage_of(view) for unit in units for flat in unit.flats for view in flat.buffer.views[:1]
+    }
 
     def pack(tensor: Tensor) -> "_Moved | _Left":
         small = tensor.numel() * tensor.element_size() < _WORTH_BYTES

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise._private import OpOverload, TorchDispatchMode
 from shardwise.errors import PlanError, ShardedTensorError
@@ -24,7 +25,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.attach import check_initialized, checksum, owner_of, replace_parameter
 from shardwise.runtime.memory import Pool
-from shardwise.runtime.tensor import ShardedTensor, draws, written_tensors
+from shardwise.runtime.tensor import draws, sharding_of, written_tensors
 from shardwise.transport.device import random_states, seed_generators, set_random_states
 
 __all__ = ["Initialization", "Materializer", "initialize"]
@@ -230,21 +231,23 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written_tensors(func, args, kwargs) if func._schema.is_mutable else ():
             if tensor.is_meta:
                 raise NotImplementedError(f"{func} into a tensor on the meta device")
-            if isinstance(tensor, ShardedTensor):
+            if isinstance(tensor, DTensor):
                 self._check_draws_nothing(func, tensor)
             else:
                 self._addresses.add(tensor.untyped_storage().data_ptr())
         return func(*args, **kwargs)
 
-    def _check_draws_nothing(self, func: OpOverload, tensor: ShardedTensor) -> None:
+    def _check_draws_nothing(self, func: OpOverload, tensor: DTensor) -> None:
         """A unit's values follow from the names of its own modules."""
         if draws(func):
-            raise ShardedTensorError(f"{func} into {tensor.sharding.name}, which is cut already")
+            sharding = sharding_of(tensor)
+            name = "a parameter" if sharding is None else sharding.name
+            raise ShardedTensorError(f"{func} into {name}, which is cut already")
 
 
 def _check_plain(parameters: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
-        if isinstance(parameter, ShardedTensor):
+        if sharding_of(parameter) is not None:
             raise PlanError(f"{name} is sharded already; initialise the model before fully_shard")
         if parameter.is_meta:
             raise PlanError(

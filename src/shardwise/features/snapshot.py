@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.runtime.tensor import ShardedTensor
+from shardwise.runtime.tensor import local_of
 from shardwise.transport.device import random_states, set_random_states
 
 __all__ = ["ModelSnapshot", "OptimizerSnapshot"]
@@ -121,12 +122,12 @@ class _Entries:
 
 def _run(tensor: Tensor) -> Tensor:
     """What is here of ``tensor``."""
-    return tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor.detach()
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _write(tensor: Tensor, values: Tensor) -> None:
     _run(tensor).copy_(values)
-    if isinstance(tensor, ShardedTensor):
+    if isinstance(tensor, DTensor):
         torch.autograd.graph.increment_version(tensor)
 
 

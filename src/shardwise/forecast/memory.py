@@ -129,6 +129,10 @@ class _Replay:
                 pass
             case EventKind.GATHER | EventKind.RESHARD_TO_SUBGROUP:
                 self._allocated += event.bytes
+            case EventKind.WAIT:
+                self._allocated += unit.chunked_bytes  # both buffers, while one is copied
+                self._update_peak()
+                self._allocated -= unit.chunked_bytes
             case EventKind.FREE | EventKind.FREE_SUBGROUP:
                 self._allocated -= event.bytes
             case EventKind.BACKWARD:
@@ -137,12 +141,15 @@ class _Replay:
                 self._allocated += (gradients.buffer - gradients.in_buffer) * (
                     not options.unreduced
                 )
+                self._allocated += unit.chunked_gradient_bytes
                 self._update_peak()  # both the buffer and the gradients that waited are allocated
+                self._allocated -= unit.chunked_gradient_bytes * (not unit.holds_gradients)
                 self._allocated -= gradients.produced - gradients.in_buffer
                 self._allocated += _output_bytes(unit, self._options)
                 self._add_shards(unit.gradient_shard_bytes - _in_place_bytes(unit, options), unit)
             case EventKind.FINISH_REDUCE:
                 self._allocated -= gradients.buffer + _output_bytes(unit, self._options)
+                self._allocated -= unit.chunked_gradient_bytes * unit.holds_gradients
                 self._add_shards(
                     _in_place_bytes(unit, options) - _permanent_bytes(unit, options), unit
                 )

@@ -1,12 +1,13 @@
 """Clipping by the global norm."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import StepError
-from shardwise.runtime.tensor import ShardedTensor
+from shardwise.runtime.tensor import STEPS_IN_BACKWARD, sharding_of
 
 __all__ = ["clip_grad_norm_"]
 
@@ -28,10 +29,25 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for parameter in parameters:
-        if isinstance(parameter, ShardedTensor) and parameter.steps_in_backward:
+        sharding = sharding_of(parameter)
+        if sharding is not None and getattr(parameter, STEPS_IN_BACKWARD, False):
             raise StepError(
-                f"{parameter.sharding.name}: clipping by the global norm needs all gradients at "
+                f"{sharding.name}: clipping by the global norm needs all gradients at "
                 "once, and sw.optimizer_in_backward has used each and dropped it; clip single "
                 "gradients in register_post_accumulate_grad_hook, or call remove() of its handle"
             )
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, foreach=True)
+    total = _total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach=True)
+    return total
+
+
+def _total_norm(gradients: Sequence[Tensor], order: float) -> Tensor:
+    """Over all ranks; norms of torch's DTensors are DTensors, which do not stack with others."""
+    of_torch = [one for one in gradients if type(one) is DTensor]
+    others = [one for one in gradients if type(one) is not DTensor]
+    by_kind = (of_torch, others)
+    norms = [torch.nn.utils.get_total_norm(kind, order, foreach=True) for kind in by_kind if kind]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    if not norms:
+        return torch.tensor(0.0)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)

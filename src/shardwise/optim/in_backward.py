@@ -14,7 +14,7 @@ from shardwise.features.unused import UnusedParameters
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.tensor import ShardedTensor
+from shardwise.runtime.tensor import STEPS_IN_BACKWARD, sharding_of
 
 __all__ = ["StepsInBackward", "optimizer_in_backward"]
 
@@ -105,8 +105,8 @@ class StepsInBackward:
     def _mark(self, *, steps: bool) -> None:
         for reference in self._parameters:
             parameter = reference()
-            if isinstance(parameter, ShardedTensor):
-                parameter.steps_in_backward = steps
+            if parameter is not None and sharding_of(parameter) is not None:
+                setattr(parameter, STEPS_IN_BACKWARD, steps)
 
 
 class _UnitStep:

@@ -1,5 +1,8 @@
 """Where a parameter may be cut: anywhere, between rows, between blocks of rows, or nowhere.
 
+By "dim", it is cut as FSDP2 cuts it: into equal chunks of a dim, one for each rank, the last ones
+shorter or empty. Otherwise its elements are in consecutive runs, so that a rank may have none.
+
 A *granule* is the smallest run of elements of a parameter that stays on one rank. A row is a slice
 along dim 0: the weights of one output of a matrix [out, in], one expert of stacked experts
 [E, m, n], one element of a vector.
@@ -14,7 +17,15 @@ from typing import Literal, get_args
 from shardwise.errors import PlanError
 from shardwise.plan.spelling import did_you_mean
 
-__all__ = ["Block", "Granularities", "Granularity", "Granularizer", "block", "granule_elements"]
+__all__ = [
+    "Block",
+    "Dim",
+    "Granularities",
+    "Granularity",
+    "Granularizer",
+    "block",
+    "granule_elements",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +42,22 @@ class Block:
         return f"block({self.rows})"
 
 
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """Chunks of dim ``dim``, one for each rank, in the sizes of `torch.chunk`."""
+
+    dim: int = 0
+
+    def __str__(self) -> str:
+        return "dim" if self.dim == 0 else f"dim {self.dim}"
+
+
 Word = Literal["element", "row", "tensor"]
-Granularity = Word | Block
+Granularity = Word | Block | Dim
+# What users write; "dim" is `Dim` of dim 0.
+Choice = Granularity | Literal["dim"]
 # For all parameters, by pattern of names as in `fnmatch`, or by a function (None: "element").
-Granularities = (
-    Granularity | Mapping[str, Granularity] | Callable[[str, tuple[int, ...]], Granularity | None]
-)
+Granularities = Choice | Mapping[str, Choice] | Callable[[str, tuple[int, ...]], Choice | None]
 
 
 def block(rows: int) -> Block:
@@ -53,7 +74,7 @@ def block(rows: int) -> Block:
 def granule_elements(granularity: Granularity, shape: Sequence[int]) -> int:
     """Elements of a granule of a parameter of ``shape``; at least 1."""
     match granularity:
-        case "element":
+        case "element" | Dim():
             return 1
         case "tensor":
             return max(1, prod(shape))
@@ -68,7 +89,7 @@ class Granularizer:
 
     def __init__(self, choice: Granularities) -> None:
         self._by_pattern: Mapping[str, Granularity] = {}
-        self._by_function: Callable[[str, tuple[int, ...]], Granularity | None] | None = None
+        self._by_function: Callable[[str, tuple[int, ...]], Choice | None] | None = None
         if isinstance(choice, Mapping):
             self._by_pattern = {p: _checked(g, f"[{p!r}]") for p, g in choice.items()}
         elif callable(choice):
@@ -111,12 +132,14 @@ class Granularizer:
 
 
 def _checked(granularity: object, where: str) -> Granularity:
-    if isinstance(granularity, Block):
+    if isinstance(granularity, (Block, Dim)):
         return granularity
+    if granularity == "dim":
+        return Dim()
     for word in get_args(Word):
         if granularity == word:
             return word  # type: ignore[no-any-return]
     raise PlanError(
-        f"granularity{where}={granularity!r}: expected 'element', 'row', 'tensor' or sw.block(n)"
-        f"{did_you_mean(granularity, get_args(Word))}"
+        f"granularity{where}={granularity!r}: expected 'element', 'row', 'tensor', 'dim' or "
+        f"sw.block(n){did_you_mean(granularity, [*get_args(Word), 'dim'])}"
     )

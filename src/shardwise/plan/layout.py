@@ -37,6 +37,7 @@ __all__ = [
     "ParameterExtent",
     "ParameterSpec",
     "Run",
+    "alignment_of",
     "lay_out",
     "lay_out_in_buffers",
 ]
@@ -205,6 +206,10 @@ class Layout:
         """The runs of ``extent``'s parameter by rank, which cover it in order."""
         return tuple(self.run(extent, rank) for rank in range(self.world_size))
 
+    def num_owned(self, extent: ParameterExtent, rank: int) -> int:
+        """How many elements of ``extent``'s parameter ``rank`` owns."""
+        return len(self.run(extent, rank))
+
     def offset_in_shard(self, extent: ParameterExtent, rank: int) -> int:
         """Where ``rank``'s run of ``extent``'s parameter begins in that rank's shard."""
         return min(max(extent.offset - rank * self.shard_elements, 0), self.shard_elements)
@@ -222,6 +227,14 @@ class Layout:
         return first % granule == 0 and (cuts <= 1 or self.shard_elements % granule == 0)
 
 
+def alignment_of(parameter: ParameterSpec, alignment_bytes: int = 16) -> int:
+    """Elements, of a parameter and of all of its dtypes."""
+    cast = parameter.cast
+    itemsizes = (cast.compute_itemsize, cast.reduce_itemsize) if cast else ()
+    itemsize: int = min((parameter.itemsize, *itemsizes))
+    return max(1, alignment_bytes // itemsize)
+
+
 def lay_out(
     parameters: Sequence[ParameterSpec], world_size: int, *, alignment_bytes: int = 16
 ) -> Layout:
@@ -230,9 +243,7 @@ def lay_out(
     They keep their order unless another order saves padding, which it never does with element
     granularity. Cuts are at multiples of the granule and of the alignment.
     """
-    cast = parameters[0].cast
-    itemsizes = (cast.compute_itemsize, cast.reduce_itemsize) if cast else ()
-    alignment = max(1, alignment_bytes // min((parameters[0].itemsize, *itemsizes)))
+    alignment = alignment_of(parameters[0], alignment_bytes)
     pieces = tuple(_piece(parameter, alignment) for parameter in parameters if parameter.num_bytes)
     packing = pack(pieces, world_size)
     offsets = (offset * alignment for offset in packing.offsets)

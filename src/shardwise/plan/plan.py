@@ -105,8 +105,8 @@ def make_plan(
         reshard_after_forward: free a unit after forward and gather it again for backward; None
             does so for every unit but the root, as in FSDP2; a number keeps shards for subgroups
             of so many neighboring ranks, in which the unit is gathered again.
-        granularity: where parameters may be cut: ``"element"``, ``"row"``, ``"tensor"`` or a
-            `block`; for all of them, by pattern of names, or by a function of name and shape.
+        granularity: where parameters may be cut: ``"element"``, ``"row"``, ``"tensor"``, ``"dim"``
+            or a `block`; for all of them, by pattern of names, or by a function of name and shape.
         precision: the dtypes of shards, compute and reductions.
         offload: what is kept on the host.
         manual: further units by name, each with its own choices.

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.plan.granularity import Granularities, Granularizer
+from shardwise.plan.chunks import ChunkedLayout, lay_out_chunks
+from shardwise.plan.granularity import Dim, Granularities, Granularizer
 from shardwise.plan.layout import Cast, Layout, ParameterSpec, lay_out_in_buffers
 from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.plan.precision import AS_IT_CAME, Dtypes, MixedPrecisionPolicy
@@ -66,6 +67,17 @@ class UnitPlan(UnitOptions):
     def gathered_bytes(self) -> int:
         """Size of the gathered unit; 0 if this rank keeps all of it."""
         return sum(layout.gathered_bytes for layout in self.layouts if layout.needs_gather)
+
+    @cached_property
+    def chunked_bytes(self) -> int:
+        """Size of the second buffers of parameters that are cut into chunks."""
+        return sum(one.gathered_bytes for one in self.layouts if isinstance(one, ChunkedLayout))
+
+    @cached_property
+    def chunked_gradient_bytes(self) -> int:
+        """Size of the second buffers of their gradients."""
+        layouts = self.trainable_layouts
+        return sum(one.reduced_bytes for one in layouts if isinstance(one, ChunkedLayout))
 
     @cached_property
     def kept_bytes(self) -> int:
@@ -164,6 +176,8 @@ def plan_units(
         if any(name in ignored for name in spec.names):
             continue
         chosen = granularizer.of(spec.names, spec.shape)
+        if isinstance(chosen, Dim) and not spec.shape:
+            chosen = "tensor"  # a scalar has no dim
         before = (settled or {}).get(spec.name, spec)
         chosen = chosen if before.granularity == "element" else before.granularity
         owned[owner].append(replace(spec, granularity=chosen, cast=before.cast))
@@ -316,13 +330,18 @@ def _name_of(dtype: torch.dtype) -> str:
 def _lay_out_by_kind(
     specs: Iterable[ParameterSpec], world_size: int, options: UnitOptions
 ) -> tuple[Layout, ...]:
-    kinds: dict[tuple[str, Cast | None, bool], list[ParameterSpec]] = {}
+    kinds: dict[tuple[str, Cast | None, bool, bool], list[ParameterSpec]] = {}
     for spec in specs:
-        kinds.setdefault((spec.dtype, spec.cast, spec.trainable), []).append(spec)
+        in_chunks = isinstance(spec.granularity, Dim)
+        kinds.setdefault((spec.dtype, spec.cast, spec.trainable, in_chunks), []).append(spec)
     return tuple(
         replace(layout, is_offloaded=options.offload is not None)
-        for kind in kinds.values()
-        for layout in lay_out_in_buffers(kind, world_size)
+        for (*_, in_chunks), kind in kinds.items()
+        for layout in (
+            (lay_out_chunks(kind, world_size),)
+            if in_chunks
+            else lay_out_in_buffers(kind, world_size)
+        )
     )
 
 

@@ -1,6 +1,6 @@
 """Putting shards in the place of parameters: what `fully_shard` does to a model once."""
 
-import sys
+import contextlib
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Mapping
@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
+from shardwise.runtime import replaced
 from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.parameters import FSDPParameter, ParameterOwner, split_shard
 from shardwise.runtime.reductions import across
-from shardwise.runtime.tensor import ShardedTensor, Sharding
+from shardwise.runtime.tensor import Sharding, local_of, sharding_for, sharding_of
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.transport.device import current_gpu
 
@@ -47,7 +48,9 @@ def check_initialized(root: nn.Module, ignored: Collection[nn.Parameter] = ()) -
     for name, parameter in root.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise PlanError(f"{name} has no shape yet; run one forward before fully_shard")
-        if isinstance(parameter, DTensor) and not any(parameter is other for other in ignored):
+        if not isinstance(parameter, DTensor) or sharding_of(parameter) is not None:
+            continue
+        if not any(parameter is other for other in ignored):
             raise PlanError(
                 f"{name}: expected a tensor, got a DTensor with {parameter.placements}; "
                 "fully_shard does not combine with other sharding yet, so call it on a model "
@@ -107,16 +110,28 @@ def check_same_plan(plan: Plan, axis: DataParallelMesh) -> None:
         )
 
 
-def check_same_values(root: nn.Module, plan: Plan, axis: DataParallelMesh) -> None:
-    """Refuse to shard different values: their shards would make up a weight of neither rank."""
+def check_same_values(
+    root: nn.Module, plan: Plan, axis: DataParallelMesh, *, warns: bool = False
+) -> None:
+    """Refuse to shard different values: their shards would make up a weight of neither rank.
+
+    Raises:
+        PlanError: names a parameter and a rank; with ``warns`` it is a warning.
+    """
     planned = {spec.name for unit in plan.units for spec in unit.parameters}
     named = [
         (name, parameter)
         for name, parameter in root.named_parameters()
-        if name in planned and not isinstance(parameter, ShardedTensor)
+        if name in planned and sharding_of(parameter) is None
     ]
-    if _can_compare(axis):
+    if not _can_compare(axis):
+        return
+    try:
         check_same_sums({name: checksum(parameter.detach()) for name, parameter in named}, axis)
+    except PlanError as error:
+        if not warns:
+            raise
+        warnings.warn(f"{error}. Each rank keeps its part of its own values", stacklevel=6)
 
 
 def check_same_sums(
@@ -172,26 +187,26 @@ def make_unit(
     for flat, layout in zip(flats, plan.layouts, strict=True):
         locals_ = split_shard(flat.shard, layout, axis.rank)
         for extent, local, view in zip(layout.extents, locals_, flat.buffer.views, strict=True):
-            flat.parameters.append(_manage(root, Sharding(layout, extent, axis), local, view))
+            sharding = sharding_for(layout, extent, axis)
+            flat.parameters.append(_manage(root, sharding, local, view))
     return Unit(plan, flats)
 
 
 def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) -> FSDPParameter:
-    """Replace a parameter of ``root`` by its shard ``local`` [run]."""
+    """Replace a parameter of ``root`` by its part ``local`` (1-D) of the shard."""
     spec = sharding.extent.parameter
     owners = [owner_of(root, name) for name in spec.names]
     original = root.get_parameter(spec.name)
     with torch.no_grad():
-        local.copy_(_run_of(original, sharding))  # a cast, where the shard is a master
-    sharded = replace_parameter(original, ShardedTensor(local, sharding))
+        local.copy_(_own_part_of(original, sharding))  # a cast, where the shard is a master
+    sharded = replace_parameter(original, sharding.wrap(local))
+    sharding.mark(sharded)
     for owner in owners:
         owner.put(sharded)
-    assert isinstance(sharded, ShardedTensor)
-    # Two references are this function's own.
-    if sharded is not original and _is_plain(original) and sys.getrefcount(original) > 2:  # noqa: PLR2004
-        _warn_of_holder(spec.name)
+    if sharded is not original:
+        replaced.replace(original, sharded)
     dense = nn.Parameter(view, requires_grad=spec.trainable)
-    return FSDPParameter(sharding, sharded, sharded.to_local(), dense, owners)
+    return FSDPParameter(sharding, sharded, local_of(sharded), dense, owners)
 
 
 def _can_compare(axis: DataParallelMesh) -> bool:
@@ -204,13 +219,15 @@ def owner_of(root: nn.Module, name: str) -> ParameterOwner:
     return ParameterOwner(root.get_submodule(path), attribute)
 
 
-def _run_of(original: Tensor, sharding: Sharding) -> Tensor:
-    run = sharding.run
-    if isinstance(original, ShardedTensor):
-        if original.sharding.runs == sharding.runs:
-            return original.to_local()
+def _own_part_of(original: Tensor, sharding: Sharding) -> Tensor:
+    """What this rank stores of ``original``, 1-D."""
+    before = sharding_of(original)
+    if before is not None:
+        assert isinstance(original, DTensor)
+        if before.is_cut_as(sharding):
+            return local_of(original).reshape(-1)
         original = original.full_tensor()
-    return original.detach().reshape(-1)[run.start : run.stop]
+    return sharding.own_part_of(original.detach()).reshape(-1)
 
 
 def replace_parameter(original: nn.Parameter, payload: Tensor) -> nn.Parameter:
@@ -219,26 +236,12 @@ def replace_parameter(original: nn.Parameter, payload: Tensor) -> nn.Parameter:
     own = parameter.__dict__
     attributes = {key: value for key, value in original.__dict__.items() if key not in own}
     original.grad = None
-    try:
+    # A plain tensor cannot become a DTensor, and one with weak references cannot be swapped.
+    with contextlib.suppress(RuntimeError):
         torch.utils.swap_tensors(original, parameter)  # type: ignore[no-untyped-call]
         parameter = original
-    except RuntimeError:
-        pass  # held by a weak reference, as recurrent layers do with their weights
     parameter.__dict__.update(attributes)
     return parameter
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return not isinstance(tensor, ShardedTensor)
-
-
-def _warn_of_holder(name: str) -> None:
-    warnings.warn(
-        f"{name}: something, perhaps an optimizer, still holds the parameter as it was before "
-        "fully_shard and would train nothing: weights of a recurrent layer cannot stay the same "
-        "objects. Build the optimizer after fully_shard",
-        stacklevel=2,
-    )
 
 
 def checksum(tensor: Tensor) -> Tensor:

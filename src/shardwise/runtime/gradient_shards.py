@@ -6,16 +6,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
 from shardwise.runtime.memory import Pool, is_shared
 from shardwise.runtime.parameters import FSDPParameter, split_shard
-from shardwise.runtime.tensor import (
-    ShardedTensor,
-    apply_gradient_hooks,
-    run_accumulated_hooks,
-)
+from shardwise.runtime.tensor import apply_gradient_hooks, run_accumulated_hooks
 from shardwise.transport.api import Work
 from shardwise.transport.device import copy_scaled_
 
@@ -199,7 +196,7 @@ class GradientShard:
                 if not parameter.sharded.requires_grad:
                     continue
                 own = run if is_own or parameter.sharded.grad is not None else run.clone()
-                gradient = ShardedTensor(own.to(self.dtype), parameter.sharding)
+                gradient = parameter.sharding.wrap(own.to(self.dtype))
                 if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
                     self._fresh.append(position)
         if not self._is_stepped and not self._keeps_memory:
@@ -230,10 +227,10 @@ def _accumulate(parameter: FSDPParameter, gradient: Tensor) -> bool:
     if sharded.grad is None:
         sharded.grad = gradient
         return True
-    if not isinstance(sharded.grad, ShardedTensor):
+    if not isinstance(sharded.grad, DTensor):
         raise PlanError(
             f"{parameter.name}.grad is a {type(sharded.grad).__name__} of the user's, not a "
-            "ShardedTensor; set it to None before backward"
+            "DTensor; set it to None before backward"
         )
     sharded.grad.add_(gradient)
     return False

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwise._private import num_tensor_references
 from shardwise.plan.layout import Layout
+from shardwise.runtime.chunked_buffer import ChunkedBuffer, flat_buffer
 from shardwise.runtime.gradient_shards import GradientShard, ShardOffloader
 from shardwise.runtime.memory import CAN_SWAP, FlatBuffer, Pool
 from shardwise.runtime.mesh import DataParallelMesh
@@ -69,7 +70,9 @@ class GradientBuffer:
         self._axis = axis
         self._pool = pool
         dtype = layout.cast.reduce_dtype
-        self._buffer = FlatBuffer(layout, pool, dtype=dtype, owns_memory=owns_buffer)
+        self._buffer: FlatBuffer | ChunkedBuffer = flat_buffer(
+            layout, pool, dtype=dtype, owns_memory=owns_buffer, fills_views=True
+        )
         can_move = CAN_SWAP and offloader is None and not has_child_units and not owns_buffer
         self._can_be_in_place = can_move and layout.is_whole_sum
         is_on_cpu = pool.device.type == "cpu"
@@ -151,6 +154,7 @@ class GradientBuffer:
                 view.zero_()
         self._written = [False] * len(self._written)
         self._claimed = {}
+        self._buffer.pack()
         self._move(GradientState.REDUCING)
         carried, self._partial = self._partial, None
         if carried is not None:
@@ -215,8 +219,10 @@ class GradientBuffer:
         self._move(GradientState.FILLING)
         if not self.owns_buffer:
             self._is_in_place = self._can_be_in_place and self.shard.is_free
-            memory = self.shard.memory().untyped_storage() if self._is_in_place else None
-            self._buffer.acquire(memory)
+            if self._is_in_place and isinstance(self._buffer, FlatBuffer):
+                self._buffer.acquire(self.shard.memory().untyped_storage())
+            else:
+                self._buffer.acquire()
 
     def _close(self) -> None:
         if self._buffer.is_acquired:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from shardwise._private import can_swap_storages, num_storage_references, swap_storages
+from shardwise.plan.chunks import ChunkedLayout
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.schedule.memory import MemoryPlan
 from shardwise.transport.device import host_tensor
@@ -307,23 +308,28 @@ class FlatBuffer:
         *,
         dtype: str | None = None,
         owns_memory: bool = False,
+        owner_suffix: str = "",
     ) -> None:
         self.layout = layout
         of: torch.dtype = getattr(torch, dtype or layout.dtype)
         self.num_bytes = layout.num_elements * of.itemsize
-        self.owner = layout.extents[0].parameter.name  # no other buffer of the pool holds it
+        # No other buffer of the pool holds the parameter.
+        self.owner = layout.extents[0].parameter.name + owner_suffix
+        self.owners = (self.owner,)
         self._pool = pool
         self._memory: torch.UntypedStorage | None = None  # while acquired
         self._is_of_pool = True
         self._private: torch.UntypedStorage | None = None  # in place of shared memory
-        self._key = zlib.crc32(repr([one.parameter.names for one in layout.extents]).encode())
+        names = [one.parameter.names for one in layout.extents]
+        self._key = zlib.crc32(repr((names, owner_suffix)).encode())
         storage = _allocate(self.num_bytes, pool.device)
         self.flat = torch.empty(0, dtype=of, device=storage.device).set_(
             storage, 0, (layout.num_elements,), (1,)
         )
         # `.data`: a version counter of its own, so refilling the buffer does not look to autograd
         # like a change of what it saved; and no reference to `flat`.
-        self.views = tuple(self._view(extent) for extent in layout.extents)
+        in_chunks = isinstance(layout, ChunkedLayout)
+        self.views = () if in_chunks else tuple(self._view(extent) for extent in layout.extents)
         self._storage = storage
         if owns_memory:
             self.flat.zero_()
@@ -351,6 +357,12 @@ class FlatBuffer:
         self._memory = self._pool.allocate(self.num_bytes, self.owner) if memory is None else memory
         self._pool.in_use ^= self._key
         _swap(self._storage, self._memory)
+
+    def unpack(self) -> None:
+        """Have the views show what was gathered: they do."""
+
+    def pack(self) -> None:
+        """Have ``flat`` hold what the views show: it does."""
 
     def shared_range(self) -> SharedRange | None:
         """What lets ranks gather the buffer in shared memory; None if they cannot."""

@@ -2,12 +2,14 @@
 
 import os
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise._private import mesh_without_groups
 from shardwise.errors import PlanError
 from shardwise.plan.strategy import Strategy
 from shardwise.transport.api import Operation, RankGroup, Stage
@@ -40,6 +42,28 @@ class DataParallelMesh:
     shards: RankGroup  # those whose shards make the model with this one's, in order of shards
     on_cpu: bool = False  # the user passed a mesh of CPUs
     mesh: DeviceMesh | None = None  # the user's, if there was one
+    _meshes: dict[tuple[str, bool], DeviceMesh] = field(default_factory=dict)
+
+    def device_mesh(self, device_type: str, *, has_groups: bool = False) -> DeviceMesh:
+        """The user's mesh, or one of all ranks, on which torch can run collectives if it must."""
+        if self.mesh is not None:
+            return self.mesh
+        key = device_type, has_groups
+        if key not in self._meshes:
+            self._meshes[key] = self._new_mesh(device_type, has_groups=has_groups)
+        return self._meshes[key]
+
+    def _new_mesh(self, device_type: str, *, has_groups: bool) -> DeviceMesh:
+        if self.group is None:
+            return mesh_without_groups(device_type, torch.tensor([0]), None, 0)
+        if self.row.size in (1, self.num_ranks):
+            return DeviceMesh.from_group(self.group, device_type)
+        members = torch.tensor(dist.get_process_group_ranks(self.group))
+        rows = members[list(self.world.ranks)].view(-1, self.row.size)
+        names = ("replicate", "shard")
+        if has_groups:
+            return DeviceMesh(device_type, rows, mesh_dim_names=names)
+        return mesh_without_groups(device_type, rows, names, dist.get_rank())
 
     @property
     def group(self) -> dist.ProcessGroup | None:

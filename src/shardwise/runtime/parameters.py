@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
-from shardwise.runtime.tensor import ShardedTensor, Sharding
+from shardwise.runtime.tensor import Sharding, local_of
 
 __all__ = ["FSDPParameter", "ParameterOwner", "split_shard"]
 
@@ -60,8 +61,8 @@ class FSDPParameter:
     """One parameter: what the user sees between steps, and what the modules compute with."""
 
     sharding: Sharding
-    sharded: nn.Parameter  # holds a ShardedTensor
-    local: Tensor  # [run], of the shard
+    sharded: nn.Parameter  # holds a DTensor
+    local: Tensor  # what this rank stores of it, a view of the shard
     dense: nn.Parameter  # [shape], of the flat buffer
     owners: Sequence[ParameterOwner]
     _version: int = 0  # of `dense`, when it was last known to be what was gathered
@@ -118,7 +119,7 @@ class FSDPParameter:
         tensor = held[0]
         expected = f"a tensor of {self.local.dtype} {spec.shape}"
         got = f"a {type(tensor).__name__} of {tensor.dtype} {tuple(tensor.shape)}"
-        is_dense = not (tensor.is_meta or isinstance(tensor, ShardedTensor))
+        is_dense = not (tensor.is_meta or isinstance(tensor, DTensor))
         if not is_dense or (tensor.dtype, tensor.shape) != (self.local.dtype, self.sharding.shape):
             raise PlanError(
                 f"{self.name}: expected {expected} at the end of sw.gathered(write_back=True), got "
@@ -139,20 +140,19 @@ class FSDPParameter:
                 "`with sw.gathered(model):`"
             )
         fits = (
-            isinstance(replacement, ShardedTensor)
-            and replacement.sharding.matches(self.sharding)
+            self.sharding.describes(replacement)
             and replacement.dtype == self.local.dtype
             and replacement.device == self.local.device
         )
-        if not fits or not isinstance(replacement, ShardedTensor):
+        if not fits:
             raise PlanError(
                 f"{self.name} was replaced after fully_shard: expected {self.local.dtype} on "
                 f"{self.local.device}, sharded; got {replacement.dtype} on {replacement.device}, "
                 f"a {type(replacement).__name__}; convert and move the model before fully_shard"
             )
         with torch.no_grad():
-            self.local.copy_(replacement.to_local())
-        replacement.rebind(self.local)
+            self.local.copy_(local_of(replacement))
+        self.sharding.rebind(replacement, self.local)
         self.sharded = replacement
 
     def _put(self, parameter: nn.Parameter) -> None:
@@ -169,8 +169,7 @@ class FSDPParameter:
 
 
 def split_shard(flat_shard: Tensor, layout: Layout, rank: int) -> Iterator[Tensor]:
-    """The run of every parameter of ``layout`` in ``flat_shard`` [S] of ``rank``, as views."""
+    """What ``rank`` owns of every parameter of ``layout`` in ``flat_shard`` [S], as 1-D views."""
     for extent in layout.extents:
         start = layout.offset_in_shard(extent, rank)
-        length = len(layout.run(extent, rank))
-        yield flat_shard[start : start + length].data
+        yield flat_shard[start : start + layout.num_owned(extent, rank)].data

@@ -3,7 +3,7 @@
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.runtime.tensor import ShardedTensor
+from shardwise.runtime.tensor import sharding_of
 
 __all__ = ["Structure"]
 
@@ -53,4 +53,4 @@ class Structure:
 
     def _unsharded(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         named = module.named_parameters(self._name)
-        return [(name, p) for name, p in named if not isinstance(p, ShardedTensor)]
+        return [(name, p) for name, p in named if sharding_of(p) is None]

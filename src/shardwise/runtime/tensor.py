@@ -1,12 +1,13 @@
-"""A parameter, gradient or optimizer state of which each rank stores one run of elements.
+"""A DTensor of which each rank stores one run of elements: a parameter, gradient or state.
 
-``.shape``, ``.ndim`` and ``.numel()`` describe the whole tensor; ``to_local()`` is what this rank
-stores of it, 1-D. These operations are supported, and all others raise a `ShardedTensorError`:
+Its placement is `RaggedShard`, which says the runs. ``.shape``, ``.ndim`` and ``.numel()`` describe
+the whole tensor; ``to_local()`` is what this rank stores of it, 1-D. These operations are
+supported, and all others raise a `ShardedTensorError`:
 
 - *element-wise* operations, ``foreach`` and ``fused`` optimizer kernels included, work on the runs;
 - *reductions* over all dimensions (norm, sum, mean, max, min, all, any) combine the runs of all
   ranks, so every rank has to call them;
-- *copies* (clone, detach, zeros_like, to, copy_, assigning ``.data``);
+- *copies* (clone, detach, zeros_like, to, copy_, assigning ``.data``) and ``redistribute``;
 - *random numbers in place* (normal_, uniform_, hence ``torch.nn.init``) equal those of one process:
   every rank draws all of them and keeps its own.
 """
@@ -14,23 +15,27 @@ stores of it, 1-D. These operations are supported, and all others raise a `Shard
 import copy
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from shardwise._private import (
+    DTensorSpec,
     OpOverload,
+    TensorMeta,
     accumulated_gradient_hooks,
-    disabled_torch_function,
     gradient_hooks,
+    new_dtensor,
     pytree,
 )
 from shardwise.errors import ShardedTensorError
+from shardwise.plan.chunks import chunk_of, chunk_shape
+from shardwise.plan.granularity import Dim
 from shardwise.plan.layout import Layout, ParameterExtent, Run
 from shardwise.runtime.distributed_checkpoint import chunks_of, items_of
 from shardwise.runtime.mesh import DataParallelMesh
@@ -38,22 +43,50 @@ from shardwise.runtime.reductions import across, combine, gather_runs, norms
 from shardwise.transport.device import random_states
 
 __all__ = [
+    "STEPS_IN_BACKWARD",
+    "RaggedShard",
     "ShardedTensor",
     "Sharding",
     "apply_gradient_hooks",
     "draws",
+    "local_of",
     "run_accumulated_hooks",
+    "sharding_for",
+    "sharding_of",
     "written_tensors",
 ]
 
 
+class RaggedShard(Placement):
+    """Each rank of a mesh dimension stores a run of the row-major elements, which may cut rows."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        super().__init__()
+        self.runs = tuple(runs)  # by shard
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RaggedShard) and self.runs == other.runs
+
+    def __hash__(self) -> int:
+        return hash(self.runs)
+
+    def __repr__(self) -> str:
+        return f"RaggedShard({', '.join(f'{run.start}:{run.stop}' for run in self.runs)})"
+
+    __str__ = __repr__
+
+
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """Where the elements of one parameter are; shared by its gradient and its optimizer states."""
+    """Where the elements of one parameter are; shared by its gradient and its optimizer states.
+
+    This one is of runs; `ChunkSharding` is of chunks of a dim.
+    """
 
     layout: Layout
     extent: ParameterExtent
     axis: DataParallelMesh
+    _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -73,24 +106,136 @@ class Sharding:
         """The elements that this rank stores."""
         return self.layout.run(self.extent, self.axis.rank)
 
+    def wrap(self, local: Tensor) -> DTensor:
+        """The tensor of which this rank stores ``local``, 1-D."""
+        return ShardedTensor(local, self)
+
+    def own_part_of(self, whole: Tensor) -> Tensor:
+        """What this rank stores of ``whole``."""
+        return whole.reshape(-1)[self.run.start : self.run.stop]
+
+    def mark(self, parameter: Tensor) -> None:
+        """Have `sharding_of` find this; a `ShardedTensor` knows it."""
+
+    def rebind(self, tensor: Tensor, local: Tensor) -> None:
+        """Have ``tensor`` store its elements in ``local``, of the same shape and dtype."""
+        assert isinstance(tensor, DTensor)
+        assert (local.shape, local.dtype) == (
+            tensor._local_tensor.shape,
+            tensor._local_tensor.dtype,
+        )
+        tensor._local_tensor = local
+
+    def is_cut_as(self, other: "Sharding") -> bool:
+        """Whether tensors of both have the same elements in the shards of the same number."""
+        return type(self) is type(other) and self.runs == other.runs
+
     def matches(self, other: "Sharding") -> bool:
         """Whether tensors of both have the same elements on the same ranks."""
         return self is other or (
-            self.axis.is_same(other.axis) and self.shape == other.shape and self.runs == other.runs
+            self.axis.is_same(other.axis) and self.shape == other.shape and self.is_cut_as(other)
         )
 
+    def describes(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is distributed in this way."""
+        return isinstance(tensor, ShardedTensor) and tensor.sharding.matches(self)
 
-class ShardedTensor(torch.Tensor):
+    def spec(self, local: Tensor) -> DTensorSpec:
+        """What torch's DTensor knows of a tensor of which this rank stores ``local``."""
+        known = self._specs.get(local.dtype)
+        if known is None:
+            strides = torch.empty(self.shape, device="meta").stride()
+            meta = TensorMeta(self.shape, strides, local.dtype)
+            mesh = self.axis.device_mesh(local.device.type, has_groups=self._uses_groups)
+            known = DTensorSpec(mesh, self._placements(mesh.ndim), tensor_meta=meta)
+            self._specs[local.dtype] = known
+        return known
+
+    _uses_groups: ClassVar[bool] = False
+
+    def _placements(self, num_dims: int) -> tuple[Placement, ...]:
+        is_cut = self.axis.size > 1 or self.axis.num_ranks == 1
+        inner: Placement = self._inner_placement if is_cut else Replicate()
+        outer = inner if self.axis.size == self.axis.num_ranks else Replicate()
+        return (outer, inner)[-num_dims:]
+
+    @property
+    def _inner_placement(self) -> Placement:
+        return RaggedShard(self.runs)
+
+
+class ChunkSharding(Sharding):
+    """Chunks of a dim, in torch's own DTensors: those of FSDP2."""
+
+    _uses_groups = True  # torch's operators run collectives
+
+    def wrap(self, local: Tensor) -> DTensor:
+        chunk = local.view(chunk_shape(self.extent.parameter, self.axis.size, self.axis.rank))
+        wrapped: DTensor = new_dtensor(DTensor, chunk, self.spec(chunk), requires_grad=False)
+        return wrapped
+
+    def own_part_of(self, whole: Tensor) -> Tensor:
+        run = chunk_of(whole.shape[self._dim], self.axis.size, self.axis.rank)
+        return whole.narrow(self._dim, run.start, len(run))
+
+    def mark(self, parameter: Tensor) -> None:
+        vars(parameter)[_SHARDING] = self
+
+    def is_cut_as(self, other: Sharding) -> bool:
+        sizes = self.axis.size, other.axis.size
+        return isinstance(other, ChunkSharding) and self._dim == other._dim and len(set(sizes)) == 1
+
+    def describes(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, DTensor) and (
+            (tensor.shape, tensor.device_mesh, tensor.placements) == (self.shape, *self._described)
+        )
+
+    @property
+    def _described(self) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        spec = next(iter(self._specs.values()))
+        return spec.mesh, spec.placements
+
+    @property
+    def _dim(self) -> int:
+        granularity = self.extent.parameter.granularity
+        assert isinstance(granularity, Dim)
+        return granularity.dim
+
+    @property
+    def _inner_placement(self) -> Placement:
+        return Shard(self._dim)
+
+
+_SHARDING = "_sharding"
+STEPS_IN_BACKWARD = "_shardwise_steps_in_backward"  # of a parameter whose gradient is dropped there
+
+
+def sharding_for(layout: Layout, extent: ParameterExtent, axis: DataParallelMesh) -> Sharding:
+    """How the parameter of ``extent`` is distributed."""
+    in_chunks = isinstance(extent.parameter.granularity, Dim)
+    return (ChunkSharding if in_chunks else Sharding)(layout, extent, axis)
+
+
+def sharding_of(parameter: Tensor) -> Sharding | None:
+    """How `fully_shard` distributed ``parameter``; None if it did not."""
+    found = vars(parameter).get(_SHARDING)
+    assert found is None or isinstance(found, Sharding)
+    return found
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank stores of a DTensor, itself; its ``to_local()`` may be a view of it."""
+    assert isinstance(tensor, DTensor)
+    return tensor._local_tensor
+
+
+class ShardedTensor(DTensor):
     """A tensor of ``sharding.shape`` of which this rank stores ``local`` [run].
 
     Made by `shardwise.fully_shard`. ``requires_grad``, names and ``.grad`` are as for any tensor.
     """
 
-    _local: Tensor
     _sharding: Sharding
-    steps_in_backward = False  # the gradient is dropped before backward ends
-
-    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -101,54 +246,43 @@ class ShardedTensor(torch.Tensor):
         requires_grad: bool = False,
     ) -> "ShardedTensor":
         assert local.shape == (len(sharding.run),), f"{sharding.name}: {tuple(local.shape)}"
-        self: ShardedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, sharding.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
-        )
-        self._local = local
+        self: ShardedTensor = new_dtensor(cls, local, sharding.spec(local), requires_grad)
         self._sharding = sharding
         return self
 
-    def to_local(self) -> Tensor:
-        """This rank's elements, 1-D: a run of the row-major tensor, sharing its memory."""
-        return self._local
+    def __init__(self, *_args: object, **_kwargs: object) -> None:
+        """Everything is done by ``__new__``; DTensor's own takes long."""
 
-    def full_tensor(self) -> Tensor:
+    def to_local(self, *, grad_placements: object = None) -> Tensor:  # noqa: ARG002
+        """This rank's elements, 1-D: a run of the row-major tensor, sharing its memory."""
+        return self._local_tensor
+
+    def full_tensor(self, *, grad_placements: object = None) -> Tensor:  # noqa: ARG002
         """Gather the whole tensor; every rank has to call this."""
         with torch.no_grad():
             runs, axis = self._sharding.runs, self._sharding.axis
-            padded = gather_runs(self._local.detach(), runs, axis, self._sharding.name)
+            local = self._local_tensor.detach()
+            padded = gather_runs(local, runs, axis, self._sharding.name)
             pieces = [row[: len(run)] for row, run in zip(padded, runs, strict=True)]
             return torch.cat(pieces).view(self._sharding.shape)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **_options: object,
+    ) -> DTensor:
+        """A DTensor with other ``placements`` on ``device_mesh``; every rank has to call this."""
+        mesh = self.device_mesh if device_mesh is None else device_mesh
+        wanted = [Replicate()] * mesh.ndim if placements is None else list(placements)
+        if mesh == self.device_mesh and tuple(wanted) == self.placements:
+            return self
+        return distribute_tensor(self.full_tensor(), mesh, wanted, src_data_rank=None)
 
     @property
     def sharding(self) -> Sharding:
         """Which elements are on which rank."""
         return self._sharding
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """A placement for each dimension of `device_mesh`, as of a DTensor; runs may cut rows."""
-        axis = self._sharding.axis
-        inner: Placement = Shard(0) if axis.size > 1 or axis.num_ranks == 1 else Replicate()
-        if axis.mesh is None or axis.mesh.ndim == 1:
-            return (inner,)
-        return (inner if axis.size == axis.num_ranks else Replicate(), inner)
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh that was passed to `fully_shard`, or a mesh of all ranks.
-
-        Raises:
-            ShardedTensorError: there is no process group.
-        """
-        axis = self._sharding.axis
-        if axis.mesh is not None:
-            return axis.mesh
-        if axis.group is None:
-            raise ShardedTensorError(
-                f"{self._sharding.name}: a model of one process has no device mesh"
-            )
-        return DeviceMesh.from_group(axis.group, self.device.type)
 
     @property
     def data(self) -> Tensor:
@@ -189,7 +323,7 @@ class ShardedTensor(torch.Tensor):
     # The protocol of `torch.distributed.checkpoint` for tensors that are on several ranks.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[object]:  # noqa: A002
-        return items_of(fqn, self.shape, self._sharding.run, self._local)
+        return items_of(fqn, self.shape, self._sharding.run, self._local_tensor)
 
     def __create_chunk_list__(self) -> list[object]:
         return [chunk for chunk, _ in self._chunks()]
@@ -198,10 +332,10 @@ class ShardedTensor(torch.Tensor):
         return next(part for chunk, part in self._chunks() if chunk.offsets == index.offset)
 
     def _chunks(self) -> list[tuple[Any, Tensor]]:
-        return chunks_of(self.shape, self._sharding.run, self._local.detach())
+        return chunks_of(self.shape, self._sharding.run, self._local_tensor.detach())
 
     def __tensor_flatten__(self) -> tuple[list[str], Sharding]:
-        return ["_local"], self._sharding
+        return ["_local_tensor"], self._sharding
 
     @staticmethod
     def __tensor_unflatten__(
@@ -210,19 +344,13 @@ class ShardedTensor(torch.Tensor):
         outer_size: torch.Size,
         outer_stride: tuple[int, ...],
     ) -> "ShardedTensor":
-        return ShardedTensor(inner["_local"], sharding)
-
-    def rebind(self, local: Tensor) -> None:
-        """Store this rank's elements in ``local``, of the same length and dtype."""
-        assert local.shape == self._local.shape
-        assert local.dtype == self._local.dtype
-        self._local = local
+        return ShardedTensor(inner["_local_tensor"], sharding)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) in memo:
             known: Tensor = memo[id(self)]
             return known
-        local = self._local.detach().clone()
+        local = self._local_tensor.detach().clone()
         twin: Tensor = ShardedTensor(local, self._sharding, requires_grad=self.requires_grad)
         if isinstance(self, nn.Parameter):
             twin = nn.Parameter(twin, requires_grad=self.requires_grad)
@@ -334,7 +462,11 @@ def _to_run(func: OpOverload, x: Any, first: ShardedTensor) -> Any:
     """The elements of ``x`` that meet this rank's run of ``first``."""
     if isinstance(x, ShardedTensor):
         _check_matches(func, first, x)
-        return x._local
+        return x._local_tensor
+    if isinstance(x, DTensor):
+        if x.numel() != 1:
+            raise _refusal(func, first, f"with a DTensor of {x.placements}")
+        x = x.full_tensor()
     if not isinstance(x, Tensor) or x.ndim == 0:
         return x
     shape, run = first._sharding.shape, first._sharding.run
@@ -351,7 +483,7 @@ def _to_run(func: OpOverload, x: Any, first: ShardedTensor) -> Any:
 
 def _alias(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> ShardedTensor:
     """As `_on_runs`, which is slower: every `nn.Parameter` and every optimizer step calls this."""
-    return ShardedTensor(func(args[0]._local), args[0]._sharding)
+    return ShardedTensor(func(args[0]._local_tensor), args[0]._sharding)
 
 
 def _on_lists(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -364,18 +496,26 @@ def _on_lists(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
                 torch.autograd.graph.increment_version(x)
         return None
     for local, x in zip(result, args[0], strict=True):
-        if isinstance(x, ShardedTensor) and local.shape != x._local.shape:
+        if isinstance(x, ShardedTensor) and local.shape != x._local_tensor.shape:
             raise _refusal(func, x)
-    return [
-        ShardedTensor(local, x._sharding) if isinstance(x, ShardedTensor) else local
-        for local, x in zip(result, args[0], strict=True)
-    ]
+    return [_wrap_as(local, x) for local, x in zip(result, args[0], strict=True)]
+
+
+def _wrap_as(local: Tensor, x: Tensor) -> Tensor:
+    """What a function of ``x`` made of the elements of ``x`` that are here."""
+    if isinstance(x, ShardedTensor):
+        return ShardedTensor(local, x._sharding)
+    if isinstance(x, DTensor):
+        return DTensor.from_local(
+            local, x.device_mesh, x.placements, shape=x.shape, stride=x.stride()
+        )
+    return local
 
 
 def _locals_of(x: Any) -> Any:
     if isinstance(x, (list, tuple)):
-        return [y._local if isinstance(y, ShardedTensor) else y for y in x]
-    return x._local if isinstance(x, ShardedTensor) else x
+        return [_locals_of(y) for y in x]
+    return x._local_tensor if isinstance(x, DTensor) else x
 
 
 def _check_lists(func: OpOverload, args: Sequence[Any]) -> None:
@@ -442,7 +582,7 @@ def _draw(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
         )
     whole = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     func(whole, *args[1:], **kwargs)
-    x._local.copy_(whole.view(-1)[run.start : run.stop])
+    x._local_tensor.copy_(whole.view(-1)[run.start : run.stop])
     torch.autograd.graph.increment_version(x)
     return x
 
@@ -466,7 +606,7 @@ def _reduce(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if len(func._schema.returns) > 1 or len({dim % max(1, x.ndim) for dim in dims}) < x.ndim:
         raise _refusal(func, x)
     dtype, order = given.get("dtype"), given.get("ord", given.get("p", 2.0))
-    run = x._local if dtype is None else x._local.to(dtype)
+    run = x._local_tensor if dtype is None else x._local_tensor.to(dtype)
     if kind == "norm":
         result = norms([run], axis, 2.0 if order is None else float(order))[0]
     else:
@@ -486,9 +626,10 @@ def _foreach_norm(
         if isinstance(x, ShardedTensor):
             groups.setdefault((id(x._sharding.axis), x.dtype), []).append(i)
         else:
-            results[i] = torch.linalg.vector_norm(x, order, dtype=dtype)
+            norm = torch.linalg.vector_norm(x, order, dtype=dtype)
+            results[i] = norm.full_tensor() if isinstance(norm, DTensor) else norm
     for members in groups.values():
-        runs = [tensors[i]._local.to(dtype or tensors[i].dtype) for i in members]
+        runs = [tensors[i]._local_tensor.to(dtype or tensors[i].dtype) for i in members]
         found = norms(runs, tensors[members[0]]._sharding.axis, order)
         results.update(zip(members, found, strict=True))
     return [results[i] for i in range(len(tensors))]

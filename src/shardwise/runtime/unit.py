@@ -14,19 +14,22 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.units import UnitPlan
+from shardwise.runtime.chunked_buffer import ChunkedBuffer, flat_buffer
 from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.memory import Arena, FlatBuffer, Pool, Pools
 from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.parameters import FSDPParameter
-from shardwise.runtime.tensor import ShardedTensor
+from shardwise.runtime.tensor import local_of
 from shardwise.schedule.events import Event, EventKind
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import Collectives, Communicator
@@ -59,8 +62,12 @@ class FlatParameters:
         self.axis = axis
         self.is_whole = not layout.needs_gather  # the shard is the buffer: nothing to gather
         compute_dtype = layout.cast.compute_dtype
-        self.buffer = FlatBuffer(layout, pool, dtype=compute_dtype, owns_memory=self.is_whole)
-        self._held: FlatBuffer | None = None  # in the dtype of the shard, between steps
+        self._own_pool = pools.own
+        self.buffer = flat_buffer(
+            layout, pool, pools.own, dtype=compute_dtype, owns_memory=self.is_whole
+        )
+        # In the dtype of the shard, between steps.
+        self._held: FlatBuffer | ChunkedBuffer | None = None
         self._device_copy: Tensor | None = None  # [S], of a shard on the host
         self.device_copy_is_stale = True
         self.shard = self._allocate_shard()
@@ -82,14 +89,26 @@ class FlatParameters:
 
     def foresee(self, kind: EventKind, alive: defaultdict[Arena, dict[str, int]]) -> None:
         """Tell the pool what an event of the imagined step allocates; ``alive`` is updated."""
-        of_part = kind in (EventKind.RESHARD_TO_SUBGROUP, EventKind.FREE_SUBGROUP)
-        owner = self._part_owner if of_part else self.buffer.owner
-        if kind in (EventKind.GATHER, EventKind.RESHARD_TO_SUBGROUP):
-            num_bytes = self.buffer.num_bytes // (self._plan.subgroup if of_part else 1)
-            self._pool.foresee(owner, num_bytes, alive[self._pool])
-            alive[self._pool][owner] = num_bytes
-        elif kind in (EventKind.FREE, EventKind.FREE_SUBGROUP):
-            alive[self._pool].pop(owner, None)
+        match kind:
+            case EventKind.GATHER:
+                self._foresee(self._pool, self.buffer.owners[0], alive)
+            case EventKind.WAIT if isinstance(self.buffer, ChunkedBuffer):
+                self._foresee(self._own_pool, self.buffer.owners[1], alive)
+                alive[self._pool].pop(self.buffer.owners[0], None)
+            case EventKind.FREE:
+                for pool, owner in product((self._pool, self._own_pool), self.buffer.owners):
+                    alive[pool].pop(owner, None)
+            case EventKind.RESHARD_TO_SUBGROUP:
+                self._foresee(self._pool, self._part_owner, alive, self._plan.subgroup)
+            case EventKind.FREE_SUBGROUP:
+                alive[self._pool].pop(self._part_owner, None)
+
+    def _foresee(
+        self, pool: Arena, owner: str, alive: defaultdict[Arena, dict[str, int]], parts: int = 1
+    ) -> None:
+        num_bytes = self.buffer.num_bytes // parts
+        pool.foresee(owner, num_bytes, alive[pool])
+        alive[pool][owner] = num_bytes
 
     def launch_gather(self, collectives: Collectives, label: str) -> Work:
         self.buffer.acquire()
@@ -113,6 +132,7 @@ class FlatParameters:
         self._part = part
         if not self._plan.two_level_gather:
             subgroup = self.axis.subgroup(self._plan.subgroup)
+            self.buffer.pack()
             copy_(part, self.buffer.flat.view(subgroup.size, -1)[subgroup.index])
             return None
         self.reclaim_locals()
@@ -127,13 +147,15 @@ class FlatParameters:
 
     def launch_hold(self, collectives: Collectives, label: str) -> Work:
         self.reclaim_locals()
-        held = self._held = FlatBuffer(self.layout, Pool(self._pool.device, keep=False))
+        held = self._held = flat_buffer(self.layout, Pool(self._pool.device, keep=False))
         held.acquire()
         own_slot = held.slot_of(self.axis.rank)
         fill = partial(copy_, own_slot, self.shard)
         return collectives.all_gather(held.flat, self.axis.shards, label, fill)
 
     def use_held(self) -> None:
+        if self._held is not None:
+            self._held.unpack()
         for parameter, view in self.held_parameters():
             parameter.use_tensor(view)
 
@@ -146,6 +168,7 @@ class FlatParameters:
         """Forget what was written into the parameters that are held, or take it over."""
         if self._held is not None:
             if write_back:
+                self._held.pack()
                 copy_(self.shard, self._held.slot_of(self.axis.rank))
             self._held.release()
             self._held = None
@@ -177,7 +200,7 @@ class FlatParameters:
         """Notice parameters whose memory was replaced, as `Module.to` and `assign=True` do."""
         for parameter in self.parameters:
             current = parameter.owners[0].get()
-            if isinstance(current, ShardedTensor) and current.to_local() is parameter.local:
+            if isinstance(current, DTensor) and local_of(current) is parameter.local:
                 continue
             if current is not None:
                 parameter.adopt(current)
@@ -240,6 +263,9 @@ class Unit:
         for pending in self._gathering:
             links.wait(pending)
         self._gathering = []
+        for flat in self.flats:
+            if not flat.is_whole:
+                flat.buffer.unpack()
 
     def use_unsharded(self) -> None:
         """Put the dense parameters into the modules."""

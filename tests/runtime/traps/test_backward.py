@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.runtime.memory import Arena, Pool
+from shardwise.runtime.memory import Arena, FlatBuffer, Pool
 from shardwise.runtime.unit import FlatParameters
 from shardwise.transport.host.collectives import HostCollectives
 from tests.models import CASES, WIDTH, Block, Stack, build
@@ -184,6 +184,7 @@ def test_memory_in_common_is_used_by_nobody_when_it_is_filled() -> None:
         def spoil() -> None:
             nonlocal spoilt
             to.fill_(math.nan)
+            assert isinstance(flat.buffer, FlatBuffer)
             spoilt += flat.buffer._private is not None
             time.sleep(0.003)
             fill()

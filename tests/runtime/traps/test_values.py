@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from tests.models import WIDTH, Block, Gpt, build
+from tests.models import CASES, WIDTH, Block, Gpt, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
     BATCH,
@@ -123,21 +123,40 @@ def test_buffers_are_whole_and_each_ranks_own() -> None:
 
 
 @on_ranks(2)
-def test_an_optimizer_that_was_built_too_early_trains_or_is_named() -> None:
+@pytest.mark.parametrize("name", ["stack", "recurrent", "gpt"])
+def test_an_optimizer_that_was_built_too_early_trains(name: str) -> None:
     """In FSDP2 it holds the parameters of before, and trains nothing."""
+    case = CASES[name]
+    model, reference = build(name), build(name)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    held = list(model.parameters())
+    sw.fully_shard(model, units=case.units)
+    for _ in range(2):
+        batch = case.batch(BATCH)
+        case.loss(reference(batch.clone())).backward()  # type: ignore[no-untyped-call]
+        case.loss(model(own_part(batch))).backward()  # type: ignore[no-untyped-call]
+        for p, old in zip(model.parameters(), held, strict=True):
+            assert old.grad is p.grad
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal_models(model, reference, 2)
+
+
+@on_ranks(2)
+def test_an_optimizer_with_states_of_whole_parameters_is_refused() -> None:
     model = build("stack")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sw.fully_shard(model, units=Block)
-    before = [full(p.detach()).clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.randn(4, WIDTH).double()).square().sum().backward()
     optimizer.step()
-    for p, old in zip(model.parameters(), before, strict=True):
-        assert not torch.equal(full(p.detach()), old)
-    recurrent = build("recurrent")
-    held = torch.optim.SGD(recurrent.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match=r"rnn\.weight_ih_l0: .*optimizer after fully_shard"):
-        sw.fully_shard(recurrent, units=nn.LSTM)
-    assert held
+    sw.fully_shard(model, units=Block)
+    model(torch.randn(4, WIDTH).double()).square().sum().backward()
+    with pytest.raises(sw.PlanError, match="build the optimizer after fully_shard"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_copy_of_a_recurrent_model_is_sharded() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         twin = copy.deepcopy(sw.fully_shard(build("recurrent"), units=nn.LSTM))

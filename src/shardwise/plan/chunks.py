@@ -1,0 +1,94 @@
+"""The layout of parameters that are cut as FSDP2 cuts them: into chunks of a dim.
+
+Two ranks, W1 [5, 3] and b [3], both by "dim"; W1 has chunks of three rows, b of two elements::
+
+    flat buffer   | W1 r0  r1  r2   b 0 1 | W1 r3  r4  . . .   b 2 . |    22 = 2 x 11
+                  |<------ rank 0 ------->|<-------- rank 1 -------->|
+
+A chunk has the same place in each rank's shard. So a parameter is in as many pieces as there are
+ranks, and compute needs a second buffer, in which it is in one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from shardwise.plan.granularity import Dim
+from shardwise.plan.layout import Layout, ParameterExtent, ParameterSpec, Run, alignment_of, lay_out
+
+__all__ = ["ChunkedLayout", "chunk_of", "chunk_shape", "lay_out_chunks"]
+
+
+def chunk_of(size: int, world_size: int, rank: int) -> Run:
+    """What ``rank`` has of a dim of ``size``, as by `torch.chunk`."""
+    length = -(-size // world_size)
+    return Run(min(rank * length, size), min((rank + 1) * length, size))
+
+
+def chunk_shape(parameter: ParameterSpec, world_size: int, rank: int) -> tuple[int, ...]:
+    """The shape of ``rank``'s chunk of ``parameter``."""
+    dim = _dim_of(parameter)
+    shape = list(parameter.shape)
+    shape[dim] = len(chunk_of(shape[dim], world_size, rank))
+    return tuple(shape)
+
+
+@dataclass(frozen=True)
+class ChunkedLayout(Layout):
+    """A flat buffer of chunks; the offset of an extent is that of its chunk in a shard."""
+
+    def __post_init__(self) -> None:
+        assert self.extents
+        assert self.extents[-1].offset + self._slot(self.extents[-1]) <= self.shard_elements
+
+    @cached_property
+    def whole(self) -> Layout:
+        """The second buffer, of the same length, in which each parameter is in one piece."""
+        plain = [replace(extent.parameter, granularity="element") for extent in self.extents]
+        return replace(lay_out(plain, 1), shard_elements=self.num_elements)
+
+    @property
+    def needs_gather(self) -> bool:
+        return True
+
+    @property
+    def is_whole_sum(self) -> bool:
+        return False
+
+    def run(self, extent: ParameterExtent, rank: int) -> Run:
+        """The elements that ``rank`` owns; of dims other than the first they are no run."""
+        parameter = extent.parameter
+        assert _dim_of(parameter) == 0, f"{parameter.name}: a chunk of dim 1 or more is no run"
+        rows, row = chunk_of(parameter.shape[0], self.world_size, rank), prod(parameter.shape[1:])
+        return Run(rows.start * row, rows.stop * row)
+
+    def num_owned(self, extent: ParameterExtent, rank: int) -> int:
+        return prod(chunk_shape(extent.parameter, self.world_size, rank))
+
+    def offset_in_shard(self, extent: ParameterExtent, rank: int) -> int:  # noqa: ARG002
+        return extent.offset
+
+    def boundaries_inside(self, extent: ParameterExtent) -> int:
+        return self.world_size - 1 if extent.parameter.num_elements else 0
+
+    def _slot(self, extent: ParameterExtent) -> int:
+        return self.num_owned(extent, 0)
+
+
+def lay_out_chunks(parameters: Sequence[ParameterSpec], world_size: int) -> Layout:
+    """Place ``parameters`` (of one dtype and "dim" granularity) in order."""
+    if world_size == 1:
+        return lay_out(parameters, 1)
+    alignment = alignment_of(parameters[0])
+    extents, end = [], 0
+    for parameter in parameters:
+        extents.append(ParameterExtent(parameter, end))
+        slot = prod(chunk_shape(parameter, world_size, 0))
+        end = -(-(end + slot) // alignment) * alignment
+    return ChunkedLayout(tuple(extents), world_size, end)
+
+
+def _dim_of(parameter: ParameterSpec) -> int:
+    assert isinstance(parameter.granularity, Dim)
+    return parameter.granularity.dim

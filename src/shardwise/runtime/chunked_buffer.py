@@ -1,0 +1,121 @@
+"""The two buffers of parameters that are cut into chunks of a dim, and the copies between them."""
+
+from functools import cached_property
+
+from torch import Tensor
+
+from shardwise.plan.chunks import ChunkedLayout, chunk_of
+from shardwise.plan.granularity import Dim
+from shardwise.plan.layout import Layout
+from shardwise.runtime.memory import FlatBuffer, Pool
+from shardwise.transport.device import copy_
+
+__all__ = ["ChunkedBuffer", "flat_buffer"]
+
+
+class ChunkedBuffer:
+    """As a `FlatBuffer`: collectives use ``flat`` [world_size * S], modules and autograd ``views``.
+
+    `acquire` gives memory to the one that is filled first; `unpack` copies from ``flat`` to the
+    views and frees ``flat``, and `pack` copies in the other direction and frees the views.
+    """
+
+    def __init__(
+        self,
+        layout: ChunkedLayout,
+        pool: Pool,
+        own_pool: Pool,
+        *,
+        dtype: str | None = None,
+        owns_memory: bool = False,
+        fills_views: bool = False,
+    ) -> None:
+        self.layout = layout
+        self._chunks = FlatBuffer(layout, pool, dtype=dtype, owner_suffix=" in chunks")
+        # Not in memory that ranks share: it is written when other ranks may still read there.
+        self._whole = FlatBuffer(layout.whole, own_pool, dtype=dtype, owns_memory=owns_memory)
+        self._owns_memory = owns_memory
+        self._first = self._whole if fills_views else self._chunks
+        self.num_bytes = self._chunks.num_bytes
+        self.owners = (self._chunks.owner, self._whole.owner)
+        self.flat = self._chunks.flat
+        self.views = self._whole.views
+        self.slot_of = self._chunks.slot_of
+        self.shared_range = self._chunks.shared_range
+
+    @property
+    def is_acquired(self) -> bool:
+        return self._chunks.is_acquired or self._whole.is_acquired
+
+    def acquire(self) -> None:
+        self._first.acquire()
+
+    def unpack(self) -> None:
+        self._whole.acquire()
+        for chunk, part in self._pairs:
+            copy_(part, chunk)
+        self._chunks.release()
+
+    def pack(self) -> None:
+        self._chunks.acquire()
+        for chunk, part in self._pairs:
+            copy_(chunk, part)
+        if not self._owns_memory:
+            self._whole.release()
+
+    def release(self) -> None:
+        for buffer in (self._chunks, self._whole):
+            if buffer.is_acquired:
+                buffer.release()
+
+    @cached_property
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Every chunk in ``flat``, and the same elements of the whole parameter.
+
+        They are views of the flat tensors, not of `views`, whose versions autograd compares.
+        """
+        pairs = []
+        for extent, whole in zip(self.layout.extents, self.layout.whole.extents, strict=True):
+            spec = extent.parameter
+            assert isinstance(spec.granularity, Dim)
+            dim = spec.granularity.dim
+            parameter = self._whole.flat[whole.offset : whole.stop].view(spec.shape)
+            for rank in range(self.layout.world_size):
+                run = chunk_of(spec.shape[dim], self.layout.world_size, rank)
+                part = parameter.narrow(dim, run.start, len(run))
+                start = rank * self.layout.shard_elements + extent.offset
+                chunk = self.flat[start : start + part.numel()].view(part.shape)
+                if part.numel():
+                    pairs.append((chunk, part))
+        return pairs
+
+
+def flat_buffer(
+    layout: Layout,
+    pool: Pool,
+    own_pool: Pool | None = None,
+    *,
+    dtype: str | None = None,
+    owns_memory: bool = False,
+    fills_views: bool = False,
+) -> FlatBuffer | ChunkedBuffer:
+    """The buffer for ``layout``.
+
+    Args:
+        layout: a `ChunkedLayout` needs two buffers.
+        pool: of what collectives use; it may be in memory that ranks share.
+        own_pool: of this rank alone; by default ``pool``.
+        dtype: by default that of the shards.
+        owns_memory: the views may be used at any time.
+        fills_views: they are written first, as by autograd, and not ``flat``, as by a gather.
+    """
+    if isinstance(layout, ChunkedLayout):
+        return ChunkedBuffer(
+            layout,
+            pool,
+            own_pool or pool,
+            dtype=dtype,
+            owns_memory=owns_memory,
+            fills_views=fills_views,
+        )
+    return FlatBuffer(layout, pool, dtype=dtype, owns_memory=owns_memory)

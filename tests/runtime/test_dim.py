@@ -1,0 +1,146 @@
+"""Parameters cut by "dim" train as in one process, and are what FSDP2 makes of them."""
+
+import copy
+import warnings
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp as fsdp2
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import shardwise as sw
+from shardwise.plan.strategy import STRATEGIES
+from tests.covering import covered_first
+from tests.models import CASES, Block, Stack, build
+from tests.ranks import on_ranks
+from tests.runtime.one_process import (
+    assert_close,
+    assert_equal_training,
+    full,
+    options_of,
+)
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("name", "world_size"), covered_first((name, size) for name, size in product(CASES, (2, 3, 4)))
+)
+def test_every_model_trains_as_in_one_process(name: str) -> None:
+    assert_equal_training(name, granularity="dim")
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("strategy", "name", "world_size"),
+    covered_first(
+        (strategy, name, 4 if row.num_axes > 1 else 2)
+        for (strategy, row), name in product(STRATEGIES.items(), ("gpt", "conv", "tied", "tiny"))
+        if not row.is_two_level
+    ),
+)
+def test_every_strategy_trains_as_in_one_process(strategy: str, name: str) -> None:
+    assert_equal_training(name, granularity="dim", **options_of(strategy))
+
+
+@on_ranks(4)
+def test_other_loops_train_as_in_one_process() -> None:
+    assert_equal_training("stack", granularity="dim", accumulate=2, clip=0.01)
+    assert_equal_training("stack", granularity="dim", prefetch=0, set_to_none=False)
+    assert_equal_training("stack", granularity="dim", reshard_after_forward=2)
+    assert_equal_training("stack", granularity="dim", reshard_after_forward=False)
+    assert_equal_training("stack", granularity="dim", offload_policy=sw.CPUOffloadPolicy())
+    last = Shard(-1)
+    assert_equal_training("gpt", granularity="dim", shard_placement_fn=lambda _: last)
+    mixed = {"*.weight": "dim", "*": "element"}
+    assert_equal_training("stack", granularity=mixed, clip=0.01)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("dim", [None, 1])
+def test_parameters_and_gradients_are_those_of_fsdp2(dim: int | None) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6, bias=False))
+    ours, theirs = plain, copy.deepcopy(plain)
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        return Shard(dim) if dim is not None and parameter.ndim > dim else None
+
+    for module in (ours[0], ours[2], ours):
+        sw.fully_shard(module, mesh=mesh, shard_placement_fn=place, granularity="dim")
+    for module in (theirs[0], theirs[2], theirs):
+        fsdp2.fully_shard(module, mesh=mesh, shard_placement_fn=place)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
+    for step in range(3):
+        torch.manual_seed(10 * step + dist.get_rank())
+        batch = torch.randn(4, 6)
+        for model in (ours, theirs):
+            model(batch).square().mean().backward()
+        for mine, its in zip(ours.parameters(), theirs.parameters(), strict=True):
+            for one, other in ((mine.detach(), its.detach()), (mine.grad, its.grad)):
+                assert isinstance(one, DTensor)
+                assert isinstance(other, DTensor)
+                assert (one.placements, one.device_mesh) == (other.placements, other.device_mesh)
+                assert one.stride() == other.stride()
+                torch.testing.assert_close(one.to_local(), other.to_local())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_the_whole_is_what_one_process_has() -> None:
+    model = sw.fully_shard(build("stack"), units=Block, granularity="dim")
+    for (name, sharded), plain in zip(
+        model.named_parameters(), build("stack").parameters(), strict=True
+    ):
+        assert_close(full(sharded.detach()), plain.detach(), name)
+    with sw.gathered(model, write_back=True):
+        for parameter in model.parameters():
+            parameter.data.mul_(2)
+    for sharded, plain in zip(model.parameters(), build("stack").parameters(), strict=True):
+        assert torch.equal(full(sharded.detach()), 2 * plain.detach())
+
+
+@on_ranks(2)
+def test_replicas_are_replicated_dtensors() -> None:
+    model = sw.fully_shard(Stack(), strategy="ddp", granularity="dim")
+    assert all(p.placements == (Replicate(),) for p in model.parameters())  # type: ignore[attr-defined]
+
+
+@on_ranks(2)
+def test_different_values_are_refused_or_warned_of() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(4, 4)
+    weight = model.weight.detach().clone()
+    with pytest.raises(sw.PlanError, match="weight differs between ranks 0 and 1"):
+        sw.fully_shard(copy.deepcopy(model), granularity="dim")
+    with pytest.warns(UserWarning, match="Each rank keeps its part"):
+        sw.fully_shard(model, granularity="dim", on_different_values="warn")
+    assert isinstance(model.weight, DTensor)
+    assert torch.equal(model.weight.to_local(), weight.chunk(2)[dist.get_rank()])
+
+
+@on_ranks(2)
+def test_a_placement_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(
+        sw.PlanError, match=r"shard_placement_fn: weight \(4, 4\): expected None or"
+    ):
+        sw.fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda _: Shard(2))
+
+
+@on_ranks(4)
+def test_two_levels_of_shards_are_refused() -> None:
+    with pytest.raises(sw.PlanError, match=r"granularity 'dim' with .*hfsdp"):
+        sw.fully_shard(nn.Linear(4, 4), granularity="dim", **options_of("hfsdp"))
+
+
+@on_ranks(2)
+def test_it_gives_no_warning_of_padding() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sw.fully_shard(nn.Linear(4, 4097), granularity="dim")
