@@ -209,8 +209,8 @@ def test_fully_shard_of_the_drop_in_keeps_dtypes() -> None:
         (lambda: f.fully_shard([nn.Linear(2, 2), NO_MODULE]), "takes a torch.nn.M.*, got int"),
         (lambda: sw.fully_shard(nn.Linear(2, 2), dp_mesh_dims=1), "dp_mesh_dims: .*mesh"),
         (
-            lambda: sw.fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: Shard(1)),
-            r"shard_placement_fn: weight: expected None or Shard\(dim=0\), got Shard\(dim=1\)",
+            lambda: sw.fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: Shard(2)),
+            r"shard_placement_fn: weight \(2, 2\): expected None or Shard of one of its dims",
         ),
         (lambda: sw.fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16), "mp_policy: expected"),  # type: ignore[arg-type]
         (lambda: sw.fully_shard(nn.Linear(2, 2), offload_policy=True), "offload_policy: expected"),  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from shardwise.plan.layout import Run
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.runtime.mesh import DataParallelMesh, resolve_mesh
 from shardwise.runtime.module import FSDPModule
-from shardwise.runtime.tensor import ShardedTensor
+from shardwise.runtime.tensor import OwnPart, local_of, own_part_of, sharding_of
 
 __all__ = [
     "Collected",
@@ -114,8 +114,11 @@ def check_storable(key: str, tensor: Tensor) -> None:
     Raises:
         CheckpointError: names it.
     """
-    if type(tensor) is DTensor:  # of torch; a ShardedTensor is saved
-        raise CheckpointError(f"{key}: a DTensor cannot be saved; pass its full_tensor()")
+    if isinstance(tensor, DTensor) and own_part_of(tensor) is None:
+        raise CheckpointError(
+            f"{key}: a DTensor with placements {tensor.placements} cannot be saved; expected one "
+            "that is replicated, or sharded along dim 0 over one mesh dim; pass its full_tensor()"
+        )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
         raise CheckpointError(f"{key}: a {kind} tensor cannot be saved; expected a dense one")
@@ -167,8 +170,9 @@ def axis_of(modules: list[nn.Module]) -> DataParallelMesh:
     """The ranks that save or load: those of the shards; all ranks if nothing is sharded."""
     for module in modules:
         for parameter in module.parameters():
-            if isinstance(parameter, ShardedTensor):
-                return parameter.sharding.axis
+            sharding = sharding_of(parameter)
+            if sharding is not None:
+                return sharding.axis
     return resolve_mesh(None, STRATEGIES["ddp"])
 
 
@@ -182,7 +186,7 @@ def check_sharded(module: nn.Module) -> None:
         if not isinstance(unit, FSDPModule):
             continue
         for name, parameter in unit.named_parameters():
-            if not isinstance(parameter, ShardedTensor):
+            if sharding_of(parameter) is None:
                 raise CheckpointError(
                     f"{name} is gathered; save and load between steps, outside sw.gathered"
                 )
@@ -233,8 +237,9 @@ class TensorSlice:
 
 def own_slice(tensor: Tensor) -> TensorSlice:
     """The elements of ``tensor`` on this rank, which share its memory if it is contiguous."""
-    if isinstance(tensor, ShardedTensor):
-        return TensorSlice(tensor.sharding.run.start, tensor.to_local().detach())
+    part = own_part_of(tensor)
+    if part is not None:
+        return TensorSlice(part.run.start, local_of(tensor).detach().reshape(-1))
     return TensorSlice(0, tensor.detach().reshape(-1))
 
 
@@ -244,10 +249,10 @@ def slice_to_write(tensor: Tensor, number: int, rank: int) -> TensorSlice | None
     Together the ranks write each element once. Replicas divide a shard among them. Rank 0 writes
     what every rank has, such as buffers.
     """
-    own = own_slice(tensor)
-    if not isinstance(tensor, ShardedTensor):
+    own, distributed = own_slice(tensor), own_part_of(tensor)
+    if distributed is None:
         return own if rank == 0 else None
-    part = _part_of_replica(own.elements, number, tensor.sharding.axis)
+    part = _part_of_replica(own.elements, number, distributed)
     if not len(part):
         return None
     return TensorSlice(own.start + part.start, own.elements[part.start : part.stop])
@@ -259,13 +264,11 @@ def bytes_of(elements: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _part_of_replica(elements: Tensor, number: int, axis: DataParallelMesh) -> Run:
+def _part_of_replica(elements: Tensor, number: int, own: OwnPart) -> Run:
     """The part of a shard that this replica writes."""
-    num_elements = len(elements)
-    copies = axis.num_ranks // axis.size
+    num_elements, copies, replica = len(elements), own.num_replicas, own.replica
     if copies == 1:
         return Run(0, num_elements)
-    replica = axis.column.index
     if elements.nbytes < BLOCK_BYTES:  # too small to divide
         return Run(0, num_elements if number % copies == replica else 0)
     return Run(num_elements * replica // copies, num_elements * (replica + 1) // copies)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import tree
@@ -27,7 +28,6 @@ from shardwise.checkpoint.matching import (
 from shardwise.checkpoint.read import OpenCheckpoint, OpenComponent, Reader, open_checkpoint
 from shardwise.checkpoint.stores import folder_at
 from shardwise.errors import CheckpointError
-from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = ["Loaded", "load"]
 
@@ -197,6 +197,6 @@ def _fill(reader_and_target: tuple[Reader, Target]) -> None:
     tensor = target.tensor
     own = own_slice(tensor)
     reader.read(target.name, own)
-    if not isinstance(tensor, ShardedTensor) and not tensor.is_contiguous():
+    if not isinstance(tensor, DTensor) and not tensor.is_contiguous():
         tensor.copy_(own.elements.view(tensor.shape))  # `own` is a copy
     torch.autograd.graph.increment_version(tensor)

@@ -13,7 +13,7 @@ from shardwise.checkpoint import tree
 from shardwise.checkpoint.collect import check_sharded, check_storable, parameter_names, tensors_of
 from shardwise.checkpoint.format import Spec
 from shardwise.errors import CheckpointError
-from shardwise.runtime.tensor import ShardedTensor
+from shardwise.runtime.tensor import sharding_of
 
 __all__ = ["LoadReport", "OptimizerStates", "Selection", "Target", "match_module"]
 
@@ -276,17 +276,17 @@ def _can_hold(present: Any, spec: Spec, parameter: Tensor) -> bool:
     """Whether the tensor that the optimizer has can receive the values."""
     if not isinstance(present, Tensor) or present.dtype is not spec.torch_dtype:
         return False
-    if isinstance(parameter, ShardedTensor):
-        return isinstance(present, ShardedTensor) and present.sharding.matches(parameter.sharding)
+    sharding = sharding_of(parameter)
+    if sharding is not None:
+        return sharding.describes(present)
     return present.shape == parameter.shape and present.is_contiguous()
 
 
 def _empty_like(parameter: Tensor, spec: Spec) -> Tensor:
-    if not isinstance(parameter, ShardedTensor):
-        return torch.empty(spec.shape, dtype=spec.torch_dtype, device=parameter.device)
-    length = len(parameter.sharding.run)
-    local = torch.empty(length, dtype=spec.torch_dtype, device=parameter.device)
-    return ShardedTensor(local, parameter.sharding)
+    sharding = sharding_of(parameter)
+    if sharding is not None:
+        return sharding.empty(spec.torch_dtype, parameter.device)
+    return torch.empty(spec.shape, dtype=spec.torch_dtype, device=parameter.device)
 
 
 def _sizes(groups: list[list[str]]) -> str:

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise.errors import PlanError
-from shardwise.runtime.tensor import ShardedTensor
+from shardwise.runtime.tensor import local_of, sharding_of
 from shardwise.transport.process_group import broadcast_object, broadcast_tensors
 
 __all__ = ["distribute", "group_of", "shard_like"]
@@ -42,24 +43,29 @@ def shard_like(value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     is_scalar = value.dim() == 0 and parameter.dim() > 0  # such as the number of steps
-    if isinstance(value, ShardedTensor) or not isinstance(parameter, ShardedTensor) or is_scalar:
+    sharding = sharding_of(parameter)
+    if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or is_scalar:
         return value.detach().clone()
-    run = parameter.sharding.run
+    if sharding is None:  # a detached one, as in state dicts
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
+    local = local_of(parameter)
     if value.shape == parameter.shape:
-        value = value.reshape(-1)[run.start : run.stop]
-    if value.shape != (len(run),):
+        value = sharding.own_part_of(value)
+    if value.shape != local.shape:
         raise PlanError(
-            f"{parameter.sharding.name}: expected a state of shape {tuple(parameter.shape)} or, on "
-            f"this rank, ({len(run)},), got {tuple(value.shape)}"
+            f"{sharding.name}: expected a state of shape {tuple(parameter.shape)} or, on this "
+            f"rank, {tuple(local.shape)}, got {tuple(value.shape)}"
         )
-    return ShardedTensor(value.to(parameter.device, copy=True), parameter.sharding)
+    copied = value.to(parameter.device, copy=True, memory_format=torch.contiguous_format)
+    return sharding.wrap(copied.reshape(-1))
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     """The ranks that share ``model``; None for one rank, or if the model is not sharded."""
-    sharded = (p for p in model.parameters() if isinstance(p, ShardedTensor))
-    first = next(sharded, None)
-    return None if first is None else first.sharding.axis.group
+    found = (sharding_of(parameter) for parameter in model.parameters())
+    first = next((one for one in found if one is not None), None)
+    return None if first is None else first.axis.group
 
 
 def _outline(states: Any) -> Any:

@@ -11,9 +11,14 @@ from shardwise.runtime.module import FSDPModule, register_forward_method
 
 __all__ = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
-# As in FSDP2, shards keep the dtype of the parameter by default. `shardwise.fully_shard` keeps
-# trainable bfloat16 and float16 parameters in float32.
-fully_shard = partial(api.fully_shard, mp_policy=MixedPrecisionPolicy())  # type: ignore[arg-type]
+# With FSDP2's defaults: its placements; shards in the parameter's dtype, where ours are float32 for
+# trainable parameters in 16 bits; ranks may build different values.
+fully_shard = partial(
+    api.fully_shard,
+    granularity="dim",
+    mp_policy=MixedPrecisionPolicy(),  # type: ignore[arg-type]
+    on_different_values="warn",
+)
 update_wrapper(fully_shard, api.fully_shard)
 
 

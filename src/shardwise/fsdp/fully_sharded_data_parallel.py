@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload as TorchCPUOffload
+from torch.distributed.tensor import DTensor
 
 from shardwise.api import fully_shard
 from shardwise.errors import PlanError
@@ -30,7 +31,6 @@ from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.units import NEVER_CALLED
 from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.module import FSDPModule, is_root_unit
-from shardwise.runtime.tensor import ShardedTensor
 from shardwise.transport.process_group import broadcast_tensors
 
 __all__ = ["FullyShardedDataParallel"]
@@ -197,7 +197,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
         """`nn.Module.apply` on full parameters. All ranks must make the same changes."""
-        if not any(isinstance(p, ShardedTensor) for p in self.parameters()):
+        if not any(isinstance(p, DTensor) for p in self.parameters()):
             super().apply(fn)  # gathered by the outermost wrapper
             return self
         with summon_full_params(self):
@@ -297,4 +297,4 @@ def _ignored_inside(module: nn.Module) -> list[set[nn.Parameter]]:
 
 def _unsharded_states(module: nn.Module, ignored: set[nn.Parameter]) -> list[Tensor]:
     parameters = [p for p in module.parameters() if p not in ignored]
-    return [t for t in (*parameters, *module.buffers()) if not isinstance(t, ShardedTensor)]
+    return [t for t in (*parameters, *module.buffers()) if not isinstance(t, DTensor)]

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise._private import pytree
 from shardwise.fsdp.distribute import distribute, group_of
-from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = [
     "StateDictOptions",
@@ -126,7 +126,7 @@ def _gather(states: States, options: StateDictOptions | None) -> States:
     is_kept = not options.cpu_offload or not dist.is_initialized() or dist.get_rank() == 0
 
     def gather(value: Any) -> Any:
-        full = value.full_tensor() if isinstance(value, ShardedTensor) else value
+        full = value.full_tensor() if isinstance(value, DTensor) else value
         if not is_kept:
             return None
         return full.cpu() if options.cpu_offload and isinstance(full, Tensor) else full

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.fsdp import api
 from shardwise.fsdp.api import StateDictSettings, StateDictType
 from shardwise.fsdp.names import WRAPPED, clean_name
-from shardwise.runtime.tensor import ShardedTensor
+from shardwise.runtime.tensor import local_of, sharding_of
 
 __all__ = [
     "convert_for_saving",
@@ -125,18 +126,19 @@ def rename_for_loading(fsdp_module: nn.Module, state_dict: dict[str, Any], prefi
             continue
         value, plain = state_dict.pop(name), name.removeprefix(prefix)
         parameter = parameters.get(plain)
-        if isinstance(parameter, ShardedTensor) and not isinstance(value, ShardedTensor):
-            value = ShardedTensor(value, parameter.sharding)
+        sharding = None if parameter is None else sharding_of(parameter)
+        if sharding is not None and not isinstance(value, DTensor):
+            value = sharding.wrap(value.reshape(-1))
         state_dict[inner + plain] = value
 
 
 def convert_for_saving(value: Any, kind: StateDictType, *, to_cpu: bool) -> Any:
     """``value`` as state dicts of ``kind`` hold it. All ranks must call this."""
-    if isinstance(value, ShardedTensor):
+    if isinstance(value, DTensor):
         if kind is StateDictType.FULL_STATE_DICT:
             value = value.full_tensor()
         elif kind is StateDictType.LOCAL_STATE_DICT:
-            value = value.to_local()
+            value = local_of(value)
     return value.cpu() if to_cpu and isinstance(value, Tensor) else value
 
 

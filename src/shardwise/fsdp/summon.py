@@ -4,11 +4,11 @@ import contextlib
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.fsdp.names import clean_names
 from shardwise.runtime.module import FSDPModule, gathered, ledger
-from shardwise.runtime.tensor import ShardedTensor
 
 __all__ = ["summon_full_params"]
 
@@ -64,7 +64,7 @@ def _full_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     return {
         name: parameter.grad.full_tensor()
         for name, parameter in parameters.items()
-        if isinstance(parameter.grad, ShardedTensor)
+        if isinstance(parameter.grad, DTensor)
     }
 
 

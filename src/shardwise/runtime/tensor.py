@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -44,12 +45,14 @@ from shardwise.transport.device import random_states
 
 __all__ = [
     "STEPS_IN_BACKWARD",
+    "OwnPart",
     "RaggedShard",
     "ShardedTensor",
     "Sharding",
     "apply_gradient_hooks",
     "draws",
     "local_of",
+    "own_part_of",
     "run_accumulated_hooks",
     "sharding_for",
     "sharding_of",
@@ -116,6 +119,11 @@ class Sharding:
 
     def mark(self, parameter: Tensor) -> None:
         """Have `sharding_of` find this; a `ShardedTensor` knows it."""
+
+    def empty(self, dtype: torch.dtype, device: torch.device) -> DTensor:
+        """A tensor with undefined values."""
+        num_owned = self.layout.num_owned(self.extent, self.axis.rank)
+        return self.wrap(torch.empty(num_owned, dtype=dtype, device=device))
 
     def rebind(self, tensor: Tensor, local: Tensor) -> None:
         """Have ``tensor`` store its elements in ``local``, of the same shape and dtype."""
@@ -221,6 +229,39 @@ def sharding_of(parameter: Tensor) -> Sharding | None:
     found = vars(parameter).get(_SHARDING)
     assert found is None or isinstance(found, Sharding)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """The elements of a tensor that this rank stores, as do ``num_replicas - 1`` other ranks."""
+
+    run: Run
+    replica: int
+    num_replicas: int
+
+
+def own_part_of(tensor: Tensor) -> OwnPart | None:
+    """What is here of ``tensor``; None if it is no DTensor, or if its elements here are no run."""
+    if isinstance(tensor, ShardedTensor):
+        axis = tensor.sharding.axis
+        num_replicas = axis.num_ranks // axis.size
+        replica = axis.column.index if num_replicas > 1 else 0
+        return OwnPart(tensor.sharding.run, replica, num_replicas)
+    coordinate = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else None
+    if coordinate is None or not isinstance(tensor, DTensor):
+        return None
+    run, replica, num_replicas = Run(0, tensor.numel()), 0, 1
+    for placement, size, index in zip(
+        tensor.placements, tensor.device_mesh.shape, coordinate, strict=True
+    ):
+        if placement.is_replicate():
+            replica, num_replicas = replica * size + index, num_replicas * size
+        elif placement == Shard(0) and run == Run(0, tensor.numel()):
+            rows, row = chunk_of(tensor.shape[0], size, index), prod(tensor.shape[1:])
+            run = Run(rows.start * row, rows.stop * row)
+        else:
+            return None
+    return OwnPart(run, replica, num_replicas)
 
 
 def local_of(tensor: Tensor) -> Tensor:
