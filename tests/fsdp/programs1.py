@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.fsdp.models import Block, Net, batch, make_net
+from tests.fsdp.models import STEPS, Block, Net, batch, make_net
 from tests.fsdp.programs2 import OPTIMIZERS
 
 CPU = torch.device("cpu")
@@ -90,10 +90,10 @@ def is_ours(f: Any) -> bool:
     return bool(f.__name__ == "shardwise.fsdp")
 
 
-def run(f: Any, model: Any, optimizer: str = "sgd", count: int = 3) -> list[Any]:
+def run(f: Any, model: Any, optimizer: str = "sgd") -> list[Any]:
     chosen = OPTIMIZERS[optimizer](model.parameters())
     seen: list[Any] = []
-    for step in range(count):
+    for step in range(STEPS):
         loss = loss_of(model, step)
         loss.backward()
         seen.append(loss.item())
@@ -123,7 +123,7 @@ def train_flat(f: Any, optimizer: str) -> list[Any]:
     net = fsdp(f, make_net(), use_orig_params=False)
     chosen = OPTIMIZERS[optimizer](net.parameters())
     seen: list[Any] = []
-    for step in range(3):
+    for step in range(STEPS):
         loss = loss_of(net, step)
         loss.backward()
         seen.append(loss.item())
@@ -364,7 +364,7 @@ def evaluate(f: Any, policy: str) -> list[Any]:
     net = fsdp(f, make_net(), policy)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     seen: list[Any] = []
-    for step in range(3):
+    for step in range(STEPS):
         net.eval()
         with torch.no_grad():
             seen.append(loss_of(net, 9).item())

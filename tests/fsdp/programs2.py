@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from tests.fsdp.both import state_dict_functions
-from tests.fsdp.models import Net, batch, make_net
+from tests.fsdp.models import STEPS, Net, batch, make_net
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -69,10 +69,10 @@ def gradients(model: nn.Module) -> dict[str, Any]:
     return {name: None if p.grad is None else whole(p.grad) for name, p in named}
 
 
-def steps(model: nn.Module, optimizer: str = "sgd", count: int = 3) -> Iterator[Any]:
+def steps(model: nn.Module, optimizer: str = "sgd") -> Iterator[Any]:
     """Train; yields each loss, the first gradients and the final parameters."""
     chosen = OPTIMIZERS[optimizer](model.parameters())
-    for step in range(count):
+    for step in range(STEPS):
         loss = loss_of(model, step)
         loss.backward()
         yield loss.item()
@@ -101,8 +101,8 @@ def hybrid(f: Any, reshard: bool | None = None) -> list[Any]:
 
 def hybrid_accumulates(f: Any) -> list[Any]:
     net = shard(f, make_net(), mesh=mesh_2d())
-    for micro in range(3):
-        net.set_requires_all_reduce(micro == 2)
+    for micro in range(2):
+        net.set_requires_all_reduce(micro == 1)
         loss_of(net, micro).backward()
     return [gradients(net)]
 
@@ -112,11 +112,11 @@ def accumulate(f: Any, reshards: bool = True, last: bool = True) -> list[Any]:
     seen = []
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     for step in range(2):
-        for micro in range(3):
-            net.set_requires_gradient_sync(micro == 2)
-            net.set_reshard_after_backward(reshards or micro == 2)
-            net.set_is_last_backward(not last or micro == 2)
-            loss_of(net, 3 * step + micro).backward()
+        for micro in range(2):
+            net.set_requires_gradient_sync(micro == 1)
+            net.set_reshard_after_backward(reshards or micro == 1)
+            net.set_is_last_backward(not last or micro == 1)
+            loss_of(net, 2 * step + micro).backward()
         seen.append(gradients(net))
         optimizer.step()
         optimizer.zero_grad()
@@ -125,7 +125,7 @@ def accumulate(f: Any, reshards: bool = True, last: bool = True) -> list[Any]:
 
 def accumulate_reduced(f: Any) -> list[Any]:
     net = shard(f, make_net())
-    for micro in range(3):
+    for micro in range(2):
         loss_of(net, micro).backward()
     return [gradients(net)]
 
@@ -183,7 +183,7 @@ def evaluate(f: Any, wrapped: str) -> list[Any]:
     net = shard(f, make_net(), wrapped)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     seen: list[Any] = []
-    for step in range(3):
+    for step in range(STEPS):
         net.eval()
         with torch.no_grad():
             seen.append(loss_of(net, 9).item())
@@ -260,7 +260,7 @@ def hints(f: Any) -> list[Any]:
     net = shard(f, make_net())
     blocks: Any = list(net.blocks)
     net.set_modules_to_forward_prefetch(blocks[:2])
-    blocks[2].set_modules_to_backward_prefetch([blocks[1]])
+    blocks[1].set_modules_to_backward_prefetch(blocks[:1])
     for block in blocks:
         block.set_unshard_in_backward(True)
     net.set_reshard_after_backward(True)

@@ -62,7 +62,7 @@ CASES = [
     *cases(programs.by_hand_ahead),
     *cases(programs.reshards_later, value=BOTH, recurse=BOTH),
     *cases(programs.divides, factor=(1.0, 2.0, 5.0)),
-    *cases(programs.lists, count=(1, 2, 3)),
+    *cases(programs.lists, count=(1, 2)),
     *cases(programs.hints),
     *cases(programs.other_method),
     *cases(programs.meta, wrapped=("blocks", "root", "layers")),

@@ -58,7 +58,7 @@ def test_prefetch_options(backward: Any, forward: bool, prefetch: int) -> None:
 def test_sharding_strategies(strategy: str, row: str, reshards: bool) -> None:
     plan = plan_of(wrapped(sharding_strategy=f.ShardingStrategy[strategy]).module)
     assert plan.strategy.name == row
-    assert [unit.reshard for unit in plan.units] == [False, *[reshards] * 3]
+    assert [unit.reshard for unit in plan.units] == [False, *[reshards] * 2]
 
 
 @pytest.mark.parametrize("strategy", torch_fsdp.ShardingStrategy)
@@ -72,7 +72,7 @@ def test_torch_sharding_strategy(strategy: torch_fsdp.ShardingStrategy) -> None:
 @pytest.mark.parametrize("offload", [False, True])
 def test_torch_cpu_offload(offload: bool) -> None:
     plan = plan_of(wrapped(cpu_offload=torch_fsdp.CPUOffload(offload)).module)
-    assert [unit.offload is not None for unit in plan.units] == [offload] * 4
+    assert [unit.offload is not None for unit in plan.units] == [offload] * 3
 
 
 @pytest.mark.parametrize("name", torch_fsdp.__all__)
@@ -104,12 +104,12 @@ def test_torch_wrap_policies() -> None:
     ]
     for policy in policies:
         model = FSDP(make_net(), auto_wrap_policy=policy)
-        assert len(FSDP.fsdp_modules(model)) == 4
+        assert len(FSDP.fsdp_modules(model)) == 3
 
 
 def test_custom_policy_as_units() -> None:
     policy = CustomPolicy(lambda module: isinstance(module, Block))
-    assert len(plan_of(sw.fully_shard(make_net(), units=policy)).units) == 4
+    assert len(plan_of(sw.fully_shard(make_net(), units=policy)).units) == 3
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
-    for _ in range(6):
+    for _ in range(4):
         source = torch.randint(VOCABULARY, (4, 12), generator=generator).to(DEVICE)
         optimizer.zero_grad()
         loss = model(source, source.flip(1))

@@ -68,7 +68,7 @@ def test(model, loader):
 def main():
     torch.manual_seed(0)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    training, testing = digits(slice(0, 512)), digits(slice(512, 640))
+    training, testing = digits(slice(0, 256)), digits(slice(256, 320))
     sampler = DistributedSampler(training, world_size, rank, shuffle=True)
     train_loader = DataLoader(training, 32, sampler=sampler)
     test_loader = DataLoader(testing, 32, sampler=DistributedSampler(testing, world_size, rank))
@@ -77,7 +77,7 @@ def main():
     optimizer = torch.optim.Adadelta(model.parameters(), lr=0.5)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
     results = []
-    for epoch in range(3):
+    for epoch in range(2):
         sampler.set_epoch(epoch)
         results += [train(model, train_loader, optimizer), test(model, test_loader)]
         scheduler.step()
