@@ -2,8 +2,10 @@
 
 import json
 import os
-import subprocess
+import signal
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -17,10 +19,12 @@ import torch.distributed as dist
 
 from shardwise.cli import main
 from shardwise.launch.world import World
+from tests.rank_handle import CONTEXT, PRELOAD
 from tests.ranks import run_on
 
 Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
+PATIENCE_SECONDS = 250.0
 
 # Prefixes of the environment variables of launchers.
 LAUNCHERS = (
@@ -44,33 +48,68 @@ class Finished:
     stderr: str
 
 
+class Command:
+    """``shardwise`` with some arguments, in a process group of its own.
+
+    It is forked from the server of the ranks (`tests.rank_handle`), which has imported torch.
+    """
+
+    def __init__(self, arguments: Sequence[str | Path], cwd: Path, **changes: str) -> None:
+        self._output = tempfile.TemporaryDirectory(prefix="command-")
+        words = [str(word) for word in arguments]
+        CONTEXT.set_forkserver_preload(PRELOAD)
+        self._process = CONTEXT.Process(
+            target=_run_command, args=(words, cwd, environment(**changes), Path(self._output.name))
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process, and of its group."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait while the command runs; fail the test if it ends, or after minutes."""
+        end = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < end and self._process.is_alive():
+            if condition():
+                return
+            time.sleep(0.02)
+        pytest.fail(f"the condition was not met: {self.finish(kill=True)}")
+
+    def finish(self, *, kill: bool = False) -> Finished:
+        """Wait for the end."""
+        if kill and self._process.is_alive():
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.join(PATIENCE_SECONDS)
+        code = self._process.exitcode
+        if code is None:
+            return self.finish(kill=True)
+        texts = [(Path(self._output.name) / name).read_text("utf-8") for name in ("out", "err")]
+        self._output.cleanup()
+        return Finished(code, *texts)
+
+
+def _run_command(arguments: list[str], cwd: Path, environ: dict[str, str], output: Path) -> None:
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environ)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT), number)
+    sys.exit(main(arguments))
+
+
 def environment(**changes: str) -> dict[str, str]:
-    """This one, without what a launcher may have left in it."""
+    """This one, without the variables of a launcher."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    return kept | changes
-
-
-def start(arguments: Sequence[str | Path], cwd: Path, **changes: str) -> subprocess.Popen[str]:
-    """Start ``shardwise`` with these arguments, in a process group of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "shardwise.cli", *map(str, arguments)],
-        cwd=cwd,
-        env=environment(**changes),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> Finished:
-    stdout, stderr = process.communicate(timeout=280)
-    return Finished(process.returncode, stdout, stderr)
+    return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | changes
 
 
 def run(arguments: Sequence[str | Path], cwd: Path, **changes: str) -> Finished:
     """Run ``shardwise`` with these arguments to its end."""
-    return finish(start(arguments, cwd, **changes))
+    return Command(arguments, cwd, **changes).finish()
 
 
 def run_on_pool(

@@ -6,15 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pytest
 
 from shardwise.checkpoint.directory import latest
 
-from .commands import environment, finish, losses, start
+from .commands import PATIENCE_SECONDS, Command, environment, losses
 
 SETTINGS = ("train.steps=60", "checkpoint.every=5", "sample.bytes=0")
 
@@ -37,22 +35,27 @@ def test_a_rank_killed_under_torchrun_is_restarted(tiny: Path, tmp_path: Path) -
         text=True,
         start_new_session=True,
     )
-    wait_for(process, lambda: latest(directory / "checkpoints") is not None)
+    end = time.monotonic() + PATIENCE_SECONDS
+    while latest(directory / "checkpoints") is None:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "no checkpoint"
+        time.sleep(0.02)
     os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
-    finished = finish(process)
-    assert finished.code == 0, finished.stderr
-    assert re.search(r"resuming after step \d*[05]: ", finished.stdout)
+    stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0, stderr
+    assert re.search(r"resuming after step \d*[05]: ", stdout)
     assert len(losses(directory)) == 60, "a line is missing or repeated"
     assert (directory / "summary.json").exists()
 
 
 def test_an_interrupt_saves_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
+    """That all ranks stop after the same step is tested in tests/train/test_saver.py."""
     directory = tmp_path / "run"
-    arguments: list[str | Path] = ["train", tiny, *settings(directory, "train.steps=100000")]
-    process = start(arguments, tmp_path)
-    wait_for(process, lambda: latest(directory / "checkpoints") is not None)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does; the launcher repeats it
-    finished = finish(process)
+    chosen = settings(directory, "train.steps=100000", "shard.nproc=1")
+    command = Command(["train", tiny, *chosen], tmp_path)
+    command.wait_for(lambda: latest(directory / "checkpoints") is not None)
+    os.killpg(command.pid, signal.SIGINT)  # as a terminal does; the launcher repeats it
+    finished = command.finish()
     assert finished.code == 130, finished.stderr
     [step] = re.findall(r"stopped by SIGINT after step (\d+) of 100000", finished.stdout)
     assert finished.stderr.splitlines()[-1].startswith("shardwise: interrupted; ")
@@ -63,23 +66,13 @@ def test_an_interrupt_saves_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_soak_of_a_few_kills() -> None:
-    command = [sys.executable, "-m", "tests.soak", "--kills", "3", "--steps", "12"]
+    command = [sys.executable, "-m", "tests.soak", "--kills", "2", "--steps", "8"]
     root = Path(__file__).parents[2]
     soak = subprocess.run(
         command, cwd=root, env=environment(), capture_output=True, text=True, check=False
     )
     assert soak.returncode == 0, soak.stderr
-    assert soak.stdout.startswith("3 kills of "), soak.stdout
-
-
-def wait_for(process: "subprocess.Popen[str]", ready: Callable[[], bool]) -> None:
-    end = time.monotonic() + 250
-    while time.monotonic() < end and process.poll() is None:
-        if ready():
-            return
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGTERM)  # torchrun's workers are in groups of their own
-    pytest.fail(f"the condition was not reached: {process.communicate()}")
+    assert soak.stdout.startswith("2 kills of "), soak.stdout
 
 
 def ranks_of(launcher: int) -> list[int]:

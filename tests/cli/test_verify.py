@@ -7,7 +7,7 @@ import pytest
 from shardwise.cli import main
 from shardwise.plan.strategy import STRATEGIES
 
-from .commands import fail, run, run_on_pool
+from .commands import fail, run_on_pool
 
 OWN = """
 import torch
@@ -70,16 +70,15 @@ def test_built_in_models_are_equal_on_two_ranks(
         assert all(row.split()[4] == "equal" for row in rows)
 
 
-def test_a_corrupted_gradient_is_named(own: Path) -> None:
-    """On new processes, as users run it."""
-    arguments = ["--corrupt", "1.0.bias", "--strategies", "fsdp, ddp", "--nproc", "2"]
-    finished = run(["verify", "own.py:subject", *arguments], own)
-    assert finished.code == 1
-    first, second = finished.stderr.splitlines()
-    difference = "on 2 ranks differs from one process: the gradient of 1.0.bias in step 0 is off by"
+def test_a_corrupted_gradient_is_named(own: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--corrupt", "1.0.bias", "--strategies", "fsdp, ddp", "--nproc", "3"]
+    assert main(["verify", f"{own}/own.py:subject", *arguments]) == 1
+    printed = capfd.readouterr()
+    first, second = printed.err.splitlines()
+    difference = "on 3 ranks differs from one process: the gradient of 1.0.bias in step 0 is off by"
     assert first.startswith(f"shardwise: Sequential with fsdp {difference}")
     assert second.startswith(f"Sequential with ddp {difference}")
-    assert finished.stdout.count("DIFFERS  1.0.bias") == 2
+    assert printed.out.count("DIFFERS  1.0.bias") == 2
 
 
 def test_an_error_found_on_the_ranks_is_one_line(
