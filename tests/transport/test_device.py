@@ -15,10 +15,8 @@ from shardwise.transport.api import Work
 from shardwise.transport.device import (
     CommStream,
     DeviceStream,
-    InlineStream,
     ThreadStream,
     local_device,
-    make_stream,
     peak_memory_bytes,
 )
 
@@ -41,9 +39,9 @@ def fail() -> None:
     raise ValueError("it hurts")
 
 
-@pytest.fixture(params=["inline", "thread"])
+@pytest.fixture(params=["device", "thread"])
 def stream(request: pytest.FixtureRequest) -> CommStream:
-    return InlineStream() if request.param == "inline" else ThreadStream("stream of a test")
+    return DeviceStream(CPU) if request.param == "device" else ThreadStream("stream of a test")
 
 
 # -- both ----------------------------------------------------------------------------------------
@@ -141,12 +139,12 @@ def test_what_was_submitted_still_runs_when_the_stream_is_dropped() -> None:
     assert eventually(lambda: not threads("stream to drop"))
 
 
-# -- InlineStream and the rest ---------------------------------------------------------------------
+# -- DeviceStream and the rest ---------------------------------------------------------------------
 
 
-def test_an_inline_stream_done_at_once_on_the_callers_thread() -> None:
+def test_a_stream_of_the_cpu_runs_jobs_at_once_on_the_callers_thread() -> None:
     ran_on: list[threading.Thread] = []
-    work = InlineStream().submit(lambda: ran_on.append(threading.current_thread()))
+    work = DeviceStream(CPU).submit(lambda: ran_on.append(threading.current_thread()))
     assert work.done
     assert work.wait(0.0)
     assert ran_on == [threading.current_thread()]
@@ -156,10 +154,6 @@ def test_a_work_without_a_job_is_not_done() -> None:
     work = Work()
     assert not work.done
     assert not work.wait(0.0)
-
-
-def test_a_stream_on_the_cpu_is_inline() -> None:
-    assert isinstance(make_stream(CPU), InlineStream)
 
 
 def test_a_device_stream_waits_for_the_current_stream_of_its_own_device() -> None:

@@ -20,7 +20,7 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.runtime.memory import Pool
 from shardwise.transport.api import Work
-from shardwise.transport.device import copy_, host_tensor, make_stream
+from shardwise.transport.device import DeviceStream, copy_
 
 __all__ = ["HostOffloader"]
 
@@ -32,13 +32,13 @@ class HostOffloader:
         self._is_gpu = device.type == "cuda"
         self._is_pinned = self._is_gpu and policy.pin_memory
         self.staging = Pool(torch.device("cpu"), is_pinned=self._is_pinned)
-        self._to_device = make_stream(device)
-        self._to_host = make_stream(device)
+        self._to_device = DeviceStream(device)
+        self._to_host = DeviceStream(device)
 
     def allocate_shard(self, layout: Layout) -> Tensor:
         """Zeros [S] on the host, to keep."""
         dtype: torch.dtype = getattr(torch, layout.dtype)
-        return host_tensor(layout.shard_elements, dtype, pinned=self._is_pinned)
+        return torch.zeros(layout.shard_elements, dtype=dtype, pin_memory=self._is_pinned)
 
     def to_device(self, to: Tensor, of: Tensor) -> Callable[[], None]:
         """Begin to fill ``to`` on the device; what a collective has to call before it sends it."""

@@ -20,7 +20,6 @@ from shardwise._private import can_swap_storages, num_storage_references, swap_s
 from shardwise.plan.chunks import ChunkedLayout
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.schedule.memory import MemoryPlan
-from shardwise.transport.device import host_tensor
 from shardwise.transport.host.shared_memory import SharedMemory, SharedRange, is_offered
 
 __all__ = ["CAN_SWAP", "Arena", "FlatBuffer", "Pool", "Pools", "is_shared"]
@@ -145,7 +144,7 @@ class Pool:
 
     def _new_block(self, num_bytes: int) -> torch.UntypedStorage:
         if self._is_pinned:
-            return host_tensor(num_bytes, torch.uint8, pinned=True).untyped_storage()
+            return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
         return _allocate(num_bytes, self.device)
 
     def _trim(self, room_for: int = 0) -> None:

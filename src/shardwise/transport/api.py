@@ -70,9 +70,7 @@ class Reduction:
     """
 
     flat: Tensor  # [n * M], this rank's addend
-    inner: (
-        Tensor  # [M], for the sum of the first stage: `out`, this rank's slot of `flat`, or other
-    )
+    inner: Tensor  # [M], for the sum of the first stage; may be `out`, or its slot of `flat`
     carried: Tensor | None  # [M], an earlier sum of the first stage, to be added
     out: Tensor | None  # for the sum of the last stage; None: the sum stays in `inner`
     stages: tuple[Stage, ...]

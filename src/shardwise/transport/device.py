@@ -4,7 +4,7 @@ A `CommStream` runs jobs one after the other, concurrently with the caller, and 
 each. On CUDA it is a stream of the device and a work holds an event, so the host never blocks. On
 the CPU it is a thread: Gloo's point-to-point works can be neither polled nor chained, so a thread
 has to wait for them, and it must not be the one that computes (the hand-over is lost in the 1 to
-1.6 ms of a small exchange). Without communication an `InlineStream` runs the job at once.
+1.6 ms of a small exchange).
 """
 
 import contextlib
@@ -14,7 +14,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +26,11 @@ from shardwise.transport.api import Work
 __all__ = [
     "CommStream",
     "DeviceStream",
-    "InlineStream",
     "ThreadStream",
     "copy_",
     "copy_scaled_",
     "current_gpu",
-    "host_tensor",
     "local_device",
-    "make_stream",
     "num_local_gpus",
     "peak_memory_bytes",
     "random_states",
@@ -42,21 +41,6 @@ __all__ = [
 
 
 _CACHED_ELEMENTS = 1 << 17  # a copy of so many is still in the processor's cache
-
-
-class InlineStream:
-    """Runs a job at once: for a single rank, and for process groups of the CPU."""
-
-    @contextlib.contextmanager
-    def enqueue(self) -> Iterator[Work]:
-        """`submit` of the body of the ``with``, without a frame of its own."""
-        with Work().running() as work:
-            yield work
-
-    def submit(self, job: Callable[[], None]) -> Work:
-        with self.enqueue() as work:
-            job()
-        return work
 
 
 class ThreadStream:
@@ -77,13 +61,10 @@ class ThreadStream:
 class DeviceWork(Work):
     """Work of a `DeviceStream`: for the host it is done when it is queued."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, current_stream: Callable[[], Any], event: Any) -> None:
         super().__init__()
-        self._device = device
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def record(self, stream: torch.cuda.Stream) -> None:
-        self._event.record(stream)
+        self._current_stream = current_stream
+        self._event = event
 
     def wait(self, timeout_seconds: float) -> bool:  # noqa: ARG002 - the host never waits
         if self.error is None:
@@ -93,7 +74,7 @@ class DeviceWork(Work):
     def wait_on_device(self) -> None:
         if self.error is not None:
             raise self.error
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._current_stream().wait_event(self._event)
 
     def synchronize(self) -> None:
         if self.error is not None:
@@ -101,30 +82,34 @@ class DeviceWork(Work):
         self._event.synchronize()
 
 
-class DeviceStream(InlineStream):
-    """Runs jobs on a CUDA stream of its own."""
+class DeviceStream:
+    """Runs jobs on a CUDA stream of its own; on the CPU, at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        # The streams and events of `torch.cpu` do nothing.
+        self._module: Any = torch.cuda if device.type == "cuda" else torch.cpu
+        # Of the stream's device: the caller may have another one current.
+        self._current_stream = partial(self._module.current_stream, device)
+        options = {"device": device, "priority": -1} if device.type == "cuda" else {}
+        self._stream = self._module.Stream(**options)
 
     @contextlib.contextmanager
     def enqueue(self) -> Iterator[Work]:
-        """As `InlineStream.enqueue`."""
-        # Of the stream's device: the caller may have another one current.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        work = DeviceWork(self._device)
-        with torch.cuda.stream(self._stream), work.running():
+        """`submit` of the body of the ``with``, without a frame of its own."""
+        self._stream.wait_stream(self._current_stream())
+        event = self._module.Event()
+        work = DeviceWork(self._current_stream, event)
+        with self._module.stream(self._stream), work.running():
             yield work
-        work.record(self._stream)
+        event.record(self._stream)
+
+    def submit(self, job: Callable[[], None]) -> Work:
+        with self.enqueue() as work:
+            job()
+        return work
 
 
-CommStream = InlineStream | ThreadStream  # jobs in order, concurrent with the caller if possible
-
-
-def make_stream(device: torch.device) -> InlineStream:
-    """A stream whose jobs do not block the caller, for tensors on ``device``."""
-    return DeviceStream(device) if device.type == "cuda" else InlineStream()
+CommStream = DeviceStream | ThreadStream  # runs jobs in the order of their submission
 
 
 @torch.no_grad()
@@ -145,11 +130,6 @@ def copy_scaled_(dst: Tensor, src: Tensor, scale: float) -> None:
             into.mul_(scale)
 
 
-def host_tensor(num_elements: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """Zeros [num_elements] on the host; ``pinned`` for copies from and to a GPU."""
-    return torch.zeros(num_elements, dtype=dtype, pin_memory=pinned)
-
-
 def local_device() -> torch.device:
     """This rank's own device: the GPU of its LOCAL_RANK, which becomes current, or the CPU."""
     if not torch.cuda.is_available():
@@ -166,7 +146,7 @@ def current_gpu() -> torch.device:
 
 def num_local_gpus() -> int:
     """GPUs of this machine; 0 where ranks compute on the CPU."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.cuda.device_count()
 
 
 def peak_memory_bytes(device: torch.device) -> int:

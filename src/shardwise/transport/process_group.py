@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise._private import group_timeout, new_nccl_group, new_registered_group
 from shardwise.transport.api import Operation, RankGroup, Reduction, Work
-from shardwise.transport.device import copy_scaled_, make_stream
+from shardwise.transport.device import DeviceStream, copy_scaled_
 from shardwise.transport.host.shared_memory import SharedRange
 
 __all__ = [
@@ -41,7 +41,7 @@ class ProcessGroupCollectives:
         self._backend = backend
         self._name = name
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by ranks
-        self.stream = make_stream(device)
+        self.stream = DeviceStream(device)
 
     @property
     def world(self) -> RankGroup:
