@@ -55,31 +55,29 @@ class Summation:
         if not total.numel():
             return lambda _tag: None
         own, casts = parts[group.index], finish.out is not None and finish.out.dtype != total.dtype
-        size = min(own.numel(), self._peers.window_elements(group, own.itemsize))
-        windows = torch.split(self._windows(group.size * size, own.dtype), size)
-        # The first received is in the first sum, so its memory may be overwritten.
-        spare = windows[0 if group.index else 1]
+        num_windows = group.size if casts else group.size - 1
+        size = self._peers.window_elements(group, num_windows, own.itemsize)
+        size = min(size, own.numel())
+        windows = torch.split(self._windows(num_windows * size, own.dtype), size)
+        received = {i: window for (i, _), window in zip(group.others, windows, strict=False)}
 
         def add(piece: slice) -> None:
             count = piece.stop - piece.start
-            terms = [window[:count] for window in windows]
-            if casts:
-                # Half-precision numbers that are not in the processor's cache take three times as
-                # long to add.
-                terms[group.index].copy_(own[piece])
-            else:
-                terms[group.index] = own[piece]
-            result = spare[:count] if casts else total[piece]
+            terms = {i: window[:count] for i, window in received.items()}
+            # Half-precision numbers that are not in the processor's cache take three times as long
+            # to add.
+            last = windows[-1][:count]
+            terms[group.index] = last.copy_(own[piece]) if casts else own[piece]
+            # The first received is in the first sum, so its memory may be overwritten.
+            spare = windows[0][:count]
             so_far = terms[0]
-            for term in terms[1:-1]:
-                so_far = torch.add(so_far, term, out=spare[:count])
-            finish(torch.add(so_far, terms[-1], out=result), piece)
+            for i in range(1, group.size):
+                is_last = i == group.size - 1 and not casts
+                so_far = torch.add(so_far, terms[i], out=total[piece] if is_last else spare)
+            finish(so_far, piece)
 
-        return partial(
-            self._peers.exchange,
-            {rank: (parts[i], windows[i]) for i, rank in group.others},
-            use=add,
-        )
+        pairs = {rank: (parts[i], received[i]) for i, rank in group.others}
+        return partial(self._peers.exchange, pairs, use=add)
 
     def _windows(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Scratch that all exchanges share, for a stream runs one at a time."""
