@@ -16,13 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import PeerAborted, StepError
-from shardwise.transport.api import (
-    CollectiveId,
-    Operation,
-    RankGroup,
-    Reduction,
-    Work,
-)
+from shardwise.transport.api import CollectiveId, Operation, RankGroup, Reduction, Work
 from shardwise.transport.device import ThreadStream, copy_scaled_
 from shardwise.transport.health.status import QueueState
 from shardwise.transport.host.peers import INLINE_BYTES
@@ -62,6 +56,7 @@ class HostCollectives:
 
     @property
     def sent(self) -> tuple[int, int]:
+        """Exchanges so far, and the bytes that this rank sent in them."""
         return self.point_to_point.num_exchanges, self.point_to_point.sent_bytes
 
     def all_gather(
@@ -72,6 +67,7 @@ class HostCollectives:
         fill: Callable[[], None] | None = None,
         shared: SharedRange | None = None,
     ) -> Work:
+        """As `ProcessGroupCollectives.all_gather`."""
         gather = self._gathering(flat, group)
         slot_bytes = flat.nbytes // group.size
         if shared is None or not self._shares_memory(group):
@@ -86,22 +82,27 @@ class HostCollectives:
         return self._submit(label, [Exchange(group, slot_bytes, run, is_shared=True)])
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
+        """Send the first of each pair to its rank, and receive the second from it."""
         group = RankGroup(tuple(sorted({*pairs, self._own})), self._own)
         return self._submit(
             label, [Exchange(group, 0, partial(self.point_to_point.exchange, pairs))]
         )
 
     def reduce(self, reduction: Reduction, label: str) -> Work:
+        """As `ProcessGroupCollectives.reduce`, in the order of the ranks."""
+        inner, out, scale = reduction.inner, reduction.out, reduction.scale
         first, *rest = reduction.stages
-        exchanges = [self._first_sum(reduction, first.group, is_last=not rest)]
+        finish = Finish(reduction.carried, None if rest else out, scale)
+        exchanges = [self._reduce_scatter(reduction.flat, inner, first.group, finish)]
         cast: Callable[[], None] | None = None
         for stage in rest:
             if stage.operation is Operation.REDUCE_SCATTER:
-                exchanges.append(self._scatter_sum(reduction, stage.group))
+                total, finish = reduction.scattered(stage.group), Finish(None, out, scale)
+                exchanges.append(self._reduce_scatter(inner, total, stage.group, finish))
                 continue
-            exchanges += self._all_reduce(reduction, stage.group)
-            if reduction.out is not None and reduction.is_cast:
-                cast = partial(copy_scaled_, reduction.out, reduction.inner, reduction.scale)
+            exchanges += self._all_reduce(inner, stage.group, 1.0 if reduction.is_cast else scale)
+            if out is not None and reduction.is_cast:
+                cast = partial(copy_scaled_, out, inner, scale)
         return self._submit(label, exchanges, finish=cast)
 
     # -- the queue -------------------------------------------------------------------------------
@@ -209,43 +210,33 @@ class HostCollectives:
 
     # -- the stages of a reduction ---------------------------------------------------------------
 
-    def _first_sum(self, reduction: Reduction, group: RankGroup, *, is_last: bool) -> Exchange:
-        flat, inner = reduction.flat, reduction.inner
-        finish = Finish(reduction.carried, reduction.out if is_last else None, reduction.scale)
+    def _reduce_scatter(
+        self, flat: Tensor, total: Tensor, group: RankGroup, finish: Finish
+    ) -> Exchange:
         if group.size > 1:
-            return self._sum(group, flat.view(group.size, -1).unbind(), inner, finish)
+            return self._sum(group, flat.view(group.size, -1).unbind(), total, finish)
 
         def copy(_tag: int) -> None:
-            if inner.data_ptr() != flat.data_ptr():
-                inner.copy_(flat)
-            finish(inner, slice(None))
+            if total.data_ptr() != flat.data_ptr():
+                total.copy_(flat)
+            finish(total, slice(None))
 
-        return Exchange(group, inner.nbytes, copy)
+        return Exchange(group, total.nbytes, copy)
 
-    def _scatter_sum(self, reduction: Reduction, group: RankGroup) -> Exchange:
-        parts = reduction.inner.view(group.size, -1).unbind()
-        finish = Finish(None, reduction.out, reduction.scale)
-        return self._sum(group, parts, reduction.scattered(group), finish)
-
-    def _all_reduce(self, reduction: Reduction, group: RankGroup) -> Iterator[Exchange]:
-        """Sums in `Reduction.inner`, which is `Reduction.out` unless the sum is cast afterwards."""
-        inner, size = reduction.inner, reduction.inner.numel() // group.size
-
-        def sum_of(parts: Sequence[Tensor], total: Tensor) -> Exchange:
-            finish = Finish(None, None if reduction.is_cast else total, reduction.scale)
-            return self._sum(group, parts, total, finish)
-
+    def _all_reduce(self, inner: Tensor, group: RankGroup, scale: float) -> Iterator[Exchange]:
+        """Exchanges that leave ``scale`` times the sum in ``inner``."""
         # What is sent inline was copied before the sum is written.
         if inner.nbytes <= INLINE_BYTES:
-            yield sum_of([inner] * group.size, inner)
+            yield self._sum(group, [inner] * group.size, inner, Finish(None, inner, scale))
             return
+        size = inner.numel() // group.size
         cut, rest = inner[: size * group.size], inner[size * group.size :]
         parts = cut.view(group.size, size).unbind()
         own = parts[group.index]
-        yield sum_of(parts, own)
+        yield self._sum(group, parts, own, Finish(None, own, scale))
         yield Exchange(group, own.nbytes, self._gathering(cut, group))
         if rest.numel():
-            yield sum_of([rest] * group.size, rest)
+            yield self._sum(group, [rest] * group.size, rest, Finish(None, rest, scale))
 
     def _sum(
         self, group: RankGroup, parts: Sequence[Tensor], total: Tensor, finish: Finish
