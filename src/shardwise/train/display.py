@@ -187,11 +187,13 @@ def draw_losses(path: Path, title: str, records: Sequence[Record], entropies: En
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
     axes.plot(steps, running_mean(losses), color="tab:blue", label="training")
     validation = {r.step: r.validation_loss for r in records if r.validation_loss is not None}
-    axes.plot(list(validation), list(validation.values()), "o-", label="validation")
+    points = list(validation), list(validation.values())
+    axes.plot(*points, "o-", color="tab:orange", label="validation")
     for name in ("unigram", "bigram"):
         entropy = getattr(entropies, name)
         axes.axhline(entropy, color="tab:gray", linestyle="--", linewidth=1)
-        axes.annotate(f"{name} entropy {entropy:.2f}", (0, entropy), va="bottom")
+        text, end = f"{name} entropy {entropy:.2f}", (steps[-1], entropy)
+        axes.annotate(text, end, ha="right", va="bottom")
     axes.set(title=title, xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
     axes.legend(loc="lower left", frameon=False)
     figure.savefig(path)
