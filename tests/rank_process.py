@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.runtime import unit
 from shardwise.transport import communicator
-from shardwise.transport.health.heartbeat import Patience
+from shardwise.transport.health.monitor import Patience
 
 if TYPE_CHECKING:
     from collections.abc import Callable

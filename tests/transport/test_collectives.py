@@ -24,7 +24,7 @@ from shardwise.transport.api import (
     Work,
 )
 from shardwise.transport.communicator import Collectives, Communicator, communicator
-from shardwise.transport.health.heartbeat import Patience
+from shardwise.transport.health.monitor import Patience
 from shardwise.transport.health.status import QueueState
 from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.host.point_to_point import _PIECE_BYTES

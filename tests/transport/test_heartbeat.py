@@ -17,7 +17,7 @@ from shardwise.errors import PeerSilent
 from shardwise.plan.strategy import PRESETS
 from shardwise.runtime.mesh import resolve_mesh
 from shardwise.transport.communicator import communicator
-from shardwise.transport.health.heartbeat import Heartbeat, Patience
+from shardwise.transport.health.monitor import Monitor, Patience
 from tests.ranks import on_ranks
 
 HURRIED = Patience(beat_seconds=0.02, silent_seconds=0.06)
@@ -25,25 +25,25 @@ HURRIED = Patience(beat_seconds=0.02, silent_seconds=0.06)
 
 def test_a_rank_whose_counter_stays_the_same_is_silent() -> None:
     store = HashStore()
-    own, other = (Heartbeat(store, "group", rank, 3, HURRIED) for rank in (0, 1))
+    own, other = (Monitor(store, "group", rank, 3, HURRIED) for rank in (0, 1))
     for _ in range(10):  # the other beats, and the third rank has not come so far
-        own.check()
+        own.check_heartbeats()
         time.sleep(0.01)
     del other
     until = time.monotonic() + 10
     with pytest.raises(PeerSilent, match=r"^rank 0 lost rank 1: its process gave no sign of life"):  # noqa: PT012
         while time.monotonic() < until:
-            own.check()
+            own.check_heartbeats()
             time.sleep(0.01)
 
 
 def test_what_was_seen_in_an_earlier_wait_is_ignored() -> None:
     store = HashStore()
-    own = Heartbeat(store, "group", 0, 2, Patience(beat_seconds=0.02, silent_seconds=0.01))
+    own = Monitor(store, "group", 0, 2, Patience(beat_seconds=0.02, silent_seconds=0.01))
     store.set("shardwise/group/heartbeat/1", "7")
-    own.check()
+    own.check_heartbeats()
     time.sleep(0.06)  # a job that was stopped as a whole and goes on is not taken for dead
-    own.check()
+    own.check_heartbeats()
 
 
 @on_ranks(2, deadline=60.0)

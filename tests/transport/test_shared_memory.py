@@ -21,15 +21,14 @@ from shardwise.runtime.memory import FlatBuffer, Pools
 from shardwise.runtime.mesh import resolve_mesh
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import Communicator, communicator
-from shardwise.transport.health.heartbeat import Patience
-from shardwise.transport.host import handshake, shared_memory
+from shardwise.transport.health.monitor import Patience
+from shardwise.transport.host import handshake
 from shardwise.transport.host.channel import Descriptor
 from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.host.shared_memory import (
     _MAX_SEGMENTS,
     Place,
     SharedMemory,
-    _can_offer,
 )
 from tests.models import WIDTH, Block, build
 from tests.ranks import on_ranks
@@ -187,14 +186,17 @@ def test_ranks_that_do_not_take_part_leave_the_others_in_step() -> None:
     buffers.links.patience = usual
 
 
+@pytest.mark.parametrize("forbidden", [{0}, {1}, {0, 1, 2}])
 @on_ranks(3)
-def test_training_without_files_of_others() -> None:
-    with mock.patch.object(shared_memory, "is_offered", rank() != 1):
-        links = Communicator(resolve_mesh(None, PRESETS["fsdp"]).world, CPU)
-    assert isinstance(links.gather, HostCollectives)
-    host = links.gather.point_to_point.host
-    assert host.can_share((0, 2))
-    assert not host.can_share((0, 1)), "rank 1 has no files to pass"
+def test_training_where_ranks_may_not_make_files(forbidden: set[int]) -> None:
+    error = PermissionError("not permitted")
+    effect = error if rank() in forbidden else os.memfd_create
+    with mock.patch.object(os, "memfd_create", side_effect=effect):
+        assert_equal_training("gpt")
+
+
+@on_ranks(3)
+def test_training_without_shared_memory() -> None:
     with mock.patch.object(HostCollectives, "_shares_memory", return_value=False):
         assert_equal_training("gpt")
 
@@ -338,7 +340,7 @@ def test_an_open_place_outlives_its_owner() -> None:
 
 
 def test_ranks_agree_on_which_of_them_share() -> None:
-    rows = ["1000", "1100", "1010", "0000"]  # ranks 1 and 2 are on other hosts; 3 has no files
+    rows = ["0000", "1000", "1000", "0000"]  # 0, 1, 2 are connected, but not 1 with 2
     host = handshake.Host({}, [], [bytes(map(int, row)) for row in rows])
     sharing = [pair for pair in itertools.combinations(range(4), 2) if host.can_share(pair)]
     assert sharing == [(0, 1), (0, 2)]
@@ -350,7 +352,6 @@ def test_without_files_memory_is_private() -> None:
     memory = SharedMemory()
     with mock.patch.object(os, "memfd_create", side_effect=OSError(24, "Too many open files")):
         storage = memory.allocate(4096)
-        assert not _can_offer()
     assert storage.nbytes() == 4096
     assert not memory.locate(storage.data_ptr(), 0)[0].number
 

@@ -9,6 +9,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 import shardwise as sw
 from shardwise.transport.api import CollectiveId
+from shardwise.transport.health.monitor import Monitor, Patience
 from shardwise.transport.health.status import (
     _ERRORS,
     LOOKS,
@@ -16,7 +17,6 @@ from shardwise.transport.health.status import (
     QueueState,
     RecentUnits,
     Report,
-    StatusStore,
     verdict,
 )
 
@@ -121,16 +121,22 @@ def test_a_report_survives_json(original: Report) -> None:
     assert Report.from_json(text.encode()) == original
 
 
-def test_the_store_has_the_last_report_of_each_rank() -> None:
+def test_a_rank_sees_the_last_report_of_each_rank() -> None:
     store = HashStore()
-    stores = [StatusStore(store, "group", rank, 3) for rank in range(3)]
-    other = StatusStore(store, "another group", 0, 3)
-    assert stores[0].read() == [None, None, None]
-    stores[0].publish(DEADLOCK[0])
-    stores[2].publish(SLOW[0])
-    stores[2].publish(SLOW[1])
-    assert [store.read() for store in stores] == [[DEADLOCK[0], None, SLOW[1]]] * 3
-    assert other.read() == [None, None, None]
+    monitors = [Monitor(store, "group", rank, 2, Patience()) for rank in range(2)]
+    other = Monitor(store, "another group", 0, 2, Patience())
+    for monitor in (*monitors, other):
+        monitor.check_reports(epoch=0)
+    for report_, monitor in zip(SLOW, monitors, strict=True):
+        monitor.publish(report_)
+        monitor.check_reports(epoch=0)
+    for report_, monitor in zip(DEADLOCK, monitors, strict=True):
+        monitor.publish(report_)
+    for monitor in monitors:
+        with pytest.raises(sw.RanksDiverged, match="rank 1: step 7"):
+            monitor.check_reports(epoch=0)
+        monitor.check_reports(epoch=1)
+    other.check_reports(epoch=0)
 
 
 # -- verdicts --------------------------------------------------------------------------------------
@@ -283,12 +289,12 @@ def test_a_divergence_has_the_same_message_on_every_rank() -> None:
 
 def test_a_store_that_is_gone_counts_as_a_loss() -> None:
     host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = StatusStore(TCPStore("127.0.0.1", host.port), "group", 0, 2)
-    store.publish(SLOW[0])
+    monitor = Monitor(TCPStore("127.0.0.1", host.port), "group", 0, 2, Patience())
+    monitor.publish(SLOW[0])
     del host
     with pytest.raises(sw.PeerLost, match="holds the job's store"):  # noqa: PT012
-        store.publish(SLOW[0])
-        store.read()
+        monitor.publish(SLOW[0])
+        monitor.check_reports(epoch=0)
 
 
 @given(st.integers(1, 40), st.lists(st.sampled_from(["at it", "through", "next"])))

@@ -14,14 +14,8 @@ from shardwise._private import default_store
 from shardwise.errors import PeerAborted, PeerLost, PeerSilent, PlanError, StepError
 from shardwise.transport.api import CollectiveId, RankGroup, Work
 from shardwise.transport.device import ThreadStream
-from shardwise.transport.health.heartbeat import POLL_SECONDS, Heartbeat, Patience
-from shardwise.transport.health.status import (
-    QueueState,
-    RecentUnits,
-    Report,
-    StatusStore,
-    verdict,
-)
+from shardwise.transport.health.monitor import POLL_SECONDS, Monitor, Patience
+from shardwise.transport.health.status import QueueState, RecentUnits, Report
 from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.process_group import ProcessGroupCollectives, backend_of
 
@@ -84,12 +78,10 @@ class Communicator:
         self.gather = make_collectives(world, device, "gather")
         self.reduce = make_collectives(world, device, "reduce")
         self._monitored = [q for q in (self.gather, self.reduce) if isinstance(q, HostCollectives)]
-        self._status: StatusStore | None = None
-        self._heartbeat: Heartbeat | None = None
+        self._monitor: Monitor | None = None
         if self._monitored and world.parent is not None:
             store, name = _store(self.patience), world.parent.group_name
-            self._status = StatusStore(store, name, self.rank, self.num_ranks)
-            self._heartbeat = Heartbeat(store, name, self.rank, self.num_ranks, self.patience)
+            self._monitor = Monitor(store, name, self.rank, self.num_ranks, self.patience)
         self.epoch = 0  # how often the ranks were brought back into step
         self.is_broken = False  # an error has reached the ranks since they were last in step
         self._lost: PeerLost | None = None  # for good
@@ -106,7 +98,7 @@ class Communicator:
     @property
     def is_monitored(self) -> bool:
         """Whether ranks that wait learn of errors on other ranks."""
-        return self._status is not None
+        return self._monitor is not None
 
     def wait(self, work: Work) -> None:
         """Return when compute may use the result.
@@ -125,8 +117,8 @@ class Communicator:
             looks = looks + 1 if states == last and not is_over else 0
             last = states
             self._look_around(looks, work)
-        if last and self._status is not None:
-            self._status.publish(self._report())
+        if last and self._monitor is not None:
+            self._monitor.publish(self._report())
         if work.error is not None:
             self.abort(work.error)
             raise work.error
@@ -135,14 +127,14 @@ class Communicator:
         """To be called every now and then while this rank waits for others.
 
         Raises:
-            PeerSilent: another process gives no sign of life; see `Heartbeat`.
+            PeerSilent: another process gives no sign of life.
         """
-        if self._heartbeat is not None:
-            self._heartbeat.check()
+        if self._monitor is not None:
+            self._monitor.check_heartbeats()
 
     def abort(self, error: BaseException) -> None:
         """Tell the others that this rank raised, so that they need not wait for it."""
-        if self._status is not None and not self.is_broken:
+        if self._monitor is not None and not self.is_broken:
             text = f"{type(error).__name__}: {error}"[:500]
             aborted = PeerAborted(f"rank {self.rank} gave up in step {self.step}: {text}")
             self._give_up(error if isinstance(error, PeerLost) else aborted)
@@ -153,7 +145,7 @@ class Communicator:
         Raises:
             PeerLost: another rank is gone; or gives no sign of life, and the next call tries again.
         """
-        if not self.is_broken or self._status is None:
+        if not self.is_broken or self._monitor is None:
             return
         if self._lost is not None:
             raise PeerLost(str(self._lost))
@@ -186,7 +178,7 @@ class Communicator:
 
     def _look_around(self, looks: int, work: Work) -> None:
         """Publish where this rank is, and give up if the others' reports leave no hope."""
-        if self._status is None:
+        if self._monitor is None:
             return
         label = "" if work.collective is None else work.collective.label
         units = self.recent_units
@@ -197,23 +189,21 @@ class Communicator:
             entered=units.entered,
         )
         try:
-            self._status.publish(report)
-            found = verdict(self._status.read(), self.epoch)
-            if found is not None:
-                raise found
-            self.check_peers()
+            self._monitor.publish(report)
+            self._monitor.check_reports(self.epoch)
+            self._monitor.check_heartbeats()
         except StepError as error:
             self._give_up(error)
             raise
 
     def _give_up(self, error: StepError) -> None:
-        assert self._status is not None
+        assert self._monitor is not None
         self.is_broken = True
         if isinstance(error, PeerLost) and not isinstance(error, PeerSilent):
             self._lost = error
         report = replace(self._report(), failure=type(error).__name__, error=str(error))
         with contextlib.suppress(PeerLost):  # the store is gone, so no rank can be told
-            self._status.publish(report)
+            self._monitor.publish(report)
 
     def _report(self, looks: int = 0) -> Report:
         return Report(self.epoch, looks, self.step, self.where, self._queues())

@@ -8,19 +8,16 @@ No rank can go on if none of them moves and no exchange that runs was begun by a
 all have begun will end, however slow the network.
 """
 
-import contextlib
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
-
-from torch.distributed.distributed_c10d import Store
 
 from shardwise.errors import PeerAborted, PeerLost, PeerSilent, RanksDiverged, StepError
 from shardwise.transport.api import CollectiveId
 
-__all__ = ["QueueState", "RecentUnits", "Report", "StatusStore", "read_keys", "verdict"]
+__all__ = ["QueueState", "RecentUnits", "Report", "verdict"]
 
 LOOKS = 2
 _ERRORS = {kind.__name__: kind for kind in (PeerAborted, RanksDiverged, PeerLost, PeerSilent)}
@@ -96,47 +93,6 @@ class Report:
 
 def _collective(fields: dict[str, Any] | None) -> CollectiveId | None:
     return None if fields is None else CollectiveId(**{**fields, "ranks": tuple(fields["ranks"])})
-
-
-class StatusStore:
-    """The reports of one group's ranks, in a store that all of them can read."""
-
-    def __init__(self, store: Store, name: str, rank: int, size: int) -> None:
-        self._store = store
-        self._keys = [f"shardwise/{name}/{other}" for other in range(size)]
-        self._rank = rank
-
-    def publish(self, report: Report) -> None:
-        """Show ``report`` to the others.
-
-        Raises:
-            PeerLost: the process that holds the store is gone; so does `read`.
-        """
-        with _store_errors():
-            self._store.set(self._keys[self._rank], report.to_json())
-
-    def read(self) -> list[Report | None]:
-        """The last report of every rank, None for those that never published one."""
-        contents = read_keys(self._store, self._keys)
-        return [None if content is None else Report.from_json(content) for content in contents]
-
-
-def read_keys(store: Store, keys: Sequence[str]) -> list[bytes | None]:
-    """What ``store`` has under each of ``keys``.
-
-    Raises:
-        PeerLost: the process that holds the store is gone.
-    """
-    with _store_errors():
-        return [store.get(key) if store.check([key]) else None for key in keys]
-
-
-@contextlib.contextmanager
-def _store_errors() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLost(f"the process that holds the job's store is gone: {error}") from error
 
 
 def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:

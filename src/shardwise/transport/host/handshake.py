@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
-from shardwise.transport.host import process_memory, shared_memory
+from shardwise.transport.host import process_memory
 from shardwise.transport.host.channel import Channel
 from shardwise.transport.host.peers import Peer
 
@@ -44,11 +44,11 @@ class Host:
 
     peers: dict[int, Peer]
     reads: list[bytes]  # [a][b]: whether rank a reads the memory of rank b
-    connected: list[bytes]  # [a][b], b < a: whether they are; [a][a]: whether it shares memory
+    connected: list[bytes]  # [a][b], b < a: whether they are
 
     def can_share(self, ranks: Sequence[int]) -> bool:
         """Whether all of these can pass each other files; each of them has the same answer."""
-        return all(self.connected[a][b] for a in ranks for b in ranks if a >= b)
+        return all(self.connected[a][b] for a in ranks for b in ranks if a > b)
 
 
 def find_peers(
@@ -71,8 +71,7 @@ def find_peers(
         identity = _IDENTITY.pack(ctypes.addressof(in_memory), secret, name)
         identities = [Identity(*_IDENTITY.unpack(one)) for one in share("identity", identity)]
         sockets = connect(own, identities)
-        reached = {*sockets, own} if shared_memory.is_offered else {*sockets}
-        connected = share("connected", bytes(rank in reached for rank in ranks))
+        connected = share("connected", bytes(rank in sockets for rank in ranks))
         if listener is not None:
             callers = {rank for rank in ranks[own + 1 :] if connected[rank][own]}
             sockets |= accept(listener, secret, callers)

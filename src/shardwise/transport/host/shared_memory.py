@@ -46,15 +46,8 @@ class Place(NamedTuple):
         return Place(*struct.unpack("<5q", message))
 
 
-def _can_offer() -> bool:
-    try:
-        os.close(os.memfd_create("shardwise-try"))
-    except (AttributeError, OSError):  # another system, or one that does not permit it
-        return False
-    return True
-
-
-is_offered = _can_offer()  # whether files can be passed as well is tried in the handshake
+# Where the system has them but forbids them, memory is private.
+is_offered = hasattr(os, "memfd_create")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +94,7 @@ class SharedMemory:
         """Memory that is taken where it is written to; private beyond a number of segments."""
         segment: _Segment | None = None
         if len(self._own) < _MAX_SEGMENTS:
-            with contextlib.suppress(OSError):  # too many open files
+            with contextlib.suppress(OSError):  # too many open files, or they are forbidden
                 segment = _make_segment(num_bytes)
         if segment is None:
             return torch.UntypedStorage(num_bytes, device="cpu")  # type: ignore[no-untyped-call]

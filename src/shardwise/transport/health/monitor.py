@@ -1,4 +1,4 @@
-"""Heartbeats, which tell a rank that is stopped from one that is busy.
+"""What a rank that waits looks at: the reports and the heartbeats of the others.
 
 A busy rank (a long forward, a slow disk, data that take minutes) publishes no report, and the ranks
 that wait for it are right to go on waiting. A rank that was stopped (SIGSTOP, a frozen container, a
@@ -11,14 +11,15 @@ import contextlib
 import threading
 import time
 import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import Store
 
-from shardwise.errors import PeerSilent
-from shardwise.transport.health.status import read_keys
+from shardwise.errors import PeerLost, PeerSilent
+from shardwise.transport.health.status import Report, verdict
 
-__all__ = ["POLL_SECONDS", "Heartbeat", "Patience"]
+__all__ = ["POLL_SECONDS", "Monitor", "Patience"]
 
 POLL_SECONDS = 1.0
 
@@ -33,41 +34,57 @@ class Patience:
     silent_seconds: float = 30.0
 
 
-class Heartbeat:
-    """This rank's counter, and what it has seen of the others'."""
+class Monitor:
+    """The reports and heartbeats of one group's ranks, in a store that all of them can read.
+
+    Every method raises a PeerLost if the process that holds the store does not answer.
+    """
 
     def __init__(self, store: Store, name: str, rank: int, size: int, patience: Patience) -> None:
         self._store = store
-        self._keys = [f"shardwise/{name}/heartbeat/{other}" for other in range(size)]
         self._rank = rank
         self._patience = patience
+        self._reports = [f"shardwise/{name}/{other}" for other in range(size)]
+        self._beats = [f"shardwise/{name}/heartbeat/{other}" for other in range(size)]
         self._seen: dict[int, tuple[bytes, float]] = {}  # a counter, and since when it is that
         self._looked = 0.0
-        store.set(self._keys[rank], "0")
+        store.set(self._beats[rank], "0")
         done = threading.Event()
         thread = threading.Thread(
             target=_beat,
-            args=(store, self._keys[rank], done, patience.beat_seconds),
+            args=(store, self._beats[rank], done, patience.beat_seconds),
             name="shardwise-heartbeat",
             daemon=True,
         )
         thread.start()
         weakref.finalize(self, _end, done, thread)  # also before the interpreter ends
 
-    def check(self) -> None:
+    def publish(self, report: Report) -> None:
+        """Show ``report`` to the others."""
+        with _store_errors():
+            self._store.set(self._reports[self._rank], report.to_json())
+
+    def check_reports(self, epoch: int) -> None:
+        """Raise the error of `verdict`, if there is one."""
+        contents = self._read(self._reports)
+        reports = [None if content is None else Report.from_json(content) for content in contents]
+        error = verdict(reports, epoch)
+        if error is not None:
+            raise error
+
+    def check_heartbeats(self) -> None:
         """Look at the others; to be called every now and then while waiting.
 
         Raises:
             PeerSilent: names a rank whose counter has stayed the same for ``silent_seconds`` of
                 looking.
-            PeerLost: the process that holds the store does not answer.
         """
         now = time.monotonic()
         # What was seen in an earlier wait, or before this rank was stopped itself, is too old.
         if now - self._looked > 2 * self._patience.beat_seconds:
             self._seen.clear()
         self._looked = now
-        for other, counter in enumerate(read_keys(self._store, self._keys)):
+        for other, counter in enumerate(self._read(self._beats)):
             if counter is None or other == self._rank:  # None: it has not come so far yet
                 continue
             last, since = self._seen.get(other, (b"", now))
@@ -79,6 +96,18 @@ class Heartbeat:
                     f"{now - since:.0f} s; it is stopped (SIGSTOP, a debugger), its machine is "
                     "frozen or off the network, or a call into C holds Python's lock"
                 )
+
+    def _read(self, keys: Sequence[str]) -> list[bytes | None]:
+        with _store_errors():
+            return [self._store.get(key) if self._store.check([key]) else None for key in keys]
+
+
+@contextlib.contextmanager
+def _store_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(f"the process that holds the job's store is gone: {error}") from error
 
 
 def _beat(store: Store, key: str, done: threading.Event, seconds: float) -> None:
