@@ -18,7 +18,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
+from torch.distributed.tensor import Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # of a DTensor subclass
+from torch.distributed.tensor.placement_types import _StridedShard  # a dim cut by two mesh dims
 from torch.utils import _pytree as pytree  # torch's own containers; there is no public module
 from torch.utils._python_dispatch import TorchDispatchMode  # its public alias has no c10d operators
 
@@ -36,6 +38,7 @@ __all__ = [
     "group_timeout",
     "has_saved_tensors_hooks",
     "is_transformed_by_functorch",
+    "joined_mesh",
     "mesh_without_groups",
     "new_dtensor",
     "new_nccl_group",
@@ -44,6 +47,7 @@ __all__ = [
     "num_tensor_references",
     "pytree",
     "queue_callback",
+    "strided_shard",
     "swap_storages",
     "will_execute",
 ]
@@ -56,6 +60,7 @@ REQUIRED = (
     "torch._C._storage_Use_Count",
     "torch._C._will_engine_execute_node",
     "torch.Tensor._dtensor__new__",
+    "torch.distributed.device_mesh.DeviceMesh._concatenate",
     "torch.Tensor._use_count",
     "torch.distributed.ProcessGroup._device_types",
     "torch.distributed.ProcessGroup._get_backend",
@@ -93,6 +98,20 @@ if missing(REQUIRED):
 def new_dtensor(cls: Any, local: Tensor, spec: DTensorSpec, requires_grad: bool) -> Any:
     """An object of ``cls``, a subclass of DTensor; ``DTensor.__new__`` is this for DTensor."""
     return torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)
+
+
+def strided_shard(dim: int, num_inner: int) -> Placement:
+    """A cut along ``dim`` of parts of the tensor, of which another mesh dim has ``num_inner``."""
+    return _StridedShard(dim, split_factor=num_inner)
+
+
+def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """The mesh of the dims of both, which are slices of one mesh.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    return DeviceMesh._concatenate([outer, inner])
 
 
 def mesh_without_groups(

@@ -1,7 +1,7 @@
 """`fully_shard`: plans a model, has the runtime shard it, and attaches the features."""
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal, TypeVar
@@ -30,6 +30,7 @@ from shardwise.runtime.attach import (
     check_initialized,
     check_not_renormalized,
     check_same_values,
+    check_tensor_parallel,
     device_for,
     is_on_meta,
 )
@@ -39,7 +40,7 @@ from shardwise.runtime.memory import Pool
 from shardwise.runtime.mesh import DataParallelMesh, resolve_mesh
 from shardwise.runtime.module import FSDPModule, handle_of, mark
 from shardwise.runtime.replaced import restore_ties
-from shardwise.runtime.tensor import sharding_of
+from shardwise.runtime.tensor import is_tensor_parallel, sharding_of
 
 __all__ = ["fully_shard"]
 
@@ -147,7 +148,7 @@ def fully_shard(
         ignored_params=ignored_params or (),
     )
     for one in module if isinstance(module, Sequence) else (module,):
-        _check_module(one, ignored_params or ())
+        _check_module(one)
         if init is not None or not is_deferred(one):
             shard(one)
         elif units is None:
@@ -157,7 +158,7 @@ def fully_shard(
     return module
 
 
-def _check_module(module: object, ignored: Collection[nn.Parameter]) -> None:
+def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         kind = type(module).__name__
         raise PlanError(f"fully_shard takes a torch.nn.Module or a list of them, got {kind}")
@@ -169,7 +170,7 @@ def _check_module(module: object, ignored: Collection[nn.Parameter]) -> None:
             "later; shard the model outside it"
         )
     check_is_unit(module, "")
-    check_initialized(module, ignored)
+    check_initialized(module)
 
 
 def _shard(
@@ -191,7 +192,8 @@ def _shard(
 ) -> None:
     """Plan one module and shard it."""
     restore_ties(module)
-    if place is not None:
+    check_tensor_parallel(module, axis, ignored_params)
+    if place is not None or any(map(is_tensor_parallel, module.parameters())):
         granularity = _placed(module, place, Granularizer(granularity))
     check_not_renormalized(module, ignored_params)
     _check_init(module, init)
@@ -251,14 +253,20 @@ def _build(
 
 
 def _placed(
-    root: nn.Module, place: Callable[[nn.Parameter], Any], otherwise: Granularizer
-) -> Mapping[str, Granularity]:
-    """What FSDP2's ``shard_placement_fn`` says of each parameter, by name."""
+    root: nn.Module, place: Callable[[nn.Parameter], Any] | None, otherwise: Granularizer
+) -> Callable[[str, tuple[int, ...]], Granularity]:
+    """What FSDP2's ``shard_placement_fn`` says of each parameter, by name.
+
+    Those with tensor parallelism are cut by "dim" in any case.
+    """
     chosen: dict[str, Granularity] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
-        shape, placement = tuple(parameter.shape), place(parameter)
+        shape = tuple(parameter.shape)
+        placement = None if place is None else place(parameter)
         if placement is None:
-            chosen[name] = otherwise.of([name], shape)
+            usual = otherwise.of([name], shape)
+            in_runs = not isinstance(usual, Dim)
+            chosen[name] = Dim() if in_runs and is_tensor_parallel(parameter) else usual
         elif type(placement) is Shard and -len(shape) <= placement.dim < len(shape):
             chosen[name] = Dim(placement.dim % len(shape))
         else:
@@ -266,7 +274,7 @@ def _placed(
                 f"shard_placement_fn: {name} {shape}: expected None or Shard of one of its dims, "
                 f"got {placement!r}"
             )
-    return chosen
+    return lambda name, _shape: chosen[name]
 
 
 def _names_of(root: nn.Module, parameters: Collection[nn.Parameter]) -> set[str]:

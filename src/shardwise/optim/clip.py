@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import StepError
@@ -37,17 +38,24 @@ def clip_grad_norm_(
                 "gradients in register_post_accumulate_grad_hook, or call remove() of its handle"
             )
     total = _total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach=True)
+    for some in _by_mesh(parameters).values():
+        torch.nn.utils.clip_grads_with_norm_(some, max_norm, total, foreach=True)
     return total
 
 
 def _total_norm(gradients: Sequence[Tensor], order: float) -> Tensor:
-    """Over all ranks; norms of torch's DTensors are DTensors, which do not stack with others."""
-    of_torch = [one for one in gradients if type(one) is DTensor]
-    others = [one for one in gradients if type(one) is not DTensor]
-    by_kind = (of_torch, others)
-    norms = [torch.nn.utils.get_total_norm(kind, order, foreach=True) for kind in by_kind if kind]
+    """Over all ranks. Norms of torch's DTensors are DTensors, which stack on one mesh only."""
+    by_mesh = _by_mesh(gradients).values()
+    norms = [torch.nn.utils.get_total_norm(some, order, foreach=True) for some in by_mesh]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     if not norms:
         return torch.tensor(0.0)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
+
+
+def _by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]:
+    """Those of torch's DTensors that operate together, and all others."""
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    for one in tensors:
+        by_mesh.setdefault(one.device_mesh if type(one) is DTensor else None, []).append(one)
+    return by_mesh

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.errors import PlanError
 from shardwise.plan.chunks import ChunkedLayout, lay_out_chunks
@@ -175,12 +175,12 @@ def plan_units(
     for owner, spec in _owned_parameters(root, options, chains):
         if any(name in ignored for name in spec.names):
             continue
-        chosen = granularizer.of(spec.names, spec.shape)
-        if isinstance(chosen, Dim) and not spec.shape:
-            chosen = "tensor"  # a scalar has no dim
         before = (settled or {}).get(spec.name, spec)
+        chosen = granularizer.of(spec.names, before.shape)
+        if isinstance(chosen, Dim) and not before.shape:
+            chosen = "tensor"  # a scalar has no dim
         chosen = chosen if before.granularity == "element" else before.granularity
-        owned[owner].append(replace(spec, granularity=chosen, cast=before.cast))
+        owned[owner].append(replace(spec, shape=before.shape, granularity=chosen, cast=before.cast))
     granularizer.check_all_matched([spec.name for specs in owned.values() for spec in specs])
     index = {name: i for i, name in enumerate(options)}
     parents = {name: index[chains[name][-2]] for name in options if name}
@@ -307,13 +307,18 @@ def _owned_parameters(
         dtypes = units[unit].precision.dtypes_of(parameter, modules[0])
         spec = ParameterSpec(
             names=names,
-            shape=tuple(parameter.shape),
+            shape=_local_shape(parameter),
             dtype=_name_of(dtypes.kept),
             itemsize=dtypes.kept.itemsize,
             trainable=parameter.requires_grad,
             cast=_cast_to(dtypes),
         )
         yield unit, spec
+
+
+def _local_shape(parameter: Tensor) -> tuple[int, ...]:
+    """That of this rank's part, with tensor parallelism."""
+    return tuple(getattr(parameter, "_local_tensor", parameter).shape)
 
 
 def _cast_to(dtypes: Dtypes) -> Cast | None:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from shardwise._private import joined_mesh
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
@@ -19,7 +20,13 @@ from shardwise.runtime.memory import Pools
 from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.parameters import FSDPParameter, ParameterOwner, split_shard
 from shardwise.runtime.reductions import across
-from shardwise.runtime.tensor import Sharding, local_of, sharding_for, sharding_of
+from shardwise.runtime.tensor import (
+    Sharding,
+    is_tensor_parallel,
+    local_of,
+    sharding_for,
+    sharding_of,
+)
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.transport.device import current_gpu
 
@@ -29,6 +36,7 @@ __all__ = [
     "check_same_plan",
     "check_same_sums",
     "check_same_values",
+    "check_tensor_parallel",
     "checksum",
     "device_for",
     "is_on_meta",
@@ -39,8 +47,8 @@ __all__ = [
 ]
 
 
-def check_initialized(root: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
-    """Refuse parameters that have no shape yet, and those that another library sharded.
+def check_initialized(root: nn.Module) -> None:
+    """Refuse parameters that have no shape yet.
 
     Raises:
         PlanError: names the first of them.
@@ -48,15 +56,36 @@ def check_initialized(root: nn.Module, ignored: Collection[nn.Parameter] = ()) -
     for name, parameter in root.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise PlanError(f"{name} has no shape yet; run one forward before fully_shard")
-        if not isinstance(parameter, DTensor) or sharding_of(parameter) is not None:
-            continue
-        if not any(parameter is other for other in ignored):
-            raise PlanError(
-                f"{name}: expected a tensor, got a DTensor with {parameter.placements}; "
-                "fully_shard does not combine with other sharding yet, so call it on a model "
-                "without parallelize_module, distribute_module or PyTorch's fully_shard, or pass "
-                "these parameters as ignored_params"
-            )
+
+
+def check_tensor_parallel(
+    root: nn.Module, axis: DataParallelMesh, ignored: Collection[nn.Parameter]
+) -> None:
+    """Refuse DTensors whose mesh does not join that of ``axis``.
+
+    Raises:
+        PlanError: names the first of them.
+    """
+    left_alone = {id(parameter) for parameter in ignored}
+    for name, parameter in root.named_parameters():
+        if is_tensor_parallel(parameter) and id(parameter) not in left_alone:
+            _check_tensor_parallel(name, parameter, axis)
+
+
+def _check_tensor_parallel(name: str, parameter: Tensor, axis: DataParallelMesh) -> None:
+    assert isinstance(parameter, DTensor)
+    if {type(placement) for placement in parameter.placements} <= {Shard, Replicate}:
+        with contextlib.suppress(RuntimeError):
+            if axis.mesh is not None:
+                joined_mesh(axis.mesh, parameter.device_mesh)
+                return
+    raise PlanError(
+        f"{name} is a DTensor with {parameter.placements} on {parameter.device_mesh}; expected "
+        "placements of tensor parallelism on another dim of the mesh that fully_shard gets one of, "
+        "as in mesh = init_device_mesh(device, (2, 2), mesh_dim_names=('dp', 'tp')), "
+        "parallelize_module(model, mesh['tp'], ...), fully_shard(model, mesh=mesh['dp']); or pass "
+        "it in ignored_params"
+    )
 
 
 def check_not_renormalized(root: nn.Module, ignored: Collection[nn.Parameter]) -> None:
@@ -127,7 +156,7 @@ def check_same_values(
     if not _can_compare(axis):
         return
     try:
-        check_same_sums({name: checksum(parameter.detach()) for name, parameter in named}, axis)
+        check_same_sums({name: checksum(parameter) for name, parameter in named}, axis)
     except PlanError as error:
         if not warns:
             raise
@@ -187,7 +216,9 @@ def make_unit(
     for flat, layout in zip(flats, plan.layouts, strict=True):
         locals_ = split_shard(flat.shard, layout, axis.rank)
         for extent, local, view in zip(layout.extents, locals_, flat.buffer.views, strict=True):
-            sharding = sharding_for(layout, extent, axis)
+            original = root.get_parameter(extent.parameter.name)
+            sharding = sharding_for(layout, extent, axis, original)
+            del original
             flat.parameters.append(_manage(root, sharding, local, view))
     return Unit(plan, flats)
 
@@ -205,7 +236,7 @@ def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) ->
         owner.put(sharded)
     if sharded is not original:
         replaced.replace(original, sharded)
-    dense = nn.Parameter(view, requires_grad=spec.trainable)
+    dense = nn.Parameter(sharding.dense(view), requires_grad=spec.trainable)
     return FSDPParameter(sharding, sharded, local_of(sharded), dense, owners)
 
 
@@ -227,6 +258,8 @@ def _own_part_of(original: Tensor, sharding: Sharding) -> Tensor:
         if before.is_cut_as(sharding):
             return local_of(original).reshape(-1)
         original = original.full_tensor()
+    elif isinstance(original, DTensor):
+        original = local_of(original)
     return sharding.own_part_of(original.detach()).reshape(-1)
 
 
@@ -247,7 +280,7 @@ def replace_parameter(original: nn.Parameter, payload: Tensor) -> nn.Parameter:
 def checksum(tensor: Tensor) -> Tensor:
     """A sum of the bits of ``tensor``: int64, a scalar."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.itemsize, torch.int64)
-    flat = tensor.detach().reshape(-1)
+    flat = (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     integers = flat.view(integer)

@@ -63,7 +63,7 @@ class FSDPParameter:
     sharding: Sharding
     sharded: nn.Parameter  # holds a DTensor
     local: Tensor  # what this rank stores of it, a view of the shard
-    dense: nn.Parameter  # [shape], of the flat buffer
+    dense: nn.Parameter  # [shape], of the flat buffer; a DTensor with tensor parallelism
     owners: Sequence[ParameterOwner]
     _version: int = 0  # of `dense`, when it was last known to be what was gathered
     _shard_version: int = 0  # of `sharded`, when `use_tensor` replaced it
@@ -87,10 +87,16 @@ class FSDPParameter:
             self._follow_requires_grad()
         self._put(self.dense)
 
+    def take_gradient(self) -> Tensor | None:
+        """Take the gradient [shape] that autograd has put on the dense parameter."""
+        gradient, self.dense.grad = self.dense.grad, None
+        return None if gradient is None else self.sharding.local_of_dense(gradient)
+
     def use_tensor(self, tensor: Tensor) -> None:
         """Put ``tensor`` [shape] into the modules, between steps."""
         self._shard_version = self.sharded._version
-        self._put(nn.Parameter(tensor, requires_grad=self.sharded.requires_grad))
+        dense = self.sharding.dense(tensor)
+        self._put(nn.Parameter(dense, requires_grad=self.sharded.requires_grad))
 
     def use_sharded(self) -> None:
         """Put the sharded parameter back."""
@@ -116,11 +122,11 @@ class FSDPParameter:
                 f"{', '.join(spec.names)}: these names of one tied parameter hold different "
                 "tensors; assign the same nn.Parameter to each of them"
             )
-        tensor = held[0]
+        tensor = self.sharding.local_of_dense(held[0])
         expected = f"a tensor of {self.local.dtype} {spec.shape}"
         got = f"a {type(tensor).__name__} of {tensor.dtype} {tuple(tensor.shape)}"
         is_dense = not (tensor.is_meta or isinstance(tensor, DTensor))
-        if not is_dense or (tensor.dtype, tensor.shape) != (self.local.dtype, self.sharding.shape):
+        if not is_dense or (tensor.dtype, tensor.shape) != (self.local.dtype, spec.shape):
             raise PlanError(
                 f"{self.name}: expected {expected} at the end of sw.gathered(write_back=True), got "
                 f"{got} on {tensor.device}; keep shape and dtype, or drop write_back"

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -31,8 +32,10 @@ from shardwise._private import (
     TensorMeta,
     accumulated_gradient_hooks,
     gradient_hooks,
+    joined_mesh,
     new_dtensor,
     pytree,
+    strided_shard,
 )
 from shardwise.errors import ShardedTensorError
 from shardwise.plan.chunks import chunk_of, chunk_shape
@@ -51,6 +54,7 @@ __all__ = [
     "Sharding",
     "apply_gradient_hooks",
     "draws",
+    "is_tensor_parallel",
     "local_of",
     "own_part_of",
     "run_accumulated_hooks",
@@ -89,6 +93,7 @@ class Sharding:
     layout: Layout
     extent: ParameterExtent
     axis: DataParallelMesh
+    tensor_parallel: DTensorSpec | None = None  # of a parameter that was a DTensor before
     _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
 
     @property
@@ -138,6 +143,17 @@ class Sharding:
         """Whether tensors of both have the same elements in the shards of the same number."""
         return type(self) is type(other) and self.runs == other.runs
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "Sharding":
+        return self
+
+    def dense(self, local: Tensor) -> Tensor:
+        """The parameter that modules compute with, of which ``local`` is the memory."""
+        return local
+
+    def local_of_dense(self, dense: Tensor) -> Tensor:
+        """The reverse, also for gradients."""
+        return dense
+
     def matches(self, other: "Sharding") -> bool:
         """Whether tensors of both have the same elements on the same ranks."""
         return self is other or (
@@ -173,9 +189,56 @@ class Sharding:
 
 
 class ChunkSharding(Sharding):
-    """Chunks of a dim, in torch's own DTensors: those of FSDP2."""
+    """Chunks of a dim, in torch's own DTensors: those of FSDP2.
+
+    With tensor parallelism, ``extent`` is of this rank's part of the parameter.
+    """
 
     _uses_groups = True  # torch's operators run collectives
+
+    @property
+    def shape(self) -> torch.Size:
+        return super().shape if self.tensor_parallel is None else self.tensor_parallel.shape
+
+    def spec(self, local: Tensor) -> DTensorSpec:
+        inner = self.tensor_parallel
+        if inner is None:
+            return super().spec(local)
+        known = self._specs.get(local.dtype)
+        if known is None:
+            outer = self.axis.device_mesh(local.device.type, has_groups=True)
+            num_inner = prod(
+                inner.mesh.size(i)
+                for i, placement in enumerate(inner.placements)
+                if isinstance(placement, Shard) and placement.dim == self._dim
+            )
+            placements = [
+                strided_shard(self._dim, num_inner) if num_inner > 1 and one.is_shard() else one
+                for one in self._placements(outer.ndim)
+            ]
+            meta = TensorMeta(self.shape, inner.stride, local.dtype)
+            mesh = joined_mesh(outer, inner.mesh)
+            known = DTensorSpec(mesh, (*placements, *inner.placements), tensor_meta=meta)
+            self._specs[local.dtype] = known
+        return known
+
+    def dense(self, local: Tensor) -> Tensor:
+        inner = self.tensor_parallel
+        if inner is None:
+            return local
+        meta = TensorMeta(self.shape, inner.stride, local.dtype)
+        spec = DTensorSpec(inner.mesh, inner.placements, tensor_meta=meta)
+        dense: DTensor = new_dtensor(DTensor, local, spec, requires_grad=False)
+        return dense
+
+    def local_of_dense(self, dense: Tensor) -> Tensor:
+        inner = self.tensor_parallel
+        if inner is None or not isinstance(dense, DTensor):
+            return dense
+        if dense.placements != inner.placements:  # partial sums, as those of a gradient may be
+            dense = dense.redistribute(inner.mesh, inner.placements)
+        local = dense._local_tensor
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
     def wrap(self, local: Tensor) -> DTensor:
         chunk = local.view(chunk_shape(self.extent.parameter, self.axis.size, self.axis.rank))
@@ -218,10 +281,22 @@ _SHARDING = "_sharding"
 STEPS_IN_BACKWARD = "_shardwise_steps_in_backward"  # of a parameter whose gradient is dropped there
 
 
-def sharding_for(layout: Layout, extent: ParameterExtent, axis: DataParallelMesh) -> Sharding:
-    """How the parameter of ``extent`` is distributed."""
+def sharding_for(
+    layout: Layout, extent: ParameterExtent, axis: DataParallelMesh, original: Tensor
+) -> Sharding:
+    """How the parameter of ``extent`` is distributed, which is ``original`` now."""
     in_chunks = isinstance(extent.parameter.granularity, Dim)
-    return (ChunkSharding if in_chunks else Sharding)(layout, extent, axis)
+    before = sharding_of(original)
+    if before is not None:
+        inner = before.tensor_parallel
+    else:
+        inner = original._spec if isinstance(original, DTensor) else None
+    return (ChunkSharding if in_chunks else Sharding)(layout, extent, axis, inner)
+
+
+def is_tensor_parallel(parameter: Tensor) -> bool:
+    """Whether ``parameter`` is a DTensor that `fully_shard` has not distributed."""
+    return isinstance(parameter, DTensor) and sharding_of(parameter) is None
 
 
 def sharding_of(parameter: Tensor) -> Sharding | None:

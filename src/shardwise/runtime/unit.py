@@ -355,8 +355,8 @@ class Unit:
         flat.gradients.used[position] = True
         if self._waits(flat.gradients):
             return
-        flat.gradients.write(position, gradient)
-        parameter.dense.grad = None
+        del gradient
+        self._write(flat.gradients, position)
 
     def launch_reduce(self, collectives: Collectives, *, all_reduces: bool) -> tuple[Work, ...]:
         """Reduce the gradients over the row, and over the column if ``all_reduces``."""
@@ -431,7 +431,10 @@ class Unit:
 
     def _write_kept(self, flat: FlatParameters) -> None:
         for position, parameter in enumerate(flat.parameters):
-            gradient = parameter.dense.grad
-            if gradient is not None and flat.gradients is not None:
-                flat.gradients.write(position, gradient)
-                parameter.dense.grad = None
+            if parameter.dense.grad is not None and flat.gradients is not None:
+                self._write(flat.gradients, position)
+
+    def _write(self, gradients: GradientBuffer, position: int) -> None:
+        gradient = gradients.parameters[position].take_gradient()
+        assert gradient is not None
+        gradients.write(position, gradient)

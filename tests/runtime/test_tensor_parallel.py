@@ -1,0 +1,116 @@
+"""Tensor parallelism on one dim of a mesh and shards on the other train as one process."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import shardwise as sw
+from tests.ranks import on_ranks
+from tests.runtime.one_process import adamw, assert_close, full
+
+WIDTH, TOKENS, BATCH = 8, 4, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(self.norm(x)).relu())
+        return x + y
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)  # without tensor parallelism
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def parallelize(block: nn.Module, mesh: DeviceMesh, kind: str) -> None:
+    if kind == "tensor":
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return
+    inner = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    parallelize_module(block, mesh, inner)
+    into = PrepareModuleInput(
+        input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=False
+    )
+    out_of = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+    for style in (into, out_of):
+        parallelize_module(block, mesh, style)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["tensor", "sequence"])
+@pytest.mark.parametrize(
+    "options", [{}, {"reshard_after_forward": False}, {"strategy": "zero2"}, {"strategy": "ddp"}]
+)
+def test_training_equals_one_process(kind: str, options: dict[str, Any]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    reference = Model().double()
+    model = copy.deepcopy(reference)
+    for block in model.blocks:
+        parallelize(block, mesh["tp"], kind)
+    sw.fully_shard(model, mesh=mesh["dp"], units=Block, **options)
+    assert model.get_parameter("blocks.0.up.weight").device_mesh.mesh_dim_names == ("dp", "tp")  # type: ignore[attr-defined]
+    optimizers = [adamw(m.parameters()) for m in (reference, model)]
+    for step in range(3):
+        x = torch.randn(BATCH, TOKENS, WIDTH).double()
+        reference(x).square().mean().backward()  # type: ignore[no-untyped-call]
+        model(x.chunk(2)[mesh["dp"].get_local_rank()]).square().mean().backward()
+        for (name, one), plain in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
+            assert isinstance(one.grad, DTensor)
+            assert_close(full(one.grad), plain.grad, f"gradient of {name} in step {step}")
+        clipped = sw.clip_grad_norm_(model.parameters(), 0.1)
+        wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        assert_close(clipped, wanted, "norm")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, one), plain in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert_close(full(one.detach()), plain.detach(), name)
+    with sw.gathered(model):
+        weight = model.get_parameter("blocks.0.up.weight")
+        expected = reference.get_parameter("blocks.0.up.weight")
+        assert_close(full(weight.detach()), expected.detach(), "gathered")
+
+
+@on_ranks(4)
+def test_a_mesh_that_does_not_join_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Model()
+    parallelize(model.blocks[0], mesh["tp"], "tensor")
+    with pytest.raises(sw.PlanError, match=r"blocks\.0\.up\.weight is a DTensor .*mesh\['dp'\]"):
+        sw.fully_shard(model)
+    with pytest.raises(sw.PlanError, match=r"blocks\.0\.up\.weight is a DTensor"):
+        sw.fully_shard(model, mesh=mesh["tp"])
