@@ -1,6 +1,7 @@
 """Parameters cut by "dim" train as in one process, and are what FSDP2 makes of them."""
 
 import copy
+import io
 import warnings
 from itertools import product
 
@@ -22,6 +23,7 @@ from tests.runtime.one_process import (
     assert_equal_training,
     full,
     options_of,
+    own_part,
 )
 
 
@@ -110,6 +112,26 @@ def test_the_whole_is_what_one_process_has() -> None:
 def test_replicas_are_replicated_dtensors() -> None:
     model = sw.fully_shard(Stack(), strategy="ddp", granularity="dim")
     assert all(p.placements == (Replicate(),) for p in model.parameters())  # type: ignore[attr-defined]
+
+
+@on_ranks(2)
+def test_copies_and_pickled_states_are_equal() -> None:
+    model = sw.fully_shard(build("tied"), units=Block, granularity="dim")
+    model(own_part(CASES["tied"].batch(4))).square().mean().backward()
+    twin = copy.deepcopy(model)
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert one is not other
+        assert torch.equal(full(one.detach()), full(other.detach()))
+        assert other.grad is None  # torch copies no gradients of parameters
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    file.seek(0)
+    twin.load_state_dict(torch.load(file, weights_only=False))
+    batch = own_part(CASES["tied"].batch(4))
+    assert torch.equal(twin(batch), model(batch))
 
 
 @on_ranks(2)

@@ -18,6 +18,7 @@ from shardwise.runtime import compiler
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.scheduler import Scheduler
+from shardwise.runtime.tensor import copy_of, sharding_of
 from shardwise.schedule.events import EventKind
 
 __all__ = [
@@ -117,6 +118,10 @@ class FSDPModule(nn.Module):
         runtime = handle.runtime
         if handle.index == 0:
             memo[id(runtime)] = runtime
+            for parameter in self.parameters():  # some are torch's own DTensors, which cannot be
+                sharding = sharding_of(parameter)
+                if sharding is not None:
+                    copy_of(parameter, sharding, memo)
         elif id(runtime) not in memo:
             name = runtime.plan.units[handle.index].name
             raise PlanError(f"{name} is a unit inside a sharded model; copy the whole model")

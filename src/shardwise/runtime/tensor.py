@@ -12,7 +12,6 @@ supported, and all others raise a `ShardedTensorError`:
   every rank draws all of them and keeps its own.
 """
 
-import copy
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +52,7 @@ __all__ = [
     "ShardedTensor",
     "Sharding",
     "apply_gradient_hooks",
+    "copy_of",
     "draws",
     "is_tensor_parallel",
     "local_of",
@@ -463,17 +463,7 @@ class ShardedTensor(DTensor):
         return ShardedTensor(inner["_local_tensor"], sharding)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if id(self) in memo:
-            known: Tensor = memo[id(self)]
-            return known
-        local = self._local_tensor.detach().clone()
-        twin: Tensor = ShardedTensor(local, self._sharding, requires_grad=self.requires_grad)
-        if isinstance(self, nn.Parameter):
-            twin = nn.Parameter(twin, requires_grad=self.requires_grad)
-        if self.grad is not None:
-            twin.grad = copy.deepcopy(self.grad, memo)
-        memo[id(self)] = twin
-        return twin
+        return copy_of(self, self._sharding, memo)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -484,6 +474,19 @@ class ShardedTensor(DTensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         return _handler_of(func)(func, args, kwargs or {})
+
+
+def copy_of(tensor: Tensor, sharding: Sharding, memo: dict[int, Any]) -> Tensor:
+    """What `copy.deepcopy` makes of ``tensor``."""
+    if id(tensor) in memo:
+        known: Tensor = memo[id(tensor)]
+        return known
+    twin: Tensor = sharding.wrap(local_of(tensor).detach().clone().reshape(-1))
+    if isinstance(tensor, nn.Parameter):
+        twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        sharding.mark(twin)
+    memo[id(tensor)] = twin
+    return twin
 
 
 def apply_gradient_hooks(parameter: Tensor, gradient: Tensor) -> Tensor:
