@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from shardwise.errors import StepError
-from shardwise.features.unused import Agreement, Unused, check_all_used, launch_agreement
+from shardwise.features.unused import Unused, UsedParameterSync, check_all_used, launch_used_sync
 from shardwise.runtime.observer import Backward
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
@@ -42,7 +42,7 @@ class Stepper:
         self._device = device
         self._collected: dict[Unit, None] = {}  # units that have gradients
         self._stepped: set[Unit] = set()  # in the backward under way
-        self._agreements: dict[Unit, Agreement] = {}
+        self._syncs: dict[Unit, UsedParameterSync] = {}
         self._used: dict[Unit, Sequence[Sequence[bool | int]]] = {}  # [ranks, parameters] of each
 
     def before_reduce(self, unit: Unit) -> None:
@@ -63,7 +63,7 @@ class Stepper:
         """Have ranks agree on what they used, in the wake of the reduction."""
         if self._unused != "zeros":
             label = f"agree on unused parameters of {unit.plan.label}"
-            self._agreements[unit] = launch_agreement(_used_of(unit), links, self._device, label)
+            self._syncs[unit] = launch_used_sync(_used_of(unit), links, self._device, label)
 
     def collected(self, unit: Unit) -> None:
         """The gradients of ``unit`` are with its parameters, and more may come."""
@@ -74,7 +74,7 @@ class Stepper:
         if self._unused == "zeros":
             rest = [True for _ in unit.parameters]
         else:
-            used = self._used[unit] = self._agreements.pop(unit).settle(links)
+            used = self._used[unit] = self._syncs.pop(unit).wait(links)
             rest = [any(by_rank) for by_rank in zip(*used, strict=True)]
         of_parameter = iter(rest)
         for gradients in unit.gradients:
@@ -110,8 +110,8 @@ class Stepper:
         self._update(unit)
 
     def failed(self) -> list[object]:
-        in_flight: list[object] = [*self._agreements.values()]
-        for state in (self._collected, self._stepped, self._agreements, self._used):
+        in_flight: list[object] = [*self._syncs.values()]
+        for state in (self._collected, self._stepped, self._syncs, self._used):
             state.clear()
         return in_flight
 

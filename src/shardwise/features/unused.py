@@ -17,11 +17,11 @@ from shardwise.transport.communicator import Communicator
 
 __all__ = [
     "UNUSED",
-    "Agreement",
     "Unused",
     "UnusedParameters",
+    "UsedParameterSync",
     "check_all_used",
-    "launch_agreement",
+    "launch_used_sync",
 ]
 
 Unused = Literal["none", "zeros", "error"]
@@ -31,13 +31,13 @@ _MOST_SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """The exchange in which ranks tell which parameters they used: flags [ranks, parameters]."""
+class UsedParameterSync:
+    """An all-gather of the parameters that ranks used: flags [ranks, parameters]."""
 
     pending: Work | None  # None if this rank is alone
     flags: Tensor
 
-    def settle(self, links: Communicator) -> list[list[int]]:
+    def wait(self, links: Communicator) -> list[list[int]]:
         """Wait for the flags of all ranks."""
         if self.pending is not None:
             links.wait(self.pending)
@@ -45,16 +45,16 @@ class Agreement:
         return flags
 
 
-def launch_agreement(
+def launch_used_sync(
     own: Sequence[bool], links: Communicator, device: torch.device, label: str
-) -> Agreement:
-    """Tell the other ranks which parameters this one used, after what the link does before."""
+) -> UsedParameterSync:
+    """Gather which parameters each rank used, after the reductions that were launched before."""
     flags = torch.zeros(links.num_ranks, len(own), dtype=torch.uint8, device=device)
     flags[links.rank] = torch.tensor(own, dtype=torch.uint8)
     if links.num_ranks == 1 or not own:
-        return Agreement(None, flags)
+        return UsedParameterSync(None, flags)
     pending = links.reduce.all_gather(flags.view(-1), links.world, label)
-    return Agreement(pending, flags)
+    return UsedParameterSync(pending, flags)
 
 
 def check_all_used(
@@ -101,7 +101,7 @@ class UnusedParameters:
     def __init__(self, mode: Unused, device: torch.device) -> None:
         self.mode: Unused = mode
         self.device = device
-        self._agreement: Agreement | None = None  # in flight
+        self._sync: UsedParameterSync | None = None  # in flight
 
     def before_reduce(self, unit: Unit) -> None:
         """Nothing to do."""
@@ -119,7 +119,7 @@ class UnusedParameters:
         if self.mode != "zeros" and backward.complete:
             used = [used for each in _gradients(backward) for used in each.used]
             label = "agree on unused parameters"
-            self._agreement = launch_agreement(used, backward.links, self.device, label)
+            self._sync = launch_used_sync(used, backward.links, self.device, label)
 
     def step_end(self, backward: Backward) -> None:
         """Leave the gradient of a parameter alone if no rank used it, or refuse that.
@@ -128,14 +128,14 @@ class UnusedParameters:
             StepError: with ``unused="error"``, a rank did not use some parameters.
         """
         gradients = _gradients(backward)
-        if self._agreement is None:
+        if self._sync is None:
             for each in gradients:
                 if backward.complete:
                     each.shard.fill_with_zeros()
                 each.forget()
             return
-        used = self._agreement.settle(backward.links)
-        self._agreement = None
+        used = self._sync.wait(backward.links)
+        self._sync = None
         if self.mode == "error":
             check_all_used([p for each in gradients for p in each.parameters], used)
         used_anywhere = iter([any(by_rank) for by_rank in zip(*used, strict=True)])
@@ -143,7 +143,7 @@ class UnusedParameters:
             each.settle([next(used_anywhere) for _ in each.used])
 
     def failed(self) -> list[object]:
-        in_flight, self._agreement = self._agreement, None
+        in_flight, self._sync = self._sync, None
         return [] if in_flight is None else [in_flight]
 
 

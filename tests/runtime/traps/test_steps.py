@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input
 
 import shardwise as sw
-from shardwise.features.unused import Agreement
+from shardwise.features.unused import UsedParameterSync
 from shardwise.schedule.events import EventKind
 from tests.models import WIDTH, Block, build
 from tests.ranks import on_ranks
@@ -275,14 +275,14 @@ def test_the_first_step_with_an_optimizer_in_backward_holds_few_gradients() -> N
 @on_ranks(2)
 def test_an_exchange_under_way_outlives_the_step_that_failed() -> None:
     model = sharded()
-    seen: list[weakref.ref[Agreement]] = []
+    seen: list[weakref.ref[UsedParameterSync]] = []
 
-    def settle(agreement: Agreement, _links: Any) -> None:
-        seen.append(weakref.ref(agreement))
+    def wait(sync: UsedParameterSync, _links: Any) -> None:
+        seen.append(weakref.ref(sync))
         raise RuntimeError("here")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Agreement, "settle", settle)
+        patch.setattr(UsedParameterSync, "wait", wait)
         with pytest.raises(RuntimeError):
             model(own_part(batch())).square().mean().backward()
     assert seen[0]() is not None, "other ranks may write its flags"
