@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.checkpoint.offline import export
+from tests.covering import covered_first
 from tests.ranks import run_on
 from tests.runtime.one_process import full, rank
 
@@ -49,11 +51,12 @@ class Net(nn.Module):
 WRITERS = ("fsdp2", "fsdp1", "flattened", "model alone")
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-def test_a_distributed_checkpoint_is_read_on_other_ranks(writer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("writer", "ranks"), covered_first(product(WRITERS, (3, 1))))
+def test_a_distributed_checkpoint_is_read_on_other_ranks(
+    writer: str, ranks: int, tmp_path: Path
+) -> None:
     run_on(2, _write, writer, tmp_path)
-    for ranks in (3, 1):
-        run_on(ranks, _read, tmp_path, "dcp", writer != "model alone")
+    run_on(ranks, _read, tmp_path, "dcp", writer != "model alone")
 
 
 def test_each_rank_reads_only_its_own_bytes(tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ VARIATIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name", ["conv", "tiny", "mixed dtypes", pytest.param("gpt", marks=pytest.mark.thorough)]
+    "name",
+    ["conv", "mixed dtypes"]
+    + [pytest.param(name, marks=pytest.mark.thorough) for name in ("tiny", "gpt")],
 )
 def test_every_hop_keeps_every_bit_and_every_file(name: str, tmp_path: Path) -> None:
     assert name in CASES
