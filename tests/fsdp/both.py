@@ -20,14 +20,6 @@ Program = Callable[..., Any]
 Case = tuple[Program, dict[str, Any]]  # with its other arguments
 
 
-def state_dict_functions(f: Any) -> Any:
-    """The module from which a program that imports from ``f`` imports ``get_state_dict``."""
-    is_torch = f.__name__ == "torch.distributed.fsdp"
-    return importlib.import_module(
-        "torch.distributed.checkpoint.state_dict" if is_torch else "shardwise.fsdp.state_dict"
-    )
-
-
 def cases(program: Program, **values: Sequence[Any]) -> list[Any]:
     """``program`` with each combination of the values of its options, as parameters of a test.
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_state_dict,
@@ -15,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-from tests.fsdp.both import state_dict_functions
 from tests.fsdp.models import STEPS, Net, batch, make_net
 
 OPTIMIZERS: dict[str, Any] = {
@@ -363,9 +363,8 @@ def whole_state_dicts(f: Any, optimizer: str, cpu_offload: bool) -> list[Any]:
     loss_of(net, 0).backward()
     chosen.step()
     options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
-    functions = state_dict_functions(f)
-    model_state, states = functions.get_state_dict(net, chosen, options=options)
-    again = functions.get_model_state_dict(net, options=options)
+    model_state, states = get_state_dict(net, chosen, options=options)
+    again = get_model_state_dict(net, options=options)
     return [model_state, states.get("state"), again]
 
 

@@ -8,11 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
-from tests.fsdp.both import DEADLINE, state_dict_functions
+from tests.fsdp.both import DEADLINE
 from tests.fsdp.models import make_net
 from tests.fsdp.programs2 import OPTIMIZERS, loss_of, shard
 from tests.ranks import on_ranks
@@ -59,7 +65,7 @@ def _trained(kind: str, optimizer: str, f: Any, seed: int) -> tuple[Any, torch.o
 
 def _whole(kind: str, f: Any, net: Any, optimizer: torch.optim.Optimizer) -> Any:
     if kind != "fsdp1":
-        return state_dict_functions(f).get_state_dict(net, optimizer, options=WHOLE)
+        return get_state_dict(net, optimizer, options=WHOLE)
     return net.state_dict(), f.FullyShardedDataParallel.optim_state_dict(net, optimizer)
 
 
@@ -87,9 +93,8 @@ def _load(kind: str, name: str, reader: str, path: Path) -> None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=sends)
         if sends and rank() > 0:
             weights, states = {}, {}
-        functions = state_dict_functions(f)
-        functions.set_model_state_dict(net, weights, options=options)
-        functions.set_optimizer_state_dict(net, optimizer, states, options=options)
+        set_model_state_dict(net, weights, options=options)
+        set_optimizer_state_dict(net, optimizer, states, options=options)
     else:
         own, own_states = get_state_dict(net, optimizer)
         read: dict[str, Any] = {"model": own, "optim": own_states}

@@ -1,0 +1,47 @@
+"""The tests that the documentation names exist; a name may be cut short, as in `test_a_rank_…`."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+DOCUMENTS = [TESTS.parent / "README.md", *sorted((TESTS.parent / "docs").glob("*.md"))]
+ABBREVIATIONS = {"traps/": "runtime/traps/"}  # as docs/design.md says
+FILE = re.compile(r"(?:tests/)?((?:\w+/)*test_\w+\.py)(?:::(\w+)(…?))?")
+NAME = re.compile(r"()(test_\w+?)(…?)")  # in the file that was named last
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_tests_that_are_named_exist(document: Path) -> None:
+    missing = [
+        f"{document.name}:{number}: {quoted}"
+        for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), start=1)
+        for quoted in missing_in(line)
+    ]
+    assert missing == []
+
+
+def missing_in(line: str) -> Iterator[str]:
+    """What ``line`` quotes as a file of tests, or as a test, and is none."""
+    content = ""
+    for quoted in re.findall(r"`([^`]+)`", line):
+        found = FILE.fullmatch(quoted) or NAME.fullmatch(quoted)
+        if found is None:
+            continue
+        path, name, is_short = found.groups()
+        if path:
+            files = list(find(path))
+            content = "\n".join(file.read_text(encoding="utf-8") for file in files)
+        end = r"\w*\(" if is_short else r"\("
+        if not content or (name and not re.search(rf"def {name}{end}", content)):
+            yield quoted
+
+
+def find(path: str) -> Iterator[Path]:
+    """The files of tests with this path, or, if it is a name only, all with this name."""
+    for short, long in ABBREVIATIONS.items():
+        if path.startswith(short):
+            path = long + path.removeprefix(short)
+    return TESTS.rglob(path) if "/" not in path else (p for p in [TESTS / path] if p.exists())
