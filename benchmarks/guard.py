@@ -79,7 +79,7 @@ def time_chores(model: torch.nn.Module) -> dict[str, Figures]:
     collectives = sum(len(record.works) for record in records) + 1  # agreeing on unused parameters
     runtime = runtime_of_root(model)
     label = runtime.scheduler.units[1].plan.label
-    links = communicator(runtime.axis.world, torch.device("cpu"))
+    links = communicator(runtime.mesh.world, torch.device("cpu"))
     assert isinstance(links.gather, HostCollectives)
     chores: dict[str, tuple[Callable[[], object], int]] = {
         "id, tags and state of a collective": (partial(note_collective, links.gather), collectives),

@@ -78,7 +78,7 @@ def fully_shard(
             modules, each of which becomes a unit of its own.
         mesh: one-dimensional; None for all ranks (this process alone without a process group).
             Two-dimensional, (outer, inner), for strategies over two axes.
-        strategy: what is sharded over which axis: a row of `plan.strategy.PRESETS` by its name, or
+        strategy: what is sharded over which mesh: a row of `plan.strategy.PRESETS` by its name, or
             a `Strategy` of your own. None is ``"fsdp"``, and ``"hsdp"`` on a two-dimensional mesh.
         units: a module class or set of classes, ``"auto"`` (the repeated blocks), a size in
             parameters, or a policy ``(module, recurse, nonwrapped_numel) -> bool``.
@@ -133,7 +133,7 @@ def fully_shard(
     resolved = resolve_strategy(strategy)
     shard = partial(
         _shard,
-        axis=resolve_mesh(mesh, resolved, sharding_factor),
+        mesh=resolve_mesh(mesh, resolved, sharding_factor),
         strategy=resolved,
         units=units,
         prefetch=prefetch,
@@ -176,7 +176,7 @@ def _check_module(module: object) -> None:
 def _shard(
     module: nn.Module,
     *,
-    axis: DataParallelMesh,
+    mesh: DataParallelMesh,
     strategy: Strategy,
     units: Units,
     prefetch: int,
@@ -192,20 +192,20 @@ def _shard(
 ) -> None:
     """Plan one module and shard it."""
     restore_ties(module)
-    check_tensor_parallel(module, axis, ignored_params)
+    check_tensor_parallel(module, mesh, ignored_params)
     if place is not None or any(map(is_tensor_parallel, module.parameters())):
         granularity = _placed(module, place, Granularizer(granularity))
     check_not_renormalized(module, ignored_params)
     _check_init(module, init)
-    manual = _sharded_before(module, axis)
+    manual = _sharded_before(module, mesh)
     plan = make_plan(
         module,
-        world_size=axis.size,
+        world_size=mesh.size,
         units=units,
         strategy=strategy,
         prefetch=prefetch,
         reshard_after_forward=reshard_after_forward,
-        replicas=axis.column.size,
+        replicas=mesh.column.size,
         granularity=granularity,
         manual=manual,
         precision=mp_policy,
@@ -218,8 +218,8 @@ def _shard(
             f"granularity 'dim' with {plan.strategy}: expected a strategy that shards over one "
             "axis, as FSDP2 does; pass another granularity, or strategy 'fsdp' or 'hsdp'"
         )
-    _warn_of_padding(plan, axis)
-    runtime = _build(module, plan, axis, unused, init, on_different_values)
+    _warn_of_padding(plan, mesh)
+    runtime = _build(module, plan, mesh, unused, init, on_different_values)
     own = UnitChoice(reshard_after_forward, mp_policy, offload_policy)
     inner = UnitChoice(reshard_after_forward, replace(mp_policy, output_dtype=None), offload_policy)
     for index, unit in enumerate(plan.units):
@@ -233,21 +233,21 @@ def _shard(
 def _build(
     root: nn.Module,
     plan: Plan,
-    axis: DataParallelMesh,
+    mesh: DataParallelMesh,
     unused: Unused,
     init: Initialization | None = None,
     on_different_values: Literal["error", "warn"] = "error",
 ) -> Runtime:
     """Shard the parameters of ``root`` and attach the features."""
-    device = device_for(root, axis)
+    device = device_for(root, mesh)
     if init is None:
-        check_same_values(root, plan, axis, warns=on_different_values == "warn")
+        check_same_values(root, plan, mesh, warns=on_different_values == "warn")
     materializer = None if init is None else Materializer(root, plan, init, Pool(device))
     offloaders = cache(partial(HostOffloader, device))
     runtime = Runtime(
-        root, plan, axis, device, UnusedParameters(unused, device), offloaders, materializer
+        root, plan, mesh, device, UnusedParameters(unused, device), offloaders, materializer
     )
-    runtime.rebuild = partial(_build, plan=plan, axis=axis, unused=unused)
+    runtime.rebuild = partial(_build, plan=plan, mesh=mesh, unused=unused)
     fused_wgrad.offer_slots(runtime)
     return runtime
 
@@ -289,13 +289,13 @@ def _specs_before(root: nn.Module) -> dict[str, ParameterSpec]:
     return {name: one.extent.parameter for name, one in shardings.items() if one is not None}
 
 
-def _warn_of_padding(plan: Plan, axis: DataParallelMesh) -> None:
-    report = padding_report(plan.units) if axis.group_rank == 0 else ""
+def _warn_of_padding(plan: Plan, mesh: DataParallelMesh) -> None:
+    report = padding_report(plan.units) if mesh.group_rank == 0 else ""
     if report:
         warnings.warn(f"granularity costs padding\n{report}", stacklevel=4)
 
 
-def _sharded_before(root: nn.Module, axis: DataParallelMesh) -> dict[str, UnitChoice]:
+def _sharded_before(root: nn.Module, mesh: DataParallelMesh) -> dict[str, UnitChoice]:
     """Units that were made one by one, as in FSDP2, and what was chosen for each."""
     handles = {
         name: handle_of(module)
@@ -309,7 +309,7 @@ def _sharded_before(root: nn.Module, axis: DataParallelMesh) -> dict[str, UnitCh
                 "kind have the same values; shard a model on the meta device with one call, as in "
                 "sw.fully_shard(model, units=Block)"
             )
-        inner, outer = _ranks_of(handle.runtime.axis), _ranks_of(axis)
+        inner, outer = _ranks_of(handle.runtime.mesh), _ranks_of(mesh)
         if inner != outer:
             raise PlanError(
                 f"{name} is sharded over ranks {inner} and the module around it over {outer}; "
@@ -319,12 +319,12 @@ def _sharded_before(root: nn.Module, axis: DataParallelMesh) -> dict[str, UnitCh
     return {name: handle.choice for name, handle in handles.items()}
 
 
-def _ranks_of(axis: DataParallelMesh) -> list[int]:
+def _ranks_of(mesh: DataParallelMesh) -> list[int]:
     """The global ranks that share a model."""
-    if axis.group is None:
+    if mesh.group is None:
         return [dist.get_rank() if dist.is_initialized() else 0]
-    members = dist.get_process_group_ranks(axis.group)
-    return sorted(members[rank] for rank in axis.world.ranks)
+    members = dist.get_process_group_ranks(mesh.group)
+    return sorted(members[rank] for rank in mesh.world.ranks)
 
 
 def _check_init(module: nn.Module, init: Initialization | None) -> None:

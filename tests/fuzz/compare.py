@@ -124,9 +124,9 @@ class Comparison:
         return True
 
     def report(self) -> Report:
-        axis = runtime_of(self.model).axis
+        mesh = runtime_of(self.model).mesh
         locals_ = [_bits(_local(parameter)) for parameter in self.model.parameters()]
-        return Report(tuple(self.problems), axis.rank, zlib.crc32(b"".join(locals_)))
+        return Report(tuple(self.problems), mesh.rank, zlib.crc32(b"".join(locals_)))
 
     # -- a step ----------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ def _clip(strategy: str) -> list[float]:
         reference, model = build(name), build(name)
         sw.fully_shard(model, units=CASES[name].units, **options_of(strategy))
         runtime = runtime_of(model)
-        reduce = communicator(runtime.axis.world, runtime.pools.device).reduce
+        reduce = communicator(runtime.mesh.world, runtime.pools.device).reduce
         batch = CASES[name].batch(12)
         # Torch refuses an infinite norm of a gradient without elements, which "tiny" has.
         orders = [order for order in ORDERS if name == "stack" or math.isfinite(order)]

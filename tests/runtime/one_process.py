@@ -77,7 +77,7 @@ def assert_close(actual: Tensor | None, expected: Tensor | None, what: str) -> N
     scale = max(1.0, expected.double().norm().item())
     if isinstance(actual, ShardedTensor):
         run = actual.sharding.run
-        scale /= actual.sharding.axis.size  # so that all parts together are within the tolerance
+        scale /= actual.sharding.mesh.size  # so that all parts together are within the tolerance
         actual, expected = actual.to_local(), expected.flatten()[run.start : run.stop]
     actual = full(actual)
     error = (actual.double() - expected.double()).norm().item()

@@ -57,7 +57,7 @@ def _train(strategy: Strategy) -> tuple[tuple[int, str], str]:
     kept = _digest([*model.parameters(), *states])
     with sw.gathered(model):
         whole = _digest(list(model.parameters()))
-    return (runtime_of(model).axis.rank, kept), whole
+    return (runtime_of(model).mesh.rank, kept), whole
 
 
 def _digest(tensors: list[Tensor]) -> str:

@@ -191,7 +191,7 @@ def _live_bytes(runtime: Runtime) -> int:
     """Of all tensors that this test has made, but for idle memory of pools and a link's window."""
     live: dict[int, int] = {}
     idle = {storage._cdata for pool in _pools_of(runtime) for storage in pool.idle_storages}
-    reduce = communicator(runtime.axis.world, runtime.pools.device).reduce
+    reduce = communicator(runtime.mesh.world, runtime.pools.device).reduce
     assert isinstance(reduce, HostCollectives)
     window = reduce._sums._window
     assert window.nbytes < 1 << 20, "for the pieces of all reductions together"

@@ -158,7 +158,7 @@ def _queues(model: nn.Module) -> list[Collectives]:
     if not isinstance(model, sw.FSDPModule):
         return []
     runtime = runtime_of_root(model)
-    links = communicator(runtime.axis.world, runtime.pools.device)
+    links = communicator(runtime.mesh.world, runtime.pools.device)
     return [links.gather, links.reduce]
 
 

@@ -172,7 +172,7 @@ def axis_of(modules: list[nn.Module]) -> DataParallelMesh:
         for parameter in module.parameters():
             sharding = sharding_of(parameter)
             if sharding is not None:
-                return sharding.axis
+                return sharding.mesh
     return resolve_mesh(None, STRATEGIES["ddp"])
 
 

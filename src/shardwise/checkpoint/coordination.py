@@ -32,13 +32,13 @@ _CPU = torch.device("cpu")
 _coordinators: "weakref.WeakKeyDictionary[object, Coordinator]" = weakref.WeakKeyDictionary()
 
 
-def coordinator_of(axis: DataParallelMesh, model: object | None) -> "Coordinator":
+def coordinator_of(mesh: DataParallelMesh, model: object | None) -> "Coordinator":
     """The coordinator of the ranks of ``axis``. All ranks make the first call together."""
-    key = model if axis.group is None else axis.group
+    key = model if mesh.group is None else mesh.group
     if key is None:
-        return Coordinator(axis)
+        return Coordinator(mesh)
     if key not in _coordinators:
-        _coordinators[key] = Coordinator(axis)
+        _coordinators[key] = Coordinator(mesh)
     return _coordinators[key]
 
 
@@ -98,16 +98,16 @@ def _warn(path: Path | str, errors: list[Exception]) -> None:
 class Coordinator:
     """The ranks of one process group, with collectives that run concurrently to those of a step."""
 
-    def __init__(self, axis: DataParallelMesh) -> None:
-        self.size = axis.num_ranks
-        self.rank = axis.group_rank
+    def __init__(self, mesh: DataParallelMesh) -> None:
+        self.size = mesh.num_ranks
+        self.rank = mesh.group_rank
         self.pending: Save | None = None  # the last save with wait=False
         self.host_copies = HostCopies()
-        is_alone = axis.num_ranks == 1
-        self._collectives = None if is_alone else make_collectives(axis.world, _CPU, "checkpoint")
+        is_alone = mesh.num_ranks == 1
+        self._collectives = None if is_alone else make_collectives(mesh.world, _CPU, "checkpoint")
         self._guard: Communicator | None = None  # detects ranks that were lost
 
-    def agree(self, axis: DataParallelMesh, device: torch.device, action: str) -> None:
+    def agree(self, mesh: DataParallelMesh, device: torch.device, action: str) -> None:
         """Return when all ranks have called this with the same ``action``.
 
         Raises:
@@ -117,8 +117,8 @@ class Coordinator:
         if self.size == 1:
             return
         digest = torch.tensor(zlib.crc32(action.encode()), device=device)
-        self._guard = communicator(axis.world, device)
-        by_rank = across([digest], axis, axis.world)[:, 0].tolist()
+        self._guard = communicator(mesh.world, device)
+        by_rank = across([digest], mesh, mesh.world)[:, 0].tolist()
         others = [rank for rank, other in enumerate(by_rank) if other != by_rank[self.rank]]
         if others:
             raise CheckpointError(

@@ -149,10 +149,10 @@ class _Rows(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         place = self._rows
-        for axis, (start, length) in enumerate(
+        for mesh, (start, length) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)
         ):
-            place = place.narrow(axis, start, length)
+            place = place.narrow(mesh, start, length)
         return place
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:

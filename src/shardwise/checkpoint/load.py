@@ -93,10 +93,10 @@ def load(
     given = {"model": model, "optimizer": optimizer, **state}
     values = {name: value for name, value in given.items() if value is not None}
     modules = [value for value in values.values() if isinstance(value, nn.Module)]
-    axis = axis_of(modules)
+    mesh = axis_of(modules)
     device = next((p.device for m in modules for p in m.parameters()), torch.device("cpu"))
-    ranks = coordinator_of(axis, modules[0] if modules else None)
-    ranks.agree(axis, device, f"load {where}")
+    ranks = coordinator_of(mesh, modules[0] if modules else None)
+    ranks.agree(mesh, device, f"load {where}")
     ranks.finish_pending()
     ranks.host_copies.clear()
     selection = Selection(None if only is None else tuple(only), strict, cast)
@@ -111,7 +111,7 @@ def load(
             for name, value in values.items():
                 plan.add(name, value)
             plan.report.check(where, selection)
-        ranks.agree(axis, device, f"load {plan.names} of {where}")
+        ranks.agree(mesh, device, f"load {plan.names} of {where}")
         with ranks.raises_together("read"):
             plan.read()
         parts = ranks.all_gather(encode_parts(opened.unchecked))

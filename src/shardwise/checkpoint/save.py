@@ -72,10 +72,10 @@ def save(
             unchanged, and training can continue.
     """
     folder = folder_at(path)
-    axis = axis_of([model])
+    mesh = axis_of([model])
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    ranks = coordinator_of(axis, model)
-    ranks.agree(axis, device, f"save to {folder}")
+    ranks = coordinator_of(mesh, model)
+    ranks.agree(mesh, device, f"save to {folder}")
     ranks.finish_pending()
     values = {"model": model, "optimizer": optimizer, **state}
     if optimizer is None:
@@ -94,7 +94,7 @@ def save(
             ranks.host_copies.clear()
         else:
             job = replace(job, slices=ranks.host_copies.copy(job.slices))
-    ranks.agree(axis, device, f"save {files}")
+    ranks.agree(mesh, device, f"save {files}")
     saved = Save(folder.target)
     if wait:
         saved.run(lambda: write(job, ranks))

@@ -84,7 +84,7 @@ class Outcome:
 class Reference:
     """The model in one process."""
 
-    def __init__(self, training: Training, axis: DataParallelMesh, exchange: RankExchange) -> None:
+    def __init__(self, training: Training, mesh: DataParallelMesh, exchange: RankExchange) -> None:
         """Build one model per part, which share their parameters.
 
         Buffers (running statistics of batch norm) and other state of modules stay separate.
@@ -93,7 +93,7 @@ class Reference:
         self._exchange = exchange
         model = training.build()
         self.name = type(model).__name__
-        self.device = device_for(model, axis)
+        self.device = device_for(model, mesh)
         self._models = [model.to(self.device)]  # one per part
         self._parameters = dict(model.named_parameters())
         self._initial = {name: p.detach().clone() for name, p in self._parameters.items()}

@@ -102,14 +102,14 @@ def verify(
             f"steps={steps}, tolerance={tolerance}: expected one step or more, and a tolerance of "
             "0 or more"
         )
-    axis = resolve_mesh(mesh, STRATEGIES["ddp"] if mesh is None else rows[0])
-    exchange = RankExchange(axis.group)
+    dp_mesh = resolve_mesh(mesh, STRATEGIES["ddp"] if mesh is None else rows[0])
+    exchange = RankExchange(dp_mesh.group)
     training = Training(model_fn, loss_fn, optimizer_fn)
     console = Console(
         quiet=quiet or exchange.rank > 0, soft_wrap=True, markup=False, highlight=False
     )
     with _own_random_numbers():
-        reference = Reference(training, axis, exchange)
+        reference = Reference(training, dp_mesh, exchange)
         batches = cut_batches(batch_fn, steps, exchange, reference.device)
         outcomes = reference.train(batches, zeros=options.get("unused") == "zeros")
         if corrupt is not None:

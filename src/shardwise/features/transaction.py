@@ -99,7 +99,7 @@ class _Step:
     def __init__(self, runtime: Runtime) -> None:
         self._scheduler = runtime.scheduler
         self._device = runtime.pools.device
-        self._links: Communicator = communicator(runtime.axis.world, self._device)
+        self._links: Communicator = communicator(runtime.mesh.world, self._device)
         self._epoch = self._links.epoch
         self._model: ModelSnapshot | None = None
         self._optimizers: list[OptimizerSnapshot] = []

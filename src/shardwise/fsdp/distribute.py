@@ -65,7 +65,7 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     """The ranks that share ``model``; None for one rank, or if the model is not sharded."""
     found = (sharding_of(parameter) for parameter in model.parameters())
     first = next((one for one in found if one is not None), None)
-    return None if first is None else first.axis.group
+    return None if first is None else first.mesh.group
 
 
 def _outline(states: Any) -> Any:

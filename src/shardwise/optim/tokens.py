@@ -73,8 +73,8 @@ def backward(
         if accumulate == "whole":
             model.set_requires_gradient_sync(True)
     return (
-        across([total], runtime.axis, runtime.axis.world).mean()
-        if runtime.axis.num_ranks > 1
+        across([total], runtime.mesh, runtime.mesh.world).mean()
+        if runtime.mesh.num_ranks > 1
         else total
     )
 
@@ -107,7 +107,7 @@ def token_weight(model: nn.Module, num_tokens: int) -> float:
     if num_tokens < 0:
         raise ValueError(f"num_tokens={num_tokens}: expected 0 or more")
     runtime = runtime_of_root(model)
-    axis = runtime.axis
+    mesh = runtime.mesh
     own = torch.tensor(num_tokens, dtype=torch.int64, device=runtime.pools.device)
-    total = num_tokens if axis.num_ranks == 1 else int(across([own], axis, axis.world).sum())
-    return axis.num_ranks / total if total else 0.0
+    total = num_tokens if mesh.num_ranks == 1 else int(across([own], mesh, mesh.world).sum())
+    return mesh.num_ranks / total if total else 0.0

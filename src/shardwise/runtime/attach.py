@@ -59,7 +59,7 @@ def check_initialized(root: nn.Module) -> None:
 
 
 def check_tensor_parallel(
-    root: nn.Module, axis: DataParallelMesh, ignored: Collection[nn.Parameter]
+    root: nn.Module, mesh: DataParallelMesh, ignored: Collection[nn.Parameter]
 ) -> None:
     """Refuse DTensors whose mesh does not join that of ``axis``.
 
@@ -69,15 +69,15 @@ def check_tensor_parallel(
     left_alone = {id(parameter) for parameter in ignored}
     for name, parameter in root.named_parameters():
         if is_tensor_parallel(parameter) and id(parameter) not in left_alone:
-            _check_tensor_parallel(name, parameter, axis)
+            _check_tensor_parallel(name, parameter, mesh)
 
 
-def _check_tensor_parallel(name: str, parameter: Tensor, axis: DataParallelMesh) -> None:
+def _check_tensor_parallel(name: str, parameter: Tensor, mesh: DataParallelMesh) -> None:
     assert isinstance(parameter, DTensor)
     if {type(placement) for placement in parameter.placements} <= {Shard, Replicate}:
         with contextlib.suppress(RuntimeError):
-            if axis.mesh is not None:
-                joined_mesh(axis.mesh, parameter.device_mesh)
+            if mesh.mesh is not None:
+                joined_mesh(mesh.mesh, parameter.device_mesh)
                 return
     raise PlanError(
         f"{name} is a DTensor with {parameter.placements} on {parameter.device_mesh}; expected "
@@ -121,16 +121,16 @@ def is_on_meta(root: nn.Module) -> bool:
     return True in by_meta
 
 
-def check_same_plan(plan: Plan, axis: DataParallelMesh) -> None:
+def check_same_plan(plan: Plan, mesh: DataParallelMesh) -> None:
     """Refuse to put together what ranks have cut in different ways.
 
     Raises:
         PlanError: names the first rank that differs.
     """
-    if not _can_compare(axis):
+    if not _can_compare(mesh):
         return
     digest = torch.tensor(zlib.crc32(repr(plan).encode()))
-    by_rank = across([digest], axis, axis.world)  # [ranks, 1]
+    by_rank = across([digest], mesh, mesh.world)  # [ranks, 1]
     different = (by_rank[:, 0] != by_rank[0, 0]).nonzero()
     if different.numel():
         raise PlanError(
@@ -140,7 +140,7 @@ def check_same_plan(plan: Plan, axis: DataParallelMesh) -> None:
 
 
 def check_same_values(
-    root: nn.Module, plan: Plan, axis: DataParallelMesh, *, warns: bool = False
+    root: nn.Module, plan: Plan, mesh: DataParallelMesh, *, warns: bool = False
 ) -> None:
     """Refuse to shard different values: their shards would make up a weight of neither rank.
 
@@ -153,10 +153,10 @@ def check_same_values(
         for name, parameter in root.named_parameters()
         if name in planned and sharding_of(parameter) is None
     ]
-    if not _can_compare(axis):
+    if not _can_compare(mesh):
         return
     try:
-        check_same_sums({name: checksum(parameter) for name, parameter in named}, axis)
+        check_same_sums({name: checksum(parameter) for name, parameter in named}, mesh)
     except PlanError as error:
         if not warns:
             raise
@@ -165,27 +165,27 @@ def check_same_values(
 
 def check_same_sums(
     sums: Mapping[str, Tensor],
-    axis: DataParallelMesh,
+    mesh: DataParallelMesh,
     advice: str = "build the model from the same seed, or load the same weights, on every rank "
     "before fully_shard",
 ) -> None:
     """Refuse `checksum`s, by parameter, that differ between ranks."""
-    if not sums or not _can_compare(axis):
+    if not sums or not _can_compare(mesh):
         return
-    by_rank = across(list(sums.values()), axis, axis.world)  # [ranks, parameters]
+    by_rank = across(list(sums.values()), mesh, mesh.world)  # [ranks, parameters]
     differs = by_rank != by_rank[0]
     for position in differs.any(0).nonzero().flatten().tolist()[:1]:
         rank = differs[:, position].nonzero()[0].item()
         raise PlanError(f"{list(sums)[position]} differs between ranks 0 and {rank}; {advice}")
 
 
-def device_for(root: nn.Module, axis: DataParallelMesh) -> torch.device:
+def device_for(root: nn.Module, mesh: DataParallelMesh) -> torch.device:
     """Where the shards live: with the model, or on this rank's GPU if NCCL moves them.
 
     Those of a model on the meta device otherwise on torch's default device.
     """
     devices = {parameter.device for parameter in root.parameters()}
-    if axis.backend("cuda") == "nccl" and not axis.on_cpu:
+    if mesh.backend("cuda") == "nccl" and not mesh.on_cpu:
         return current_gpu()
     if is_on_meta(root):
         return torch.get_default_device()
@@ -205,19 +205,19 @@ def move_buffers(root: nn.Module, device: torch.device) -> None:
 def make_unit(
     root: nn.Module,
     plan: UnitPlan,
-    axis: DataParallelMesh,
+    mesh: DataParallelMesh,
     pools: Pools,
     offloader: ShardOffloader | None = None,
     fill: Callable[[UnitPlan], None] = lambda _plan: None,
 ) -> Unit:
     """Shard the parameters of ``plan`` in ``root``, to which ``fill`` has given values."""
-    flats = [FlatParameters(layout, axis, pools, plan, offloader) for layout in plan.layouts]
+    flats = [FlatParameters(layout, mesh, pools, plan, offloader) for layout in plan.layouts]
     fill(plan)  # now that the memory in which the flat buffers were laid out is free again
     for flat, layout in zip(flats, plan.layouts, strict=True):
-        locals_ = split_shard(flat.shard, layout, axis.rank)
+        locals_ = split_shard(flat.shard, layout, mesh.rank)
         for extent, local, view in zip(layout.extents, locals_, flat.buffer.views, strict=True):
             original = root.get_parameter(extent.parameter.name)
-            sharding = sharding_for(layout, extent, axis, original)
+            sharding = sharding_for(layout, extent, mesh, original)
             del original
             flat.parameters.append(_manage(root, sharding, local, view))
     return Unit(plan, flats)
@@ -240,8 +240,8 @@ def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) ->
     return FSDPParameter(sharding, sharded, local_of(sharded), dense, owners)
 
 
-def _can_compare(axis: DataParallelMesh) -> bool:
-    return axis.num_ranks > 1 and axis.backend("cpu") != "fake"
+def _can_compare(mesh: DataParallelMesh) -> bool:
+    return mesh.num_ranks > 1 and mesh.backend("cpu") != "fake"
 
 
 def owner_of(root: nn.Module, name: str) -> ParameterOwner:

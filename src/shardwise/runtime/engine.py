@@ -73,7 +73,7 @@ class Runtime:
         self,
         root: nn.Module,
         plan: Plan,
-        axis: DataParallelMesh,
+        mesh: DataParallelMesh,
         device: torch.device,
         observer: StepObserver,
         offloaders: Callable[[CPUOffloadPolicy], ShardOffloader],
@@ -81,9 +81,9 @@ class Runtime:
     ) -> None:
         self.gave_values = materializer is not None  # to the parameters, which had none
         self.rebuild: Callable[[nn.Module], Runtime]  # shards a copy of the root in the same way
-        check_same_plan(plan, axis)
+        check_same_plan(plan, mesh)
         self.plan = plan
-        self.axis = axis
+        self.mesh = mesh
         self.pools = Pools(device)
         self._offloaders = offloaders
         if materializer is None:
@@ -92,7 +92,7 @@ class Runtime:
             self.units = self._materialize(root, materializer)
         foresee_memory(self.units, schedule(plan))
         move_buffers(root, device)
-        self.scheduler = Scheduler(plan, self.units, axis, device, observer)
+        self.scheduler = Scheduler(plan, self.units, mesh, device, observer)
         for index, unit in enumerate(self.units):
             self._listen(index, unit)
 
@@ -145,14 +145,14 @@ class Runtime:
             self._make_unit(root, unit, materializer.fill) for unit in reversed(self.plan.units)
         ]
         materializer.take_back()
-        check_same_sums(materializer.checksums, self.axis)
+        check_same_sums(materializer.checksums, self.mesh)
         return units[::-1]
 
     def _make_unit(
         self, root: nn.Module, plan: UnitPlan, fill: Callable[[UnitPlan], None] = lambda _: None
     ) -> Unit:
         offloader = None if plan.offload is None else self._offloaders(plan.offload)
-        return make_unit(root, plan, self.axis, self.pools, offloader, fill)
+        return make_unit(root, plan, self.mesh, self.pools, offloader, fill)
 
     def _listen(self, index: int, unit: Unit) -> None:
         scheduler = weakref.ref(self.scheduler)

@@ -55,7 +55,7 @@ class GradientBuffer:
         self,
         layout: Layout,
         parameters: Sequence[FSDPParameter],
-        axis: DataParallelMesh,
+        mesh: DataParallelMesh,
         pool: Pool,
         offloader: ShardOffloader | None = None,
         *,
@@ -67,7 +67,7 @@ class GradientBuffer:
         self.owns_buffer = owns_buffer
         self.used = [False] * len(layout.extents)  # whether autograd gave them a gradient
         self._layout = layout
-        self._axis = axis
+        self._mesh = mesh
         self._pool = pool
         dtype = layout.cast.reduce_dtype
         self._buffer: FlatBuffer | ChunkedBuffer = flat_buffer(
@@ -79,12 +79,12 @@ class GradientBuffer:
         self.shard = GradientShard(
             layout,
             parameters,
-            axis.rank,
+            mesh.rank,
             pool,
             offloader,
             keeps_memory=self._can_be_in_place and is_on_cpu,
         )
-        self.divide_by(axis.num_ranks)
+        self.divide_by(mesh.num_ranks)
         self._written = [False] * len(layout.extents)
         # By position: a gradient on its way in memory that `claim` gave, while autograd holds it.
         self._claimed: dict[int, weakref.ref[Tensor]] = {}
@@ -159,13 +159,13 @@ class GradientBuffer:
         carried, self._partial = self._partial, None
         if carried is not None:
             self._scratch.append(carried.untyped_storage())
-        flat, row = self._buffer.flat, self._axis.row
-        stages = self._axis.reduction if all_reduces else self._axis.reduction[:1]
+        flat, row = self._buffer.flat, self._mesh.row
+        stages = self._mesh.reduction if all_reduces else self._mesh.reduction[:1]
         out = self._target() if all_reduces else None
         is_cast = out is not None and out.dtype != flat.dtype
         if out is None:
             inner = self._partial = self._pool.allocate_tensor(len(flat) // row.size, flat.dtype)
-        elif is_cast or self._axis.is_two_level:
+        elif is_cast or self._mesh.is_two_level:
             inner = flat.view(row.size, -1)[row.index]
         else:
             inner = out

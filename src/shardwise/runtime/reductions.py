@@ -1,6 +1,6 @@
 """Reductions of tensors that are sharded over several ranks: norms, sums and extremes.
 
-Every function here is a collective, so all ranks of the axis have to call it.
+Every function here is a collective, so all ranks of the mesh have to call it.
 """
 
 import math
@@ -18,30 +18,30 @@ from shardwise.transport.device import current_gpu
 __all__ = ["across", "combine", "gather_runs", "norms"]
 
 
-def combine(kind: str, run: Tensor, num_elements: int, axis: DataParallelMesh) -> Tensor:
+def combine(kind: str, run: Tensor, num_elements: int, mesh: DataParallelMesh) -> Tensor:
     """Reduce a tensor of ``num_elements``, of which this rank has ``run``, to a scalar.
 
     ``kind`` is "sum", "mean", "max", "min", "all" or "any".
     """
     if kind in ("sum", "mean"):
-        total = across([run.sum()], axis).sum()
+        total = across([run.sum()], mesh).sum()
         return total / num_elements if kind == "mean" else total
     if run.dtype is torch.bool or kind in ("all", "any"):
         # As bytes: not every backend sends booleans.
         kind = {"all": "min", "any": "max"}.get(kind, kind)
-        return combine(kind, run.bool().to(torch.uint8), max(1, num_elements), axis).bool()
+        return combine(kind, run.bool().to(torch.uint8), max(1, num_elements), mesh).bool()
     if not num_elements:
         raise ValueError(f"{kind} of a tensor without elements")
     pick, identity = (torch.amax, 0) if kind == "max" else (torch.amin, 1)
     value = pick(run) if run.numel() else run.new_full((), _bounds(run.dtype)[identity])
-    extreme: Tensor = pick(across([value], axis))
+    extreme: Tensor = pick(across([value], mesh))
     return extreme
 
 
-def norms(runs: Sequence[Tensor], axis: DataParallelMesh, order: float) -> list[Tensor]:
+def norms(runs: Sequence[Tensor], mesh: DataParallelMesh, order: float) -> list[Tensor]:
     """Vector norms of tensors of which every rank has a run, in one exchange."""
     local = [_run_norm(run, order) for run in runs]
-    by_tensor = across([norm.to(local[0].dtype) for norm in local], axis).unbind(1)
+    by_tensor = across([norm.to(local[0].dtype) for norm in local], mesh).unbind(1)
     return [
         # The norm of order 0 counts, so the counts of the ranks add up.
         (parts.sum() if order == 0 else torch.linalg.vector_norm(parts, order)).to(norm.dtype)
@@ -50,30 +50,30 @@ def norms(runs: Sequence[Tensor], axis: DataParallelMesh, order: float) -> list[
 
 
 def across(
-    values: Sequence[Tensor], axis: DataParallelMesh, group: RankGroup | None = None
+    values: Sequence[Tensor], mesh: DataParallelMesh, group: RankGroup | None = None
 ) -> Tensor:
     """Gather scalars of one dtype from the ranks of a replica or of ``group``: [ranks, values]."""
     own = torch.stack(list(values))
-    runs = [Run(0, own.numel())] * (axis.shards if group is None else group).size
-    return gather_runs(own, runs, axis, "scalars", group)
+    runs = [Run(0, own.numel())] * (mesh.shards if group is None else group).size
+    return gather_runs(own, runs, mesh, "scalars", group)
 
 
 def gather_runs(
     run: Tensor,
     runs: Sequence[Run],
-    axis: DataParallelMesh,
+    mesh: DataParallelMesh,
     what: str,
     group: RankGroup | None = None,
 ) -> Tensor:
     """Gather 1-D pieces of the lengths of ``runs``: [ranks, longest], padded with zeros."""
     device = run.device
-    if device.type == "cpu" and axis.backend("cuda") == "nccl" and not axis.on_cpu:
+    if device.type == "cpu" and mesh.backend("cuda") == "nccl" and not mesh.on_cpu:
         run = run.to(current_gpu())  # a shard on the host
     longest = max(len(other) for other in runs)
     with torch.inference_mode(mode=False):  # written by another thread
         gathered = run.new_zeros(len(runs), longest)
-    group = axis.shards if group is None else group
-    links = communicator(axis.world, run.device)
+    group = mesh.shards if group is None else group
+    links = communicator(mesh.world, run.device)
     links.recover()
 
     def fill() -> None:

@@ -32,7 +32,7 @@ class Scheduler:
         self,
         plan: Plan,
         units: Sequence[Unit],
-        axis: DataParallelMesh,
+        mesh: DataParallelMesh,
         device: torch.device,
         observer: StepObserver,
     ) -> None:
@@ -43,7 +43,7 @@ class Scheduler:
         self.is_held = False  # by `gathered`
         self._with_copies = [unit for unit in units if unit.plan.device_copy_bytes]
         self._versions = ShardVersions(self.units)
-        self._axis = axis
+        self._mesh = mesh
         self._device = device
         self._depth = 0  # of forwards
         self._tasks: set[int] = set()  # autograd's graph tasks that have reached the model
@@ -56,7 +56,7 @@ class Scheduler:
     @cached_property
     def _links(self) -> Communicator:
         """Made on first use, which all ranks reach together."""
-        return communicator(self._axis.world, self._device)
+        return communicator(self._mesh.world, self._device)
 
     @property
     def is_idle(self) -> bool:
@@ -245,7 +245,7 @@ class Scheduler:
             with self._aborting(write_back):
                 yield
                 sums = collect_changes(self.units) if write_back else {}
-            check_same_sums(sums, self._axis, ADVICE)
+            check_same_sums(sums, self._mesh, ADVICE)
             is_agreed = write_back
         finally:
             for index, unit in enumerate(self.units):

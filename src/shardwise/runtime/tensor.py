@@ -92,7 +92,7 @@ class Sharding:
 
     layout: Layout
     extent: ParameterExtent
-    axis: DataParallelMesh
+    mesh: DataParallelMesh
     tensor_parallel: DTensorSpec | None = None  # of a parameter that was a DTensor before
     _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
 
@@ -112,7 +112,7 @@ class Sharding:
     @property
     def run(self) -> Run:
         """The elements that this rank stores."""
-        return self.layout.run(self.extent, self.axis.rank)
+        return self.layout.run(self.extent, self.mesh.rank)
 
     def wrap(self, local: Tensor) -> DTensor:
         """The tensor of which this rank stores ``local``, 1-D."""
@@ -127,7 +127,7 @@ class Sharding:
 
     def empty(self, dtype: torch.dtype, device: torch.device) -> DTensor:
         """A tensor with undefined values."""
-        num_owned = self.layout.num_owned(self.extent, self.axis.rank)
+        num_owned = self.layout.num_owned(self.extent, self.mesh.rank)
         return self.wrap(torch.empty(num_owned, dtype=dtype, device=device))
 
     def rebind(self, tensor: Tensor, local: Tensor) -> None:
@@ -157,7 +157,7 @@ class Sharding:
     def matches(self, other: "Sharding") -> bool:
         """Whether tensors of both have the same elements on the same ranks."""
         return self is other or (
-            self.axis.is_same(other.axis) and self.shape == other.shape and self.is_cut_as(other)
+            self.mesh.is_same(other.mesh) and self.shape == other.shape and self.is_cut_as(other)
         )
 
     def describes(self, tensor: Tensor) -> bool:
@@ -170,7 +170,7 @@ class Sharding:
         if known is None:
             strides = torch.empty(self.shape, device="meta").stride()
             meta = TensorMeta(self.shape, strides, local.dtype)
-            mesh = self.axis.device_mesh(local.device.type, has_groups=self._uses_groups)
+            mesh = self.mesh.device_mesh(local.device.type, has_groups=self._uses_groups)
             known = DTensorSpec(mesh, self._placements(mesh.ndim), tensor_meta=meta)
             self._specs[local.dtype] = known
         return known
@@ -178,9 +178,9 @@ class Sharding:
     _uses_groups: ClassVar[bool] = False
 
     def _placements(self, num_dims: int) -> tuple[Placement, ...]:
-        is_cut = self.axis.size > 1 or self.axis.num_ranks == 1
+        is_cut = self.mesh.size > 1 or self.mesh.num_ranks == 1
         inner: Placement = self._inner_placement if is_cut else Replicate()
-        outer = inner if self.axis.size == self.axis.num_ranks else Replicate()
+        outer = inner if self.mesh.size == self.mesh.num_ranks else Replicate()
         return (outer, inner)[-num_dims:]
 
     @property
@@ -206,7 +206,7 @@ class ChunkSharding(Sharding):
             return super().spec(local)
         known = self._specs.get(local.dtype)
         if known is None:
-            outer = self.axis.device_mesh(local.device.type, has_groups=True)
+            outer = self.mesh.device_mesh(local.device.type, has_groups=True)
             num_inner = prod(
                 inner.mesh.size(i)
                 for i, placement in enumerate(inner.placements)
@@ -241,19 +241,19 @@ class ChunkSharding(Sharding):
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
     def wrap(self, local: Tensor) -> DTensor:
-        chunk = local.view(chunk_shape(self.extent.parameter, self.axis.size, self.axis.rank))
+        chunk = local.view(chunk_shape(self.extent.parameter, self.mesh.size, self.mesh.rank))
         wrapped: DTensor = new_dtensor(DTensor, chunk, self.spec(chunk), requires_grad=False)
         return wrapped
 
     def own_part_of(self, whole: Tensor) -> Tensor:
-        run = chunk_of(whole.shape[self._dim], self.axis.size, self.axis.rank)
+        run = chunk_of(whole.shape[self._dim], self.mesh.size, self.mesh.rank)
         return whole.narrow(self._dim, run.start, len(run))
 
     def mark(self, parameter: Tensor) -> None:
         vars(parameter)[_SHARDING] = self
 
     def is_cut_as(self, other: Sharding) -> bool:
-        sizes = self.axis.size, other.axis.size
+        sizes = self.mesh.size, other.mesh.size
         return isinstance(other, ChunkSharding) and self._dim == other._dim and len(set(sizes)) == 1
 
     def describes(self, tensor: Tensor) -> bool:
@@ -282,7 +282,7 @@ STEPS_IN_BACKWARD = "_shardwise_steps_in_backward"  # of a parameter whose gradi
 
 
 def sharding_for(
-    layout: Layout, extent: ParameterExtent, axis: DataParallelMesh, original: Tensor
+    layout: Layout, extent: ParameterExtent, mesh: DataParallelMesh, original: Tensor
 ) -> Sharding:
     """How the parameter of ``extent`` is distributed, which is ``original`` now."""
     in_chunks = isinstance(extent.parameter.granularity, Dim)
@@ -291,7 +291,7 @@ def sharding_for(
         inner = before.tensor_parallel
     else:
         inner = original._spec if isinstance(original, DTensor) else None
-    return (ChunkSharding if in_chunks else Sharding)(layout, extent, axis, inner)
+    return (ChunkSharding if in_chunks else Sharding)(layout, extent, mesh, inner)
 
 
 def is_tensor_parallel(parameter: Tensor) -> bool:
@@ -318,9 +318,9 @@ class OwnPart:
 def own_part_of(tensor: Tensor) -> OwnPart | None:
     """What is here of ``tensor``; None if it is no DTensor, or if its elements here are no run."""
     if isinstance(tensor, ShardedTensor):
-        axis = tensor.sharding.axis
-        num_replicas = axis.num_ranks // axis.size
-        replica = axis.column.index if num_replicas > 1 else 0
+        mesh = tensor.sharding.mesh
+        num_replicas = mesh.num_ranks // mesh.size
+        replica = mesh.column.index if num_replicas > 1 else 0
         return OwnPart(tensor.sharding.run, replica, num_replicas)
     coordinate = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else None
     if coordinate is None or not isinstance(tensor, DTensor):
@@ -376,9 +376,9 @@ class ShardedTensor(DTensor):
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:  # noqa: ARG002
         """Gather the whole tensor; every rank has to call this."""
         with torch.no_grad():
-            runs, axis = self._sharding.runs, self._sharding.axis
+            runs, mesh = self._sharding.runs, self._sharding.mesh
             local = self._local_tensor.detach()
-            padded = gather_runs(local, runs, axis, self._sharding.name)
+            padded = gather_runs(local, runs, mesh, self._sharding.name)
             pieces = [row[: len(run)] for row, run in zip(padded, runs, strict=True)]
             return torch.cat(pieces).view(self._sharding.shape)
 
@@ -429,11 +429,11 @@ class ShardedTensor(DTensor):
     untyped_storage = storage = numpy = tolist = __array__ = __reduce_ex__ = _refuse_memory
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        run, axis = self._sharding.run, self._sharding.axis
+        run, mesh = self._sharding.run, self._sharding.mesh
         return (
             f"ShardedTensor({self._sharding.name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"device={self.device}, elements {run.start}:{run.stop} on rank {axis.rank} of "
-            f"{axis.size})"
+            f"device={self.device}, elements {run.start}:{run.stop} on rank {mesh.rank} of "
+            f"{mesh.size})"
         )
 
     # The protocol of `torch.distributed.checkpoint` for tensors that are on several ranks.
@@ -689,12 +689,12 @@ def _draw(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
         ShardedTensorError: the generators of ranks differ, so that each would draw something else.
     """
     x: ShardedTensor = args[0]
-    axis, run = x._sharding.axis, x._sharding.run
+    mesh, run = x._sharding.mesh, x._sharding.run
     generator = kwargs.get("generator")
     state = random_states(x.device)[-1] if generator is None else generator.get_state()
     digest = torch.tensor(zlib.crc32(bytes(state.tolist())))
-    digests = across([digest], axis, axis.world).view(-1).tolist()
-    if axis.backend("cpu") != "fake" and len(set(digests)) > 1:
+    digests = across([digest], mesh, mesh.world).view(-1).tolist()
+    if mesh.backend("cpu") != "fake" and len(set(digests)) > 1:
         raise ShardedTensorError(
             f"{x._sharding.name}: {func} expects random generators in the same state on all ranks; "
             "call torch.manual_seed with one seed on every rank before"
@@ -717,7 +717,7 @@ _REDUCTIONS = {
 def _reduce(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """A reduction over all dimensions; one over some of them or with an index is refused."""
     x: ShardedTensor = args[0]
-    kind, axis = _REDUCTIONS[func.overloadpacket.__name__], x._sharding.axis
+    kind, mesh = _REDUCTIONS[func.overloadpacket.__name__], x._sharding.mesh
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     dims = given.get("dim")
@@ -727,29 +727,29 @@ def _reduce(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     dtype, order = given.get("dtype"), given.get("ord", given.get("p", 2.0))
     run = x._local_tensor if dtype is None else x._local_tensor.to(dtype)
     if kind == "norm":
-        result = norms([run], axis, 2.0 if order is None else float(order))[0]
+        result = norms([run], mesh, 2.0 if order is None else float(order))[0]
     else:
-        result = combine(kind, run, x.numel(), axis)
+        result = combine(kind, run, x.numel(), mesh)
     return result.view([1] * x.ndim) if given.get("keepdim") else result
 
 
 def _foreach_norm(
     _func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
-    """The global norm of every tensor, in one exchange for each axis and dtype."""
+    """The global norm of every tensor, in one exchange for each mesh and dtype."""
     tensors, order = args[0], args[1] if len(args) > 1 else 2.0
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")  # noqa: PLR2004
     results: dict[int, Tensor] = {}
     groups: dict[tuple[int, torch.dtype], list[int]] = {}
     for i, x in enumerate(tensors):
         if isinstance(x, ShardedTensor):
-            groups.setdefault((id(x._sharding.axis), x.dtype), []).append(i)
+            groups.setdefault((id(x._sharding.mesh), x.dtype), []).append(i)
         else:
             norm = torch.linalg.vector_norm(x, order, dtype=dtype)
             results[i] = norm.full_tensor() if isinstance(norm, DTensor) else norm
     for members in groups.values():
         runs = [tensors[i]._local_tensor.to(dtype or tensors[i].dtype) for i in members]
-        found = norms(runs, tensors[members[0]]._sharding.axis, order)
+        found = norms(runs, tensors[members[0]]._sharding.mesh, order)
         results.update(zip(members, found, strict=True))
     return [results[i] for i in range(len(tensors))]
 
@@ -761,10 +761,10 @@ def _foreach_max(_func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, A
 def _unscale(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
     """GradScaler's kernel: a non-finite gradient on any rank skips the step on every rank."""
     grads, found_inf, inverse_scale = args
-    axes = {id(x._sharding.axis): x._sharding.axis for x in grads if isinstance(x, ShardedTensor)}
+    meshes = {id(x._sharding.mesh): x._sharding.mesh for x in grads if isinstance(x, ShardedTensor)}
     func(_locals_of(grads), found_inf, inverse_scale)
-    for axis in axes.values():
-        found_inf.copy_(across([found_inf.reshape(())], axis).amax())
+    for mesh in meshes.values():
+        found_inf.copy_(across([found_inf.reshape(())], mesh).amax())
 
 
 _RANDOM = {

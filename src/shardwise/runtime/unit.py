@@ -47,7 +47,7 @@ class FlatParameters:
     def __init__(
         self,
         layout: Layout,
-        axis: DataParallelMesh,
+        mesh: DataParallelMesh,
         pools: Pools,
         plan: UnitPlan,
         offloader: ShardOffloader | None = None,
@@ -59,7 +59,7 @@ class FlatParameters:
         self.offloader = offloader  # if the shard is on the host
         self._part: Tensor | None = None  # [world_size * S / subgroup]
         self._part_owner = f"part for {layout.extents[0].parameter.name}"
-        self.axis = axis
+        self.mesh = mesh
         self.is_whole = not layout.needs_gather  # the shard is the buffer: nothing to gather
         compute_dtype = layout.cast.compute_dtype
         self._own_pool = pools.own
@@ -77,7 +77,7 @@ class FlatParameters:
             GradientBuffer(
                 layout,
                 self.parameters,
-                axis,
+                mesh,
                 pools.outer_gradients if plan.has_child_units else pools.gradients,
                 offloader,
                 owns_buffer=plan.holds_gradients,
@@ -114,13 +114,13 @@ class FlatParameters:
         self.buffer.acquire()
         flat, part = self.buffer.flat, self._part
         if part is not None:
-            subgroup = self.axis.subgroup(self._plan.subgroup)
+            subgroup = self.mesh.subgroup(self._plan.subgroup)
             own = flat.view(subgroup.size, -1)[subgroup.index]
             return collectives.all_gather(flat, subgroup, label, partial(copy_, own, part))
         self.reclaim_locals()
-        own_slot = self.buffer.slot_of(self.axis.rank)
+        own_slot = self.buffer.slot_of(self.mesh.rank)
         fill, shared = self._copy_shard(own_slot), self.buffer.shared_range()
-        return collectives.all_gather(flat, self.axis.shards, label, fill, shared)
+        return collectives.all_gather(flat, self.mesh.shards, label, fill, shared)
 
     def launch_subgroup_part(self, collectives: Collectives, label: str) -> Work | None:
         """Get what the subgroup gathers from: out of what is gathered, or from the other rows."""
@@ -131,12 +131,12 @@ class FlatParameters:
         )
         self._part = part
         if not self._plan.two_level_gather:
-            subgroup = self.axis.subgroup(self._plan.subgroup)
+            subgroup = self.mesh.subgroup(self._plan.subgroup)
             self.buffer.pack()
             copy_(part, self.buffer.flat.view(subgroup.size, -1)[subgroup.index])
             return None
         self.reclaim_locals()
-        column = self.axis.column
+        column = self.mesh.column
         own = part.view(column.size, -1)[column.index]
         return collectives.all_gather(part, column, label, self._copy_shard(own))
 
@@ -149,9 +149,9 @@ class FlatParameters:
         self.reclaim_locals()
         held = self._held = flat_buffer(self.layout, Pool(self._pool.device, keep=False))
         held.acquire()
-        own_slot = held.slot_of(self.axis.rank)
+        own_slot = held.slot_of(self.mesh.rank)
         fill = partial(copy_, own_slot, self.shard)
-        return collectives.all_gather(held.flat, self.axis.shards, label, fill)
+        return collectives.all_gather(held.flat, self.mesh.shards, label, fill)
 
     def use_held(self) -> None:
         if self._held is not None:
@@ -169,7 +169,7 @@ class FlatParameters:
         if self._held is not None:
             if write_back:
                 self._held.pack()
-                copy_(self.shard, self._held.slot_of(self.axis.rank))
+                copy_(self.shard, self._held.slot_of(self.mesh.rank))
             self._held.release()
             self._held = None
 

@@ -118,7 +118,7 @@ class Trainer:
         self.num_trained = 0  # steps, by this process
         self._training_seconds = 0.0  # without validation
         self._overlapped_shares: list[float] = []  # of the steps
-        self._axis = runtime_of_root(self.model).axis
+        self._mesh = runtime_of_root(self.model).mesh
 
     def resume(self, step: int, scaler_state: dict[str, Any]) -> None:
         """Continue after ``step``; a loss scale of another dtype's run is ignored."""
@@ -169,7 +169,7 @@ class Trainer:
             for sequences in self._micro_batches(batch):
                 total += self._loss(sequences)
         self.model.train()
-        return float(across([total], self._axis, self._axis.world).mean()) / num_batches
+        return float(across([total], self._mesh, self._mesh.world).mean()) / num_batches
 
     def summarize(self, records: Sequence[Record]) -> Summary:
         """Generate the sample, and gather what the ranks have measured."""
@@ -219,7 +219,7 @@ class Trainer:
         self._overlapped_shares.append(sw.ledger(self.model).overlapped_share())
         norm = self._update()
         # One exchange for the loss and the signal, so that all ranks stop after the same step.
-        values = across([total, total.new_tensor(self.stop.number)], self._axis, self._axis.world)
+        values = across([total, total.new_tensor(self.stop.number)], self._mesh, self._mesh.world)
         mean_loss, signal = torch.stack([values[:, 0].mean(), values[:, 1].amax()]).tolist()
         self.stopped_by = int(signal)
         grad_norm = None if norm is None else float(norm)
