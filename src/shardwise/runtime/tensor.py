@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.utils.dlpack import from_dlpack
 
 from shardwise._private import (
     DTensorSpec,
@@ -146,6 +147,10 @@ class Sharding:
     def __deepcopy__(self, _memo: dict[int, Any]) -> "Sharding":
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A parameter that was pickled is on its own; process groups cannot be pickled."""
+        return type(None), ()
+
     def dense(self, local: Tensor) -> Tensor:
         """The parameter that modules compute with, of which ``local`` is the memory."""
         return local
@@ -241,6 +246,8 @@ class ChunkSharding(Sharding):
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
     def wrap(self, local: Tensor) -> DTensor:
+        if local.storage_offset():
+            local = _with_own_storage(local)
         chunk = local.view(chunk_shape(self.extent.parameter, self.mesh.size, self.mesh.rank))
         wrapped: DTensor = new_dtensor(DTensor, chunk, self.spec(chunk), requires_grad=False)
         return wrapped
@@ -275,6 +282,16 @@ class ChunkSharding(Sharding):
     @property
     def _inner_placement(self) -> Placement:
         return Shard(self._dim)
+
+
+def _with_own_storage(flat: Tensor) -> Tensor:
+    """The same memory from the beginning of a Storage; with an offset, DTensors cannot be pickled.
+
+    DLPack is the public way to such a Storage, which keeps the other alive.
+    """
+    if flat.is_meta or not flat.numel():
+        return flat.new_empty(flat.shape)
+    return from_dlpack(flat.detach().view(torch.uint8)).view(flat.dtype)
 
 
 _SHARDING = "_sharding"
