@@ -1,4 +1,4 @@
-"""Shards the full tensors of a state dict that every rank has, or that the first rank sends."""
+"""Shards full tensors that every rank has, or that the first rank sends."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.runtime.tensor import local_of, sharding_of
@@ -23,7 +23,7 @@ def distribute(states: Any, like: Any, source: dist.ProcessGroup | None = None) 
         like: dicts of the same structure with sharded tensors. A tensor in the place of a dict is
             the counterpart of all tensors in that dict.
         source: the group whose first rank has ``states`` and sends them. The other ranks hold one
-            full tensor at a time. None if every rank has ``states``.
+            full tensor at a time. None for one rank.
     """
     outline = states if source is None else broadcast_object(_outline(states), source)
     return _shard_all(outline, states, like, source)
@@ -44,11 +44,8 @@ def shard_like(value: Any, parameter: Tensor) -> Any:
         return value
     is_scalar = value.dim() == 0 and parameter.dim() > 0  # such as the number of steps
     sharding = sharding_of(parameter)
-    if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or is_scalar:
+    if isinstance(value, DTensor) or sharding is None or is_scalar:
         return value.detach().clone()
-    if sharding is None:  # a detached one, as in state dicts
-        mesh, placements = parameter.device_mesh, parameter.placements
-        return distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
     local = local_of(parameter)
     if value.shape == parameter.shape:
         value = sharding.own_part_of(value)
