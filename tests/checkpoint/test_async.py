@@ -13,10 +13,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import save as save_module
-from shardwise.checkpoint.collect import HostCopies, TensorSlice, axis_of
+from shardwise.checkpoint.collect import HostCopies, TensorSlice, WriteJob, axis_of
 from shardwise.checkpoint.coordination import Coordinator, coordinator_of
 from shardwise.checkpoint.save import Save
-from shardwise.checkpoint.write import WriteJob, write
+from shardwise.checkpoint.write import write
 from tests.checkpoint.training import Training, differing, digests
 from tests.ranks import on_ranks
 from tests.runtime.one_process import rank
@@ -53,22 +53,20 @@ def test_each_asynchronous_save_writes_its_own_values(tmp_path: Path) -> None:
 
 def test_host_memory_is_reused_by_one_save_at_a_time() -> None:
     values = torch.arange(4.0)
-    shares = {"model": {"weight": TensorSlice(3, values), "bias": TensorSlice(0, torch.ones(2))}}
+    shares = {0: TensorSlice(3, values), 1: TensorSlice(0, torch.ones(2))}
     copies = HostCopies()
     first = copies.copy(shares)
-    place = first["model"]["weight"].elements.data_ptr()
+    place = first[0].elements.data_ptr()
     copies.reclaim(first)
     values += 1
-    again = copies.copy(shares)["model"]["weight"]
+    again = copies.copy(shares)[0]
     assert (again.start, again.elements.data_ptr()) == (3, place)
     assert torch.equal(again.elements, values)
-    under_way = copies.copy(shares)["model"]["weight"]
+    under_way = copies.copy(shares)[0]
     assert under_way.elements.data_ptr() != place
-    copies.reclaim({"model": {"weight": again}})
-    wider = {"model": {"weight": TensorSlice(0, torch.ones(4, dtype=torch.float64))}}
-    assert torch.equal(
-        copies.copy(wider)["model"]["weight"].elements, wider["model"]["weight"].elements
-    )
+    copies.reclaim({0: again})
+    wider = {0: TensorSlice(0, torch.ones(4, dtype=torch.float64))}
+    assert torch.equal(copies.copy(wider)[0].elements, wider[0].elements)
 
 
 @pytest.mark.parametrize("call", ["save", "load"])
@@ -76,9 +74,8 @@ def test_a_blocking_call_frees_the_host_memory(call: str, tmp_path: Path) -> Non
     model = nn.Linear(2, 3)
     sw.save(tmp_path / "1", model=model, wait=False).wait()
     copies = coordinator_of(axis_of([model]), model).host_copies
-    slices = {"model": {"weight": TensorSlice(0, torch.ones(6))}}
-    copy_ = copies.copy(slices)["model"]["weight"].elements
-    copies.reclaim({"model": {"weight": TensorSlice(0, copy_)}})
+    copy_ = copies.copy({0: TensorSlice(0, torch.ones(6))})[0].elements
+    copies.reclaim({0: TensorSlice(0, copy_)})
     kept = weakref.ref(copy_)
     del copy_
     assert kept() is not None

@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.checksums import BLOCK_BYTES
-from shardwise.checkpoint.format import Spec, spec_of
+from shardwise.checkpoint.directory import Retention
+from shardwise.checkpoint.format import File, Spec, index_of, spec_of
+from shardwise.checkpoint.manifest import Component, tensor_ids
+from shardwise.checkpoint.stores import Folder
 from shardwise.errors import CheckpointError
 from shardwise.plan.layout import Run
 from shardwise.plan.strategy import STRATEGIES
@@ -24,7 +28,9 @@ from shardwise.runtime.tensor import OwnPart, local_of, own_part_of, sharding_of
 __all__ = [
     "Collected",
     "HostCopies",
+    "Slices",
     "TensorSlice",
+    "WriteJob",
     "axis_of",
     "bytes_of",
     "check_name",
@@ -274,7 +280,41 @@ def _part_of_replica(elements: Tensor, number: int, own: OwnPart) -> Run:
     return Run(num_elements * replica // copies, num_elements * (replica + 1) // copies)
 
 
-_Slices = Mapping[str, Mapping[str, TensorSlice]]  # by component and tensor
+Slices = Mapping[int, TensorSlice]  # by the number of the tensor; see `manifest.tensor_ids`
+
+
+@dataclass(frozen=True)
+class WriteJob:
+    """Everything that is needed to write a checkpoint."""
+
+    folder: Folder
+    components: Mapping[str, Component]
+    slices: Slices  # of this rank
+    retention: Retention | None
+
+    @cached_property
+    def files(self) -> list[File]:
+        """The files of all components."""
+        return [file for part in self.components.values() for file in part.files]
+
+    @cached_property
+    def numbers(self) -> dict[str, list[int]]:
+        """The numbers of the tensors of each file, by its name."""
+        ids = tensor_ids(self.components)
+        return {
+            file.name: [ids[name, spec.name] for spec in file.specs]
+            for name, part in self.components.items()
+            for file in part.files
+        }
+
+    @property
+    def others(self) -> dict[str, bytes]:
+        """The files without tensors: the index of each component that is split."""
+        return {
+            f"{name}.safetensors.index.json": index_of(part.files)
+            for name, part in self.components.items()
+            if len(part.files) > 1
+        }
 
 
 class HostCopies:
@@ -284,26 +324,19 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[str, str], Tensor] = {}
+        self._free: dict[int, Tensor] = {}
 
-    def copy(self, slices: _Slices) -> dict[str, dict[str, TensorSlice]]:
+    def copy(self, slices: Slices) -> Slices:
         """Copies of ``slices``, whose memory is not reused until `reclaim`."""
         free, self._free = self._free, {}
         return {
-            name: {
-                key: TensorSlice(own.start, _copied(own.elements, free.pop((name, key), None)))
-                for key, own in by_key.items()
-            }
-            for name, by_key in slices.items()
+            number: TensorSlice(own.start, _copied(own.elements, free.pop(number, None)))
+            for number, own in slices.items()
         }
 
-    def reclaim(self, copies: _Slices) -> None:
+    def reclaim(self, copies: Slices) -> None:
         """Reuse the memory of ``copies`` in the next save."""
-        self._free = {
-            (name, key): copy.elements
-            for name, by_key in copies.items()
-            for key, copy in by_key.items()
-        }
+        self._free = {number: copy.elements for number, copy in copies.items()}
 
     def clear(self) -> None:
         """Free the memory that is kept."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.collect import (
     Collected,
-    TensorSlice,
+    WriteJob,
     axis_of,
     check_name,
     collect,
@@ -24,7 +24,7 @@ from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.format import MAX_FILE_BYTES, File, pack
 from shardwise.checkpoint.manifest import Component
 from shardwise.checkpoint.stores import Folder, folder_at
-from shardwise.checkpoint.write import WriteJob, write
+from shardwise.checkpoint.write import write
 from shardwise.errors import CheckpointError
 
 __all__ = ["Save", "save"]
@@ -124,18 +124,14 @@ def _write_job(
     rank: int,
     retention: Retention | None,
 ) -> WriteJob:
-    """What this rank writes."""
-    components: dict[str, Component] = {}
-    slices: dict[str, dict[str, TensorSlice]] = {}
-    number = 0
-    for name, part in found.items():
-        components[name] = Component(part.kind, part.tree, tuple(files[name]), part.aliases)
-        slices[name] = {}
-        for key, tensor in sorted(part.tensors.items()):
-            own = slice_to_write(tensor, number, rank)
-            if own is not None:
-                slices[name][key] = own
-            number += 1
+    """What this rank writes. Tensors are numbered as by `tensor_ids`."""
+    components = {
+        name: Component(part.kind, part.tree, tuple(files[name]), part.aliases)
+        for name, part in found.items()
+    }
+    tensors = (tensor for part in found.values() for _, tensor in sorted(part.tensors.items()))
+    own = ((number, slice_to_write(x, number, rank)) for number, x in enumerate(tensors))
+    slices = {number: one for number, one in own if one is not None}
     return WriteJob(folder, components, slices, retention)
 
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.checksums import BLOCK_BYTES, BlockPart, crc32, split_at_blocks
-from shardwise.checkpoint.collect import TensorSlice, bytes_of
+from shardwise.checkpoint.collect import Slices, WriteJob, bytes_of
 from shardwise.checkpoint.coordination import Coordinator
 from shardwise.checkpoint.format import File
-from shardwise.checkpoint.manifest import Component, tensor_ids
 from shardwise.checkpoint.stores import RemoteFolder, Upload
 from shardwise.errors import StepError
 
@@ -48,42 +47,22 @@ class _Piece:
 _Batch = Sequence[_Piece]
 
 
-def upload(
-    folder: RemoteFolder,
-    components: Mapping[str, Component],
-    slices: Mapping[str, Mapping[str, TensorSlice]],
-    others: Mapping[str, bytes],
-    ranks: Coordinator,
-) -> list[BlockPart]:
-    """Send all files but the manifest, and return the checksums of this rank's bytes.
-
-    Args:
-        folder: where to send them.
-        components: the files.
-        slices: this rank's slices, by component and tensor. The ranks have each byte once.
-        others: files without tensors, which rank 0 sends.
-        ranks: all of which call this.
+def upload(folder: RemoteFolder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]:
+    """Send all files of ``job`` but the manifest, and return the checksums of this rank's bytes.
 
     Raises:
         CheckpointError: on all ranks, after every upload was given up.
     """
-    ids = tensor_ids(components)
-    own = {ids[name, key]: x for name, by_key in slices.items() for key, x in by_key.items()}
-    holders = _holders(own, ranks)
-    tensors = {
-        file.name: [ids[name, spec.name] for spec in file.specs]
-        for name, component in components.items()
-        for file in component.files
-    }
-    assigned = assign_files([x for part in components.values() for x in part.files], ranks.size)
+    holders = _holders(job.slices, ranks)
+    assigned = assign_files(job.files, ranks.size)
     max_bytes = _round_bytes(sum(map(bool, assigned)))
     streams = [
-        _batches(_pieces(((x, tensors[x.name]) for x in files), holders, max_bytes), max_bytes)
+        _batches(_pieces(((x, job.numbers[x.name]) for x in files), holders, max_bytes), max_bytes)
         for files in assigned
     ]
     uploads = _Uploads(folder, assigned[ranks.rank])
     try:
-        return _send(zip_longest(*streams, fillvalue=()), own, uploads, others, ranks)
+        return _send(zip_longest(*streams, fillvalue=()), job, uploads, ranks)
     except BaseException as error:
         uploads.discard()
         # All uploads end before rank 0 removes what was sent; a lost rank cannot be waited for.
@@ -147,9 +126,8 @@ class _Uploads:
 
 def _send(
     rounds: Iterable[Sequence[_Batch]],
-    own: Mapping[int, TensorSlice],
+    job: WriteJob,
     uploads: _Uploads,
-    others: Mapping[str, bytes],
     ranks: Coordinator,
 ) -> list[BlockPart]:
     """In each round, every rank sends the batch at its own position."""
@@ -158,21 +136,19 @@ def _send(
     for batches in rounds:
         with ranks.raises_together("upload"):
             uploads.write(ready)
-            held = [_joined(batch, own, ranks.rank, parts) for batch in batches]
+            held = [_joined(batch, job.slices, ranks.rank, parts) for batch in batches]
         batch = batches[ranks.rank]
         ready = _in_order(batch, ranks.all_to_all(held, _bytes_by_rank(batch, ranks.size)))
     with ranks.raises_together("upload"):
         uploads.write(ready)
         uploads.finish()
         if ranks.rank == 0:
-            for name, content in others.items():
+            for name, content in job.others.items():
                 uploads.folder.put(name, content)
     return parts
 
 
-def _joined(
-    batch: _Batch, own: Mapping[int, TensorSlice], rank: int, parts: list[BlockPart]
-) -> Tensor:
+def _joined(batch: _Batch, own: Slices, rank: int, parts: list[BlockPart]) -> Tensor:
     """This rank's bytes of a batch. Their checksums are added to ``parts``."""
     joined = bytearray()
     for piece in batch:
@@ -202,7 +178,7 @@ def _in_order(batch: _Batch, received: Iterable[Tensor]) -> Iterator[tuple[File,
 _Holders = Mapping[int, Sequence[tuple[int, int, int]]]
 
 
-def _holders(own: Mapping[int, TensorSlice], ranks: Coordinator) -> _Holders:
+def _holders(own: Slices, ranks: Coordinator) -> _Holders:
     """By tensor: the bytes that ranks hold, ``(start, stop, rank)``, in ascending order."""
     rows = [(number, held.start_byte, held.stop_byte) for number, held in own.items()]
     holders: dict[int, list[tuple[int, int, int]]] = {}

@@ -2,8 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from shardwise.checkpoint.checksums import (
     BlockPart,
@@ -14,45 +13,25 @@ from shardwise.checkpoint.checksums import (
     encode_parts,
     split_at_blocks,
 )
-from shardwise.checkpoint.collect import TensorSlice
+from shardwise.checkpoint.collect import TensorSlice, WriteJob
 from shardwise.checkpoint.coordination import Coordinator
 from shardwise.checkpoint.directory import (
     Owner,
-    Retention,
     commit,
     is_owned,
     prepare,
     release,
     remove_remains,
 )
-from shardwise.checkpoint.format import File, index_of
-from shardwise.checkpoint.manifest import Component, Manifest, tensor_ids
-from shardwise.checkpoint.stores import Folder, LocalFolder, RemoteFolder
+from shardwise.checkpoint.format import File
+from shardwise.checkpoint.manifest import Manifest, tensor_ids
+from shardwise.checkpoint.stores import LocalFolder, RemoteFolder
 from shardwise.checkpoint.upload import upload
 from shardwise.errors import CheckpointError, StepError
 
-__all__ = ["WriteJob", "write"]
+__all__ = ["write"]
 
 _FLUSH_BYTES = 8 << 20  # saves took as long or longer with 1 MiB and with 32 MiB
-
-
-@dataclass(frozen=True)
-class WriteJob:
-    """Everything that is needed to write a checkpoint."""
-
-    folder: Folder
-    components: Mapping[str, Component]
-    slices: Mapping[str, Mapping[str, TensorSlice]]  # of this rank, by component and tensor
-    retention: Retention | None
-
-    @property
-    def others(self) -> dict[str, bytes]:
-        """The files without tensors: the index of each component that is split."""
-        return {
-            f"{name}.safetensors.index.json": index_of(part.files)
-            for name, part in self.components.items()
-            if len(part.files) > 1
-        }
 
 
 def write(job: WriteJob, ranks: Coordinator) -> None:
@@ -67,7 +46,7 @@ def write(job: WriteJob, ranks: Coordinator) -> None:
             if ranks.rank == 0:
                 owner = prepare(job.folder)
         if isinstance(job.folder, RemoteFolder):
-            own = upload(job.folder, job.components, job.slices, job.others, ranks)
+            own = upload(job.folder, job, ranks)
         else:
             assert isinstance(job.folder, LocalFolder)
             with ranks.raises_together("write"):
@@ -114,7 +93,7 @@ def _write_in_place(folder: LocalFolder, job: WriteJob, ranks: Coordinator) -> l
     """Write this rank's bytes, bring them to disk, and return their checksums."""
     parts = _write_slices(folder, job, ranks)
     if ranks.rank == 0:
-        heads = {file.name: file.head for part in job.components.values() for file in part.files}
+        heads = {file.name: file.head for file in job.files}
         for name, content in {**heads, **job.others}.items():
             with _opened(folder, name) as descriptor:
                 _write_at(descriptor, memoryview(content), 0)
@@ -122,27 +101,25 @@ def _write_in_place(folder: LocalFolder, job: WriteJob, ranks: Coordinator) -> l
 
 
 def _write_slices(folder: LocalFolder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]:
-    ids = tensor_ids(job.components)
     parts: list[BlockPart] = []
     with contextlib.ExitStack() as files:  # which are brought to disk at its end
-        for name, file in _rotated(job.components, ranks):
-            found = {spec.name: job.slices[name].get(spec.name) for spec in file.specs}
-            slices = {key: own for key, own in found.items() if own is not None}
-            if not slices:
+        for file in _rotated(job.files, ranks):
+            numbers = zip(file.offsets.values(), job.numbers[file.name], strict=True)
+            own = [(offset, number) for offset, number in numbers if number in job.slices]
+            if not own:
                 continue
             output = _FlushedFile(files.enter_context(_opened(folder, file.name)))
-            for key, own in slices.items():
-                parts += _write_slice(output, file.offsets[key], own, ids[name, key])
+            for offset, number in own:
+                parts += _write_slice(output, offset, job.slices[number], number)
             output.flush()
     return parts
 
 
-def _rotated(components: Mapping[str, Component], ranks: Coordinator) -> list[tuple[str, File]]:
-    """The files of all components, where each rank starts with another one.
+def _rotated(files: list[File], ranks: Coordinator) -> list[File]:
+    """``files``, where each rank starts with another one.
 
     The system lets one process at a time write to a file.
     """
-    files = [(name, file) for name, part in components.items() for file in part.files]
     first = ranks.rank * len(files) // ranks.size
     return files[first:] + files[:first]
 
