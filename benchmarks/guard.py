@@ -87,7 +87,7 @@ def time_chores(model: torch.nn.Module) -> dict[str, Figures]:
             lambda: runtime.scheduler.report(f"forward of {label}"),
             forwards + backwards + 1,
         ),
-        "note the unit that is entered": (lambda: links.recent_units.append(7, label), forwards),
+        "note the unit that is entered": (lambda: links.enter(label), forwards),
         "ask whether to recover": (links.recover, forwards),
     }
     return {

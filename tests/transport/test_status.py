@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 import shardwise as sw
-from shardwise.transport.api import CollectiveId
+from shardwise.transport.api import CollectiveId, RankGroup
+from shardwise.transport.communicator import RECENT_UNITS, Communicator
 from shardwise.transport.health.monitor import Monitor, Patience
 from shardwise.transport.health.status import (
     _ERRORS,
     LOOKS,
-    RECENT_UNITS,
     QueueState,
-    RecentUnits,
     Report,
     verdict,
 )
@@ -45,8 +45,7 @@ reports = st.builds(
     queues=st.lists(queue_states, max_size=2).map(tuple),
     error=texts,
     failure=st.sampled_from(["", *_ERRORS]),
-    num_entered=counts,
-    entered=st.lists(texts, max_size=3).map(tuple),
+    entered=st.lists(st.tuples(counts, texts), max_size=3).map(tuple),
 )
 
 
@@ -190,18 +189,11 @@ def test_a_rank_that_waits_for_a_stuck_rank_is_stuck_too() -> None:
 # -- the first difference --------------------------------------------------------------------------
 
 
-def entered(*units: str, step: int = 7) -> RecentUnits:
-    made = RecentUnits()
-    for unit in units:
-        made.append(step, unit)
-    return made
-
-
-def difference(*ways: RecentUnits, steps: tuple[int, ...] = (7, 7, 7)) -> str:
-    """What the verdict says of ranks in a deadlock that came by these ways."""
+def difference(*ways: str, steps: tuple[int, ...] = (7, 7, 7), first: int = 1) -> str:
+    """What the verdict says of ranks in a deadlock that came by these ways, from call ``first``."""
     states = [report(queue(2, gather(3, str(i), len(ways))), IDLE) for i in range(len(ways))]
     reports = [
-        replace(state, step=step, num_entered=way.num_entered, entered=way.entered)
+        replace(state, step=step, entered=tuple(enumerate(way, start=first)))
         for state, step, way in zip(states, steps, ways, strict=False)
     ]
     lines = str(error_of(reports)).splitlines()
@@ -209,30 +201,29 @@ def difference(*ways: RecentUnits, steps: tuple[int, ...] = (7, 7, 7)) -> str:
 
 
 def test_the_first_units_in_which_ranks_differ_are_named() -> None:
-    assert difference(
-        entered("root", "a", "b"), entered("root", "c", "d"), entered("root", "a")
-    ) == ("They differ from call 2 of the step on: rank 0, 2 entered a; rank 1 entered c.")
+    expected = "They differ from call 2 of the step on: rank 0, 2 entered a; rank 1 entered c."
+    assert difference("rab", "rcd", "ra") == expected
+    assert difference("rab", "rcd", "ra", first=99) == expected.replace("2", "100", 1)
 
 
 def test_ranks_that_entered_the_same_units_do_not_differ() -> None:
-    assert difference(entered("root", "a"), entered("root", "a", "b")) == ""
-    assert difference(entered("root", "a"), entered("root", "b"), steps=(7, 8)) == "", (
-        "different steps"
-    )
-    assert difference(entered(), entered()) == ""
+    assert difference("ra", "rab") == ""
+    assert difference("ra", "rb", steps=(7, 8)) == "", "different steps"
+    assert difference("", "") == ""
+    assert difference("a", "") == "", "too long ago to tell"
 
 
-def test_recent_units_are_those_of_one_step() -> None:
-    long = [str(i % 50) for i in range(3 * RECENT_UNITS)]
-    assert entered(*long).entered == tuple(long[-RECENT_UNITS:])
-    call = len(long) + 1
-    assert difference(entered(*long, "a"), entered(*long, "b", "c")) == (
-        f"They differ from call {call} of the step on: rank 0 entered a; rank 1 entered b."
-    )
-    assert difference(entered("a"), entered("b", *long)) == "", "too long ago to tell"
-    made = entered("a", "b")
-    made.append(8, "c")
-    assert (made.entered, made.num_entered) == (("c",), 1)
+def test_the_last_units_of_a_step_are_reported() -> None:
+    """Of the step under way, with the number of their call in it."""
+    links = Communicator(RankGroup((0,), 0), torch.device("cpu"))
+    links.step = 7
+    for i in range(3 * RECENT_UNITS):
+        links.enter(str(i % 50))
+    numbers = [call for step, call, _ in links._entered if step == links.step]
+    assert numbers == list(range(2 * RECENT_UNITS + 1, 3 * RECENT_UNITS + 1))
+    links.step = 8
+    links.enter("a")
+    assert links._entered[-1] == (8, 1, "a")
 
 
 def silent(rank: int) -> tuple[Report | None, ...]:

@@ -87,7 +87,7 @@ class Scheduler:
             label = self.units[index].plan.label
             self.report(f"forward of {label}")
             if not recomputed:
-                self._links.recent_units.append(self.ledger.step, label)
+                self._links.enter(label)
             grad = torch.is_grad_enabled()
             call, events = self.sequencer.enter(index, grad=grad, recomputed=recomputed)
             self._depth += 1

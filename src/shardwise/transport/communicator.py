@@ -2,6 +2,7 @@
 
 import contextlib
 import weakref
+from collections import deque
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
@@ -15,11 +16,13 @@ from shardwise.errors import PeerAborted, PeerLost, PeerSilent, PlanError, StepE
 from shardwise.transport.api import CollectiveId, RankGroup, Work
 from shardwise.transport.device import ThreadStream
 from shardwise.transport.health.monitor import POLL_SECONDS, Monitor, Patience
-from shardwise.transport.health.status import QueueState, RecentUnits, Report
+from shardwise.transport.health.status import QueueState, Report
 from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.process_group import ProcessGroupCollectives, backend_of
 
 __all__ = ["POLL_SECONDS", "Collectives", "Communicator", "communicator", "make_collectives"]
+
+RECENT_UNITS = 64  # a rank stalls a few units after it took another way than the others
 
 Collectives = HostCollectives | ProcessGroupCollectives  # of one kind, one after the other
 
@@ -88,7 +91,8 @@ class Communicator:
         self._recovery: Work | None = None  # under way
         self.step = 0
         self.where = "before the first step"
-        self.recent_units = RecentUnits()
+        # Step, number of the call in it, and unit.
+        self._entered: deque[tuple[int, int, str]] = deque(maxlen=RECENT_UNITS)
 
     @property
     def world(self) -> RankGroup:
@@ -99,6 +103,11 @@ class Communicator:
     def is_monitored(self) -> bool:
         """Whether ranks that wait learn of errors on other ranks."""
         return self._monitor is not None
+
+    def enter(self, unit: str) -> None:
+        """Note that the forward of ``unit`` begins."""
+        step, call, _ = self._entered[-1] if self._entered else (self.step, 0, "")
+        self._entered.append((self.step, call + 1 if step == self.step else 1, unit))
 
     def wait(self, work: Work) -> None:
         """Return when compute may use the result.
@@ -162,7 +171,7 @@ class Communicator:
             raise recovery.error
         self.epoch += 1
         self.is_broken = False
-        self.recent_units.clear()
+        self._entered.clear()
 
     def _synchronize(self) -> None:
         """Exchange reports with all ranks, and end what only some of them have begun."""
@@ -181,12 +190,11 @@ class Communicator:
         if self._monitor is None:
             return
         label = "" if work.collective is None else work.collective.label
-        units = self.recent_units
         report = replace(
-            self._report(looks),
+            self._report(),
+            looks=looks,
             where=f"{self.where}, waits for {label}",
-            num_entered=units.num_entered,
-            entered=units.entered,
+            entered=tuple((call, unit) for step, call, unit in self._entered if step == self.step),
         )
         try:
             self._monitor.publish(report)
@@ -205,8 +213,8 @@ class Communicator:
         with contextlib.suppress(PeerLost):  # the store is gone, so no rank can be told
             self._monitor.publish(report)
 
-    def _report(self, looks: int = 0) -> Report:
-        return Report(self.epoch, looks, self.step, self.where, self._queues())
+    def _report(self) -> Report:
+        return Report(self.epoch, 0, self.step, self.where, self._queues())
 
     def _queues(self) -> tuple[QueueState, ...]:
         return tuple(queue.state() for queue in self._monitored)

@@ -9,7 +9,6 @@ all have begun will end, however slow the network.
 """
 
 import json
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,11 +16,10 @@ from typing import Any
 from shardwise.errors import PeerAborted, PeerLost, PeerSilent, RanksDiverged, StepError
 from shardwise.transport.api import CollectiveId
 
-__all__ = ["QueueState", "RecentUnits", "Report", "verdict"]
+__all__ = ["QueueState", "Report", "verdict"]
 
 LOOKS = 2
 _ERRORS = {kind.__name__: kind for kind in (PeerAborted, RanksDiverged, PeerLost, PeerSilent)}
-RECENT_UNITS = 64  # a rank stalls a few units after it took another way than the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,31 +36,6 @@ class QueueState:
         )
 
 
-class RecentUnits:
-    """The units whose forwards a rank began in the step under way, in order."""
-
-    def __init__(self) -> None:
-        self._step = 0
-        self._units: deque[str] = deque(maxlen=RECENT_UNITS)
-        self.num_entered = 0
-
-    @property
-    def entered(self) -> tuple[str, ...]:
-        """The last of them."""
-        return tuple(self._units)
-
-    def append(self, step: int, unit: str) -> None:
-        if step != self._step:
-            self.clear()
-            self._step = step
-        self._units.append(unit)
-        self.num_entered += 1
-
-    def clear(self) -> None:
-        self._units.clear()
-        self.num_entered = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Report:
     """Where one rank stands, and the error that all ranks are to raise, if there is one."""
@@ -74,8 +47,7 @@ class Report:
     queues: tuple[QueueState, ...]
     failure: str = ""  # the name of its class
     error: str = ""
-    num_entered: int = 0  # units that were begun in this step
-    entered: tuple[str, ...] = ()  # the last of them
+    entered: tuple[tuple[int, str], ...] = ()  # the last calls of units in this step, numbered
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -83,7 +55,7 @@ class Report:
     @staticmethod
     def from_json(text: str | bytes) -> "Report":
         fields = json.loads(text)
-        fields["entered"] = tuple(fields["entered"])
+        fields["entered"] = tuple(map(tuple, fields["entered"]))
         fields["queues"] = tuple(
             QueueState(queue["issued"], _collective(queue["running"]), tuple(queue["ended"]))
             for queue in fields["queues"]
@@ -134,14 +106,12 @@ def _first_difference(reports: Mapping[int, Report]) -> str:
     """The first units in which the ranks differ, if they do."""
     if len({report.step for report in reports.values()}) > 1:
         return ""
-    skipped = {rank: r.num_entered - len(r.entered) for rank, r in reports.items()}
-    end = min(report.num_entered for report in reports.values())
-    for position in range(max(skipped.values()), end):
+    entered = {rank: dict(report.entered) for rank, report in reports.items()}
+    for call in sorted(set.intersection(*map(set, entered.values()))):
         by_unit: dict[str, list[str]] = {}
-        for rank, report in reports.items():
-            unit = report.entered[position - skipped[rank]]
-            by_unit.setdefault(unit, []).append(str(rank))
+        for rank, units in entered.items():
+            by_unit.setdefault(units[call], []).append(str(rank))
         if len(by_unit) > 1:
-            units = (f"rank {', '.join(ranks)} entered {unit}" for unit, ranks in by_unit.items())
-            return f"\nThey differ from call {position + 1} of the step on: {'; '.join(units)}."
+            ways = (f"rank {', '.join(ranks)} entered {unit}" for unit, ranks in by_unit.items())
+            return f"\nThey differ from call {call} of the step on: {'; '.join(ways)}."
     return ""
