@@ -158,12 +158,13 @@ def test_other_arguments() -> None:
     assert found.ok
     assert {"hsdp"} <= {one.strategy for one in found.comparisons} < set(PRESETS)
     for policy in (sw.CPUOffloadPolicy(), sw.CPUOffloadPolicy(parameters=False)):
-        assert sw.verify(Stack, _rows, offload_policy=policy, **usual).ok
+        assert sw.verify(Stack, _rows, ("zero2", "fsdp"), offload_policy=policy, **usual).ok
     row = mesh["shard"]
     found = sw.verify(Stack, _rows, mesh=row, **usual)
     assert found.num_ranks == 2
     assert {"fsdp"} <= {one.strategy for one in found.comparisons} < set(PRESETS)
-    found = sw.verify(KeywordLoss, lambda _: {"x": torch.randn(8, WIDTH), "scale": 3}, quiet=True)
+    batch = {"x": torch.randn(8, WIDTH), "scale": 3}
+    found = sw.verify(KeywordLoss, lambda _: batch, "fsdp", quiet=True)
     assert found.ok
     assert sw.verify(lambda: build("recurrent"), _rows, "fsdp", units=nn.LSTM, **usual).ok
     case = CASES["mixed dtypes"]
