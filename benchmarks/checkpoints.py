@@ -41,6 +41,7 @@ from shardwise.launch.world import World
 from shardwise.train.model import GPT, Shape
 
 SHAPES = {  # about so many million parameters
+    "0": Shape(vocabulary=64, context=8, width=16, layers=2, heads=2),  # to test this script
     "50": Shape(vocabulary=8192, context=128, width=576, layers=11, heads=8),
     "500": Shape(vocabulary=16384, context=128, width=1536, layers=16, heads=16),
 }

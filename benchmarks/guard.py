@@ -28,7 +28,6 @@ from shardwise.train.model import Shape
 from shardwise.transport.communicator import communicator
 from shardwise.transport.host.collectives import Exchange, HostCollectives
 
-SHAPE = Shape(vocabulary=256, context=128, width=384, layers=6, heads=4)  # 10.7 million parameters
 BATCHES, REPETITIONS = 15, 2000
 
 
@@ -36,6 +35,7 @@ def main() -> None:
     """Parse the command line, run, print."""
     parser = make_parser("guard", __doc__, ranks=2, rounds=20)
     parser.add_argument("--batch", type=int, default=4, help="sequences of a rank")
+    parser.add_argument("--width", type=int, default=384, help="of the GPT: 10.7M parameters")
     options = parser.parse_args()
     step_seconds, chores = harness.run_ranks(options.ranks, measure, options)[0]
     for chore in chores.values():
@@ -49,13 +49,14 @@ def main() -> None:
         ("share of the step", "share", "{:.4%}".format),
     )
     title = f"the guard in a step of {step_seconds * 1e3:.0f} ms, {options.ranks} CPU ranks"
-    setting = {"ranks": options.ranks, "sequences_of_a_rank": options.batch}
+    setting = {"ranks": options.ranks, "sequences_of_a_rank": options.batch, "width": options.width}
     harness.publish(title, columns, rows, options.out, **setting, step_seconds=step_seconds)
 
 
 def measure(world: World, options: Namespace) -> tuple[float, dict[str, Figures]]:
     """The fastest step (of which the guard is the largest share), and each chore alone."""
-    setting = Setting("", SHAPE, world.size, "fp32", (), options.rounds, options.batch)
+    shape = Shape(vocabulary=256, context=128, width=options.width, layers=6, heads=4)
+    setting = Setting("", shape, world.size, "fp32", (), options.rounds, options.batch)
     work = gpt_work(setting)
     trainee = ENGINES["shardwise-fsdp"].start(work)
 

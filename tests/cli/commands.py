@@ -7,23 +7,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
-from typing import TypeVar, TypeVarTuple, cast
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from shardwise.cli import main
-from shardwise.launch.world import World
 from tests.rank_handle import CONTEXT, PRELOAD
-from tests.ranks import run_on
 
-Arguments = TypeVarTuple("Arguments")
-T = TypeVar("T")
 PATIENCE_SECONDS = 250.0
 
 # Prefixes of the environment variables of launchers.
@@ -110,23 +101,6 @@ def environment(**changes: str) -> dict[str, str]:
 def run(arguments: Sequence[str | Path], cwd: Path, **changes: str) -> Finished:
     """Run ``shardwise`` with these arguments to its end."""
     return Command(arguments, cwd, **changes).finish()
-
-
-def run_on_pool(
-    num_ranks: int, function: Callable[[World, *Arguments], T], *args: *Arguments
-) -> list[T]:
-    """`run_on_local_ranks` without new processes; what the ranks print is printed here."""
-    outcomes = run_on(num_ranks, _run_captured, function, args, deadline=120.0)
-    for printed, _ in outcomes:
-        sys.stdout.write(printed)
-    return [cast("T", result) for _, result in outcomes]
-
-
-def _run_captured(function: Callable[..., object], args: tuple[object, ...]) -> tuple[str, object]:
-    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    with redirect_stdout(StringIO()) as printed:
-        result = function(world, *args)
-    return printed.getvalue(), result
 
 
 def fail(capfd: pytest.CaptureFixture[str], arguments: list[str]) -> str:

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
+from tests.pooled import run_on_pool
 
-from .commands import fail, run_on_pool
+from .commands import fail
 
 USAGE_ERRORS = {
     "--size 50G": "--size 50G: expected 10M, 50M, 125M or a configuration",

@@ -6,8 +6,9 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.plan.strategy import STRATEGIES
+from tests.pooled import run_on_pool
 
-from .commands import fail, run_on_pool
+from .commands import fail
 
 OWN = """
 import torch
