@@ -152,7 +152,7 @@ def fully_shard(
         if init is not None or not is_deferred(one):
             shard(one)
         elif units is None:
-            defer(one, partial(shard, one))
+            shard(one, later=partial(shard, one))
         else:
             shard(one, init=Initialization())
     return module
@@ -189,8 +189,9 @@ def _shard(
     unused: Unused,
     init: Initialization | None,
     ignored_params: Collection[nn.Parameter],
+    later: Callable[[], None] | None = None,
 ) -> None:
-    """Plan one module and shard it."""
+    """Plan one module and shard it, or have ``later`` called when it has storage."""
     restore_ties(module)
     check_tensor_parallel(module, mesh, ignored_params)
     if place is not None or any(map(is_tensor_parallel, module.parameters())):
@@ -218,6 +219,9 @@ def _shard(
             f"granularity 'dim' with {plan.strategy}: expected a strategy that shards over one "
             "axis, as FSDP2 does; pass another granularity, or strategy 'fsdp' or 'hsdp'"
         )
+    if later is not None:
+        defer(module, later, plan, mesh)
+        return
     _warn_of_padding(plan, mesh)
     runtime = _build(module, plan, mesh, unused, init, on_different_values)
     own = UnitChoice(reshard_after_forward, mp_policy, offload_policy)
@@ -300,7 +304,7 @@ def _sharded_before(root: nn.Module, mesh: DataParallelMesh) -> dict[str, UnitCh
     handles = {
         name: handle_of(module)
         for name, module in root.named_modules()
-        if isinstance(module, FSDPModule)
+        if isinstance(module, FSDPModule) and not is_deferred(module)
     }
     for name, handle in handles.items():
         if handle.runtime.gave_values:

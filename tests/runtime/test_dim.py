@@ -4,6 +4,7 @@ import copy
 import io
 import warnings
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwise as sw
 from shardwise.plan.strategy import STRATEGIES
@@ -20,6 +21,7 @@ from tests.models import CASES, Block, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
     assert_close,
+    assert_equal_models,
     assert_equal_training,
     full,
     options_of,
@@ -132,6 +134,45 @@ def test_copies_and_pickled_states_are_equal() -> None:
     twin.load_state_dict(torch.load(file, weights_only=False))
     batch = own_part(CASES["tied"].batch(4))
     assert torch.equal(twin(batch), model(batch))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["assign", "to_empty"])
+@pytest.mark.parametrize("granularity", ["dim", "element"])
+def test_parameters_on_the_meta_device_are_dtensors(how: str, granularity: Any) -> None:
+    """FSDP2's order: shard, get storage and values, train."""
+    reference = build("stack")
+    with torch.device("meta"):
+        model = build("stack")
+    for layer in (*model.layers, model):  # type: ignore[misc]
+        sw.fully_shard(layer, granularity=granularity)
+    assert all(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
+    if how == "assign" and granularity == "dim":
+        values = {
+            name: distribute_tensor(value, p.device_mesh, p.placements)
+            for (name, value), p in zip(
+                reference.state_dict().items(), model.parameters(), strict=True
+            )
+            if isinstance(p, DTensor)
+        }
+        model.load_state_dict(values, assign=True)
+    elif how == "assign":
+        model.load_state_dict(copy.deepcopy(reference.state_dict()), assign=True)
+    else:
+        model.to_empty(device="cpu")
+        with torch.no_grad(), sw.gathered(model, write_back=True):
+            for p, value in zip(model.parameters(), reference.parameters(), strict=True):
+                p.copy_(value)
+    batch = CASES["stack"].batch(4)
+    reference(batch.clone()).square().mean().backward()
+    model(own_part(batch)).square().mean().backward()
+    assert_equal_models(model, reference, 0)
+    model.to("cpu")
+    model.zero_grad()
+    reference.zero_grad()
+    reference(batch.clone()).square().mean().backward()
+    model(own_part(batch)).square().mean().backward()
+    assert_equal_models(model, reference, 1)
 
 
 @on_ranks(2)

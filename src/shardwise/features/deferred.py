@@ -1,7 +1,7 @@
 """FSDP2's order for the meta device: shard, then ``to_empty``, then initialize.
 
-A module is sharded as soon as it gets storage. `Module.to_empty` visits the innermost modules
-first, and each block is cut at once, so a rank holds at most its shards and one block.
+Parameters are DTensors on the meta device at once. A module is run by the engine as soon as its
+parameters get storage, each rank its own part.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import PlanError
+from shardwise.plan.plan import Plan
+from shardwise.runtime.attach import show_as_sharded
+from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.module import FSDPModule
 
 __all__ = ["defer", "is_deferred", "when_sharded"]
 
 _SHARD = "_shardwise_when_it_has_storage"
+_SHARDINGS = "_shardwise_shardings"  # of its parameters, by name
 
 
 def is_deferred(module: nn.Module) -> bool:
@@ -24,8 +28,9 @@ def is_deferred(module: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
 
 
-def defer(module: nn.Module, shard: Callable[[], None]) -> None:
-    """Call ``shard`` when ``module`` has storage."""
+def defer(module: nn.Module, shard: Callable[[], None], plan: Plan, mesh: DataParallelMesh) -> None:
+    """Make the parameters of ``module`` DTensors; call ``shard`` when they have storage."""
+    module.__dict__[_SHARDINGS] = show_as_sharded(module, plan, mesh)
     module.__dict__[_SHARD] = shard
     module.__class__ = _deferred_class(type(module))  # type: ignore[arg-type]
 
@@ -49,12 +54,12 @@ class Deferred(FSDPModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Deferred":
         """What ``to_empty`` goes through."""
-        was_meta = [p for p in self.parameters() if p.is_meta]
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        was_meta = {name for name, parameter in self.named_parameters() if parameter.is_meta}
+        super()._apply(fn, recurse)
         if was_meta and not is_deferred(self):
             with torch.no_grad():
-                for parameter in self._plain_parameters():
-                    parameter.zero_()  # what memory happens to hold differs between ranks
+                for name in was_meta:  # what memory happens to hold differs between ranks
+                    self.get_parameter(name).zero_()
             self._shard_now()
         return self
 
@@ -68,11 +73,10 @@ class Deferred(FSDPModule):
         self._shard_now()
         return self(*args, **kwargs)
 
-    def _plain_parameters(self) -> list[Tensor]:
-        return [p for p in self.parameters() if type(p) is nn.Parameter]
-
     def _shard_now(self) -> None:
         for inner in reversed(list(self.modules())):  # those inside it first
+            for name, sharding in inner.__dict__.pop(_SHARDINGS, {}).items():
+                sharding.mark_if_described(inner.get_parameter(name))
             shard = inner.__dict__.pop(_SHARD, None)
             if shard is not None:
                 inner.__class__ = type(inner).__bases__[1]

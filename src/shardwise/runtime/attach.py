@@ -44,6 +44,7 @@ __all__ = [
     "move_buffers",
     "owner_of",
     "replace_parameter",
+    "show_as_sharded",
 ]
 
 
@@ -238,6 +239,30 @@ def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) ->
         replaced.replace(original, sharded)
     dense = nn.Parameter(sharding.dense(view), requires_grad=spec.trainable)
     return FSDPParameter(sharding, sharded, local_of(sharded), dense, owners)
+
+
+def show_as_sharded(root: nn.Module, plan: Plan, mesh: DataParallelMesh) -> Mapping[str, Sharding]:
+    """Make the parameters of ``root``, on the meta device, DTensors there; how, by name."""
+    shown: dict[str, Sharding] = {}
+    extents = [
+        (one, extent) for unit in plan.units for one in unit.layouts for extent in one.extents
+    ]
+    for layout, extent in extents:
+        spec = extent.parameter
+        original = root.get_parameter(spec.name)
+        sharding = sharding_of(original)
+        if sharding is None:  # of a unit inside it otherwise
+            sharding = sharding_for(layout, extent, mesh, original)
+            sharded = nn.Parameter(
+                sharding.empty(getattr(torch, layout.dtype), torch.device("meta")),
+                requires_grad=original.requires_grad,
+            )
+            sharding.mark(sharded)
+            for name in spec.names:
+                owner_of(root, name).put(sharded)
+            replaced.replace(original, sharded)
+        shown[spec.name] = sharding
+    return shown
 
 
 def _can_compare(mesh: DataParallelMesh) -> bool:

@@ -48,6 +48,8 @@ class DataParallelMesh:
         """The user's mesh, or one of all ranks, on which torch can run collectives if it must."""
         if self.mesh is not None:
             return self.mesh
+        if device_type == "meta":  # where it will be
+            device_type = "cuda" if self.backend("cuda") == "nccl" else "cpu"
         key = device_type, has_groups
         if key not in self._meshes:
             self._meshes[key] = self._new_mesh(device_type, has_groups=has_groups)

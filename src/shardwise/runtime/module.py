@@ -112,6 +112,15 @@ class FSDPModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _call_unit(self, super().__call__, args, kwargs)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDPModule":
+        """What ``to``, ``float`` and ``to_empty`` go through, which make new parameters."""
+        shardings = {name: sharding_of(p) for name, p in self.named_parameters()}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, sharding in shardings.items():
+            if sharding is not None:
+                sharding.mark_if_described(self.get_parameter(name))
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A sharded copy of its own; the root of the model has to be in what is copied."""
         handle = handle_of(self)

@@ -159,6 +159,7 @@ class FSDPParameter:
         with torch.no_grad():
             self.local.copy_(local_of(replacement))
         self.sharding.rebind(replacement, self.local)
+        self.sharding.mark(replacement)
         self.sharded = replacement
 
     def _put(self, parameter: nn.Parameter) -> None:

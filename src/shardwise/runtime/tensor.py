@@ -165,6 +165,11 @@ class Sharding:
             self.mesh.is_same(other.mesh) and self.shape == other.shape and self.is_cut_as(other)
         )
 
+    def mark_if_described(self, parameter: Tensor) -> None:
+        """Have `sharding_of` find this again, if ``parameter`` is distributed in this way."""
+        if sharding_of(parameter) is None and self.describes(parameter):
+            self.mark(parameter)
+
     def describes(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is distributed in this way."""
         return isinstance(tensor, ShardedTensor) and tensor.sharding.matches(self)
