@@ -65,7 +65,8 @@ def error_of(reports: Sequence[Report | None], epoch: int = 0) -> sw.StepError |
 def queue(ended: int, running: CollectiveId | None) -> QueueState:
     """A queue whose first ``ended`` collectives ended."""
     tags = tuple(program(number).tag for number in range(1, ended + 1))
-    return QueueState(ended + (running is not None), running, tags[-16:])
+    begun = ended + (running is not None)
+    return QueueState(begun, begun, running, tags[-16:])
 
 
 def report(*queues: QueueState, looks: int = LOOKS, epoch: int = 0, step: int = 7) -> Report:
@@ -160,6 +161,14 @@ def test_ranks_that_wait_for_nothing_at_all_are_a_deadlock() -> None:
     assert isinstance(error_of((report(IDLE, IDLE), report(IDLE, IDLE))), sw.RanksDiverged)
 
 
+def test_an_exchange_whose_thread_has_not_run_yet_is_no_deadlock() -> None:
+    """On an overloaded host the thread that begins exchanges may wait for a processor."""
+    issued = QueueState(2, 1, None, (gather(1, "blocks.0").tag,))
+    assert error_of([report(issued, IDLE), report(issued, IDLE)]) is None
+    begun = QueueState(2, 2, None, (gather(1, "blocks.0").tag,))
+    assert isinstance(error_of([report(begun, IDLE), report(begun, IDLE)]), sw.RanksDiverged)
+
+
 def test_a_rank_that_waits_for_a_stuck_rank_is_stuck_too() -> None:
     """Two replicas of two shards; rank 3 goes elsewhere. Ranks 0 and 1 have done with each other
     and wait for 2 and 3; 2 waits for 3.
@@ -172,12 +181,12 @@ def test_a_rank_that_waits_for_a_stuck_rank_is_stuck_too() -> None:
     tags = in_row[0].tag, in_column[0].tag
 
     def first(rank: int) -> Report:
-        return report(IDLE, QueueState(4, in_row[rank], ()))
+        return report(IDLE, QueueState(4, 4, in_row[rank], ()))
 
     def second(rank: int) -> Report:
-        return report(IDLE, QueueState(4, in_column[rank], tags[:1]))
+        return report(IDLE, QueueState(4, 4, in_column[rank], tags[:1]))
 
-    done = report(IDLE, QueueState(4, None, tags))
+    done = report(IDLE, QueueState(4, 4, None, tags))
     elsewhere = report(queue(2, gather(3, "b")), queue(2, None))
     stuck = error_of([second(0), second(1), first(2), elsewhere])
     assert isinstance(stuck, sw.RanksDiverged)

@@ -4,8 +4,9 @@ This costs a healthy step nothing: a rank publishes only once it has waited for 
 puts a `Report` into the job's store, reads the others', and asks `verdict`. A report is published
 at every *look* at a wait, so a report that stays the same over two looks is a rank that is stuck.
 
-No rank can go on if none of them moves and no exchange that runs was begun by all its ranks: what
-all have begun will end, however slow the network.
+No rank can go on if none of them moves, no exchange that runs was begun by all its ranks (what all
+have begun will end, however slow the network), and no queue is about to begin one: the thread that
+does may be waiting for a processor.
 """
 
 import json
@@ -27,8 +28,13 @@ class QueueState:
     """How far a rank has come in one queue of collectives."""
 
     issued: int
+    begun: int  # of these
     running: CollectiveId | None
     ended: tuple[int, ...]  # tags of the last ones
+
+    @property
+    def is_about_to_begin(self) -> bool:
+        return self.running is None and self.begun < self.issued
 
     def has_begun(self, collective: CollectiveId) -> bool:
         return collective.tag in self.ended or (
@@ -57,8 +63,8 @@ class Report:
         fields = json.loads(text)
         fields["entered"] = tuple(map(tuple, fields["entered"]))
         fields["queues"] = tuple(
-            QueueState(queue["issued"], _collective(queue["running"]), tuple(queue["ended"]))
-            for queue in fields["queues"]
+            QueueState(**{**q, "running": _collective(q["running"]), "ended": tuple(q["ended"])})
+            for q in fields["queues"]
         )
         return Report(**fields)
 
@@ -93,7 +99,9 @@ def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
 
 
 def _can_move(reports: Mapping[int, Report]) -> bool:
-    """Whether some exchange that runs was begun by all its ranks."""
+    """Whether some exchange is about to begin, or was begun by all its ranks and runs."""
+    if any(state.is_about_to_begin for report in reports.values() for state in report.queues):
+        return True
     return any(
         all(reports[rank].queues[number].has_begun(state.running) for rank in state.running.ranks)
         for report in reports.values()

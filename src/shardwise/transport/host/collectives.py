@@ -48,7 +48,7 @@ class HostCollectives:
         self._sums = Summation(self.point_to_point)
         self._can_share: dict[tuple[int, ...], bool] = {}  # memory, by ranks
         self.stream = ThreadStream(f"shardwise-{name}")
-        self._issued = 0
+        self._issued = self._begun = 0
         self._running: CollectiveId | None = None
         self._ended: deque[int] = deque(maxlen=16)
         self._stopped = False
@@ -141,6 +141,7 @@ class HostCollectives:
             if self._stopped:
                 raise StepError(f"{collective.label} was cancelled")
             self._running = collective
+            self._begun += 1
 
     def _end(self, collective: CollectiveId) -> None:
         with self._lock:
@@ -247,7 +248,7 @@ class HostCollectives:
 
     def state(self) -> QueueState:
         with self._lock:
-            return QueueState(self._issued, self._running, tuple(self._ended))
+            return QueueState(self._issued, self._begun, self._running, tuple(self._ended))
 
     def stop(self) -> None:
         """Begin no more exchanges; the one that runs is left to end."""
@@ -279,7 +280,7 @@ class HostCollectives:
     def restart(self, states: Sequence[QueueState]) -> None:
         """Take up work again, with the same numbers on all ranks."""
         with self._lock:
-            self._issued = max(state.issued for state in states)
+            self._issued = self._begun = max(state.issued for state in states)
             self._stopped = False
 
 
