@@ -7,10 +7,14 @@ import pytest
 import torch
 from benchmarks.gpu import MODELS, main
 
+from tests.rank_handle import CONTEXT, PRELOAD
+
 
 def test_both_engines_train_as_one_of_eight(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    CONTEXT.set_forkserver_preload(PRELOAD)
+    monkeypatch.setattr("benchmarks.gpu.get_context", lambda _: CONTEXT)  # which has torch
     out = tmp_path / "gpu.json"
     words = ["--device", "cpu", "--models", "tiny", "--ranks", "8", "--steps", "2", "--rounds", "1"]
     main([*words, "--out", str(out)])

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from shardwise.train.build import build_optimizer, build_scheduler
 from shardwise.train.config import TrainConfig
 from shardwise.train.model import GPT, Shape
-from shardwise.train.optimizer import build_optimizer, build_scheduler
 
 CONFIG = TrainConfig(steps=110, warmup_steps=10, lr=2.0, final_lr_share=0.1)
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -218,7 +218,7 @@ def make_console() -> Console:
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Write a document with the command line and the machine."""
     command = shlex.join(["python", *sys.orig_argv[1:]])
-    whole = {"command": command, "machine": asdict(describe_machine()), **document}
+    whole = {"command": command, "machine": describe_machine(), **document}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 

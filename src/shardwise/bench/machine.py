@@ -4,7 +4,6 @@ import os
 import platform
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
-    "Machine",
     "available_bytes",
     "busy_seconds",
     "describe_machine",
@@ -24,35 +22,20 @@ __all__ = [
 REFERENCE_WIDTH, REFERENCE_TURNS = 768, 2
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Hardware and versions, as JSON results record them."""
-
-    processor: str
-    cores: int
-    memory_bytes: int
-    gpu: str  # "" without one
-    system: str
-    python: str
-    torch: str
-    shardwise: str  # "" if it is not installed as a package
-    deepspeed: str  # "" likewise
-    malloc: str  # malloc settings in the environment; "" for the defaults
-
-
-def describe_machine() -> Machine:
-    return Machine(
-        processor=read_field(Path("/proc/cpuinfo"), "model name") or platform.processor(),
-        cores=psutil.cpu_count() or 1,
-        memory_bytes=psutil.virtual_memory().total,
-        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "",
-        system=platform.platform(),
-        python=platform.python_version(),
-        torch=torch.__version__,
-        shardwise=_version("shardwise"),
-        deepspeed=_version("deepspeed"),
-        malloc=_malloc_settings(os.environ),
-    )
+def describe_machine() -> dict[str, str | int]:
+    """Hardware and versions, as JSON results record them; "" for what is not there."""
+    return {
+        "processor": read_field(Path("/proc/cpuinfo"), "model name") or platform.processor(),
+        "cores": psutil.cpu_count() or 1,
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "shardwise": _version("shardwise"),
+        "deepspeed": _version("deepspeed"),
+        "malloc": _malloc_settings(os.environ),
+    }
 
 
 def available_bytes() -> int:

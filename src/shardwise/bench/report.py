@@ -109,8 +109,8 @@ def show(directory: Path, compared: Comparison) -> None:
     lines = [
         f"GPT of {compared.num_parameters:,} parameters, {setting.ranks} CPU ranks, "
         f"{setting.dtype}, {setting.batch} x {setting.shape.context} tokens per rank and step, "
-        f"fused AdamW; torch {machine.torch}, {machine.processor}, {machine.cores} cores"
-        + (f", {machine.malloc}" if machine.malloc else "")
+        f"fused AdamW; torch {machine['torch']}, {machine['processor']}, {machine['cores']} cores"
+        + (f", {machine['malloc']}" if machine["malloc"] else "")
     ]
     _print(console, lines)
     rows = {

@@ -18,12 +18,11 @@ from shardwise.launch.world import World
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.reductions import across
-from shardwise.train.build import build_model, shard_model
+from shardwise.train.build import build_model, build_optimizer, build_scheduler, shard_model
 from shardwise.train.config import Config
 from shardwise.train.data import Sequences, open_corpus
 from shardwise.train.memory import Footprint, forecast_step, process_footprint, rank_footprint
 from shardwise.train.model import generate
-from shardwise.train.optimizer import build_optimizer, build_scheduler
 from shardwise.train.run_directory import RunDirectory
 from shardwise.train.saver import Saver, StopSignal
 from shardwise.train.sinks import Record, Sink
