@@ -150,12 +150,17 @@ def fully_shard(
     for one in module if isinstance(module, Sequence) else (module,):
         _check_module(one)
         if init is not None or not is_deferred(one):
-            shard(one)
+            _shard_now(shard, one)
         elif units is None:
-            shard(one, later=partial(shard, one))
+            shard(one, later=partial(_shard_now, shard, one))
         else:
-            shard(one, init=Initialization())
+            _shard_now(partial(shard, init=Initialization()), one)
     return module
+
+
+def _shard_now(shard: Callable[..., None], module: nn.Module) -> None:
+    shard(module)
+    handle_of(module).runtime.shard_again = partial(_shard_now, partial(shard, init=None))
 
 
 def _check_module(module: object) -> None:

@@ -20,6 +20,7 @@ from tests.covering import covered_first
 from tests.models import CASES, Block, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
+    adamw,
     assert_close,
     assert_equal_models,
     assert_equal_training,
@@ -173,6 +174,26 @@ def test_parameters_on_the_meta_device_are_dtensors(how: str, granularity: Any) 
     reference(batch.clone()).square().mean().backward()
     model(own_part(batch)).square().mean().backward()
     assert_equal_models(model, reference, 1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("granularity", ["dim", "element"])
+def test_a_model_may_be_converted_between_steps(granularity: Any) -> None:
+    reference, model = build("tied").float(), build("tied").float()
+    sw.fully_shard(model, units=Block, granularity=granularity)
+    model.double()
+    reference.double()
+    assert all(p.dtype == torch.float64 for p in model.parameters())
+    optimizers = [adamw(m.parameters()) for m in (reference, model)]
+    for step in range(2):
+        batch = CASES["tied"].batch(4)
+        reference(batch.clone()).square().mean().backward()
+        model(own_part(batch)).square().mean().backward()
+        assert_equal_models(model, reference, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal_models(model, reference, 2)
 
 
 @on_ranks(2)

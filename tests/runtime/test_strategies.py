@@ -204,7 +204,7 @@ def test_a_mesh_that_does_not_fit_the_strategy() -> None:
     with pytest.raises(sw.PlanError, match="needs a mesh with two dimensions"):
         sw.fully_shard(Block(), strategy="hsdp")
     mesh = init_device_mesh("cpu", (4,))
-    with pytest.raises(sw.PlanError, match=r"1 dimensions.*'hsdp'"):
+    with pytest.raises(sw.PlanError, match=r"expects a 2D DeviceMesh .*'hsdp'"):
         sw.fully_shard(Block(), strategy="hsdp", mesh=mesh)
     with pytest.raises(sw.PlanError, match="either mesh or sharding_factor"):
         sw.fully_shard(Block(), mesh=mesh, sharding_factor=4)

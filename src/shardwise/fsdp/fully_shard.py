@@ -7,7 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise import api
 from shardwise.features.deferred import when_sharded
-from shardwise.runtime.module import FSDPModule, register_forward_method
+from shardwise.runtime.module import FSDPModule, handle_of, register_forward_method
 
 __all__ = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
@@ -20,6 +20,7 @@ fully_shard = partial(
     on_different_values="warn",
 )
 update_wrapper(fully_shard, api.fully_shard)
+fully_shard.state = handle_of  # type: ignore[attr-defined]  # as in FSDP2: one for each module
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -81,6 +81,7 @@ class Runtime:
     ) -> None:
         self.gave_values = materializer is not None  # to the parameters, which had none
         self.rebuild: Callable[[nn.Module], Runtime]  # shards a copy of the root in the same way
+        self.shard_again: Callable[[nn.Module], None]  # gives the root a runtime for other dtypes
         check_same_plan(plan, mesh)
         self.plan = plan
         self.mesh = mesh
@@ -132,6 +133,18 @@ class Runtime:
             raise
         scheduler.leave(call, outcome)
         return output
+
+    def is_converted(self) -> bool:
+        """Whether modules hold parameters of another dtype or device than were sharded."""
+        held = (
+            (parameter.owners[0].get(), parameter.local)
+            for unit in self.units
+            for parameter in unit.parameters
+        )
+        return self.scheduler.is_idle and any(
+            tensor is not None and (tensor.dtype, tensor.device) != (local.dtype, local.device)
+            for tensor, local in held
+        )
 
     def watch_structure(self, root: nn.Module) -> None:
         """Have forward refuse parameters that are added to ``root`` from now on."""

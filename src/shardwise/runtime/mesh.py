@@ -135,8 +135,9 @@ def resolve_mesh(
         raise PlanError("the mesh says it already; pass either mesh or sharding_factor")
     if mesh.ndim != strategy.num_axes:
         raise PlanError(
-            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}: {strategy} wants "
-            f"{strategy.num_axes}; pass some of them, as in mesh['shard'], or another strategy"
+            f"fully_shard expects a {'1D or 2D' if mesh.ndim > 2 else f'{strategy.num_axes}D'} "  # noqa: PLR2004
+            f"DeviceMesh but got {mesh}, and {strategy}; pass some of its dimensions, as in "
+            "mesh['shard'], or another strategy"
         )
     if mesh.get_coordinate() is None:
         raise PlanError(f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}")

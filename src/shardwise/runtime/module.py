@@ -119,6 +119,10 @@ class FSDPModule(nn.Module):
         for name, sharding in shardings.items():
             if sharding is not None:
                 sharding.mark_if_described(self.get_parameter(name))
+        handle = self.__dict__.get(HANDLE)
+        if handle is not None and handle.index == 0 and handle.runtime.is_converted():
+            handle.runtime.shard_again(self)
+            handle_of(self).runtime.scheduler.take_settings(handle.runtime.scheduler)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -350,6 +354,7 @@ def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
 def _shard_copy(twin: nn.Module, root: nn.Module, runtime: Runtime) -> None:
     """Shard ``twin``, a copy of ``root``, in the same way."""
     of_twin = runtime.rebuild(twin)
+    of_twin.shard_again = runtime.shard_again
     for index, unit in enumerate(runtime.plan.units):
         original = root.get_submodule(unit.name)
         handle = Handle(of_twin, index, handle_of(original).choice)

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from shardwise.errors import StepError
+from shardwise.errors import PlanError, StepError
 from shardwise.plan.plan import Plan
 from shardwise.runtime.attach import check_same_sums
 from shardwise.runtime.ledger import Ledger, Record
@@ -203,6 +203,22 @@ class Scheduler:
         for unit in self.units:
             for gradients in unit.gradients:
                 gradients.shard.step_in_backward(observer.steps_units)
+
+    def take_settings(self, other: "Scheduler") -> None:
+        """What users have set of ``other``, which ran the same units.
+
+        Raises:
+            PlanError: an optimizer steps its units in backward.
+        """
+        if other.steps_in_backward:
+            raise PlanError(
+                "the model was converted to another dtype or device while sw.optimizer_in_backward "
+                "steps its parameters; call remove() of its handle before, and it again after"
+            )
+        mine, its = self.sequencer, other.sequencer
+        mine.reshards[:] = its.reshards
+        mine.reduce_grads[:] = its.reduce_grads
+        mine.all_reduce_grads[:] = its.all_reduce_grads
 
     # -- between steps ---------------------------------------------------------------------------
 
