@@ -15,16 +15,22 @@ from torch import Tensor
 from torch._ops import OpOverload  # the type of what `__torch_dispatch__` is called with
 from torch.autograd import Variable, forward_ad
 from torch.distributed import distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor  # what DTensors hold
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # of a DTensor subclass
 from torch.distributed.tensor.placement_types import _StridedShard  # a dim cut by two mesh dims
-from torch.utils import _pytree as pytree  # torch's own containers; there is no public module
+from torch.optim.optimizer import _foreach_supported_types as _in_optimizers
+from torch.utils import (
+    _pytree as pytree,  # torch's own containers; there is no public module
+)
+from torch.utils._foreach_utils import _foreach_supported_types as _in_clipping
 from torch.utils._python_dispatch import TorchDispatchMode  # its public alias has no c10d operators
 
 __all__ = [
+    "AsyncCollectiveTensor",
     "DTensorSpec",
     "OpOverload",
     "TensorMeta",
@@ -49,6 +55,7 @@ __all__ = [
     "queue_callback",
     "strided_shard",
     "swap_storages",
+    "use_foreach_for",
     "will_execute",
 ]
 
@@ -112,6 +119,12 @@ def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
         RuntimeError: they are not.
     """
     return DeviceMesh._concatenate([outer, inner])
+
+
+def use_foreach_for(kind: type[Tensor]) -> None:
+    """Have optimizers and clipping use ``foreach`` kernels for ``kind``, as for DTensors."""
+    for kinds in (_in_optimizers, _in_clipping):
+        kinds.append(kind)
 
 
 def mesh_without_groups(

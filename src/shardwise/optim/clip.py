@@ -19,8 +19,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients so that their norm, over all ranks, is at most ``max_norm``.
 
-    Every rank has to call it. `torch.nn.utils.clip_grad_norm_` gives the same numbers on a sharded
-    model, but on a CPU takes a collective for each gradient unless ``foreach=True`` is passed.
+    Every rank has to call it. `torch.nn.utils.clip_grad_norm_` gives the same numbers in as many
+    collectives, unless the model has DTensors of several kinds, which it cannot combine.
 
     Returns:
         The norm before clipping: a scalar, the same on every rank.

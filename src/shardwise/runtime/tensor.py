@@ -21,12 +21,12 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.utils.dlpack import from_dlpack
 
 from shardwise._private import (
+    AsyncCollectiveTensor,
     DTensorSpec,
     OpOverload,
     TensorMeta,
@@ -36,6 +36,7 @@ from shardwise._private import (
     new_dtensor,
     pytree,
     strided_shard,
+    use_foreach_for,
 )
 from shardwise.errors import ShardedTensorError
 from shardwise.plan.chunks import chunk_of, chunk_shape
@@ -496,6 +497,9 @@ class ShardedTensor(DTensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         return _handler_of(func)(func, args, kwargs or {})
+
+
+use_foreach_for(ShardedTensor)
 
 
 def copy_of(tensor: Tensor, sharding: Sharding, memo: dict[int, Any]) -> Tensor:
