@@ -1,4 +1,4 @@
-"""What a rank holds, as the plan foresees it."""
+"""What a rank holds, as the plan predicts it."""
 
 import torch
 from torch import nn

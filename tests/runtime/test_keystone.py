@@ -1,4 +1,4 @@
-"""recorded(engine) == schedule(plan): the engine does what the plan foresees."""
+"""recorded(engine) == schedule(plan): the engine does what the schedule predicts."""
 
 from typing import Any
 

@@ -131,11 +131,11 @@ def allocate_nothing(num_bytes: int, device: torch.device) -> torch.UntypedStora
     return allocate(0, device)
 
 
-def test_a_step_that_was_foreseen_allocates_once() -> None:
+def test_a_step_that_was_planned_allocates_once() -> None:
     arena = Arena(CPU)
-    arena.foresee("a", LINE * 40, {})
-    arena.foresee("b", LINE * 20, {"a": LINE * 40})
-    arena.foresee("c", LINE * 40, {"b": LINE * 20})
+    arena.expect("a", LINE * 40, {})
+    arena.expect("b", LINE * 20, {"a": LINE * 40})
+    arena.expect("c", LINE * 40, {"b": LINE * 20})
     sizes = []
 
     def count(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -169,10 +169,10 @@ def test_steps_that_take_turns_allocate_nothing() -> None:
         perform(arena, evaluate, "evaluate")
 
 
-def test_an_allocation_that_was_not_foreseen_gets_a_block_of_its_own() -> None:
+def test_an_allocation_that_was_not_planned_gets_a_block_of_its_own() -> None:
     arena = Arena(CPU)
-    arena.foresee("a", LINE * 50, {})
-    arena.foresee("b", LINE * 50, {})
+    arena.expect("a", LINE * 50, {})
+    arena.expect("b", LINE * 50, {})
     a = arena.allocate(LINE * 50, "a")
     b = arena.allocate(LINE * 50, "b")
     assert a.data_ptr() != b.data_ptr(), "alone each would have been at offset 0"

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.errors import StepError
 from shardwise.features.unused import Unused, UsedParameterSync, check_all_used, launch_used_sync
-from shardwise.runtime.observer import Backward
+from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
 from shardwise.transport.communicator import Communicator
@@ -20,7 +20,7 @@ from shardwise.transport.communicator import Communicator
 __all__ = ["Stepper"]
 
 
-class Stepper:
+class Stepper(StepObserver):
     """Steps units of one model, and drops their gradients.
 
     Args:
@@ -80,9 +80,6 @@ class Stepper:
         for gradients in unit.gradients:
             gradients.settle([next(of_parameter) for _ in gradients.parameters])
         self._update(unit)
-
-    def reductions_launched(self, backward: Backward) -> None:
-        """Nothing to do: ranks agree on unused parameters unit by unit."""
 
     def step_end(self, backward: Backward) -> None:
         """Backward is over.

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from shardwise.errors import StepError
 from shardwise.runtime.gradients import GradientBuffer
-from shardwise.runtime.observer import Backward
+from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.parameters import FSDPParameter
-from shardwise.runtime.unit import Unit
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import Communicator
 
@@ -88,7 +87,7 @@ def check_all_used(
     )
 
 
-class UnusedParameters:
+class UnusedParameters(StepObserver):
     """At the end of a backward, ranks agree on the parameters that no rank used.
 
     Args:
@@ -96,24 +95,10 @@ class UnusedParameters:
         device: of the model.
     """
 
-    steps_units = False
-
     def __init__(self, mode: Unused, device: torch.device) -> None:
         self.mode: Unused = mode
         self.device = device
         self._sync: UsedParameterSync | None = None  # in flight
-
-    def before_reduce(self, unit: Unit) -> None:
-        """Nothing to do."""
-
-    def after_reduce(self, unit: Unit, links: Communicator) -> None:
-        """Nothing to do."""
-
-    def collected(self, unit: Unit) -> None:
-        """Nothing to do."""
-
-    def step(self, unit: Unit, links: Communicator) -> None:
-        """Nothing to do."""
 
     def reductions_launched(self, backward: Backward) -> None:
         if self.mode != "zeros" and backward.complete:

@@ -32,7 +32,7 @@ from shardwise.runtime.nested import tensors_left_in
 from shardwise.runtime.observer import StepObserver
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.structure import Structure
-from shardwise.runtime.unit import FlatParameters, Unit, foresee_memory
+from shardwise.runtime.unit import FlatParameters, Unit, plan_memory
 from shardwise.schedule.sequencer import Call, Outcome, schedule
 
 __all__ = ["HANDLE", "Handle", "Materializer", "Runtime"]
@@ -91,7 +91,7 @@ class Runtime:
             self.units = [self._make_unit(root, unit) for unit in plan.units]
         else:
             self.units = self._materialize(root, materializer)
-        foresee_memory(self.units, schedule(plan))
+        plan_memory(self.units, schedule(plan))
         move_buffers(root, device)
         self.scheduler = Scheduler(plan, self.units, mesh, device, observer)
         for index, unit in enumerate(self.units):

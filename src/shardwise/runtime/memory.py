@@ -158,7 +158,7 @@ class Pool:
 class Arena(Pool):
     """One piece of memory in which each owner has an offset, planned from the schedule.
 
-    An allocation that the plan did not foresee gets a block of its own. Then, when all is free the
+    An allocation that the plan does not have gets a block of its own. Then, when all is free the
     next time, offsets are planned anew, for what really was allocated together. So a step that
     repeats allocates nothing. Other ranks may write to ``shared`` memory once it was freed.
     """
@@ -168,7 +168,7 @@ class Arena(Pool):
         self.shared = shared
         self._plan: MemoryPlan[str] = MemoryPlan()  # of the schedule, and later of `_observed`
         self._observed: MemoryPlan[str] = MemoryPlan()
-        self._foreseen_bytes = 0  # the most at once, in the schedule
+        self._planned_bytes = 0  # the most at once, in the schedule
         self._num_steps = 0  # from a moment with nothing allocated to the next one
         self._bytes: Tensor | None = None  # uint8, [extent of the plan]
         self._ranges: dict[str, torch.UntypedStorage] = {}  # of `_bytes`, by owner
@@ -184,11 +184,11 @@ class Arena(Pool):
         ranges = [s for owner, s in self._ranges.items() if owner not in self._alive.values()]
         return [*super().idle_storages, *whole, *ranges]
 
-    def foresee(self, owner: str, num_bytes: int, alive: Mapping[str, int]) -> None:
+    def expect(self, owner: str, num_bytes: int, alive: Mapping[str, int]) -> None:
         """Expect that ``owner`` will allocate while ``alive``, with their bytes, are allocated."""
         self._plan.observe(owner, aligned(num_bytes), alive)
         in_use = aligned(num_bytes) + sum(map(aligned, alive.values()))
-        self._foreseen_bytes = max(self._foreseen_bytes, in_use)
+        self._planned_bytes = max(self._planned_bytes, in_use)
 
     def allocate(self, num_bytes: int, owner: str = "") -> torch.UntypedStorage:
         assert owner, "in an arena every allocation has an owner"
@@ -229,8 +229,8 @@ class Arena(Pool):
 
     def _begin_step(self) -> None:
         self._num_steps += 1
-        # With units that no step uses, the schedule foresees more than is ever allocated.
-        is_oversized = self._num_steps > _TRUSTED_STEPS and self.peak_bytes < self._foreseen_bytes
+        # With units that no step uses, the schedule has more than is ever allocated.
+        is_oversized = self._num_steps > _TRUSTED_STEPS and self.peak_bytes < self._planned_bytes
         if self._plan is not self._observed and is_oversized:
             self._plan = self._observed
         if self._plan.is_stale:
@@ -238,9 +238,9 @@ class Arena(Pool):
 
     def _place(self) -> None:
         """Plan offsets in no more bytes than are ever allocated together (and 1/64)."""
-        if self.peak_bytes:  # steps are not what was foreseen
+        if self.peak_bytes:  # steps are not what was planned
             self._plan = self._observed
-        most = self.peak_bytes or self._foreseen_bytes
+        most = self.peak_bytes or self._planned_bytes
         self._plan.update(most, int(most * _SLACK))
         self._ranges.clear()
         if self._arena_bytes != self._plan.extent:

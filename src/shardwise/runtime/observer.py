@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from shardwise.runtime.unit import Unit
 from shardwise.transport.communicator import Communicator
@@ -19,12 +18,16 @@ class Backward:
     links: Communicator
 
 
-class StepObserver(Protocol):
-    """Decides what becomes of reduced gradients. All ranks have observers of the same kind."""
+class StepObserver:
+    """Decides what becomes of reduced gradients. All ranks have observers of the same kind.
+
+    Its methods do nothing, for features that need only some of them.
+    """
 
     @property
     def steps_units(self) -> bool:
         """Whether an optimizer steps units in backward."""
+        return False
 
     def before_reduce(self, unit: Unit) -> None:
         """The gradients of ``unit`` are about to be reduced."""
@@ -46,3 +49,4 @@ class StepObserver(Protocol):
 
     def failed(self) -> Sequence[object]:
         """The step raised; returns what holds memory that other ranks may still write to."""
+        return ()

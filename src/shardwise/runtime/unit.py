@@ -36,7 +36,7 @@ from shardwise.transport.communicator import Collectives, Communicator
 from shardwise.transport.device import copy_
 from shardwise.transport.host.peers import INLINE_BYTES
 
-__all__ = ["FlatParameters", "Unit", "foresee_memory"]
+__all__ = ["FlatParameters", "Unit", "plan_memory"]
 
 SMALL_BYTES = INLINE_BYTES  # a shard that is sent at once; to agree on memory takes a message more
 
@@ -87,27 +87,27 @@ class FlatParameters:
             else None
         )
 
-    def foresee(self, kind: EventKind, alive: defaultdict[Arena, dict[str, int]]) -> None:
+    def expect(self, kind: EventKind, alive: defaultdict[Arena, dict[str, int]]) -> None:
         """Tell the pool what an event of the imagined step allocates; ``alive`` is updated."""
         match kind:
             case EventKind.GATHER:
-                self._foresee(self._pool, self.buffer.owners[0], alive)
+                self._expect(self._pool, self.buffer.owners[0], alive)
             case EventKind.WAIT if isinstance(self.buffer, ChunkedBuffer):
-                self._foresee(self._own_pool, self.buffer.owners[1], alive)
+                self._expect(self._own_pool, self.buffer.owners[1], alive)
                 alive[self._pool].pop(self.buffer.owners[0], None)
             case EventKind.FREE:
                 for pool, owner in product((self._pool, self._own_pool), self.buffer.owners):
                     alive[pool].pop(owner, None)
             case EventKind.RESHARD_TO_SUBGROUP:
-                self._foresee(self._pool, self._part_owner, alive, self._plan.subgroup)
+                self._expect(self._pool, self._part_owner, alive, self._plan.subgroup)
             case EventKind.FREE_SUBGROUP:
                 alive[self._pool].pop(self._part_owner, None)
 
-    def _foresee(
+    def _expect(
         self, pool: Arena, owner: str, alive: defaultdict[Arena, dict[str, int]], parts: int = 1
     ) -> None:
         num_bytes = self.buffer.num_bytes // parts
-        pool.foresee(owner, num_bytes, alive[pool])
+        pool.expect(owner, num_bytes, alive[pool])
         alive[pool][owner] = num_bytes
 
     def launch_gather(self, collectives: Collectives, label: str) -> Work:
@@ -206,13 +206,13 @@ class FlatParameters:
                 parameter.adopt(current)
 
 
-def foresee_memory(units: Sequence["Unit"], events: Iterable[Event]) -> None:
+def plan_memory(units: Sequence["Unit"], events: Iterable[Event]) -> None:
     """Plan offsets for what ``events``, one imagined step, allocate and free."""
     alive: defaultdict[Arena, dict[str, int]] = defaultdict(dict)
     for event in events:
         for flat in units[event.unit].flats:
             if not flat.is_whole:
-                flat.foresee(event.kind, alive)
+                flat.expect(event.kind, alive)
 
 
 class Unit:

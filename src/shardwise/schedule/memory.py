@@ -40,7 +40,7 @@ class MemoryPlan(Generic[Key]):
     """The offsets of buffers, by key, and what they follow from.
 
     `observe` every allocation of an imagined step, then `update`. A later allocation that was not
-    foreseen is observed, too, and gets its offset at the next `update`.
+    planned is observed, too, and gets its offset at the next `update`.
     """
 
     _sizes: dict[Key, int] = field(default_factory=dict)

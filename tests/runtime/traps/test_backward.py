@@ -132,7 +132,7 @@ def test_a_loss_in_chunks(way: str) -> None:
 
 @on_ranks(2)
 def test_units_that_were_gathered_ahead_in_vain_are_freed() -> None:
-    """A pass that goes another way than the last one leaves what it foresaw."""
+    """A pass that goes another way than the last one leaves what it gathered ahead."""
     reference = Turns().double()
     model = copy.deepcopy(reference)
     sw.fully_shard(model, units=Block, prefetch=2)
