@@ -19,6 +19,7 @@ from shardwise.errors import (
     CheckpointError as CheckpointError,
     PeerAborted as PeerAborted,
     PeerLost as PeerLost,
+    PeerSilent as PeerSilent,
     PlanError as PlanError,
     RanksDiverged as RanksDiverged,
     ShardedTensorError as ShardedTensorError,
