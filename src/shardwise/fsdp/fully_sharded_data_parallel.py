@@ -137,6 +137,7 @@ class FullyShardedDataParallel(nn.Module):
             sharding_factor=ranks.sharding_factor,
             prefetch=int(backward_prefetch is not None or forward_prefetch),
             reshard_after_forward=ranks.reshard_after_forward,
+            granularity="element" if device_mesh is None else "dim",  # which torch calls Shard(0)
             mp_policy=precision_policy(mixed_precision),
             offload_policy=offload_policy(cpu_offload),
             ignored_params=self._ignored_params,

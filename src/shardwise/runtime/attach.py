@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -76,7 +76,7 @@ def check_tensor_parallel(
 def _check_tensor_parallel(name: str, parameter: Tensor, mesh: DataParallelMesh) -> None:
     assert isinstance(parameter, DTensor)
     if {type(placement) for placement in parameter.placements} <= {Shard, Replicate}:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, TypeError):  # TypeError: a mesh without names
             if mesh.mesh is not None:
                 joined_mesh(mesh.mesh, parameter.device_mesh)
                 return
@@ -231,14 +231,22 @@ def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) ->
     original = root.get_parameter(spec.name)
     with torch.no_grad():
         local.copy_(_own_part_of(original, sharding))  # a cast, where the shard is a master
-    sharded = replace_parameter(original, sharding.wrap(local))
+    sharded = _put_sharded(original, sharding, sharding.wrap(local), owners)
+    dense = nn.Parameter(sharding.dense(view), requires_grad=spec.trainable)
+    return FSDPParameter(sharding, sharded, local_of(sharded), dense, owners)
+
+
+def _put_sharded(
+    original: nn.Parameter, sharding: Sharding, payload: Tensor, owners: Sequence[ParameterOwner]
+) -> nn.Parameter:
+    """Have ``owners`` hold ``payload`` in the place of ``original``."""
+    sharded = replace_parameter(original, payload)
     sharding.mark(sharded)
     for owner in owners:
         owner.put(sharded)
     if sharded is not original:
         replaced.replace(original, sharded)
-    dense = nn.Parameter(sharding.dense(view), requires_grad=spec.trainable)
-    return FSDPParameter(sharding, sharded, local_of(sharded), dense, owners)
+    return sharded
 
 
 def show_as_sharded(root: nn.Module, plan: Plan, mesh: DataParallelMesh) -> Mapping[str, Sharding]:
@@ -253,15 +261,9 @@ def show_as_sharded(root: nn.Module, plan: Plan, mesh: DataParallelMesh) -> Mapp
         sharding = sharding_of(original)
         if sharding is None:  # of a unit inside it otherwise
             sharding = sharding_for(layout, extent, mesh, original)
-            sharded = nn.Parameter(
-                sharding.empty(getattr(torch, layout.dtype), torch.device("meta")),
-                requires_grad=original.requires_grad,
-            )
-            sharding.mark(sharded)
-            for name in spec.names:
-                owner_of(root, name).put(sharded)
-            replaced.replace(original, sharded)
-        shown[spec.name] = sharding
+            empty = sharding.empty(getattr(torch, layout.dtype), torch.device("meta"))
+            _put_sharded(original, sharding, empty, [owner_of(root, name) for name in spec.names])
+        shown.update(dict.fromkeys(spec.names, sharding))
     return shown
 
 
