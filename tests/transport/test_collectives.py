@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ from shardwise.transport.api import (
 from shardwise.transport.communicator import Collectives, Communicator, communicator
 from shardwise.transport.health.monitor import Patience
 from shardwise.transport.health.status import QueueState
+from shardwise.transport.host import point_to_point
 from shardwise.transport.host.collectives import HostCollectives
+from shardwise.transport.host.peers import INLINE_BYTES
 from shardwise.transport.host.point_to_point import _PIECE_BYTES
 from tests.ranks import on_ranks
 from tests.transport.test_point_to_point import only
@@ -254,6 +257,25 @@ def test_an_error_on_one_rank_reaches_those_that_wait_for_it(aborting: int) -> N
                     links.wait(pending)
             links.recover()
             _check_reduce(links)
+
+
+@on_ranks(3)
+def test_ranks_that_sum_in_pieces_through_gloo_come_back_into_step() -> None:
+    """What the rank that raised sends in place of its part is cut like that."""
+    with only("gloo"):
+        links = Communicator(_mesh("fsdp").world, CPU)
+    piece = mock.patch.object(point_to_point, "_GLOO_PIECE_BYTES", 2 * INLINE_BYTES)
+    with _hurried(links), piece:
+        if links.rank == 1:
+            links.abort(ValueError("it hurts"))
+        else:
+            pending, _ = _reduce(links, torch.ones(3 * WINDOWS))
+            with pytest.raises(sw.PeerAborted):
+                links.wait(pending)
+        links.recover()
+        pending, out = _reduce(links, torch.ones(3 * WINDOWS))
+        links.wait(pending)
+    assert torch.equal(out, torch.full((WINDOWS,), 3.0))
 
 
 @on_ranks(2)
