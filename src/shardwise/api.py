@@ -301,7 +301,7 @@ def _specs_before(root: nn.Module) -> dict[str, ParameterSpec]:
 def _warn_of_padding(plan: Plan, mesh: DataParallelMesh) -> None:
     report = padding_report(plan.units) if mesh.group_rank == 0 else ""
     if report:
-        warnings.warn(f"granularity costs padding\n{report}", stacklevel=4)
+        warnings.warn(f"granularity costs padding\n{report}", stacklevel=5)
 
 
 def _sharded_before(root: nn.Module, mesh: DataParallelMesh) -> dict[str, UnitChoice]:

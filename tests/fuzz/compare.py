@@ -17,10 +17,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.features import fused_wgrad
-from shardwise.runtime.tensor import ShardedTensor
+from shardwise.runtime.tensor import local_of, own_part_of
 from shardwise.schedule.sequencer import UnitState
 from tests.fuzz.build import Fork, Net, build, settle_forks, trainable
 from tests.fuzz.faults import Boom, arm
@@ -214,9 +215,10 @@ class Comparison:
         if found.shape != expected.shape or found.dtype != expected.dtype:
             self._report(f"{what}: expected {expected.shape} {expected.dtype}, got {found}")
             return
-        if isinstance(found, ShardedTensor):
-            run = found.sharding.run
-            expected = expected.reshape(-1)[run.start : run.stop]
+        part = own_part_of(found)
+        if part is not None:
+            expected = expected.reshape(-1)[part.run.start : part.run.stop]
+            found = local_of(found).reshape(-1)
         exact = torch.complex128 if expected.is_complex() else torch.float64
         error = (_local(found).to(exact) - expected.detach().to(exact)).norm().item()
         scale = max(1.0, expected.detach().to(exact).norm().item())
@@ -325,11 +327,11 @@ def make_optimizer(kind: str, parameters: list[nn.Parameter]) -> torch.optim.Opt
 
 
 def _bits(tensor: Tensor) -> bytes:
-    return tensor.view(torch.uint8).numpy().tobytes()
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor).detach()
+    return (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
 
 
 @torch.no_grad()

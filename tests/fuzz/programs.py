@@ -313,7 +313,7 @@ FAULTS = (
     "before forward", "after forward", "activation", "parameter", "accumulated", "optimizer",
     "stepped",
 )  # fmt: skip
-GRANULARITIES = ("element", "row", "tensor")
+GRANULARITIES = ("element", "row", "tensor", "dim")
 MAX_DEPTH = 3
 
 LEAVES: tuple[st.SearchStrategy[Node], ...] = (

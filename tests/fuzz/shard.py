@@ -23,7 +23,7 @@ def shard(net: Net, sharding: Sharding) -> Net:
         "mesh": make_mesh(sharding),
         "prefetch": sharding.prefetch,
         "unused": sharding.unused,
-        "granularity": sharding.granularity,
+        "granularity": _granularity(sharding),
         "offload_policy": offload_policy(sharding.offload),
     }
     if sharding.casts:
@@ -33,6 +33,11 @@ def shard(net: Net, sharding: Sharding) -> Net:
     else:
         options["units"] = fitting_units(net, sharding.units)
     return sw.fully_shard(net, reshard_after_forward=sharding.reshard, **options)
+
+
+def _granularity(sharding: Sharding) -> str:
+    two_level = resolve_strategy(sharding.strategy).is_two_level
+    return "element" if two_level and sharding.granularity == "dim" else sharding.granularity
 
 
 def offload_policy(name: str | None) -> sw.OffloadPolicy:

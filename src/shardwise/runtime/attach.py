@@ -244,7 +244,7 @@ def _put_sharded(
     sharding.mark(sharded)
     for owner in owners:
         owner.put(sharded)
-    if sharded is not original:
+    if sharded is not original and not isinstance(original, DTensor):
         replaced.replace(original, sharded)
     return sharded
 

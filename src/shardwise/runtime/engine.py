@@ -141,7 +141,8 @@ class Runtime:
             for unit in self.units
             for parameter in unit.parameters
         )
-        return self.scheduler.is_idle and any(
+        is_between_steps = self.scheduler.is_idle and not self.scheduler.is_held
+        return is_between_steps and any(
             tensor is not None and (tensor.dtype, tensor.device) != (local.dtype, local.device)
             for tensor, local in held
         )
