@@ -105,7 +105,6 @@ def test_what_is_settled_stays() -> None:
         ({"*.wait": "row"}, r"granularity\['\*.wait'\] matches no parameter.*embedding.weight"),
         ({"*": "row", "Head.weight": "row"}, r"granularity\['Head.weight'\] matches no parameter"),
     ],
-    ids=str,
 )
 def test_a_mistake_is_named(granularity: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
