@@ -7,7 +7,7 @@ fallback are listed in `OPTIONAL`.
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ __all__ = [
     "gradient_hooks",
     "group_timeout",
     "has_saved_tensors_hooks",
+    "is_strided_shard",
     "is_transformed_by_functorch",
     "joined_mesh",
     "mesh_without_groups",
@@ -110,6 +111,11 @@ def new_dtensor(cls: Any, local: Tensor, spec: DTensorSpec, requires_grad: bool)
 def strided_shard(dim: int, num_inner: int) -> Placement:
     """A cut along ``dim`` of parts of the tensor, of which another mesh dim has ``num_inner``."""
     return _StridedShard(dim, split_factor=num_inner)
+
+
+def is_strided_shard(placement: Placement) -> TypeGuard[_StridedShard]:
+    """Whether ``placement`` is one of `strided_shard`."""
+    return isinstance(placement, _StridedShard)
 
 
 def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:

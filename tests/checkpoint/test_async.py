@@ -13,9 +13,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import save as save_module
-from shardwise.checkpoint.collect import HostCopies, TensorSlice, WriteJob, axis_of
+from shardwise.checkpoint.collect import WriteJob, axis_of
 from shardwise.checkpoint.coordination import Coordinator, coordinator_of
 from shardwise.checkpoint.save import Save
+from shardwise.checkpoint.slices import HostCopies, TensorSlice
 from shardwise.checkpoint.write import write
 from tests.checkpoint.training import Training, differing, digests
 from tests.ranks import on_ranks

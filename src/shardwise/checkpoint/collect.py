@@ -13,34 +13,27 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import tree
-from shardwise.checkpoint.checksums import BLOCK_BYTES
 from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.format import File, Spec, index_of, spec_of
 from shardwise.checkpoint.manifest import Component, tensor_ids
+from shardwise.checkpoint.slices import Slices
 from shardwise.checkpoint.stores import Folder
 from shardwise.errors import CheckpointError
-from shardwise.plan.layout import Run
 from shardwise.plan.strategy import STRATEGIES
-from shardwise.runtime.mesh import DataParallelMesh, resolve_mesh
+from shardwise.runtime.mesh import DataParallelMesh, all_ranks_of, resolve_mesh
 from shardwise.runtime.module import FSDPModule
-from shardwise.runtime.tensor import OwnPart, local_of, own_part_of, sharding_of
+from shardwise.runtime.tensor import sharding_of
 
 __all__ = [
     "Collected",
-    "HostCopies",
-    "Slices",
-    "TensorSlice",
     "WriteJob",
     "axis_of",
-    "bytes_of",
     "check_name",
     "check_sharded",
     "check_storable",
     "collect",
     "errors_name",
-    "own_slice",
     "parameter_names",
-    "slice_to_write",
     "specs_of",
     "tensors_of",
 ]
@@ -120,10 +113,10 @@ def check_storable(key: str, tensor: Tensor) -> None:
     Raises:
         CheckpointError: names it.
     """
-    if isinstance(tensor, DTensor) and own_part_of(tensor) is None:
+    if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
         raise CheckpointError(
-            f"{key}: a DTensor with placements {tensor.placements} cannot be saved; expected one "
-            "that is replicated, or sharded along dim 0 over one mesh dim; pass its full_tensor()"
+            f"{key}: a DTensor with placements {tensor.placements} cannot be saved, because no "
+            "rank has its elements; pass its full_tensor()"
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
@@ -173,12 +166,19 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
 
 
 def axis_of(modules: list[nn.Module]) -> DataParallelMesh:
-    """The ranks that save or load: those of the shards; all ranks if nothing is sharded."""
-    for module in modules:
-        for parameter in module.parameters():
-            sharding = sharding_of(parameter)
-            if sharding is not None:
-                return sharding.mesh
+    """The ranks that save or load: those of the shards; all ranks if nothing is sharded.
+
+    With tensor parallelism they are those of the joined mesh.
+    """
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    for parameter in parameters:
+        sharding = sharding_of(parameter)
+        if isinstance(parameter, DTensor) and (sharding is None or sharding.tensor_parallel):
+            return all_ranks_of(parameter.device_mesh)
+    for parameter in parameters:
+        sharding = sharding_of(parameter)
+        if sharding is not None:
+            return sharding.mesh
     return resolve_mesh(None, STRATEGIES["ddp"])
 
 
@@ -217,72 +217,6 @@ def _encoded(kind: str, value: Any) -> Collected:
     return Collected(kind, tree.encode(value, tensors), tensors)
 
 
-# -- slices of tensors ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
-    """Elements of a tensor in row-major order, from ``start`` on."""
-
-    start: int
-    elements: Tensor  # [n]
-
-    @property
-    def start_byte(self) -> int:
-        return self.start * self.elements.itemsize
-
-    @property
-    def stop_byte(self) -> int:
-        return self.start_byte + self.elements.nbytes
-
-    def bytes_between(self, start: int, stop: int) -> memoryview:
-        """Bytes ``[start, stop)`` of the tensor; a copy if the elements are on an accelerator."""
-        first, itemsize = self.start_byte, self.elements.itemsize
-        return bytes_of(self.elements[(start - first) // itemsize : (stop - first) // itemsize])
-
-
-def own_slice(tensor: Tensor) -> TensorSlice:
-    """The elements of ``tensor`` on this rank, which share its memory if it is contiguous."""
-    part = own_part_of(tensor)
-    if part is not None:
-        return TensorSlice(part.run.start, local_of(tensor).detach().reshape(-1))
-    return TensorSlice(0, tensor.detach().reshape(-1))
-
-
-def slice_to_write(tensor: Tensor, number: int, rank: int) -> TensorSlice | None:
-    """The elements that this rank writes of ``tensor``, the ``number``-th of all.
-
-    Together the ranks write each element once. Replicas divide a shard among them. Rank 0 writes
-    what every rank has, such as buffers.
-    """
-    own, distributed = own_slice(tensor), own_part_of(tensor)
-    if distributed is None:
-        return own if rank == 0 else None
-    part = _part_of_replica(own.elements, number, distributed)
-    if not len(part):
-        return None
-    return TensorSlice(own.start + part.start, own.elements[part.start : part.stop])
-
-
-def bytes_of(elements: Tensor) -> memoryview:
-    """The bytes of ``elements`` [n]: its own memory if it is contiguous and on the CPU."""
-    array: Any = elements.contiguous().cpu().view(torch.uint8).numpy()
-    return memoryview(array)
-
-
-def _part_of_replica(elements: Tensor, number: int, own: OwnPart) -> Run:
-    """The part of a shard that this replica writes."""
-    num_elements, copies, replica = len(elements), own.num_replicas, own.replica
-    if copies == 1:
-        return Run(0, num_elements)
-    if elements.nbytes < BLOCK_BYTES:  # too small to divide
-        return Run(0, num_elements if number % copies == replica else 0)
-    return Run(num_elements * replica // copies, num_elements * (replica + 1) // copies)
-
-
-Slices = Mapping[int, TensorSlice]  # by the number of the tensor; see `manifest.tensor_ids`
-
-
 @dataclass(frozen=True)
 class WriteJob:
     """Everything that is needed to write a checkpoint."""
@@ -315,43 +249,3 @@ class WriteJob:
             for name, part in self.components.items()
             if len(part.files) > 1
         }
-
-
-class HostCopies:
-    """Copies of slices in host memory, which a save with ``wait=False`` writes.
-
-    The memory is kept for the next save: copying into new memory takes twice as long or more.
-    """
-
-    def __init__(self) -> None:
-        self._free: dict[int, Tensor] = {}
-
-    def copy(self, slices: Slices) -> Slices:
-        """Copies of ``slices``, whose memory is not reused until `reclaim`."""
-        free, self._free = self._free, {}
-        return {
-            number: TensorSlice(own.start, _copied(own.elements, free.pop(number, None)))
-            for number, own in slices.items()
-        }
-
-    def reclaim(self, copies: Slices) -> None:
-        """Reuse the memory of ``copies`` in the next save."""
-        self._free = {number: copy.elements for number, copy in copies.items()}
-
-    def clear(self) -> None:
-        """Free the memory that is kept."""
-        self._free = {}
-
-
-def _copied(source: Tensor, memory: Tensor | None) -> Tensor:
-    """A copy, in ``memory`` if that fits, and pinned if the source is on a GPU."""
-    pinned = source.device.type != "cpu"
-    fits = (
-        memory is not None
-        and memory.shape == source.shape
-        and memory.dtype is source.dtype
-        and memory.is_pinned() == pinned
-    )
-    if memory is None or not fits:
-        memory = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
-    return memory.copy_(source)

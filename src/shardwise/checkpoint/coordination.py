@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.collect import HostCopies
+from shardwise.checkpoint.slices import HostCopies
 from shardwise.errors import CheckpointDamaged, CheckpointError
 from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.reductions import across

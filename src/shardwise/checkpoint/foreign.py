@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.checksums import BLOCK_BYTES
-from shardwise.checkpoint.collect import bytes_of
 from shardwise.checkpoint.format import Spec, spec_of
 from shardwise.checkpoint.read import OpenCheckpoint, OpenComponent, Reader, open_hf
+from shardwise.checkpoint.slices import bytes_of
 from shardwise.checkpoint.stores import Folder, LocalFolder
 from shardwise.errors import CheckpointDamaged, CheckpointError
 

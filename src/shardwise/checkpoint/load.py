@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.checksums import decode_parts, encode_parts
-from shardwise.checkpoint.collect import axis_of, own_slice
+from shardwise.checkpoint.collect import axis_of
 from shardwise.checkpoint.coordination import coordinator_of
 from shardwise.checkpoint.foreign import open_foreign
 from shardwise.checkpoint.matching import (
@@ -26,6 +25,7 @@ from shardwise.checkpoint.matching import (
     match_module,
 )
 from shardwise.checkpoint.read import OpenCheckpoint, OpenComponent, Reader, open_checkpoint
+from shardwise.checkpoint.slices import TensorSlice, assign_slice, slice_to_read
 from shardwise.checkpoint.stores import folder_at
 from shardwise.errors import CheckpointError
 
@@ -116,6 +116,7 @@ def load(
             plan.read()
         parts = ranks.all_gather(encode_parts(opened.unchecked))
         opened.check([part for encoded in parts for part in decode_parts(encoded)])
+    plan.assign_slices()
     with ranks.raises_together("assign what was read"):
         plan.finish()
     return Loaded(plan.state, plan.report, opened.bytes_read)
@@ -134,6 +135,7 @@ class _LoadPlan:
         self._model = model
         self._selection = selection
         self._targets: list[tuple[Reader, Target]] = []
+        self._slices: list[tuple[Tensor, TensorSlice]] = []
         self._assignments: list[Callable[[], None]] = []
         # Components that are decoded as they are, and what takes their values.
         self._whole: list[tuple[OpenComponent, Callable[[Any], None]]] = [
@@ -175,15 +177,21 @@ class _LoadPlan:
 
     def read(self) -> None:
         with ThreadPoolExecutor(self._num_readers) as threads:
-            fill = map if self._num_readers == 1 else threads.map
-            for _ in fill(_fill, self._targets):
-                pass  # raises the first error, after which no other is begun
+            read = map if self._num_readers == 1 else threads.map
+            self._slices = list(read(_read, self._targets))  # raises the first error, and stops
         for component, take in self._whole:
             value = tree.decode(component.tree, component.reader.read_whole)
             self._assignments.append(partial(take, value))
 
+    @torch.no_grad()
+    def assign_slices(self) -> None:
+        """Complete the tensors that were not read in place."""
+        for tensor, own in self._slices:
+            assign_slice(tensor, own)
+            torch.autograd.graph.increment_version(tensor)
+
     def finish(self) -> None:
-        """Assign what was read, apart from tensors, which were read in place."""
+        """Assign everything else that was read."""
         for assign in self._assignments:
             assign()
 
@@ -192,11 +200,8 @@ class _LoadPlan:
 
 
 @torch.no_grad()  # also on other threads, each of which has its own mode
-def _fill(reader_and_target: tuple[Reader, Target]) -> None:
+def _read(reader_and_target: tuple[Reader, Target]) -> tuple[Tensor, TensorSlice]:
     reader, target = reader_and_target
-    tensor = target.tensor
-    own = own_slice(tensor)
+    own = slice_to_read(target.tensor)
     reader.read(target.name, own)
-    if not isinstance(tensor, DTensor) and not tensor.is_contiguous():
-        tensor.copy_(own.elements.view(tensor.shape))  # `own` is a copy
-    torch.autograd.graph.increment_version(tensor)
+    return target.tensor, own

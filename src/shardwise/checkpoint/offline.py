@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.checksums import crc32, split_at_blocks
-from shardwise.checkpoint.collect import bytes_of
 from shardwise.checkpoint.format import MAX_FILE_BYTES, index_of, pack
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.read import (
@@ -23,6 +22,7 @@ from shardwise.checkpoint.read import (
     open_component,
     read_manifest,
 )
+from shardwise.checkpoint.slices import bytes_of
 from shardwise.checkpoint.stores import Folder, folder_at
 from shardwise.errors import CheckpointError
 

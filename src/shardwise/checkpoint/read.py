@@ -19,10 +19,10 @@ from shardwise.checkpoint.checksums import (
     crc32,
     split_at_blocks,
 )
-from shardwise.checkpoint.collect import TensorSlice, bytes_of
 from shardwise.checkpoint.directory import MARKER, checkpoint_files, complete, is_complete
 from shardwise.checkpoint.format import Spec, is_plain_file_name, parse_header
 from shardwise.checkpoint.manifest import MANIFEST, Component, Manifest, tensor_ids
+from shardwise.checkpoint.slices import TensorSlice, bytes_of
 from shardwise.checkpoint.stores import Folder, OpenFile
 from shardwise.errors import CheckpointDamaged, CheckpointError
 

@@ -16,16 +16,17 @@ from shardwise.checkpoint.collect import (
     check_name,
     collect,
     errors_name,
-    slice_to_write,
     specs_of,
 )
 from shardwise.checkpoint.coordination import Coordinator, Save, coordinator_of
 from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.format import MAX_FILE_BYTES, File, pack
 from shardwise.checkpoint.manifest import Component
+from shardwise.checkpoint.slices import slice_to_write
 from shardwise.checkpoint.stores import Folder, folder_at
 from shardwise.checkpoint.write import write
 from shardwise.errors import CheckpointError
+from shardwise.runtime.mesh import DataParallelMesh
 
 __all__ = ["Save", "save"]
 
@@ -89,12 +90,13 @@ def save(
                 found[name] = collect(value, model)
                 files[name] = pack(name, specs_of(found[name]), max_file_bytes)
         _check_unique(files)
-        job = _write_job(folder, found, files, ranks.rank, retention)
+    ranks.agree(mesh, device, f"save {files}")  # before collectives that cut tensors into runs
+    job = _write_job(folder, found, files, mesh, retention)
+    with ranks.raises_together("copy its state"):
         if wait:
             ranks.host_copies.clear()
         else:
             job = replace(job, slices=ranks.host_copies.copy(job.slices))
-    ranks.agree(mesh, device, f"save {files}")
     saved = Save(folder.target)
     if wait:
         saved.run(lambda: write(job, ranks))
@@ -121,7 +123,7 @@ def _write_job(
     folder: Folder,
     found: Mapping[str, Collected],
     files: Mapping[str, list[File]],
-    rank: int,
+    ranks: DataParallelMesh,
     retention: Retention | None,
 ) -> WriteJob:
     """What this rank writes. Tensors are numbered as by `tensor_ids`."""
@@ -130,7 +132,7 @@ def _write_job(
         for name, part in found.items()
     }
     tensors = (tensor for part in found.values() for _, tensor in sorted(part.tensors.items()))
-    own = ((number, slice_to_write(x, number, rank)) for number, x in enumerate(tensors))
+    own = ((number, slice_to_write(x, number, ranks)) for number, x in enumerate(tensors))
     slices = {number: one for number, one in own if one is not None}
     return WriteJob(folder, components, slices, retention)
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.checksums import BLOCK_BYTES, BlockPart, crc32, split_at_blocks
-from shardwise.checkpoint.collect import Slices, WriteJob, bytes_of
+from shardwise.checkpoint.collect import WriteJob
 from shardwise.checkpoint.coordination import Coordinator
 from shardwise.checkpoint.format import File
+from shardwise.checkpoint.slices import Slices, bytes_of
 from shardwise.checkpoint.stores import RemoteFolder, Upload
 from shardwise.errors import StepError
 

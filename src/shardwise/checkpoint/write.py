@@ -13,7 +13,7 @@ from shardwise.checkpoint.checksums import (
     encode_parts,
     split_at_blocks,
 )
-from shardwise.checkpoint.collect import TensorSlice, WriteJob
+from shardwise.checkpoint.collect import WriteJob
 from shardwise.checkpoint.coordination import Coordinator
 from shardwise.checkpoint.directory import (
     Owner,
@@ -25,6 +25,7 @@ from shardwise.checkpoint.directory import (
 )
 from shardwise.checkpoint.format import File
 from shardwise.checkpoint.manifest import Manifest, tensor_ids
+from shardwise.checkpoint.slices import TensorSlice
 from shardwise.checkpoint.stores import LocalFolder, RemoteFolder
 from shardwise.checkpoint.upload import upload
 from shardwise.errors import CheckpointError, StepError

@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._private import mesh_without_groups
 from shardwise.errors import PlanError
-from shardwise.plan.strategy import Strategy
+from shardwise.plan.strategy import STRATEGIES, Strategy
 from shardwise.transport.api import Operation, RankGroup, Stage
 from shardwise.transport.process_group import backend_of, new_group
 
-__all__ = ["DataParallelMesh", "resolve_mesh"]
+__all__ = ["DataParallelMesh", "all_ranks_of", "resolve_mesh"]
 
 _GroupsByRanks = dict[tuple[int, ...], dist.ProcessGroup]
 # Of meshes that have no process group of all their ranks.
@@ -146,6 +146,14 @@ def resolve_mesh(
     members = dist.get_process_group_ranks(group)
     numbered = [[members.index(rank) for rank in row] for row in rows]
     return _groups(numbered, group, strategy, on_cpu=mesh.device_type == "cpu", mesh=mesh)
+
+
+def all_ranks_of(mesh: DeviceMesh) -> DataParallelMesh:
+    """The ranks of ``mesh``, of any number of dims, each with a replica of its own."""
+    group = _group_of(mesh)
+    rows = [[index] for index in range(mesh.size())]
+    on_cpu = mesh.device_type == "cpu"
+    return _groups(rows, group, STRATEGIES["ddp"], on_cpu=on_cpu, mesh=mesh)
 
 
 def _without_mesh(strategy: Strategy, sharding_factor: int | None) -> DataParallelMesh:

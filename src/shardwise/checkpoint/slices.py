@@ -1,0 +1,205 @@
+"""The elements of tensors that one rank writes or reads: runs of the row-major order."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwise._private import is_strided_shard
+from shardwise.checkpoint.checksums import BLOCK_BYTES
+from shardwise.plan.chunks import chunk_of
+from shardwise.plan.layout import Run
+from shardwise.runtime.mesh import DataParallelMesh
+from shardwise.runtime.tensor import OwnPart, local_of, own_part_of
+
+__all__ = [
+    "HostCopies",
+    "Slices",
+    "TensorSlice",
+    "assign_slice",
+    "bytes_of",
+    "slice_to_read",
+    "slice_to_write",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """Elements of a tensor in row-major order, from ``start`` on."""
+
+    start: int
+    elements: Tensor  # [n]
+
+    @property
+    def start_byte(self) -> int:
+        return self.start * self.elements.itemsize
+
+    @property
+    def stop_byte(self) -> int:
+        return self.start_byte + self.elements.nbytes
+
+    def bytes_between(self, start: int, stop: int) -> memoryview:
+        """Bytes ``[start, stop)`` of the tensor; a copy if the elements are on an accelerator."""
+        first, itemsize = self.start_byte, self.elements.itemsize
+        return bytes_of(self.elements[(start - first) // itemsize : (stop - first) // itemsize])
+
+
+Slices = Mapping[int, TensorSlice]  # by the number of the tensor; see `manifest.tensor_ids`
+
+
+def slice_to_write(tensor: Tensor, number: int, ranks: DataParallelMesh) -> TensorSlice | None:
+    """The elements that this rank writes of ``tensor``, the ``number``-th of all.
+
+    Together ``ranks`` write each element once. Replicas divide a shard among them. Rank 0 writes
+    what every rank has, such as buffers. A tensor whose elements here are no run, as with tensor
+    parallelism, is gathered and cut into runs; every rank has to call this then.
+    """
+    if not isinstance(tensor, DTensor):
+        return slice_to_read(tensor) if ranks.group_rank == 0 else None
+    own, part = slice_to_read(tensor), own_part_of(tensor)
+    if part is None:
+        run = _even_run(tensor)
+        own.elements.copy_(tensor.full_tensor().detach().reshape(-1)[run.start : run.stop])
+        part = OwnPart(run, 0, 1)
+    written = _part_of_replica(own.elements, number, _among(ranks, part, tensor))
+    if not len(written):
+        return None
+    return TensorSlice(own.start + written.start, own.elements[written.start : written.stop])
+
+
+def slice_to_read(tensor: Tensor) -> TensorSlice:
+    """The elements that this rank reads; they share the memory of ``tensor`` if that is possible.
+
+    If it is not, `assign_slice` copies them into it.
+    """
+    part = own_part_of(tensor)
+    if part is not None:
+        return TensorSlice(part.run.start, local_of(tensor).detach().reshape(-1))
+    if not isinstance(tensor, DTensor):
+        return TensorSlice(0, tensor.detach().reshape(-1))
+    run = _even_run(tensor)
+    return TensorSlice(run.start, local_of(tensor).new_empty(len(run)))
+
+
+def assign_slice(tensor: Tensor, read: TensorSlice) -> None:
+    """Copy what was read of `slice_to_read` into ``tensor``, if that is not its own memory.
+
+    Every rank has to call this if the elements of ``tensor`` on a rank are no run.
+    """
+    if not isinstance(tensor, DTensor):
+        if not tensor.is_contiguous():
+            tensor.copy_(read.elements.view(tensor.shape))
+    elif own_part_of(tensor) is None:
+        mesh = tensor.device_mesh
+        flat = DTensor.from_local(
+            read.elements,
+            mesh,
+            [Shard(0)] * mesh.ndim,
+            run_check=False,
+            shape=torch.Size([tensor.numel()]),
+            stride=(1,),
+        )
+        local_of(tensor).copy_(_part_of_whole(flat.full_tensor().view(tensor.shape), tensor))
+    elif not local_of(tensor).is_contiguous():
+        local_of(tensor).copy_(read.elements.view(local_of(tensor).shape))
+
+
+def _even_run(tensor: DTensor) -> Run:
+    """An equal part of the elements for each rank of the tensor's mesh: `Shard(0)` in each dim."""
+    run = Run(0, tensor.numel())
+    for size, index in _coordinates(tensor.device_mesh):
+        part = chunk_of(len(run), size, index)
+        run = Run(run.start + part.start, run.start + part.stop)
+    return run
+
+
+def _part_of_whole(whole: Tensor, tensor: DTensor) -> Tensor:
+    """What this rank stores of ``tensor``, whose elements are ``whole``."""
+    dims = zip(tensor.placements, _coordinates(tensor.device_mesh), strict=True)
+    # A strided shard cuts what the other mesh dims have cut.
+    for placement, (size, index) in sorted(dims, key=lambda dim: is_strided_shard(dim[0])):
+        if isinstance(placement, Shard) or is_strided_shard(placement):
+            run = chunk_of(whole.shape[placement.dim], size, index)
+            whole = whole.narrow(placement.dim, run.start, len(run))
+    return whole
+
+
+def _coordinates(mesh: DeviceMesh) -> list[tuple[int, int]]:
+    """The size of each dim of ``mesh``, and the place of this rank in it."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return list(zip(mesh.shape, coordinate, strict=True))
+
+
+def _among(ranks: DataParallelMesh, part: OwnPart, tensor: DTensor) -> OwnPart:
+    """``part`` with the replicas in other dims of the mesh than those of ``tensor``."""
+    mesh, own = ranks.mesh, tensor.device_mesh
+    if mesh is None or mesh.size() == own.size():
+        return part
+    known = own.mesh_dim_names or ()
+    for name, (size, index) in zip(mesh.mesh_dim_names or (), _coordinates(mesh), strict=True):
+        if name not in known:
+            part = replace(
+                part, replica=part.replica * size + index, num_replicas=part.num_replicas * size
+            )
+    return part
+
+
+def bytes_of(elements: Tensor) -> memoryview:
+    """The bytes of ``elements`` [n]: its own memory if it is contiguous and on the CPU."""
+    array: Any = elements.contiguous().cpu().view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _part_of_replica(elements: Tensor, number: int, own: OwnPart) -> Run:
+    """The part of a shard that this replica writes."""
+    num_elements, copies, replica = len(elements), own.num_replicas, own.replica
+    if copies == 1:
+        return Run(0, num_elements)
+    if elements.nbytes < BLOCK_BYTES:  # too small to divide
+        return Run(0, num_elements if number % copies == replica else 0)
+    return Run(num_elements * replica // copies, num_elements * (replica + 1) // copies)
+
+
+class HostCopies:
+    """Copies of slices in host memory, which a save with ``wait=False`` writes.
+
+    The memory is kept for the next save: copying into new memory takes twice as long or more.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, Tensor] = {}
+
+    def copy(self, slices: Slices) -> Slices:
+        """Copies of ``slices``, whose memory is not reused until `reclaim`."""
+        free, self._free = self._free, {}
+        return {
+            number: TensorSlice(own.start, _copied(own.elements, free.pop(number, None)))
+            for number, own in slices.items()
+        }
+
+    def reclaim(self, copies: Slices) -> None:
+        """Reuse the memory of ``copies`` in the next save."""
+        self._free = {number: copy.elements for number, copy in copies.items()}
+
+    def clear(self) -> None:
+        """Free the memory that is kept."""
+        self._free = {}
+
+
+def _copied(source: Tensor, memory: Tensor | None) -> Tensor:
+    """A copy, in ``memory`` if that fits, and pinned if the source is on a GPU."""
+    pinned = source.device.type != "cpu"
+    fits = (
+        memory is not None
+        and memory.shape == source.shape
+        and memory.dtype is source.dtype
+        and memory.is_pinned() == pinned
+    )
+    if memory is None or not fits:
+        memory = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
+    return memory.copy_(source)
