@@ -15,6 +15,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime import replaced
+from shardwise.runtime.empty_steps import warn_of_empty_steps
 from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.mesh import DataParallelMesh
@@ -212,6 +213,7 @@ def make_unit(
     fill: Callable[[UnitPlan], None] = lambda _plan: None,
 ) -> Unit:
     """Shard the parameters of ``plan`` in ``root``, to which ``fill`` has given values."""
+    warn_of_empty_steps()
     flats = [FlatParameters(layout, mesh, pools, plan, offloader) for layout in plan.layouts]
     fill(plan)  # now that the memory in which the flat buffers were laid out is free again
     for flat, layout in zip(flats, plan.layouts, strict=True):

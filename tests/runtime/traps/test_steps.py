@@ -1,6 +1,7 @@
 """Traps: what happens to a model between its forwards, backwards and steps."""
 
 import copy
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -250,6 +251,22 @@ def test_the_gradient_accumulator_of_a_sharded_parameter_is_not_revealed() -> No
 
 
 # -- steps in backward -----------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_step_without_gradients_is_named() -> None:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(own_part(batch())).square().mean().backward(inputs=list(model.parameters()))
+    with pytest.warns(
+        UserWarning, match=r"SGD steps, and none of its \d+ .*call loss\.backward\(\)"
+    ):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()  # said once
+    optimizer.zero_grad()
+    check_step(model)
 
 
 @on_ranks(2)
