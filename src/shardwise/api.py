@@ -1,7 +1,7 @@
 """`fully_shard`: plans a model, has the runtime shard it, and attaches the features."""
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal, TypeVar
@@ -29,6 +29,7 @@ from shardwise.plan.units import Units, check_is_unit
 from shardwise.runtime.attach import (
     check_initialized,
     check_not_renormalized,
+    check_same_plan,
     check_same_values,
     check_tensor_parallel,
     device_for,
@@ -198,12 +199,14 @@ def _shard(
 ) -> None:
     """Plan one module and shard it, or have ``later`` called when it has storage."""
     restore_ties(module)
+    apart = _sharded_apart(module, mesh)
+    ignored_params = [*ignored_params, *(p for one in apart.values() for p in one.parameters())]
     check_tensor_parallel(module, mesh, ignored_params)
     if place is not None or any(map(is_tensor_parallel, module.parameters())):
         granularity = _placed(module, place, Granularizer(granularity))
     check_not_renormalized(module, ignored_params)
     _check_init(module, init)
-    manual = _sharded_before(module, mesh)
+    manual = _sharded_before(module, apart)
     plan = make_plan(
         module,
         world_size=mesh.size,
@@ -234,7 +237,7 @@ def _shard(
     for index, unit in enumerate(plan.units):
         choice = manual.get(unit.name, inner if index else own)
         mark(module.get_submodule(unit.name), Handle(runtime, index, choice))
-    apply_precision(module, mp_policy, settled=manual)
+    apply_precision(module, mp_policy, settled=[*manual, *apart])
     fused_wgrad.replace_layers(module)
     runtime.watch_structure(module)
 
@@ -249,8 +252,10 @@ def _build(
 ) -> Runtime:
     """Shard the parameters of ``root`` and attach the features."""
     device = device_for(root, mesh)
+    warns = on_different_values == "warn"
+    check_same_plan(plan, mesh, warns=warns)
     if init is None:
-        check_same_values(root, plan, mesh, warns=on_different_values == "warn")
+        check_same_values(root, plan, mesh, warns=warns)
     materializer = None if init is None else Materializer(root, plan, init, Pool(device))
     offloaders = cache(partial(HostOffloader, device))
     runtime = Runtime(
@@ -304,12 +309,23 @@ def _warn_of_padding(plan: Plan, mesh: DataParallelMesh) -> None:
         warnings.warn(f"granularity costs padding\n{report}", stacklevel=5)
 
 
-def _sharded_before(root: nn.Module, mesh: DataParallelMesh) -> dict[str, UnitChoice]:
+def _sharded_apart(root: nn.Module, mesh: DataParallelMesh) -> dict[str, nn.Module]:
+    """Modules inside ``root`` that were sharded over other ranks, and stay models of their own."""
+    return {
+        name: module
+        for name, module in root.named_modules()
+        if isinstance(module, FSDPModule)
+        and not is_deferred(module)
+        and _ranks_of(handle_of(module).runtime.mesh) != _ranks_of(mesh)
+    }
+
+
+def _sharded_before(root: nn.Module, apart: Mapping[str, nn.Module]) -> dict[str, UnitChoice]:
     """Units that were made one by one, as in FSDP2, and what was chosen for each."""
     handles = {
         name: handle_of(module)
         for name, module in root.named_modules()
-        if isinstance(module, FSDPModule) and not is_deferred(module)
+        if isinstance(module, FSDPModule) and not is_deferred(module) and name not in apart
     }
     for name, handle in handles.items():
         if handle.runtime.gave_values:
@@ -317,13 +333,6 @@ def _sharded_before(root: nn.Module, mesh: DataParallelMesh) -> dict[str, UnitCh
                 f"{name} was initialised on its own, by the names inside it, so that blocks of one "
                 "kind have the same values; shard a model on the meta device with one call, as in "
                 "sw.fully_shard(model, units=Block)"
-            )
-        inner, outer = _ranks_of(handle.runtime.mesh), _ranks_of(mesh)
-        if inner != outer:
-            raise PlanError(
-                f"{name} is sharded over ranks {inner} and the module around it over {outer}; "
-                "gradients of one model are averaged over one set of ranks, so pass the same mesh "
-                "or process group for both"
             )
     return {name: handle.choice for name, handle in handles.items()}
 

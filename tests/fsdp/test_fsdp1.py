@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.distributed import fsdp as torch_fsdp
 
-from tests.fsdp import programs1 as programs
-from tests.fsdp.both import DEADLINE, Case, cases, name_of, run_both, thorough
+import shardwise.fsdp as our_fsdp
+from tests.fsdp import programs1 as programs, programs1_training as training
+from tests.fsdp.both import DEADLINE, Case, cases, name_of, run_both, run_ours, thorough
 from tests.ranks import on_ranks
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -104,3 +106,36 @@ def test_program_with_several_groups(case: Case) -> None:
 def test_clipping(case: Case) -> None:
     """In float32, since PyTorch's FSDP1 computes norms in no other dtype."""
     run_both(*case, 2e-6)
+
+
+TRAINING = [
+    *cases(
+        training.hooks,
+        which=("default", "half"),
+        strategy=("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"),
+        policy=("module", "none"),
+    ),
+    *cases(training.own_hook),
+    *cases(training.keeps_low_precision, strategy=("FULL_SHARD", "NO_SHARD")),
+    *cases(training.experts),
+    *cases(training.other_names),
+    *cases(training.wraps_norms, policy=("module", "size")),
+]
+
+
+@on_ranks(2, deadline=DEADLINE)
+@pytest.mark.parametrize("case", TRAINING, ids=name_of)
+def test_training(case: Case) -> None:
+    run_both(*case)
+
+
+@on_ranks(2)
+def test_evaluation_in_full_precision() -> None:
+    run_ours(training.evaluates_in_full_precision, {})
+
+
+@on_ranks(2, deadline=DEADLINE)
+def test_programs_catch_the_same_errors() -> None:
+    theirs = training.errors(torch_fsdp)
+    for number, (our, their) in enumerate(zip(training.errors(our_fsdp), theirs, strict=True)):
+        assert isinstance(our, type(their)), f"{number}: {our!r}, expected {their!r}"

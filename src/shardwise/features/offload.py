@@ -35,10 +35,10 @@ class HostOffloader:
         self._to_device = DeviceStream(device)
         self._to_host = DeviceStream(device)
 
-    def allocate_shard(self, layout: Layout) -> Tensor:
+    def allocate_shard(self, layout: Layout, dtype: str) -> Tensor:
         """Zeros [S] on the host, to keep."""
-        dtype: torch.dtype = getattr(torch, layout.dtype)
-        return torch.zeros(layout.shard_elements, dtype=dtype, pin_memory=self._is_pinned)
+        size = layout.shard_elements
+        return torch.zeros(size, dtype=getattr(torch, dtype), pin_memory=self._is_pinned)
 
     def to_device(self, to: Tensor, of: Tensor) -> Callable[[], None]:
         """Begin to fill ``to`` on the device; what a collective has to call before it sends it."""

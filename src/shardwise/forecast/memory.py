@@ -219,7 +219,7 @@ def _in_place_bytes(unit: UnitPlan, options: _Options) -> int:
     is_elsewhere = unit.has_child_units or unit.holds_gradients or unit.offload is not None
     if is_elsewhere or options.accumulates or options.steps_in_backward:
         return 0
-    return sum(one.shard_bytes for one in unit.trainable_layouts if one.is_whole_sum)
+    return sum(one.gradient_shard_bytes for one in unit.trainable_layouts if one.is_whole_sum)
 
 
 def _permanent_bytes(unit: UnitPlan, options: _Options) -> int:

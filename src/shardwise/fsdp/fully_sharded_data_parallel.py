@@ -1,6 +1,7 @@
 """FSDP1's class: a wrapper around a module that the engine shards."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,13 +13,16 @@ from torch.distributed.fsdp import CPUOffload as TorchCPUOffload
 from torch.distributed.tensor import DTensor
 
 from shardwise.api import fully_shard
-from shardwise.errors import PlanError
 from shardwise.fsdp import api, optim_states, state_dict_type as state_dicts
 from shardwise.fsdp.api import *  # noqa: F403 (programs import the options from here, too)
+from shardwise.fsdp.comm_hooks import register_comm_hook
+from shardwise.fsdp.errors import WrapperError
+from shardwise.fsdp.eval_precision import EvalPrecision
 from shardwise.fsdp.materialize import materialize
 from shardwise.fsdp.names import WRAPPED, clean_name
 from shardwise.fsdp.options import (
     Group,
+    check_ignored,
     offload_policy,
     precision_policy,
     resolve_device,
@@ -30,7 +34,7 @@ from shardwise.fsdp.wrap import wrap_children
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.units import NEVER_CALLED
 from shardwise.runtime.casting import cast_tensors
-from shardwise.runtime.module import FSDPModule, is_root_unit
+from shardwise.runtime.module import FSDPModule, unit_of
 from shardwise.transport.process_group import broadcast_tensors
 
 __all__ = ["FullyShardedDataParallel"]
@@ -95,6 +99,7 @@ class FullyShardedDataParallel(nn.Module):
         strategy = sharding_strategy or api.ShardingStrategy.FULL_SHARD
         ranks = resolve_ranks(process_group, device_mesh, strategy)
         ignored = resolve_ignored(ignored_modules, ignored_states)
+        check_ignored(ignored, module, FullyShardedDataParallel)
         device = resolve_device(device_id)
         if auto_wrap_policy is not None:
             options = {
@@ -118,8 +123,18 @@ class FullyShardedDataParallel(nn.Module):
         self.sharding_strategy = strategy
         self.mixed_precision = mixed_precision or api.MixedPrecision()
         self.cpu_offload = cpu_offload or api.CPUOffload()
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
         group = ranks.data_parallel_mesh().group
         self.process_group = group or dist.group.WORLD
+        if process_group is not None and not isinstance(process_group, tuple):
+            self.process_group = process_group
+        self._comm_hook: Callable[..., None] | None = None
+        self._comm_hook_state: object = None
+        self._eval_precision = EvalPrecision()
+        self._is_inside = False
+        for inner in self._wrappers_in(module):
+            inner._is_inside = True
         self._state_dict_settings = state_dicts.default_settings()
         self._ignored_params = ignored.parameters.union(*_ignored_inside(module))
         materialize(module, param_init_fn, device, self._ignored_params)
@@ -141,6 +156,7 @@ class FullyShardedDataParallel(nn.Module):
             mp_policy=precision_policy(mixed_precision),
             offload_policy=offload_policy(cpu_offload),
             ignored_params=self._ignored_params,
+            on_different_values="warn",
         )
 
     # -- the module ------------------------------------------------------------------------------
@@ -170,31 +186,45 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         precision = self.mixed_precision
-        if precision.param_dtype and precision.cast_root_forward_inputs and self.check_is_root():
-            args, kwargs = cast_tensors((args, kwargs), precision.param_dtype)
+        if self.check_is_root():
+            self._eval_precision.follow(self.module, training=self.training)
+            is_cast = precision.cast_root_forward_inputs and not self._eval_precision.is_full
+            if precision.param_dtype and is_cast:
+                args, kwargs = cast_tensors((args, kwargs), precision.param_dtype)
         return self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost wrapper."""
-        return is_root_unit(self.module)
+        return not self._is_inside
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters of this unit, those of wrappers inside it excepted."""
+        if not isinstance(self.module, FSDPModule):
+            return []
+        return [parameter.sharded for parameter in unit_of(self.module).parameters]
 
     @property
     def rank(self) -> int:
         """The rank of this process in `process_group`."""
-        return dist.get_rank(self.process_group) if dist.is_initialized() else 0
+        return 0 if self.process_group is None else self.process_group.rank()
 
     @property
     def world_size(self) -> int:
         """The number of ranks in `process_group`."""
-        return dist.get_world_size(self.process_group) if dist.is_initialized() else 1
+        return 1 if self.process_group is None else self.process_group.size()
 
     @staticmethod
     def fsdp_modules(
         module: nn.Module, root_only: bool = False
     ) -> list["FullyShardedDataParallel"]:
         """The wrappers in ``module``, itself included; with ``root_only``, the outermost ones."""
-        wrappers = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        wrappers = FullyShardedDataParallel._wrappers_in(module)
         return [w for w in wrappers if w.check_is_root()] if root_only else wrappers
+
+    @staticmethod
+    def _wrappers_in(module: nn.Module) -> list["FullyShardedDataParallel"]:
+        return [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
         """`nn.Module.apply` on full parameters. All ranks must make the same changes."""
@@ -222,9 +252,9 @@ class FullyShardedDataParallel(nn.Module):
         """Accumulate unreduced gradients in the body of a ``with`` statement.
 
         Raises:
-            PlanError: this is not the outermost wrapper.
+            WrapperError: this is not the outermost wrapper.
         """
-        unit = self._root_unit("no_sync")
+        unit = self._root_unit("no_sync() should only be called on the root FSDP instance")
         unit.set_requires_gradient_sync(False)
         try:
             yield
@@ -235,26 +265,36 @@ class FullyShardedDataParallel(nn.Module):
         """Scale the gradients so that their norm over all ranks is at most ``max_norm``.
 
         Returns:
-            The norm before scaling.
+            The norm before scaling, in the dtype of the gradients.
 
         Raises:
-            PlanError: this is not the outermost wrapper.
+            WrapperError: this is not the outermost wrapper.
         """
-        self._root_unit("clip_grad_norm_")
+        self._root_unit("clip_grad_norm_() should only be called on the root FSDP instance")
+        if all(parameter.grad is None for parameter in self.parameters()):
+            warnings.warn(
+                f"clip_grad_norm_: called on rank {self.rank} with no gradients -- returning the "
+                "total norm in the default dtype torch.float32",
+                stacklevel=2,
+            )
         return clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:  # noqa: ARG002
-        """Accept torch's ``allreduce_hook`` and ``reduce_scatter_hook``, which change nothing.
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Have ``hook`` reduce the gradients of every unit, in full.
+
+        Args:
+            state: the first argument of the hook.
+            hook: called as ``hook(state, gradients)`` where parameters are not sharded, and has to
+                reduce ``gradients`` [n] in place. Otherwise called as ``hook(state, gradients,
+                shard)``, and has to write this rank's part of the reduced gradients into ``shard``
+                [n / world_size]. It may replace ``.data`` of both, and has to divide as well.
+                PyTorch's hooks are in ``torch.distributed.algorithms._comm_hooks``.
 
         Raises:
-            PlanError: any other hook, since gradients are reduced in place, in a flat buffer.
+            WrapperError: this is not the outermost wrapper, or has a hook, or shards over two axes.
         """
-        name = getattr(hook, "__name__", repr(hook))
-        if name not in ("allreduce_hook", "reduce_scatter_hook"):
-            raise PlanError(
-                f"register_comm_hook({name}): not supported; to reduce gradients in 16 bits pass "
-                "MixedPrecision(reduce_dtype=torch.bfloat16)"
-            )
+        self._root_unit("register_comm_hook can only be called on a root instance.")
+        register_comm_hook(self._wrappers_in(self), state, hook)
 
     summon_full_params = staticmethod(summon_full_params)
 
@@ -283,17 +323,16 @@ class FullyShardedDataParallel(nn.Module):
     flatten_sharded_optim_state_dict = staticmethod(optim_states.flatten_sharded_optim_state_dict)
     rekey_optim_state_dict = staticmethod(optim_states.rekey_optim_state_dict)
 
-    def _root_unit(self, method: str) -> FSDPModule:
+    def _root_unit(self, message: str) -> FSDPModule:
         if not self.check_is_root():
-            raise PlanError(f"{method}: call it on the outermost FullyShardedDataParallel module")
+            raise WrapperError(message)
         unit = self.module
         assert isinstance(unit, FSDPModule)
         return unit
 
 
 def _ignored_inside(module: nn.Module) -> list[set[nn.Parameter]]:
-    wrappers = (m for m in module.modules() if isinstance(m, FullyShardedDataParallel))
-    return [wrapper._ignored_params for wrapper in wrappers]
+    return [inner._ignored_params for inner in FullyShardedDataParallel._wrappers_in(module)]
 
 
 def _unsharded_states(module: nn.Module, ignored: set[nn.Parameter]) -> list[Tensor]:

@@ -21,8 +21,10 @@ def materialize(
 
     Raises:
         PlanError: a module has no ``reset_parameters()`` and ``param_init_fn`` is None, or
-            ``param_init_fn`` left a module on the meta device.
+            ``param_init_fn`` is not callable or left a module on the meta device.
     """
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise PlanError(f"Expected param_init_fn={param_init_fn!r} to be callable")
     ignored_ids = {id(parameter) for parameter in ignored}
     for name, inner in list(module.named_modules()):
         if all(id(state) in ignored_ids for state in _meta_states(inner)):

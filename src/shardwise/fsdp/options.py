@@ -1,8 +1,10 @@
 """Translates FSDP1's options to arguments of `shardwise.fully_shard`."""
 
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
+from shardwise._private import mesh_without_groups
 from shardwise.errors import PlanError
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import MixedPrecisionPolicy
@@ -20,6 +23,7 @@ __all__ = [
     "FSDP1_STRATEGIES",
     "Ignored",
     "Ranks",
+    "check_ignored",
     "offload_policy",
     "precision_policy",
     "resolve_device",
@@ -80,18 +84,9 @@ def resolve_ranks(
 
 
 def precision_policy(mixed_precision: MixedPrecision | None) -> MixedPrecisionPolicy:
-    """The policy for FSDP1's option.
-
-    Raises:
-        PlanError: ``keep_low_precision_grads`` is set.
-    """
+    """The policy for FSDP1's option."""
     if mixed_precision is None:
         return MixedPrecisionPolicy(master_dtype="keep")
-    if mixed_precision.keep_low_precision_grads:
-        raise PlanError(
-            "keep_low_precision_grads=True: not supported, gradients have the dtype of their "
-            "parameters; for 16-bit gradients convert the model (model.bfloat16()) before wrapping"
-        )
     return MixedPrecisionPolicy(
         param_dtype=mixed_precision.param_dtype,
         reduce_dtype=mixed_precision.reduce_dtype,
@@ -99,6 +94,7 @@ def precision_policy(mixed_precision: MixedPrecision | None) -> MixedPrecisionPo
         cast_forward_inputs=mixed_precision.cast_forward_inputs,
         master_dtype="keep",
         full_precision=tuple(mixed_precision._module_classes_to_ignore),
+        keep_low_precision_grads=mixed_precision.keep_low_precision_grads,
     )
 
 
@@ -114,8 +110,10 @@ def offload_policy(cpu_offload: CPUOffload | None) -> OffloadPolicy:
 
 def resolve_device(device_id: int | torch.device | None) -> torch.device | None:
     """The device for FSDP1's option, in which an integer is the index of an accelerator."""
+    if device_id is None:
+        return None
     if not isinstance(device_id, int):
-        return device_id
+        return torch.device(device_id)
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         raise PlanError(
@@ -139,21 +137,63 @@ def resolve_ignored(
     """What ``ignored_modules`` or ``ignored_states`` exclude, with everything inside.
 
     Raises:
-        PlanError: both are given.
+        PlanError: both are given, or one contains something else.
     """
     if modules is not None and states is not None:
-        raise PlanError("ignored_modules and ignored_states: pass ignored_states only")
-    given = [*(modules or ()), *(states or ())]
-    outermost = [one for one in given if isinstance(one, nn.Module)]
-    parameters = {one for one in given if isinstance(one, nn.Parameter)}
+        raise PlanError(
+            "Cannot pass both ignored_modules and ignored_states at the same time; pass "
+            "ignored_states"
+        )
+    outermost: list[Any] = list(modules or ())
+    given: list[Any] = list(states or ())
+    if not all(isinstance(one, nn.Module) for one in outermost):
+        raise PlanError(
+            "ignored_modules expects nn.Module list elements but got types "
+            f"{_types_of(outermost)}; pass parameters as ignored_states"
+        )
+    if all(isinstance(one, nn.Module) for one in given):
+        outermost += given
+        given = []
+    elif not all(isinstance(one, nn.Parameter) for one in given):
+        raise PlanError(
+            "ignored_states expects all nn.Parameter or all nn.Module list elements but got types "
+            f"{_types_of(given)}; pass the parameters of the modules"
+        )
     return Ignored(
         modules={inner for module in outermost for inner in module.modules()},
-        parameters=parameters.union(*(module.parameters() for module in outermost)),
+        parameters=set(given).union(*(module.parameters() for module in outermost)),
     )
 
 
-def _mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
-    return DeviceMesh.from_group(group, _device_type(group))
+def _types_of(values: Iterable[object]) -> list[type]:
+    return sorted({type(value) for value in values}, key=repr)
+
+
+def check_ignored(ignored: Ignored, module: nn.Module, wrapper: type[nn.Module]) -> None:
+    """Refuse to ignore wrapped modules, and warn if all of ``module`` is ignored.
+
+    Raises:
+        PlanError: names the class of the module that is wrapped.
+    """
+    for inner in ignored.modules:
+        if isinstance(inner, wrapper):
+            raise PlanError(
+                "`ignored_modules` should not include FSDP modules, but it includes a wrapped "
+                f"{type(inner.module).__name__}; pass the module before it is wrapped"
+            )
+    if module in ignored.modules:
+        warnings.warn(
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will "
+            f"result in all parameters being ignored: {type(module).__name__}",
+            stacklevel=3,
+        )
+
+
+def _mesh_of(group: Any) -> DeviceMesh:
+    if isinstance(group, dist.ProcessGroup):
+        return DeviceMesh.from_group(group, _device_type(group))
+    # An object with the size and this rank alone: the model is built, but cannot run.
+    return mesh_without_groups("cpu", torch.arange(group.size()), None, group.rank())
 
 
 def _mesh_of_pair(shards: dist.ProcessGroup, replicas: dist.ProcessGroup) -> DeviceMesh:

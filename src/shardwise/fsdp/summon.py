@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.fsdp.names import clean_names
-from shardwise.runtime.module import FSDPModule, gathered, ledger
+from shardwise.runtime.module import FSDPModule, handle_of, ledger
 
 __all__ = ["summon_full_params"]
 
@@ -48,7 +48,8 @@ def summon_full_params(
     gradients = _full_gradients(parameters) if with_grads else {}
     with contextlib.ExitStack() as stack:
         for unit in _unit_per_model(module):
-            stack.enter_context(gathered(unit, write_back=writeback))
+            scheduler = handle_of(unit).runtime.scheduler
+            stack.enter_context(scheduler.gathered(write_back=writeback))
         full = clean_names(module)
         for name, gradient in gradients.items():
             full[name].grad = gradient

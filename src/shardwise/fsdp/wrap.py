@@ -5,7 +5,9 @@ A policy function is called as ``policy(module=, recurse=, nonwrapped_numel=)``:
 that ("wrap this module?"). `shardwise.fully_shard` takes the same policies as ``units``.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,6 +16,8 @@ from torch.distributed.fsdp.wrap import (
     ModuleWrapPolicy,
     _module_wrap_policy,
     _or_policy,
+    _Policy,
+    _wrap_module_cls_individually,
     always_wrap_policy,
     enable_wrap,
     lambda_auto_wrap_policy,
@@ -23,12 +27,15 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from shardwise.errors import PlanError
+from shardwise.runtime.casting import compute_in_full_precision
 
 __all__ = [
     "CustomPolicy",
     "ModuleWrapPolicy",
+    "_Policy",
     "_module_wrap_policy",
     "_or_policy",
+    "_wrap_module_cls_individually",
     "always_wrap_policy",
     "enable_wrap",
     "lambda_auto_wrap_policy",
@@ -59,18 +66,56 @@ def wrap_children(
 ) -> None:
     """Wrap the modules inside ``root`` that ``policy`` chooses, innermost first.
 
+    Modules that mixed precision leaves in full precision are wrapped, too, without it.
+
     Raises:
         PlanError: ``root`` contains a module that is already wrapped.
     """
     _check_none_wrapped(root, wrapper, ignored_modules)
-    if isinstance(policy, (ModuleWrapPolicy, TorchCustomPolicy)):
+    classes = _full_precision_classes(options)
+    full_precision = {
+        module
+        for module in root.modules()
+        if module is not root and isinstance(module, classes) and module not in ignored_modules
+    }
+    _keep_full_precision(full_precision)
+    without = {"mixed_precision": None}
+    if isinstance(policy, _Policy):
         # These policies choose modules, and options for each, before any module is wrapped. The
         # only interface for that is private.
         chosen = policy._run_policy(root, set(ignored_modules), dict(options))
+        chosen |= {m: {**chosen.get(m, options), **without} for m in full_precision}
         _wrap_chosen(root, chosen, wrapper)
         return
+    if full_precision:
+        apart = partial(_wrap_module_cls_individually, module_classes=classes)
+        policy = partial(_or_policy, policies=[policy, apart])
+
+    def wrap_one(module: nn.Module) -> nn.Module:
+        return wrapper(module, **{**options, **(without if module in full_precision else {})})
+
     ignored = {id(parameter) for parameter in ignored_params}
-    _wrap_recursively(root, policy, wrapper, options, (ignored_modules, ignored), is_root=True)
+    _wrap_recursively(root, policy, wrap_one, (ignored_modules, ignored), is_root=True)
+
+
+def _full_precision_classes(options: Mapping[str, Any]) -> tuple[type[nn.Module], ...]:
+    mixed_precision = options.get("mixed_precision")
+    return () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
+
+
+def _keep_full_precision(modules: Collection[nn.Module]) -> None:
+    """Cast inputs and outputs of ``modules``."""
+    if not modules:
+        return
+    classes = sorted({type(module).__name__ for module in modules})
+    warnings.warn(
+        f"Both mixed precision and an auto_wrap_policy were given, and there are modules of "
+        f"{', '.join(classes)}. These modules will be wrapped as separate FSDP modules, without "
+        "mixed precision",
+        stacklevel=4,
+    )
+    for module in modules:
+        compute_in_full_precision(module)
 
 
 def _check_none_wrapped(
@@ -81,8 +126,9 @@ def _check_none_wrapped(
     for name, module in root.named_modules():
         if module not in ignored_modules and isinstance(module, wrapper):
             raise PlanError(
-                f"{name or 'the root module'} is already wrapped; pass auto_wrap_policy to the "
-                "outermost wrapper only, or wrap all modules by hand"
+                "FSDP auto wrapping requires modules to not already have FSDP applied but found "
+                f"{name} in {type(root).__name__}; pass auto_wrap_policy to the outermost wrapper "
+                "only, or wrap all modules by hand"
             )
 
 
@@ -98,8 +144,7 @@ def _wrap_chosen(
 def _wrap_recursively(
     module: nn.Module,
     policy: Policy,
-    wrapper: Wrapper,
-    options: Mapping[str, Any],
+    wrap_one: Callable[[nn.Module], nn.Module],
     ignored: tuple[Collection[nn.Module], set[int]],
     *,
     is_root: bool = False,
@@ -112,9 +157,9 @@ def _wrap_recursively(
     num_wrapped = 0
     for name, child in module.named_children():
         if child not in modules:
-            replaced, count = _wrap_recursively(child, policy, wrapper, options, ignored)
+            replaced, count = _wrap_recursively(child, policy, wrap_one, ignored)
             setattr(module, name, replaced)
             num_wrapped += count
     if is_root or not policy(module=module, recurse=False, nonwrapped_numel=total - num_wrapped):
         return module, num_wrapped
-    return wrapper(module, **options), total
+    return wrap_one(module), total

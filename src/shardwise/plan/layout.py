@@ -57,6 +57,7 @@ class Cast:
     compute_itemsize: int
     reduce_dtype: str  # of its gradient on the way to the shards
     reduce_itemsize: int
+    keeps_sums: bool = False  # its gradient stays in that dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +174,14 @@ class Layout:
         return self.world_size > 1 or self.cast.compute_dtype != self.dtype or self.is_offloaded
 
     @property
+    def gradient_dtype(self) -> str:
+        """The dtype of reduced gradients."""
+        return self.cast.reduce_dtype if self.cast.keeps_sums else self.dtype
+
+    @property
     def casts_sums(self) -> bool:
-        """Whether gradients are reduced in another dtype than that of the shards."""
-        return self.cast.reduce_dtype != self.dtype
+        """Whether gradients are reduced in another dtype than they are kept in."""
+        return self.cast.reduce_dtype != self.gradient_dtype
 
     @property
     def is_whole_sum(self) -> bool:
@@ -194,6 +200,12 @@ class Layout:
     @property
     def shard_bytes(self) -> int:
         return self.shard_elements * self.itemsize
+
+    @property
+    def gradient_shard_bytes(self) -> int:
+        """Size of one rank's shard of the reduced gradients."""
+        itemsize = self.cast.reduce_itemsize if self.cast.keeps_sums else self.itemsize
+        return self.shard_elements * itemsize
 
     def run(self, extent: ParameterExtent, rank: int) -> Run:
         """The elements of ``extent``'s parameter that ``rank`` owns."""

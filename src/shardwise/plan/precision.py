@@ -32,6 +32,7 @@ class MixedPrecisionPolicy:
             lost.
         full_precision: classes of modules that compute in the dtype of the shards: their inputs
             are cast to it, and their outputs back. Norms, say.
+        keep_low_precision_grads: leave gradients in the dtype in which they were reduced.
 
     Raises:
         PlanError: a dtype is not a floating-point one.
@@ -44,6 +45,7 @@ class MixedPrecisionPolicy:
     buffer_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | Literal["keep"] | None = None
     full_precision: tuple[type[nn.Module], ...] = ()
+    keep_low_precision_grads: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -108,7 +108,7 @@ class UnitPlan(UnitOptions):
     @cached_property
     def gradient_shard_bytes(self) -> int:
         """Size of one rank's shards of the reduced gradients."""
-        return sum(layout.shard_bytes for layout in self.trainable_layouts)
+        return sum(layout.gradient_shard_bytes for layout in self.trainable_layouts)
 
 
 def choose_units(root: nn.Module, units: Units) -> list[str]:
@@ -180,7 +180,9 @@ def plan_units(
         if isinstance(chosen, Dim) and not before.shape:
             chosen = "tensor"  # a scalar has no dim
         chosen = chosen if before.granularity == "element" else before.granularity
-        owned[owner].append(replace(spec, shape=before.shape, granularity=chosen, cast=before.cast))
+        # The shard of a master does not say in which dtype the parameter came.
+        cast = spec.cast if options[owner].precision.master_dtype == "keep" else before.cast
+        owned[owner].append(replace(spec, shape=before.shape, granularity=chosen, cast=cast))
     granularizer.check_all_matched([spec.name for specs in owned.values() for spec in specs])
     index = {name: i for i, name in enumerate(options)}
     parents = {name: index[chains[name][-2]] for name in options if name}
@@ -311,7 +313,7 @@ def _owned_parameters(
             dtype=_name_of(dtypes.kept),
             itemsize=dtypes.kept.itemsize,
             trainable=parameter.requires_grad,
-            cast=_cast_to(dtypes),
+            cast=_cast_to(dtypes, units[unit].precision),
         )
         yield unit, spec
 
@@ -321,11 +323,17 @@ def _local_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "_local_tensor", parameter).shape)
 
 
-def _cast_to(dtypes: Dtypes) -> Cast | None:
+def _cast_to(dtypes: Dtypes, policy: MixedPrecisionPolicy) -> Cast | None:
     if dtypes.kept == dtypes.compute == dtypes.reduce:
         return None
     compute, reduce = dtypes.compute, dtypes.reduce
-    return Cast(_name_of(compute), compute.itemsize, _name_of(reduce), reduce.itemsize)
+    return Cast(
+        _name_of(compute),
+        compute.itemsize,
+        _name_of(reduce),
+        reduce.itemsize,
+        policy.keep_low_precision_grads,
+    )
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise._private import joined_mesh
 from shardwise.errors import PlanError
+from shardwise.plan.layout import Layout, ParameterSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime import replaced
@@ -123,22 +125,50 @@ def is_on_meta(root: nn.Module) -> bool:
     return True in by_meta
 
 
-def check_same_plan(plan: Plan, mesh: DataParallelMesh) -> None:
+def check_same_plan(plan: Plan, mesh: DataParallelMesh, *, warns: bool = False) -> None:
     """Refuse to put together what ranks have cut in different ways.
 
     Raises:
-        PlanError: names the first rank that differs.
+        PlanError: names the first rank that differs; with ``warns`` it is a warning if only names
+            of parameters differ.
     """
     if not _can_compare(mesh):
         return
-    digest = torch.tensor(zlib.crc32(repr(plan).encode()))
-    by_rank = across([digest], mesh, mesh.world)  # [ranks, 1]
-    different = (by_rank[:, 0] != by_rank[0, 0]).nonzero()
-    if different.numel():
-        raise PlanError(
-            f"ranks 0 and {different[0].item()} plan otherwise; call fully_shard with the same "
-            "model and the same arguments on every rank"
+    plans = (plan, _without_names(plan)) if warns else (plan,)
+    digests = [torch.tensor(zlib.crc32(repr(one).encode())) for one in plans]
+    by_rank = across(digests, mesh, mesh.world)  # [ranks, plans]
+    different = by_rank != by_rank[0]
+    if not different.any():
+        return
+    rank = different.any(1).nonzero()[0].item()
+    message = (
+        f"ranks 0 and {rank} plan otherwise; call fully_shard with the same model and the same "
+        "arguments on every rank"
+    )
+    if different[:, -1].any():
+        raise PlanError(message)
+    warnings.warn(f"{message}. Only names of parameters differ", stacklevel=6)
+
+
+def _without_names(plan: Plan) -> Plan:
+    """``plan`` with parameters that have no names."""
+
+    def strip(spec: ParameterSpec) -> ParameterSpec:
+        return replace(spec, names=("",))
+
+    def strip_layout(layout: Layout) -> Layout:
+        extents = (replace(one, parameter=strip(one.parameter)) for one in layout.extents)
+        return replace(layout, extents=tuple(extents))
+
+    units = (
+        replace(
+            unit,
+            parameters=tuple(map(strip, unit.parameters)),
+            layouts=tuple(map(strip_layout, unit.layouts)),
         )
+        for unit in plan.units
+    )
+    return replace(plan, units=tuple(units))
 
 
 def check_same_values(
@@ -270,7 +300,7 @@ def show_as_sharded(root: nn.Module, plan: Plan, mesh: DataParallelMesh) -> Mapp
 
 
 def _can_compare(mesh: DataParallelMesh) -> bool:
-    return mesh.num_ranks > 1 and mesh.backend("cpu") != "fake"
+    return mesh.num_ranks > 1 and mesh.group is not None and mesh.backend("cpu") != "fake"
 
 
 def owner_of(root: nn.Module, name: str) -> ParameterOwner:

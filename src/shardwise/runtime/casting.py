@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shardwise._private import pytree
 from shardwise.plan.precision import MixedPrecisionPolicy
 
-__all__ = ["apply_precision", "cast_tensors"]
+__all__ = ["apply_precision", "cast_tensors", "compute_in_full_precision"]
 
 
 def cast_tensors(values: Any, dtype: torch.dtype) -> Any:
@@ -36,7 +36,12 @@ def apply_precision(
             if policy.buffer_dtype is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.to(policy.buffer_dtype)
         if policy.full_precision and isinstance(module, policy.full_precision):
-            _FullPrecision(module)
+            compute_in_full_precision(module)
+
+
+def compute_in_full_precision(module: nn.Module) -> None:
+    """Cast inputs of ``module`` to the dtype of its parameters, and outputs back."""
+    _FullPrecision(module)
 
 
 class _FullPrecision:

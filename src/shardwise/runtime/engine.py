@@ -19,7 +19,6 @@ from shardwise.plan.plan import Plan, UnitChoice
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime import hooks
 from shardwise.runtime.attach import (
-    check_same_plan,
     check_same_sums,
     make_unit,
     move_buffers,
@@ -82,7 +81,6 @@ class Runtime:
         self.gave_values = materializer is not None  # to the parameters, which had none
         self.rebuild: Callable[[nn.Module], Runtime]  # shards a copy of the root in the same way
         self.shard_again: Callable[[nn.Module], None]  # gives the root a runtime for other dtypes
-        check_same_plan(plan, mesh)
         self.plan = plan
         self.mesh = mesh
         self.pools = Pools(device)

@@ -26,7 +26,7 @@ class ShardOffloader(Protocol):
     def staging(self) -> Pool:
         """Host memory for a while."""
 
-    def allocate_shard(self, layout: Layout) -> Tensor:
+    def allocate_shard(self, layout: Layout, dtype: str) -> Tensor:
         """Zeros [S] on the host."""
 
     def to_device(self, to: Tensor, of: Tensor) -> Callable[[], None]:
@@ -56,7 +56,7 @@ class GradientShard:
     ) -> None:
         self.parameters = parameters
         self.offloader = offloader
-        self.dtype: torch.dtype = getattr(torch, layout.dtype)
+        self.dtype: torch.dtype = getattr(torch, layout.gradient_dtype)
         self.scale = 1.0  # of the sums, to make averages of them
         self.reduced_hook: Callable[[Tensor], None] | None = None  # called with [S], may change it
         self._layout = layout
@@ -102,7 +102,9 @@ class GradientShard:
                 with torch.inference_mode(mode=False):
                     self._memory = torch.empty(size, dtype=self.dtype, device=self._pool.device)
             else:
-                self._memory = self.offloader.allocate_shard(self._layout)  # takes long
+                self._memory = self.offloader.allocate_shard(
+                    self._layout, self._layout.gradient_dtype
+                )  # takes long
         return self._memory
 
     def release_memory(self) -> None:
@@ -146,7 +148,7 @@ class GradientShard:
         """Where there is no gradient, as in a unit that did not run."""
         for parameter in self.parameters:
             if parameter.sharded.requires_grad and parameter.sharded.grad is None:
-                parameter.sharded.grad = torch.zeros_like(parameter.sharded)
+                parameter.sharded.grad = torch.zeros_like(parameter.sharded, dtype=self.dtype)
 
     def forget(self) -> bool:
         """The backward is over; whether its gradients were handed over."""
@@ -225,6 +227,8 @@ def _accumulate(parameter: FSDPParameter, gradient: Tensor) -> bool:
     """Add ``gradient`` to the parameter's; whether it is the first."""
     sharded = parameter.sharded
     if sharded.grad is None:
+        if gradient.dtype != sharded.dtype:
+            sharded.grad_dtype = gradient.dtype
         sharded.grad = gradient
         return True
     if not isinstance(sharded.grad, DTensor):

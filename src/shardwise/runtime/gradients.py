@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 import torch
@@ -17,8 +17,13 @@ from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.transport.api import Reduction, Work
 from shardwise.transport.communicator import Collectives
+from shardwise.transport.device import copy_
 
-__all__ = ["GradientBuffer", "GradientState"]
+__all__ = ["GradientBuffer", "GradientState", "ReduceHook"]
+
+# Called with the gradients of this rank, and where parameters are sharded with memory for its shard
+# of their average. What it leaves there, or else in the first, is the gradient.
+ReduceHook = Callable[..., None]
 
 _DOMINANT = 7 / 8  # of a buffer
 
@@ -93,11 +98,17 @@ class GradientBuffer:
         self._reduced: Tensor | None = None  # [S]
         self._partial: Tensor | None = None  # [M]
         self._scratch: list[torch.UntypedStorage] = []  # of the pool, until `collect`
+        self._hook: ReduceHook | None = None
 
     def divide_by(self, divisor: float) -> None:
         """Divide the sum over all ranks by ``divisor``; their number makes it the average."""
         before = _divisor_before_the_sum(self._buffer.flat.dtype, divisor)
         self._scale_before, self.shard.scale = 1.0 / before, before / divisor
+
+    def reduce_with(self, hook: ReduceHook) -> None:
+        """Have ``hook`` reduce, on the thread and stream of backward, instead of the transport."""
+        self._hook = hook
+        self.divide_by(1.0)
 
     def claim(self, position: int, *, waits: bool, in_slot: bool) -> tuple[Tensor, bool] | None:
         """Where to compute a gradient, and whether to add it to what is there; None: elsewhere.
@@ -156,6 +167,8 @@ class GradientBuffer:
         self._claimed = {}
         self._buffer.pack()
         self._move(GradientState.REDUCING)
+        if self._hook is not None:
+            return self._call_hook(self._hook)
         carried, self._partial = self._partial, None
         if carried is not None:
             self._scratch.append(carried.untyped_storage())
@@ -171,6 +184,22 @@ class GradientBuffer:
             inner = out
         reduction = Reduction(flat, inner, carried, out, stages, self.shard.scale_on_device)
         return collectives.reduce(reduction, label)
+
+    @torch.no_grad()
+    def _call_hook(self, hook: ReduceHook) -> Work:
+        """Have ``hook`` reduce the buffer, padding included."""
+        flat = self._buffer.flat.detach()  # whose `.data` it may replace
+        _zero_padding(flat, self._layout)
+        if self._mesh.size == 1:
+            reduced = flat
+            hook(flat)
+        else:
+            reduced = flat.new_empty(self._layout.shard_elements)
+            hook(flat, reduced)
+        copy_(self._target(), reduced)
+        work = Work()
+        work.run(lambda: None)
+        return work
 
     def collect(self) -> None:
         """Hand the reduced gradients, if they are complete, to the parameters."""
@@ -284,3 +313,14 @@ def _divisor_before_the_sum(dtype: torch.dtype, divisor: float) -> float:
     if dtype != torch.float16:
         return 1.0
     return 2.0 ** (math.isqrt(max(1, int(divisor))).bit_length() - 1)
+
+
+def _zero_padding(flat: Tensor, layout: Layout) -> None:
+    """Fill what belongs to no parameter."""
+    for rank, shard in enumerate(flat.view(layout.world_size, -1)):
+        end = 0
+        for extent in layout.extents:
+            start = layout.offset_in_shard(extent, rank)
+            shard[end:start].zero_()
+            end = start + layout.num_owned(extent, rank)
+        shard[end:].zero_()

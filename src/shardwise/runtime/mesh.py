@@ -142,8 +142,9 @@ def resolve_mesh(
     if mesh.get_coordinate() is None:
         raise PlanError(f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}")
     rows = mesh.mesh.tolist() if mesh.ndim > 1 else [mesh.mesh.tolist()]
-    group = _group_of(mesh)
-    members = dist.get_process_group_ranks(group)
+    # Without a job, a mesh shows how a model would be sharded.
+    group = _group_of(mesh) if dist.is_initialized() else None
+    members = list(range(mesh.size())) if group is None else dist.get_process_group_ranks(group)
     numbered = [[members.index(rank) for rank in row] for row in rows]
     return _groups(numbered, group, strategy, on_cpu=mesh.device_type == "cpu", mesh=mesh)
 
@@ -196,7 +197,10 @@ def _groups(
         rows = [[rank] for rank in ranks]
     elif strategy.is_flat:
         rows = [ranks]
-    own = dist.get_rank(group)
+    if group is not None or mesh is None:
+        own = dist.get_rank(group)
+    else:
+        own = int(mesh.mesh[tuple(mesh.get_coordinate() or ())])
     world = RankGroup(tuple(range(len(ranks))), own, group)
     row = next(world.select(*row) for row in rows if own in row)
     columns = list(zip(*rows, strict=True))

@@ -6,31 +6,36 @@ nothing to add; they are taken, so that a program that gives them runs, and that
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial, wraps
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
+from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.runtime import compiler
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.tensor import copy_of, sharding_of
+from shardwise.runtime.unit import Unit
 from shardwise.schedule.events import EventKind
 
 __all__ = [
     "FSDPModule",
     "UnshardHandle",
+    "change_precision",
     "gathered",
     "handle_of",
-    "is_root_unit",
     "ledger",
     "mark",
     "register_forward_method",
     "runtime_of_root",
+    "unit_of",
 ]
 
 _METHODS = "_shardwise_methods"  # those that gather the unit as forward does
@@ -61,7 +66,8 @@ def gathered(module: nn.Module, *, write_back: bool = False) -> Iterator[None]:
     Forward works inside, without gradients.
 
     Args:
-        module: a sharded model, or a unit of one.
+        module: a sharded model, or a unit of one. Models inside it over other ranks are gathered,
+            too.
         write_back: keep the parameters that the modules hold at the end, changed in place or
             assigned. All ranks have to make the same change. If any rank raises, no rank writes.
             Without it, changes are dropped.
@@ -70,7 +76,9 @@ def gathered(module: nn.Module, *, write_back: bool = False) -> Iterator[None]:
         StepError: a forward or backward is under way.
         PlanError: a change does not fit the shards, or differs between ranks.
     """
-    with handle_of(module).runtime.scheduler.gathered(write_back=write_back):
+    with contextlib.ExitStack() as stack:
+        for runtime in _runtimes_in(module):
+            stack.enter_context(runtime.scheduler.gathered(write_back=write_back))
         yield
 
 
@@ -158,7 +166,7 @@ class FSDPModule(nn.Module):
         Args:
             async_op: return at once, with a handle to wait for them.
         """
-        scheduler, indices = _scheduler_of(self), _indices_in(self, recurse=False)
+        scheduler, indices = _scheduler_of(self), [handle_of(self).index]
         scheduler.request(EventKind.GATHER, indices)
         handle = UnshardHandle(scheduler, indices)
         if async_op:
@@ -168,7 +176,7 @@ class FSDPModule(nn.Module):
 
     def reshard(self) -> None:
         """Free this unit's gathered parameters, if no forward or backward of it is under way."""
-        _scheduler_of(self).request(EventKind.FREE, _indices_in(self, recurse=False))
+        _scheduler_of(self).request(EventKind.FREE, [handle_of(self).index])
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether units are freed after forward and gathered again for backward.
@@ -181,8 +189,8 @@ class FSDPModule(nn.Module):
                 f"set_reshard_after_forward({reshard_after_forward!r}): expected True or False; "
                 "pass a number to fully_shard(reshard_after_forward=...)"
             )
-        indices = _indices_in(self, recurse=recurse)
-        _set(_scheduler_of(self).sequencer.reshards, indices, reshard_after_forward)
+        for runtime, indices in _units_in(self, recurse=recurse).items():
+            _set(runtime.scheduler.sequencer.reshards, indices, reshard_after_forward)
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -194,16 +202,16 @@ class FSDPModule(nn.Module):
         For accumulation with one reduction: set it to False before the first micro-batch and to
         True before the last. As in FSDP2; every rank has to call it.
         """
-        indices = _indices_in(self, recurse=recurse)
-        _set(_scheduler_of(self).sequencer.reduce_grads, indices, requires_gradient_sync)
+        for runtime, indices in _units_in(self, recurse=recurse).items():
+            _set(runtime.scheduler.sequencer.reduce_grads, indices, requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over the outer axis of a two-dimensional mesh, too.
 
         While not, they add up in shards of the inner axis. As in FSDP2.
         """
-        indices = _indices_in(self, recurse=recurse)
-        _set(_scheduler_of(self).sequencer.all_reduce_grads, indices, requires_all_reduce)
+        for runtime, indices in _units_in(self, recurse=recurse).items():
+            _set(runtime.scheduler.sequencer.all_reduce_grads, indices, requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's gradients, summed over all ranks, by ``factor``, not their number.
@@ -213,10 +221,8 @@ class FSDPModule(nn.Module):
         """
         if not factor > 0:
             raise PlanError(f"set_gradient_divide_factor({factor!r}): expected a positive number")
-        scheduler = _scheduler_of(self)
-        for index in _indices_in(self, recurse=False):
-            for gradients in scheduler.units[index].gradients:
-                gradients.divide_by(factor)
+        for gradients in unit_of(self).gradients:
+            gradients.divide_by(factor)
 
     def set_all_reduce_hook(
         self,
@@ -233,10 +239,8 @@ class FSDPModule(nn.Module):
             hook: called on the thread and stream of backward, in the same order on every rank.
             stream: taken, and not used.
         """
-        scheduler = _scheduler_of(self)
-        for index in _indices_in(self, recurse=False):
-            for gradients in scheduler.units[index].gradients:
-                gradients.shard.reduced_hook = hook
+        for gradients in unit_of(self).gradients:
+            gradients.shard.reduced_hook = hook
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
@@ -362,12 +366,6 @@ def _shard_copy(twin: nn.Module, root: nn.Module, runtime: Runtime) -> None:
     of_twin.watch_structure(twin)
 
 
-def is_root_unit(module: nn.Module) -> bool:
-    """Whether ``module`` is sharded and in no other unit."""
-    handle = module.__dict__.get(HANDLE)
-    return handle is not None and handle.index == 0
-
-
 def _scheduler_of(module: nn.Module) -> Scheduler:
     if HANDLE not in module.__dict__:
         raise PlanError(f"{type(module).__name__} is on the meta device, so not sharded yet")
@@ -380,9 +378,49 @@ def _set(flags: list[bool], indices: Sequence[int], value: bool) -> None:
         flags[index] = value
 
 
-def _indices_in(module: nn.Module, *, recurse: bool) -> list[int]:
-    inside = module.modules() if recurse else (module,)
-    return [inner.__dict__[HANDLE].index for inner in inside if isinstance(inner, FSDPModule)]
+def change_precision(
+    root: nn.Module, policies: Mapping["FSDPModule", MixedPrecisionPolicy]
+) -> None:
+    """Shard ``root`` again between steps, with other dtypes for units in it; keeps gradients."""
+    runtime = handle_of(root).runtime
+    runtime.scheduler.check_idle("units cannot be sharded again in the middle of a step")
+    gradients = {
+        name: parameter.grad.full_tensor()
+        for name, parameter in root.named_parameters()
+        if isinstance(parameter.grad, DTensor)
+    }
+    for module, policy in policies.items():
+        handle = handle_of(module)
+        choice = replace(handle.choice, precision=policy)
+        module.__dict__[HANDLE] = replace(handle, choice=choice)
+    runtime.shard_again(root)
+    handle_of(root).runtime.scheduler.take_settings(runtime.scheduler)
+    for name, gradient in gradients.items():
+        parameter = root.get_parameter(name)
+        sharding = sharding_of(parameter)
+        if sharding is not None:
+            own = sharding.own_part_of(gradient).reshape(-1)
+            parameter.grad = sharding.wrap(own.contiguous())
+
+
+def unit_of(module: nn.Module) -> Unit:
+    """What runs the unit ``module``."""
+    return _scheduler_of(module).units[handle_of(module).index]
+
+
+def _units_in(module: nn.Module, *, recurse: bool) -> dict[Runtime, list[int]]:
+    """The units in ``module``; those that are over other ranks belong to another runtime."""
+    _scheduler_of(module)
+    found: dict[Runtime, list[int]] = {}
+    for inner in module.modules() if recurse else (module,):
+        if isinstance(inner, FSDPModule):
+            handle = handle_of(inner)
+            found.setdefault(handle.runtime, []).append(handle.index)
+    return found
+
+
+def _runtimes_in(module: nn.Module) -> list[Runtime]:
+    return list(_units_in(module, recurse=True))
 
 
 def _refusal(method: str, way_out: str) -> PlanError:

@@ -219,6 +219,9 @@ class Scheduler:
         mine.reshards[:] = its.reshards
         mine.reduce_grads[:] = its.reduce_grads
         mine.all_reduce_grads[:] = its.all_reduce_grads
+        for unit, before in zip(self.units, other.units, strict=True):
+            if before.reduce_hook is not None:
+                unit.reduce_with(before.reduce_hook)
 
     # -- between steps ---------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ the whole tensor; ``to_local()`` is what this rank stores of it, 1-D. These oper
 supported, and all others raise a `ShardedTensorError`:
 
 - *element-wise* operations, ``foreach`` and ``fused`` optimizer kernels included, work on the runs;
-- *reductions* over all dimensions (norm, sum, mean, max, min, all, any) combine the runs of all
-  ranks, so every rank has to call them;
+- *reductions* over all dimensions (norm, sum, mean, max, min, all, any) and comparisons (equal,
+  allclose) combine the runs of all ranks, so every rank has to call them;
 - *copies* (clone, detach, zeros_like, to, copy_, assigning ``.data``) and ``redistribute``;
 - *random numbers in place* (normal_, uniform_, hence ``torch.nn.init``) equal those of one process:
   every rank draws all of them and keeps its own.
@@ -401,6 +401,8 @@ class ShardedTensor(DTensor):
         with torch.no_grad():
             runs, mesh = self._sharding.runs, self._sharding.mesh
             local = self._local_tensor.detach()
+            if len(runs) == 1:
+                return local.clone().view(self._sharding.shape)
             padded = gather_runs(local, runs, mesh, self._sharding.name)
             pieces = [row[: len(run)] for row, run in zip(padded, runs, strict=True)]
             return torch.cat(pieces).view(self._sharding.shape)
@@ -759,6 +761,16 @@ def _reduce(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return result.view([1] * x.ndim) if given.get("keepdim") else result
 
 
+def _compare(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether two tensors are equal, or close, on all ranks."""
+    first = next(x for x in args[:2] if isinstance(x, ShardedTensor))
+    if func.overloadpacket.__name__ == "equal" and args[0].shape != args[1].shape:
+        return False
+    one, other = (_to_run(func, x, first) for x in args[:2])
+    answer = torch.tensor(int(func(one, other, *args[2:], **kwargs)))
+    return bool(across([answer], first._sharding.mesh).all())
+
+
 def _foreach_norm(
     _func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
@@ -814,6 +826,7 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("alias", "detach"), _alias),
     **dict.fromkeys(_RANDOM, _draw),
     **dict.fromkeys(_REDUCTIONS, _reduce),
+    **dict.fromkeys(("allclose", "equal"), _compare),
     **dict.fromkeys(("view", "_unsafe_view", "expand"), _view),
     **dict.fromkeys(("index_put", "index_put_"), _index_put),
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,

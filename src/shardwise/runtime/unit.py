@@ -25,7 +25,7 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.chunked_buffer import ChunkedBuffer, flat_buffer
 from shardwise.runtime.gradient_shards import ShardOffloader
-from shardwise.runtime.gradients import GradientBuffer
+from shardwise.runtime.gradients import GradientBuffer, ReduceHook
 from shardwise.runtime.memory import Arena, FlatBuffer, Pool, Pools
 from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.parameters import FSDPParameter
@@ -181,7 +181,7 @@ class FlatParameters:
             return torch.zeros(size, dtype=getattr(torch, self.layout.dtype), device=device)
         if not self._plan.offload.parameters:
             self._device_copy = torch.zeros(size, dtype=self.buffer.flat.dtype, device=device)
-        return self.offloader.allocate_shard(self.layout)
+        return self.offloader.allocate_shard(self.layout, self.layout.dtype)
 
     def _copy_shard(self, to: Tensor) -> Callable[[], None]:
         """What a collective has to call before it sends ``to`` [S], this rank's part."""
@@ -222,6 +222,7 @@ class Unit:
         self.plan = plan
         self.flats = tuple(flats)
         self.expects_gradients = False
+        self.reduce_hook: ReduceHook | None = None
         self._gathering: list[Work] = []
         self._reducing: list[Work] = []
         self._is_exposed = False
@@ -330,6 +331,12 @@ class Unit:
             parameter.forget_changes()
 
     # -- gradients -------------------------------------------------------------------------------
+
+    def reduce_with(self, hook: ReduceHook) -> None:
+        """Have ``hook`` reduce the gradients; see `GradientBuffer.reduce_with`."""
+        self.reduce_hook = hook
+        for gradients in self.gradients:
+            gradients.reduce_with(hook)
 
     def claim_gradient(
         self, flat: FlatParameters, position: int, *, in_slot: bool

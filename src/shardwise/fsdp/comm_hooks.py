@@ -1,0 +1,38 @@
+"""FSDP1's communication hooks: functions of the user that reduce the gradients of a unit."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from shardwise.errors import PlanError
+from shardwise.fsdp.api import ShardingStrategy
+from shardwise.fsdp.errors import WrapperError
+from shardwise.runtime.module import FSDPModule, unit_of
+
+__all__ = ["register_comm_hook"]
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+def register_comm_hook(wrappers: Iterable[Any], state: object, hook: Callable[..., None]) -> None:
+    """Have ``hook`` reduce the gradients of each of ``wrappers``, FSDP1 modules.
+
+    Raises:
+        PlanError: ``hook`` is not callable.
+        WrapperError: a wrapper has a hook already, or a strategy over two axes.
+    """
+    if not callable(hook):
+        raise PlanError(f"register_comm_hook: expected a callable hook, got {hook!r}")
+    wrappers = list(wrappers)
+    for wrapper in wrappers:
+        if wrapper.sharding_strategy in _HYBRID:
+            raise WrapperError(
+                "Communication hook is not supported for hybrid strategies: "
+                f"{wrapper.sharding_strategy}"
+            )
+        if wrapper._comm_hook is not None:
+            raise WrapperError("A communication hook is already registered")
+    for wrapper in wrappers:
+        wrapper._comm_hook, wrapper._comm_hook_state = hook, state
+        if isinstance(wrapper.module, FSDPModule):  # a list of modules is no unit
+            unit_of(wrapper.module).reduce_with(partial(hook, state))

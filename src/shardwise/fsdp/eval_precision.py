@@ -1,0 +1,40 @@
+"""FSDP1's evaluation in full precision: ``FSDP_USE_FULL_PREC_IN_EVAL=1`` in the environment."""
+
+import os
+
+from torch import nn
+
+from shardwise.plan.precision import MixedPrecisionPolicy
+from shardwise.runtime.module import FSDPModule, change_precision, handle_of
+
+__all__ = ["EvalPrecision"]
+
+_VARIABLE = "FSDP_USE_FULL_PREC_IN_EVAL"
+
+
+class EvalPrecision:
+    """Changes the dtypes of a model when it goes from training to evaluation and back."""
+
+    def __init__(self) -> None:
+        self._is_used = os.environ.get(_VARIABLE) == "1"
+        self._in_training: dict[FSDPModule, MixedPrecisionPolicy] = {}  # of units, in evaluation
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the model computes in full precision now, whatever was chosen."""
+        return bool(self._in_training)
+
+    def follow(self, root: nn.Module, *, training: bool) -> None:
+        """Shard ``root`` again if it has the dtypes of the other mode; between steps only."""
+        if not self._is_used or training != self.is_full:
+            return
+        if training:
+            policies, self._in_training = self._in_training, {}
+        else:
+            units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+            self._in_training = {unit: handle_of(unit).choice.precision for unit in units}
+            policies = {
+                unit: MixedPrecisionPolicy(master_dtype=policy.master_dtype)
+                for unit, policy in self._in_training.items()
+            }
+        change_precision(root, policies)
