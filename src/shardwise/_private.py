@@ -54,6 +54,7 @@ __all__ = [
     "num_tensor_references",
     "pytree",
     "queue_callback",
+    "root_mesh",
     "strided_shard",
     "swap_storages",
     "use_foreach_for",
@@ -69,6 +70,7 @@ REQUIRED = (
     "torch._C._will_engine_execute_node",
     "torch.Tensor._dtensor__new__",
     "torch.distributed.device_mesh.DeviceMesh._concatenate",
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
     "torch.Tensor._use_count",
     "torch.distributed.ProcessGroup._device_types",
     "torch.distributed.ProcessGroup._get_backend",
@@ -116,6 +118,11 @@ def strided_shard(dim: int, num_inner: int) -> Placement:
 def is_strided_shard(placement: Placement) -> TypeGuard[_StridedShard]:
     """Whether ``placement`` is one of `strided_shard`."""
     return isinstance(placement, _StridedShard)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` is a slice of, or itself."""
+    return mesh._get_root_mesh()
 
 
 def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
+from tests.fsdp.extended import InBfloat16, Pair, replace_weights
 from tests.fsdp.models import STEPS, Net, batch, make_net
 
 OPTIMIZERS: dict[str, Any] = {
@@ -397,3 +398,30 @@ def gradient_hooks(f: Any) -> list[Any]:
         parameter.register_post_accumulate_grad_hook(lambda _p, name=name: called.append(name))
     loss_of(net, 0).backward()
     return [sorted(called), gradients(net)]
+
+
+def _local(tensor: Any) -> Tensor:
+    local = tensor.to_local()
+    plain: Tensor = getattr(local, "a", getattr(local, "data_", local))
+    return plain.clone()
+
+
+def extensions(
+    f: Any, kind: str, reshard: bool = True, policy: dict[str, Any] | None = None
+) -> list[Any]:
+    """Weights of a class that says what is gathered of them."""
+    net: Any = make_net()
+    make: Any = InBfloat16 if kind == "bfloat16" else lambda w: Pair(w.clone(), w.clone())
+    replace_weights(net, make, uneven=kind != "pair")
+    mp_policy = f.MixedPrecisionPolicy(**(policy or {}))
+    shard(f, net, reshard_after_forward=reshard, mp_policy=mp_policy)
+    chosen = torch.optim.Adam(net.parameters(), lr=0.01, foreach=True)
+    seen: list[Any] = [type(p.to_local()).__name__ for p in net.parameters()]
+    for step in range(STEPS):
+        loss = loss_of(net, step)
+        loss.backward()
+        seen += [getattr(loss, "a", loss).item()]
+        seen += [_local(p.grad) for p in net.parameters()]
+        chosen.step()
+        chosen.zero_grad()
+    return [*seen, *map(_local, net.parameters())]

@@ -77,6 +77,12 @@ CASES = [
     *cases(programs.several_forwards),
     *cases(programs.sharded_twice),
     *cases(programs.gradient_hooks),
+    *cases(
+        programs.extensions,
+        kind=("pair", "bfloat16"),
+        reshard=BOTH,
+        policy=({}, {"param_dtype": BF16, "reduce_dtype": F32}),
+    ),
 ]
 
 

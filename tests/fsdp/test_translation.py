@@ -153,12 +153,12 @@ def test_forward_of_a_block_on_the_meta_device_raises() -> None:
     with torch.device("meta"):
         model = make_net()
     f.fully_shard(model)
-    with pytest.raises(sw.PlanError, match=r"embed.weight is on the meta device; call model.to_em"):
+    with pytest.raises(sw.PlanError, match=r"embed.weight'.*; call\s+model.to_em"):
         model(torch.zeros(1, 4))
 
 
 def test_fully_shard_is_one_function() -> None:
-    assert f.fully_shard.func is sw.fully_shard
+    assert inspect.unwrap(f.fully_shard) is sw.fully_shard
     theirs = inspect.signature(torch_fsdp.fully_shard).parameters
     assert set(theirs) <= set(inspect.signature(sw.fully_shard).parameters)
 

@@ -47,7 +47,7 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
     """
     units = runtime_of_root(model).units
     buffers = {
-        _storage_of(view) for unit in units for flat in unit.flats for view in flat.buffer.views[:1]
+        _storage_of(view) for unit in units for flat in unit.flats for view in flat.views[:1]
     }
 
     def pack(tensor: Tensor) -> "_Moved | _Left":

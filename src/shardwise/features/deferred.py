@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import PlanError
+from shardwise.errors import NotMaterialized
 from shardwise.plan.plan import Plan
+from shardwise.plan.units import keeps_its_class
 from shardwise.runtime.attach import show_as_sharded
 from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.module import FSDPModule
@@ -59,16 +60,19 @@ class Deferred(FSDPModule):
         if was_meta and not is_deferred(self):
             with torch.no_grad():
                 for name in was_meta:  # what memory happens to hold differs between ranks
-                    self.get_parameter(name).zero_()
+                    parameter = self.get_parameter(name)
+                    if not keeps_its_class(parameter):
+                        parameter.zero_()
             self._shard_now()
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_deferred(self):
-            name = next(name for name, p in self.named_parameters() if p.is_meta)
-            raise PlanError(
-                f"{name} is on the meta device; call model.to_empty(device=...) and give it "
-                "values, or model.load_state_dict(..., assign=True), before the first forward"
+            raise NotMaterialized(
+                "FSDP parameters should be materialized from meta device before training, but the "
+                f"following were still on meta device: {_first_on_meta(self)}; call "
+                "model.to_empty(device=...) and give them values, or "
+                "model.load_state_dict(..., assign=True), before the first forward"
             )
         self._shard_now()
         return self(*args, **kwargs)
@@ -81,6 +85,17 @@ class Deferred(FSDPModule):
             if shard is not None:
                 inner.__class__ = type(inner).__bases__[1]
                 shard()
+
+
+def _first_on_meta(root: nn.Module) -> list[str]:
+    """The parameters without storage of the first unit that has some."""
+    units = [name for name, module in root.named_modules() if isinstance(module, FSDPModule)]
+    by_unit: dict[str, list[str]] = {name: [] for name in units}
+    for name, parameter in root.named_parameters():
+        if parameter.is_meta:
+            around = [unit for unit in units if not unit or name.startswith(f"{unit}.")]
+            by_unit[max(around, key=len)].append(name)
+    return next(names for names in by_unit.values() if names)
 
 
 @cache

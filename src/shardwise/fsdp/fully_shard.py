@@ -1,25 +1,52 @@
 """FSDP2's functions."""
 
-from functools import partial, update_wrapper
+from collections.abc import Callable, Collection, Sequence
+from functools import update_wrapper
+from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise import api
 from shardwise.features.deferred import when_sharded
+from shardwise.fsdp.refusals import check_as_fsdp2
+from shardwise.plan.granularity import Granularities
 from shardwise.runtime.module import FSDPModule, handle_of, register_forward_method
 
 __all__ = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
-# With FSDP2's defaults: its placements; shards in the parameter's dtype, where ours are float32 for
-# trainable parameters in 16 bits; ranks may build different values.
-fully_shard = partial(
-    api.fully_shard,
-    granularity="dim",
-    mp_policy=MixedPrecisionPolicy(),  # type: ignore[arg-type]
-    on_different_values="warn",
-)
-update_wrapper(fully_shard, api.fully_shard)
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    granularity: Granularities | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    ignored_params: Collection[nn.Parameter] | None = None,
+    **options: Any,
+) -> M:
+    """`shardwise.fully_shard` with FSDP2's defaults, and with its refusals.
+
+    The defaults are its placements, shards in the parameter's dtype, where ours are float32 for
+    trainable parameters in 16 bits, and values that may differ between ranks.
+    """
+    if granularity is None:
+        modules = module if isinstance(module, Sequence) else (module,)
+        check_as_fsdp2(modules, mesh, shard_placement_fn, ignored_params or ())
+    return api.fully_shard(
+        module,
+        mesh=mesh,
+        granularity=granularity or "dim",
+        shard_placement_fn=shard_placement_fn,
+        ignored_params=ignored_params,
+        **{"mp_policy": MixedPrecisionPolicy(), "on_different_values": "warn", **options},
+    )
+
+
+update_wrapper(fully_shard, api.fully_shard, assigned=("__doc__",))
 fully_shard.state = handle_of  # type: ignore[attr-defined]  # as in FSDP2: one for each module
 
 

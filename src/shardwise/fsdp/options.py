@@ -71,7 +71,7 @@ def resolve_ranks(
         if isinstance(process_group, tuple):
             raise PlanError(f"process_group: {strategy.name} expects one group, got a pair")
         mesh = device_mesh if process_group is None else _mesh_of(process_group)
-        return Ranks(mesh, name, reshard)
+        return Ranks(_first_dim(mesh), name, reshard)
     if isinstance(process_group, tuple):
         return Ranks(_mesh_of_pair(*process_group), name, reshard)
     if process_group is not None:
@@ -194,6 +194,14 @@ def _mesh_of(group: Any) -> DeviceMesh:
         return DeviceMesh.from_group(group, _device_type(group))
     # An object with the size and this rank alone: the model is built, but cannot run.
     return mesh_without_groups("cpu", torch.arange(group.size()), None, group.rank())
+
+
+def _first_dim(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The dim that FSDP1 shards over; along the others are copies, or other parallelism."""
+    if mesh is None or mesh.ndim == 1:
+        return mesh
+    names = mesh.mesh_dim_names
+    return mesh[names[0]] if names else DeviceMesh.from_group(mesh.get_group(0), mesh.device_type)
 
 
 def _mesh_of_pair(shards: dist.ProcessGroup, replicas: dist.ProcessGroup) -> DeviceMesh:

@@ -71,6 +71,7 @@ class ParameterSpec:
     trainable: bool
     granularity: Granularity = "element"
     cast: Cast | None = None
+    is_extended: bool = False  # its class says what is gathered of it, as FSDP2's extensions do
 
     def __post_init__(self) -> None:
         assert self.names, "a parameter has a name"
@@ -133,8 +134,9 @@ class Layout:
     def __post_init__(self) -> None:
         assert self.extents
         assert self.world_size >= 1
-        kinds = {(extent.parameter.dtype, extent.parameter.cast) for extent in self.extents}
-        assert len(kinds) == 1, "the parameters of a buffer have the same dtypes"
+        parameters = [extent.parameter for extent in self.extents]
+        kinds = {(one.dtype, one.cast, one.is_extended) for one in parameters}
+        assert len(kinds) == 1, "the parameters of a buffer are of one kind"
         end = 0
         for extent in self.extents:
             assert extent.offset >= end, f"{extent.parameter.name} overlaps its predecessor"
@@ -163,6 +165,11 @@ class Layout:
     def itemsize(self) -> int:
         return self.extents[0].parameter.itemsize
 
+    @property
+    def is_extended(self) -> bool:
+        """Whether the classes of its parameters say what is gathered of them."""
+        return self.extents[0].parameter.is_extended
+
     @cached_property
     def cast(self) -> Cast:
         """The dtypes of compute and of reductions."""
@@ -171,7 +178,8 @@ class Layout:
     @property
     def needs_gather(self) -> bool:
         """Whether compute cannot use the shard itself."""
-        return self.world_size > 1 or self.cast.compute_dtype != self.dtype or self.is_offloaded
+        is_converted = self.cast.compute_dtype != self.dtype or self.is_extended
+        return self.world_size > 1 or is_converted or self.is_offloaded
 
     @property
     def gradient_dtype(self) -> str:

@@ -21,7 +21,15 @@ from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.plan.precision import AS_IT_CAME, Dtypes, MixedPrecisionPolicy
 from shardwise.plan.spelling import did_you_mean
 
-__all__ = ["UnitOptions", "UnitPlan", "UnitPolicy", "Units", "choose_units", "plan_units"]
+__all__ = [
+    "UnitOptions",
+    "UnitPlan",
+    "UnitPolicy",
+    "Units",
+    "choose_units",
+    "keeps_its_class",
+    "plan_units",
+]
 
 # FSDP1's protocol: called with recurse=True on the way down ("look inside this module?") and with
 # recurse=False on the way up ("is it a unit, given the elements that no unit inside it holds?").
@@ -142,8 +150,9 @@ def check_is_unit(module: nn.Module, name: str) -> None:
     """
     if isinstance(module, NEVER_CALLED):
         raise PlanError(
-            f"{name or 'root'}: a {type(module).__name__} is never called, so it cannot be a unit; "
-            "choose its children or the module that holds it"
+            "fully_shard does not support containers that do not implement forward: "
+            f"{name or 'root'} is a {type(module).__name__}; choose its children or the module "
+            "that holds it"
         )
 
 
@@ -180,6 +189,8 @@ def plan_units(
         if isinstance(chosen, Dim) and not before.shape:
             chosen = "tensor"  # a scalar has no dim
         chosen = chosen if before.granularity == "element" else before.granularity
+        if spec.is_extended and not isinstance(chosen, Dim):
+            chosen = Dim()  # torch cuts tensors of its class along a dim
         # The shard of a master does not say in which dtype the parameter came.
         cast = spec.cast if options[owner].precision.master_dtype == "keep" else before.cast
         owned[owner].append(replace(spec, shape=before.shape, granularity=chosen, cast=cast))
@@ -306,16 +317,30 @@ def _owned_parameters(
         names, paths, modules = zip(*found[parameter], strict=True)
         shared = set(chains[paths[0]]).intersection(*(chains[path] for path in paths[1:]))
         unit = next(name for name in reversed(chains[paths[0]]) if name in shared)
-        dtypes = units[unit].precision.dtypes_of(parameter, modules[0])
+        precision = units[unit].precision
+        is_extended = keeps_its_class(parameter)
+        if is_extended:
+            precision = replace(precision, master_dtype="keep")
+        dtypes = precision.dtypes_of(parameter, modules[0])
         spec = ParameterSpec(
             names=names,
             shape=_local_shape(parameter),
             dtype=_name_of(dtypes.kept),
             itemsize=dtypes.kept.itemsize,
             trainable=parameter.requires_grad,
-            cast=_cast_to(dtypes, units[unit].precision),
+            cast=_cast_to(dtypes, precision),
+            is_extended=is_extended,
         )
         yield unit, spec
+
+
+def keeps_its_class(parameter: Tensor) -> bool:
+    """Whether a rank stores a tensor of the class of ``parameter``, as of torchao's.
+
+    Such a class says by FSDP2's extensions what is gathered of it, or wraps other tensors.
+    """
+    kind = type(getattr(parameter, "_local_tensor", parameter))
+    return any(hasattr(kind, name) for name in ("fsdp_pre_all_gather", "__tensor_flatten__"))
 
 
 def _local_shape(parameter: Tensor) -> tuple[int, ...]:
@@ -343,10 +368,11 @@ def _name_of(dtype: torch.dtype) -> str:
 def _lay_out_by_kind(
     specs: Iterable[ParameterSpec], world_size: int, options: UnitOptions
 ) -> tuple[Layout, ...]:
-    kinds: dict[tuple[str, Cast | None, bool, bool], list[ParameterSpec]] = {}
+    kinds: dict[tuple[str, Cast | None, bool, bool, bool], list[ParameterSpec]] = {}
     for spec in specs:
         in_chunks = isinstance(spec.granularity, Dim)
-        kinds.setdefault((spec.dtype, spec.cast, spec.trainable, in_chunks), []).append(spec)
+        kind = spec.dtype, spec.cast, spec.trainable, spec.is_extended, in_chunks
+        kinds.setdefault(kind, []).append(spec)
     return tuple(
         replace(layout, is_offloaded=options.offload is not None)
         for (*_, in_chunks), kind in kinds.items()

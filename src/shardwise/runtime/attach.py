@@ -5,6 +5,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,17 +14,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise._private import joined_mesh
 from shardwise.errors import PlanError
-from shardwise.plan.layout import Layout, ParameterSpec
+from shardwise.plan.layout import Layout, ParameterExtent, ParameterSpec
 from shardwise.plan.plan import Plan
-from shardwise.plan.units import UnitPlan
+from shardwise.plan.units import UnitPlan, keeps_its_class
 from shardwise.runtime import replaced
 from shardwise.runtime.empty_steps import warn_of_empty_steps
+from shardwise.runtime.extensions import ExtendedParameters
 from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.parameters import FSDPParameter, ParameterOwner, split_shard
 from shardwise.runtime.reductions import across
 from shardwise.runtime.tensor import (
+    ExtendedSharding,
     Sharding,
     is_tensor_parallel,
     local_of,
@@ -244,9 +247,17 @@ def make_unit(
 ) -> Unit:
     """Shard the parameters of ``plan`` in ``root``, to which ``fill`` has given values."""
     warn_of_empty_steps()
-    flats = [FlatParameters(layout, mesh, pools, plan, offloader) for layout in plan.layouts]
+    flats = [
+        (ExtendedParameters if layout.is_extended else FlatParameters)(
+            layout, mesh, pools, plan, offloader
+        )
+        for layout in plan.layouts
+    ]
     fill(plan)  # now that the memory in which the flat buffers were laid out is free again
     for flat, layout in zip(flats, plan.layouts, strict=True):
+        if layout.is_extended:
+            flat.parameters += [_keep(root, layout, extent, mesh) for extent in layout.extents]
+            continue
         locals_ = split_shard(flat.shard, layout, mesh.rank)
         for extent, local, view in zip(layout.extents, locals_, flat.buffer.views, strict=True):
             original = root.get_parameter(extent.parameter.name)
@@ -263,9 +274,53 @@ def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) ->
     original = root.get_parameter(spec.name)
     with torch.no_grad():
         local.copy_(_own_part_of(original, sharding))  # a cast, where the shard is a master
+    kind, attributes = _class_of(original)
     sharded = _put_sharded(original, sharding, sharding.wrap(local), owners)
     dense = nn.Parameter(sharding.dense(view), requires_grad=spec.trainable)
+    if kind is not None:
+        dense.__class__ = kind
+        vars(dense).update(attributes)
+        vars(sharded)[_CLASS] = kind
     return FSDPParameter(sharding, sharded, local_of(sharded), dense, owners)
+
+
+_CLASS = "_shardwise_class"  # that a sharded parameter has while its unit computes
+
+
+def _class_of(original: nn.Parameter) -> tuple[type | None, dict[str, Any]]:
+    """The class of parameters that ``original`` is or was of, and its attributes; None for torch's.
+
+    Such a class, as bitsandbytes' `Params4bit`, keeps there how its elements are to be read.
+    """
+    kind = vars(original).get(_CLASS, type(original))
+    is_own = issubclass(kind, nn.Parameter) and kind is not nn.Parameter
+    own = {key: value for key, value in vars(original).items() if key != _CLASS}
+    attributes = {key: value for key, value in own.items() if not isinstance(value, Sharding)}
+    return (kind, attributes) if is_own else (None, {})
+
+
+def _keep(
+    root: nn.Module, layout: Layout, extent: ParameterExtent, mesh: DataParallelMesh
+) -> FSDPParameter:
+    """Replace a parameter of ``root`` by this rank's part of it, a tensor of its class."""
+    spec = extent.parameter
+    owners = [owner_of(root, name) for name in spec.names]
+    original = root.get_parameter(spec.name)
+    sharding = sharding_for(layout, extent, mesh, original)
+    stored = _stored_part_of(original, sharding)
+    sharded = _put_sharded(original, sharding, stored, owners)
+    dense = nn.Parameter(torch.empty(0), requires_grad=False)  # until the class makes one
+    return FSDPParameter(sharding, sharded, local_of(sharded), dense, owners)
+
+
+def _stored_part_of(original: nn.Parameter, sharding: Sharding) -> DTensor:
+    assert isinstance(sharding, ExtendedSharding)
+    before = sharding_of(original)
+    if before is None:
+        is_parallel = isinstance(original, DTensor)
+        return sharding.stored_part_of(local_of(original) if is_parallel else original)
+    assert before.is_cut_as(sharding)
+    return sharding.wrap(local_of(original))
 
 
 def _put_sharded(
@@ -276,7 +331,7 @@ def _put_sharded(
     sharding.mark(sharded)
     for owner in owners:
         owner.put(sharded)
-    if sharded is not original and not isinstance(original, DTensor):
+    if sharded is not original and not (isinstance(original, DTensor) or keeps_its_class(original)):
         replaced.replace(original, sharded)
     return sharded
 
@@ -293,7 +348,10 @@ def show_as_sharded(root: nn.Module, plan: Plan, mesh: DataParallelMesh) -> Mapp
         sharding = sharding_of(original)
         if sharding is None:  # of a unit inside it otherwise
             sharding = sharding_for(layout, extent, mesh, original)
-            empty = sharding.empty(getattr(torch, layout.dtype), torch.device("meta"))
+            if layout.is_extended:
+                empty = _stored_part_of(original, sharding)
+            else:
+                empty = sharding.empty(getattr(torch, layout.dtype), torch.device("meta"))
             _put_sharded(original, sharding, empty, [owner_of(root, name) for name in spec.names])
         shown.update(dict.fromkeys(spec.names, sharding))
     return shown
@@ -329,7 +387,7 @@ def replace_parameter(original: nn.Parameter, payload: Tensor) -> nn.Parameter:
     attributes = {key: value for key, value in original.__dict__.items() if key not in own}
     original.grad = None
     # A plain tensor cannot become a DTensor, and one with weak references cannot be swapped.
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError, TypeError):
         torch.utils.swap_tensors(original, parameter)  # type: ignore[no-untyped-call]
         parameter = original
     parameter.__dict__.update(attributes)
@@ -338,8 +396,12 @@ def replace_parameter(original: nn.Parameter, payload: Tensor) -> nn.Parameter:
 
 def checksum(tensor: Tensor) -> Tensor:
     """A sum of the bits of ``tensor``: int64, a scalar."""
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.itemsize, torch.int64)
-    flat = (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
+    local = (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    if hasattr(local, "__tensor_flatten__"):  # it wraps others
+        names, _ = local.__tensor_flatten__()
+        return torch.stack([checksum(getattr(local, name)) for name in names]).sum()
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(local.itemsize, torch.int64)
+    flat = local.reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     integers = flat.view(integer)

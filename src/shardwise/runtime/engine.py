@@ -169,9 +169,9 @@ class Runtime:
     def _listen(self, index: int, unit: Unit) -> None:
         scheduler = weakref.ref(self.scheduler)
         for flat in unit.flats:
-            for position, parameter in enumerate(flat.parameters):
+            for position in range(len(flat.parameters)):
                 accept = partial(_accept, scheduler, index, weakref.ref(flat), position)
-                hooks.on_gradient(parameter.dense, accept)
+                flat.listen(position, accept)
 
 
 # -- backward ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
-from shardwise.runtime.tensor import Sharding, local_of
+from shardwise.runtime.tensor import ExtendedSharding, Sharding, local_of
 
 __all__ = ["FSDPParameter", "ParameterOwner", "split_shard"]
 
@@ -90,7 +90,13 @@ class FSDPParameter:
     def take_gradient(self) -> Tensor | None:
         """Take the gradient [shape] that autograd has put on the dense parameter."""
         gradient, self.dense.grad = self.dense.grad, None
-        return None if gradient is None else self.sharding.local_of_dense(gradient)
+        if gradient is None:
+            return None
+        local = self.sharding.local_of_dense(gradient)
+        if type(local) is Tensor:
+            return local
+        # As the gradients of plain parameters are where they meet those of other classes.
+        return torch.empty(local.shape, dtype=local.dtype, device=local.device).copy_(local)
 
     def use_tensor(self, tensor: Tensor) -> None:
         """Put ``tensor`` [shape] into the modules, between steps."""
@@ -156,9 +162,12 @@ class FSDPParameter:
                 f"{self.local.device}, sharded; got {replacement.dtype} on {replacement.device}, "
                 f"a {type(replacement).__name__}; convert and move the model before fully_shard"
             )
-        with torch.no_grad():
-            self.local.copy_(local_of(replacement))
-        self.sharding.rebind(replacement, self.local)
+        if isinstance(self.sharding, ExtendedSharding):
+            self.local = local_of(replacement)
+        else:
+            with torch.no_grad():
+                self.local.copy_(local_of(replacement))
+            self.sharding.rebind(replacement, self.local)
         self.sharding.mark(replacement)
         self.sharded = replacement
 

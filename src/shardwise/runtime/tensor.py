@@ -12,6 +12,7 @@ supported, and all others raise a `ShardedTensorError`:
   every rank draws all of them and keeps its own.
 """
 
+import copy
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ from shardwise.transport.device import random_states
 
 __all__ = [
     "STEPS_IN_BACKWARD",
+    "ExtendedSharding",
     "OwnPart",
     "RaggedShard",
     "ShardedTensor",
@@ -89,7 +91,8 @@ class RaggedShard(Placement):
 class Sharding:
     """Where the elements of one parameter are; shared by its gradient and its optimizer states.
 
-    This one is of runs; `ChunkSharding` is of chunks of a dim.
+    This one is of runs; `ChunkSharding` is of chunks of a dim, and `ExtendedSharding` of chunks of
+    classes that say themselves what is gathered of them.
     """
 
     layout: Layout
@@ -151,6 +154,10 @@ class Sharding:
     def __reduce__(self) -> tuple[Any, ...]:
         """A parameter that was pickled is on its own; process groups cannot be pickled."""
         return type(None), ()
+
+    def copy_of_local(self, tensor: Tensor) -> Tensor:
+        """A copy of what this rank stores of ``tensor``, for `wrap`."""
+        return local_of(tensor).detach().clone().reshape(-1)
 
     def dense(self, local: Tensor) -> Tensor:
         """The parameter that modules compute with, of which ``local`` is the memory."""
@@ -290,6 +297,29 @@ class ChunkSharding(Sharding):
         return Shard(self._dim)
 
 
+class ExtendedSharding(ChunkSharding):
+    """Chunks that are tensors of the parameter's own class; its gradient and states are plain."""
+
+    def wrap(self, local: Tensor) -> DTensor:
+        if type(local) is Tensor:
+            return super().wrap(local)
+        wrapped: DTensor = new_dtensor(DTensor, local, self.spec(local), requires_grad=False)
+        return wrapped
+
+    def stored_part_of(self, whole: Tensor) -> DTensor:
+        """What this rank stores of ``whole``, by the operations that FSDP2 asks of such a class."""
+        size, rank = self.mesh.size, self.mesh.rank
+        chunks = torch.chunk(whole.detach(), size, dim=self._dim)
+        local = whole.new_zeros(chunks[0].shape)
+        length = chunks[rank].shape[self._dim] if rank < len(chunks) else 0
+        if length:
+            local.narrow(self._dim, 0, length).copy_(chunks[rank])
+        return self.wrap(local.narrow(self._dim, 0, length))
+
+    def copy_of_local(self, tensor: Tensor) -> Tensor:
+        return copy.deepcopy(local_of(tensor).detach())
+
+
 def _with_own_storage(flat: Tensor) -> Tensor:
     """The same memory from the beginning of a Storage; with an offset, DTensors cannot be pickled.
 
@@ -314,7 +344,8 @@ def sharding_for(
         inner = before.tensor_parallel
     else:
         inner = original._spec if isinstance(original, DTensor) else None
-    return (ChunkSharding if in_chunks else Sharding)(layout, extent, mesh, inner)
+    kind = ExtendedSharding if extent.parameter.is_extended else ChunkSharding
+    return (kind if in_chunks else Sharding)(layout, extent, mesh, inner)
 
 
 def is_tensor_parallel(parameter: Tensor) -> bool:
@@ -509,7 +540,7 @@ def copy_of(tensor: Tensor, sharding: Sharding, memo: dict[int, Any]) -> Tensor:
     if id(tensor) in memo:
         known: Tensor = memo[id(tensor)]
         return known
-    twin: Tensor = sharding.wrap(local_of(tensor).detach().clone().reshape(-1))
+    twin: Tensor = sharding.wrap(sharding.copy_of_local(tensor))
     if isinstance(tensor, nn.Parameter):
         twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
         sharding.mark(twin)

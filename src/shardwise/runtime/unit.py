@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.units import UnitPlan
+from shardwise.runtime import hooks
 from shardwise.runtime.chunked_buffer import ChunkedBuffer, flat_buffer
 from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.gradients import GradientBuffer, ReduceHook
@@ -54,24 +55,14 @@ class FlatParameters:
     ) -> None:
         self.layout = layout
         self._plan = plan
-        is_small = layout.gathered_bytes <= SMALL_BYTES * layout.world_size
-        pool = self._pool = pools.own if plan.subgroup or is_small else pools.gathered
+        self._pools = pools
         self.offloader = offloader  # if the shard is on the host
-        self._part: Tensor | None = None  # [world_size * S / subgroup]
-        self._part_owner = f"part for {layout.extents[0].parameter.name}"
         self.mesh = mesh
         self.is_whole = not layout.needs_gather  # the shard is the buffer: nothing to gather
-        compute_dtype = layout.cast.compute_dtype
-        self._own_pool = pools.own
-        self.buffer = flat_buffer(
-            layout, pool, pools.own, dtype=compute_dtype, owns_memory=self.is_whole
-        )
-        # In the dtype of the shard, between steps.
-        self._held: FlatBuffer | ChunkedBuffer | None = None
         self._device_copy: Tensor | None = None  # [S], of a shard on the host
         self.device_copy_is_stale = True
-        self.shard = self._allocate_shard()
         self.parameters: list[FSDPParameter] = []  # in the order of the layout's extents
+        self._allocate()
         trainable = layout.extents[0].parameter.trainable
         self.gradients = (
             GradientBuffer(
@@ -87,16 +78,40 @@ class FlatParameters:
             else None
         )
 
+    def _allocate(self) -> None:
+        """Make the shard and the buffer."""
+        layout, plan, pools = self.layout, self._plan, self._pools
+        is_small = layout.gathered_bytes <= SMALL_BYTES * layout.world_size
+        pool = self._pool = pools.own if plan.subgroup or is_small else pools.gathered
+        self._part: Tensor | None = None  # [world_size * S / subgroup]
+        self._part_owner = f"part for {layout.extents[0].parameter.name}"
+        compute_dtype = layout.cast.compute_dtype
+        self.buffer = flat_buffer(
+            layout, pool, pools.own, dtype=compute_dtype, owns_memory=self.is_whole
+        )
+        # In the dtype of the shard, between steps.
+        self._held: FlatBuffer | ChunkedBuffer | None = None
+        self.shard = self._allocate_shard()
+
+    @property
+    def views(self) -> tuple[Tensor, ...]:
+        """The gathered parameters."""
+        return self.buffer.views
+
+    def listen(self, position: int, callback: Callable[[], None]) -> None:
+        """Call ``callback`` for each gradient that autograd has put on a dense parameter."""
+        hooks.on_gradient(self.parameters[position].dense, callback)
+
     def expect(self, kind: EventKind, alive: defaultdict[Arena, dict[str, int]]) -> None:
         """Tell the pool what an event of the imagined step allocates; ``alive`` is updated."""
         match kind:
             case EventKind.GATHER:
                 self._expect(self._pool, self.buffer.owners[0], alive)
             case EventKind.WAIT if isinstance(self.buffer, ChunkedBuffer):
-                self._expect(self._own_pool, self.buffer.owners[1], alive)
+                self._expect(self._pools.own, self.buffer.owners[1], alive)
                 alive[self._pool].pop(self.buffer.owners[0], None)
             case EventKind.FREE:
-                for pool, owner in product((self._pool, self._own_pool), self.buffer.owners):
+                for pool, owner in product((self._pool, self._pools.own), self.buffer.owners):
                     alive[pool].pop(owner, None)
             case EventKind.RESHARD_TO_SUBGROUP:
                 self._expect(self._pool, self._part_owner, alive, self._plan.subgroup)
@@ -121,6 +136,15 @@ class FlatParameters:
         own_slot = self.buffer.slot_of(self.mesh.rank)
         fill, shared = self._copy_shard(own_slot), self.buffer.shared_range()
         return collectives.all_gather(flat, self.mesh.shards, label, fill, shared)
+
+    def finish_gather(self) -> None:
+        """The collective is done: have the dense parameters show what was gathered."""
+        self.buffer.unpack()
+
+    def free(self) -> None:
+        """Free what was gathered, if anything was."""
+        if self.buffer.is_acquired:
+            self.buffer.release()
 
     def launch_subgroup_part(self, collectives: Collectives, label: str) -> Work | None:
         """Get what the subgroup gathers from: out of what is gathered, or from the other rows."""
@@ -266,7 +290,7 @@ class Unit:
         self._gathering = []
         for flat in self.flats:
             if not flat.is_whole:
-                flat.buffer.unpack()
+                flat.finish_gather()
 
     def use_unsharded(self) -> None:
         """Put the dense parameters into the modules."""
@@ -296,8 +320,7 @@ class Unit:
         self._gathering = []
         self.use_sharded()
         for flat in self.flats:
-            if flat.buffer.is_acquired:
-                flat.buffer.release()
+            flat.free()
         changed = [parameter.name for parameter in self.parameters if parameter.forget_changes()]
         if changed:
             raise StepError(
@@ -427,8 +450,7 @@ class Unit:
         for gradients in self.gradients:
             gradients.discard()
         for flat in self.flats:
-            if flat.buffer.is_acquired:
-                flat.buffer.release()
+            flat.free()
             flat.free_subgroup_part()
             flat.release_hold(write_back=False)
 

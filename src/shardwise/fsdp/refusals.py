@@ -1,0 +1,100 @@
+"""What FSDP2's placements cannot do: refused with FSDP2's types of exceptions.
+
+Each message names a way out. All but the last are choices of ``granularity``, with which our own
+engine takes such parameters.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import Misused, PlanError, Unsupported
+from shardwise.runtime.module import FSDPModule
+from shardwise.runtime.tensor import sharding_of
+
+__all__ = ["check_as_fsdp2"]
+
+_WAY_OUT = "or pass granularity='element', which cuts anywhere"
+
+
+def check_as_fsdp2(
+    modules: Sequence[nn.Module],
+    mesh: DeviceMesh | None,
+    place: Callable[[nn.Parameter], Any] | None,
+    ignored: Collection[nn.Parameter],
+) -> None:
+    """Refuse what FSDP2 refuses.
+
+    Raises:
+        PlanError: also of the type that FSDP2 raises.
+    """
+    _check_mesh(mesh)
+    left_alone = {id(parameter) for parameter in ignored}
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            raise Misused(
+                "Each distinct composable distributed API can only be applied to a module once. "
+                f"{type(module).__name__} is sharded already; shard the root last and once"
+            )
+        for name, parameter in _unsharded(module):
+            if id(parameter) not in left_alone:
+                _check_parameter(name, parameter)
+                if place is not None:
+                    _check_placement(name, parameter, place(parameter), mesh)
+
+
+def _unsharded(module: object) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that no unit has; nothing of an object that is no module."""
+    named = module.named_parameters() if isinstance(module, nn.Module) else ()
+    return ((name, one) for name, one in named if sharding_of(one) is None)
+
+
+def _check_mesh(mesh: DeviceMesh | None) -> None:
+    if mesh is not None and mesh.ndim == 2 and mesh.mesh_dim_names is None:  # noqa: PLR2004
+        raise Misused(
+            "Please init the 2D mesh for HSDP with mesh_dim_names specified, such as "
+            "mesh_dim_names=('replicate', 'shard')"
+        )
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    shape = tuple(parameter.shape)
+    if not shape:
+        raise PlanError(
+            f"{name} is a scalar, and FSDP2's placements cut along a dim. Change {name} to a 1D "
+            f"tensor with numel equal to 1. {_WAY_OUT.capitalize()}"
+        )
+    if not parameter.is_contiguous():
+        raise Unsupported(
+            f"FSDP does not support non-contiguous parameters yet: {name} {shape} has strides "
+            f"{parameter.stride()}; make it contiguous"
+        )
+
+
+def _check_placement(
+    name: str, parameter: nn.Parameter, placement: Any, mesh: DeviceMesh | None
+) -> None:
+    dim = getattr(placement, "dim", 0)
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    if dim >= local.ndim:
+        raise Misused(
+            f"Shard dim {dim} is invalid for {local.ndim}D tensor: {name} {tuple(local.shape)}; "
+            "return Shard of one of its dims, or None"
+        )
+    size = local.shape[dim]
+    num_ranks = _num_shards(mesh)
+    if dim % local.ndim and size % num_ranks:
+        raise Unsupported(
+            f"FSDP does not support uneven sharding on dim {dim % local.ndim}: {name} "
+            f"{tuple(local.shape)} over {num_ranks} ranks; return None for it, {_WAY_OUT}"
+        )
+
+
+def _num_shards(mesh: DeviceMesh | None) -> int:
+    if mesh is not None:
+        return mesh.size(mesh.ndim - 1)
+    return dist.get_world_size() if dist.is_initialized() else 1
