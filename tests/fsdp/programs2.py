@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.fsdp.extended import InBfloat16, Pair, replace_weights
 from tests.fsdp.models import STEPS, Net, batch, make_net
@@ -303,6 +303,30 @@ def filled_from_whole(f: Any, wrapped: str) -> list[Any]:
     saved = {name: value.clone() for name, value in make_net().state_dict().items()}
     set_model_state_dict(net, saved, options=StateDictOptions(full_state_dict=True))
     return [values(net), *steps(net)]
+
+
+def assigned_from_whole(f: Any, wrapped: str) -> list[Any]:
+    """Give a model on the meta device values, with a tensor for each name of a tied parameter."""
+    with torch.device("meta"):
+        net = Net(tied=True).double()
+        net.again.weight = net.embed.weight
+    shard(f, net, wrapped)
+    saved = make_net(tied=True).state_dict()
+    sharded: dict[str, Any] = {"scale": saved["scale"].clone()}
+    for name, on_meta in net.state_dict().items():
+        if name != "scale":
+            tensor = distribute_tensor(saved[name], on_meta.device_mesh, on_meta.placements)
+            sharded[name] = nn.Parameter(tensor)
+    net.load_state_dict(sharded, assign=True)
+    loss = loss_of(net, 0)
+    loss.backward()
+    return [loss.item(), gradients(net)]
+
+
+def sliced(f: Any) -> list[Any]:
+    net = f.fully_shard(nn.Sequential(*[nn.Linear(4, 4).double() for _ in range(3)]))
+    first = net[:2]
+    return [isinstance(net, f.FSDPModule), isinstance(first, f.FSDPModule), type(first).__name__]
 
 
 def shapes(f: Any) -> list[Any]:

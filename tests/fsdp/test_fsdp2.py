@@ -67,6 +67,8 @@ CASES = [
     *cases(programs.other_method),
     *cases(programs.meta, wrapped=("blocks", "root", "layers")),
     *cases(programs.filled_from_whole, wrapped=("blocks", "root")),
+    *cases(programs.assigned_from_whole, wrapped=("blocks", "root")),
+    *cases(programs.sliced),
     *cases(programs.shapes),
     *cases(programs.placement_function),
     *cases(programs.state_dict, wrapped=WRAPPED),

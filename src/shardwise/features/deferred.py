@@ -6,7 +6,7 @@ parameters get storage, each rank its own part.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from shardwise.errors import NotMaterialized
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import keeps_its_class
-from shardwise.runtime.attach import show_as_sharded
+from shardwise.runtime.attach import owner_of, show_as_sharded
 from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.module import FSDPModule
+
+if TYPE_CHECKING:
+    from shardwise.runtime.tensor import Sharding
 
 __all__ = ["defer", "is_deferred", "when_sharded"]
 
@@ -79,8 +82,11 @@ class Deferred(FSDPModule):
 
     def _shard_now(self) -> None:
         for inner in reversed(list(self.modules())):  # those inside it first
+            first: dict[Sharding, nn.Parameter] = {}
             for name, sharding in inner.__dict__.pop(_SHARDINGS, {}).items():
-                sharding.mark_if_described(inner.get_parameter(name))
+                parameter = first.setdefault(sharding, inner.get_parameter(name))
+                sharding.mark_if_described(parameter)
+                owner_of(inner, name).put(parameter)  # where `assign=True` has undone a tie
             shard = inner.__dict__.pop(_SHARD, None)
             if shard is not None:
                 inner.__class__ = type(inner).__bases__[1]

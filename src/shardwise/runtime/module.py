@@ -116,6 +116,12 @@ class FSDPModule(nn.Module):
     All ranks have to call the same methods, as with any collective.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> "FSDPModule":
+        """A slice of a container, which makes one of the class of the container, is no unit."""
+        plain: Any = _plain_class(cls)
+        made: FSDPModule = plain(*args, **kwargs)
+        return made
+
     @compiler.break_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _call_unit(self, super().__call__, args, kwargs)
