@@ -55,6 +55,9 @@ __all__ = [
     "pytree",
     "queue_callback",
     "root_mesh",
+    "stage_backward",
+    "stage_backward_input",
+    "stage_backward_weight",
     "strided_shard",
     "swap_storages",
     "use_foreach_for",
@@ -212,6 +215,37 @@ def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
 def accumulated_gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]:
     """What was registered with `Tensor.register_post_accumulate_grad_hook`."""
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def stage_backward(outputs: Any, gradients: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """The backward of a pipeline stage, to its parameters' ``.grad`` and its inputs."""
+    of_inputs: tuple[Any, ...] = _stage_backwards().stage_backward(outputs, gradients, inputs)
+    return of_inputs
+
+
+def stage_backward_input(
+    outputs: Sequence[Tensor], gradients: Any, inputs: Sequence[Any], weights: Iterable[Tensor]
+) -> tuple[tuple[Any, ...], list[dict[str, Any]]]:
+    """The first half of that: to its inputs; what the second half begins with, by ``weights``."""
+    halves = _stage_backwards().stage_backward_input(outputs, gradients, inputs, weights)
+    of_inputs, begins = halves
+    return of_inputs, begins
+
+
+def stage_backward_weight(weights: Iterable[Tensor], begins: list[dict[str, Any]]) -> None:
+    """The second half: to ``.grad`` of ``weights``, without autograd's hooks of them.
+
+    It keeps the graph, which goes with ``begins``: a tied weight's part may pass through others.
+    """
+    _stage_backwards().stage_backward_weight(weights, begins, retain_graph=True)
+
+
+def _stage_backwards() -> Any:
+    # Here, as `torch.distributed.pipelining` takes long to import. Pipeline schedules have no
+    # public way to divide a backward.
+    from torch.distributed.pipelining import _backward  # noqa: PLC0415
+
+    return _backward
 
 
 # -- compile and distributed ---------------------------------------------------------------------

@@ -198,6 +198,18 @@ class FSDPModule(nn.Module):
         for runtime, indices in _units_in(self, recurse=recurse).items():
             _set(runtime.scheduler.sequencer.reshards, indices, reshard_after_forward)
 
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backward frees units while it does not reduce their gradients.
+
+        If not, they stay gathered for the next micro-batch, until a backward reduces. As in FSDP2,
+        but for a unit that is reduced or changed, which is freed in any case.
+        """
+        for runtime, indices in _units_in(self, recurse=recurse).items():
+            flags = runtime.scheduler.sequencer.reshards_after_backward
+            _set(flags, indices, reshard_after_backward)
+
     # -- gradients -------------------------------------------------------------------------------
 
     def set_requires_gradient_sync(
@@ -256,11 +268,6 @@ class FSDPModule(nn.Module):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Every backward ends with its reductions collected."""
-
-    def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
-    ) -> None:
-        """Units are freed after backward."""
 
     def set_modules_to_forward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Units are gathered ahead in the order of the last forward, ``prefetch`` of them."""

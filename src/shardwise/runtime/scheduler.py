@@ -9,6 +9,7 @@ import torch
 
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.plan import Plan
+from shardwise.runtime import hooks
 from shardwise.runtime.attach import check_same_sums
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.mesh import DataParallelMesh
@@ -123,8 +124,10 @@ class Scheduler:
             unit.expect_changes()
         for unit in self.units:  # `Module.to` before the step is no change within it
             unit.reclaim_locals()
-        self._versions.update(self.sequencer.tick)
+        changed = self._versions.update(self.sequencer.tick)
         self.ledger.begin_forward()
+        stale = [unit for unit in changed if self.sequencer.outlasts_passes(unit)]
+        self._perform(self.sequencer.request(EventKind.FREE, stale))
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -183,6 +186,20 @@ class Scheduler:
         """Whether its gradients reach the parameters in this backward and wait for no other."""
         return self.sequencer.reduce_grads[index] and self.sequencer.all_reduce_grads[index]
 
+    def take_gradients(self) -> None:
+        """Take what was put into ``.grad`` of dense parameters other than by a backward."""
+        with self.guarded():
+            for unit in self.units:
+                unit.take_gradients()
+
+    def finish_accumulation(self) -> None:
+        """Reduce the gradients that wait for it, as a backward would at its end, and free all."""
+        with self.guarded():
+            if self.sequencer.holds_gradients:
+                self.finish_backward(hooks.NO_TASK)
+            else:
+                self._perform(self.sequencer.request(EventKind.FREE, range(len(self.units))))
+
     # -- steps in backward -----------------------------------------------------------------------
 
     @property
@@ -217,6 +234,7 @@ class Scheduler:
             )
         mine, its = self.sequencer, other.sequencer
         mine.reshards[:] = its.reshards
+        mine.reshards_after_backward[:] = its.reshards_after_backward
         mine.reduce_grads[:] = its.reduce_grads
         mine.all_reduce_grads[:] = its.all_reduce_grads
         for unit, before in zip(self.units, other.units, strict=True):

@@ -388,6 +388,14 @@ class Unit:
         del gradient
         self._write(flat.gradients, position)
 
+    def take_gradients(self) -> None:
+        """`accept` all gradients that there are on dense parameters, outside of a backward."""
+        self.expects_gradients = True
+        for flat in self.flats:
+            for position in range(len(flat.parameters) if flat.gradients is not None else 0):
+                self.accept(flat, position)
+        self.end_backward()
+
     def launch_reduce(self, collectives: Collectives, *, all_reduces: bool) -> tuple[Work, ...]:
         """Reduce the gradients over the row, and over the column if ``all_reduces``."""
         label = f"reduce {self.plan.label}"

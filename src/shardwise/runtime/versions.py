@@ -21,14 +21,17 @@ class ShardVersions:
         self._versions = [_versions_of(unit) for unit in units]
         self._changed: dict[int, tuple[int, str]] = {}  # unit to tick and names of parameters
 
-    def update(self, tick: int) -> None:
-        """Look for changes since the last call."""
+    def update(self, tick: int) -> list[int]:
+        """Look for changes since the last call; returns the units that have any."""
+        changed = []
         for index, unit in enumerate(self._units):
             before, after = self._versions[index], _versions_of(unit)
             if before != after:
                 self._versions[index] = after
                 pairs = zip(unit.parameters, before, after, strict=True)
                 self.note(index, tick, [parameter.name for parameter, b, a in pairs if b != a])
+                changed.append(index)
+        return changed
 
     def note(self, unit: int, tick: int, names: Sequence[str]) -> None:
         """Parameters changed in a way that their versions do not show."""

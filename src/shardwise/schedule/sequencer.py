@@ -93,6 +93,8 @@ class Sequencer:
         self._units = plan.units
         self._prefetch = plan.prefetch
         self.reshards = [unit.reshard for unit in plan.units]  # after forward
+        # Or not before a backward that reduces its gradients, after which an optimizer may step.
+        self.reshards_after_backward = [True] * len(plan.units)
         self.reduce_grads = [True] * len(plan.units)  # in backward, or a later one does
         self.all_reduce_grads = [True] * len(plan.units)  # over the outer axis, or a later one does
         self.steps_in_backward = False
@@ -204,7 +206,7 @@ class Sequencer:
         self._calls_left.clear()
         self._unstepped.clear()
         self._is_accumulating = False
-        self._free_all()
+        self._free_all(everything=True)
         return self._flush()
 
     # -- requests of the user --------------------------------------------------------------------
@@ -236,6 +238,15 @@ class Sequencer:
         """Whether its parameters are gathered, or there is nothing to gather."""
         is_gathered = self._residency[unit].state is UnitState.GATHERED
         return is_gathered or not self._units[unit].gathered_bytes
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients of earlier backwards wait for a reduction."""
+        return bool(self._unreduced)
+
+    def outlasts_passes(self, unit: int) -> bool:
+        """Whether it stays gathered for another forward: no optimizer steps before that."""
+        return not (self.reshards_after_backward[unit] or self._reduces_fully(unit))
 
     def is_in_use(self, unit: int) -> bool:
         """Whether a forward or backward of ``unit`` is running."""
@@ -269,7 +280,9 @@ class Sequencer:
         calls = call.of.by_unit[call.unit]
         if any(other.outcome is Outcome.HIDDEN for other in calls):
             return True  # nothing would gather it before its backward
-        return not self.reshards[call.unit] and any(c.is_differentiable for c in calls)
+        if self.reshards[call.unit]:
+            return False
+        return self.outlasts_passes(call.unit) or any(c.is_differentiable for c in calls)
 
     def _visit(self, backward: BackwardPass, call: Call) -> None:
         window = self._window(chain((call.unit,), backward.upcoming))
@@ -291,7 +304,7 @@ class Sequencer:
 
     def _finish(self, backward: BackwardPass, call: Call, keep: Collection[int]) -> None:
         unit, is_last = call.unit, backward.is_finished(call.unit)
-        if unit not in keep:
+        if unit not in keep and not self.outlasts_passes(unit):
             # Another backward follows before an optimizer changes the parameters.
             accumulates = self._units[unit].two_level_gather and not self._reduces_fully(unit)
             self._free(unit, to_subgroup=not is_last or accumulates)
@@ -414,12 +427,12 @@ class Sequencer:
             if residency.reservation is Reservation.PREFETCH:
                 self._free(unit, to_subgroup=self._units[unit].two_level_gather)
 
-    def _free_all(self, *, but_requested: bool = False) -> None:
+    def _free_all(self, *, but_requested: bool = False, everything: bool = False) -> None:
         self._lingering = None
         for unit, residency in enumerate(self._residency):
             if but_requested and residency.reservation is Reservation.REQUEST:
                 residency.reservation = None
-            else:
+            elif everything or not self.outlasts_passes(unit):
                 self._free(unit)
                 self._free_subgroup(unit)
 

@@ -1,0 +1,165 @@
+"""A stage of a pipeline, for the schedules of `torch.distributed.pipelining`.
+
+A step of a schedule is several micro-batches. With torch's own stage, a sharded module gathers its
+units and reduces its gradients for each of them, and with zero-bubble schedules, which ask for the
+gradients of ``submod.parameters()``, gets none: those are shards, which no forward has used. Here::
+
+    first forward of a unit       gather it; it stays gathered
+    backward, for inputs          gradients of the stage's inputs alone
+    backward, for weights         gradients of the gathered parameters; they add up, whole
+    the last backward             reduce and free each unit as soon as it is complete
+    end of the step               reduce and free what is left: with zero-bubble schedules, all
+
+So a step holds a stage's parameters and gradients whole, as ``strategy="zero2"`` does.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.distributed import pipelining
+
+from shardwise import _private
+from shardwise.errors import PlanError, StepError
+from shardwise.runtime.module import FSDPModule, runtime_of_root
+from shardwise.runtime.scheduler import Scheduler
+
+__all__ = ["PipelineStage"]
+
+
+class PipelineStage(pipelining.PipelineStage):
+    """torch's `PipelineStage`; if its module is sharded, with one gather and reduction per step.
+
+    Takes the arguments of torch's. Its module is sharded whole, by `fully_shard` of the module
+    itself, over the ranks that hold the same stage.
+    """
+
+    @property
+    def _scheduler(self) -> Scheduler | None:
+        """What runs the module; None if it is not sharded.
+
+        Raises:
+            PlanError: only modules inside it are.
+        """
+        if isinstance(self.submod, FSDPModule):
+            return runtime_of_root(self.submod).scheduler
+        for name, module in self.submod.named_modules():
+            if isinstance(module, FSDPModule):
+                raise PlanError(
+                    f"stage {self.stage_index}: {name} is sharded and {type(self.submod).__name__} "
+                    "around it is not; call fully_shard on the stage's module, too"
+                )
+        return None
+
+    def clear_runtime_states(self) -> None:
+        """Begin a step."""
+        super().clear_runtime_states()
+        scheduler = self._scheduler
+        if scheduler is None:
+            return
+        if scheduler.steps_in_backward:
+            raise PlanError(
+                f"stage {self.stage_index}: sw.optimizer_in_backward would step before the "
+                "schedule divides gradients by the number of micro-batches; step after it"
+            )
+        if scheduler.sequencer.holds_gradients:
+            scheduler.abandon(StepError("the last step of the pipeline did not reach its end"))
+        self._accumulate(True)
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """The forward of one micro-batch."""
+        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        if not self.has_backward and fwd_chunk_id + 1 == len(self.args_recv_info):
+            self._end_step()
+        return output
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
+        """A backward of one micro-batch, or one of its halves."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type == "weight":
+            _private.stage_backward_weight(_trained(scheduler), bwd_kwargs["param_groups"])
+            scheduler.take_gradients()
+            return (), None
+        outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
+        gradients = bwd_kwargs["output_grads"]
+        if backward_type == "input" and _all_reach(outputs, inputs):
+            return _private.stage_backward_input(outputs, gradients, inputs, _trained(scheduler))
+        if backward_type == "full" and last_backward:
+            self._accumulate(False)
+        # Nothing is left for the second half.
+        return _private.stage_backward(outputs, gradients, inputs), []
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """End a step, and divide its gradients."""
+        self._end_step()
+        super().scale_grads(grad_scale_factor)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """End a step, and divide its gradients."""
+        if self._scheduler is None:
+            super().perform_reduce_grad(grad_scale_factor)
+        else:
+            self.scale_grads(grad_scale_factor)
+
+    def _end_step(self) -> None:
+        scheduler = self._scheduler
+        if scheduler is not None:
+            self._accumulate(False)
+            scheduler.finish_accumulation()
+
+    def _accumulate(self, accumulates: bool) -> None:
+        """Whether units stay gathered and gradients whole."""
+        assert isinstance(self.submod, FSDPModule)
+        self.submod.set_reshard_after_forward(False)
+        self.submod.set_reshard_after_backward(not accumulates)
+        self.submod.set_requires_gradient_sync(not accumulates)
+
+
+def _trained(scheduler: Scheduler) -> Iterator[nn.Parameter]:
+    """The parameters that forward computed with: those of the modules while they are gathered."""
+    for unit in scheduler.units:
+        for gradients in unit.gradients:
+            for parameter in gradients.parameters:
+                if parameter.dense.requires_grad:
+                    yield parameter.dense
+
+
+def _all_reach(outputs: Sequence[Tensor], inputs: Sequence[Any]) -> bool:
+    """Whether all ``outputs`` depend on ``inputs``.
+
+    torch finds the weights' part of a backward by where it leaves the way from outputs to inputs.
+    An output without such a way, of parameters alone, has none, so the backward cannot be divided.
+    """
+    leaves = {id(x) for x in inputs if isinstance(x, Tensor) and x.requires_grad}
+    trained = [output for output in outputs if output.requires_grad]
+    return all(
+        any(id(getattr(node, "variable", None)) in leaves for node in _nodes(output))
+        for output in trained
+    )
+
+
+def _nodes(output: Tensor) -> Iterator[Node]:
+    """The graph behind ``output``."""
+    found: set[Node] = set()
+    following: list[Node | None] = [output.grad_fn]
+    while following:
+        node = following.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            yield node
+            following += _next(node)
+
+
+def _next(node: Node) -> Iterable[Node | None]:
+    return (edge[0] for edge in node.next_functions)

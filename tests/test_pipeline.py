@@ -1,0 +1,184 @@
+"""Pipeline schedules with sharded stages train as one process, with one collective per unit."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardwise as sw
+from shardwise.pipeline import PipelineStage
+from shardwise.schedule.events import EventKind
+from tests.ranks import on_ranks
+from tests.runtime.one_process import adamw, assert_close, full, runtime_of
+
+WIDTH, MICROBATCHES, ROWS = 6, 4, 2  # rows of a micro-batch
+FLAT = (pipelining.ScheduleGPipe, pipelining.Schedule1F1B)  # one stage on each rank
+LOOPED = (pipelining.ScheduleInterleaved1F1B, pipelining.ScheduleInterleavedZeroBubble)
+V = (pipelining.ScheduleZBVZeroBubble,)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.norm.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(self.norm(x)).tanh())
+        return x + y
+
+
+class Stage(nn.Module):
+    """Two blocks between layers that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.last.weight = self.first.weight
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.last(x)
+        return y
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def stages_here(kind: type, mesh: DeviceMesh) -> list[int]:
+    """The stages of this rank, of all that the schedule needs."""
+    index, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
+    if kind in FLAT:
+        return [index]
+    return [index, 2 * size - 1 - index if kind in V else index + size]
+
+
+def parallelize(stage: nn.Module, mesh: DeviceMesh) -> None:
+    for block in stage.get_submodule("blocks"):  # type: ignore[attr-defined]
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def build_schedule(kind: Any, mesh: DeviceMesh, modules: dict[int, nn.Module], num: int) -> Any:
+    group = mesh["pp"].get_group()
+    cpu = torch.device("cpu")
+    stages = [PipelineStage(module, i, num, cpu, group=group) for i, module in modules.items()]
+    return kind(stages[0] if kind in FLAT else stages, MICROBATCHES, loss_fn=loss_of)
+
+
+def accumulate_reference(stages: list[nn.Module], x: Tensor, y: Tensor, dtype: torch.dtype) -> None:
+    """Gradients of the mean over micro-batches: each computed in ``dtype``, added in float64."""
+    inputs, targets = torch.split(x, ROWS), torch.split(y, ROWS)
+    for one, target in zip(inputs, targets, strict=True):
+        computing = copy.deepcopy(nn.Sequential(*stages)).to(dtype)
+        computing.zero_grad()
+        loss_of(computing(one.to(dtype)), target).backward()  # type: ignore[no-untyped-call]
+        originals = nn.Sequential(*stages).parameters()
+        for mine, parameter in zip(computing.parameters(), originals, strict=True):
+            if mine.grad is not None:
+                gradient = mine.grad.double() / len(inputs)
+                parameter.grad = gradient + (0.0 if parameter.grad is None else parameter.grad)
+
+
+def record_events(modules: dict[int, nn.Module]) -> Counter[tuple[int, int, EventKind]]:
+    """What will be appended to the ledgers, by stage, unit and kind."""
+    counts: Counter[tuple[int, int, EventKind]] = Counter()
+    for index, module in modules.items():
+        ledger = runtime_of(module).scheduler.ledger
+        append: Callable[[Any], None] = ledger.append
+
+        def count(record: Any, index: int = index, append: Any = append) -> None:
+            counts[index, record.event.unit, record.event.kind] += 1
+            append(record)
+
+        ledger.append = count  # type: ignore[method-assign]
+    return counts
+
+
+def check_training(
+    kind: Any,
+    mesh: DeviceMesh,
+    dtype: torch.dtype = torch.float64,
+    steps: int = 2,
+    **options: Any,
+) -> None:
+    """Compare gradients and parameters with one process, and count collectives."""
+    torch.manual_seed(0)
+    here = stages_here(kind, mesh)
+    num_stages = len(here) * mesh["pp"].size()
+    reference: list[nn.Module] = [Stage().double() for _ in range(num_stages)]
+    modules = {index: copy.deepcopy(reference[index]) for index in here}
+    for module in modules.values():
+        if "tp" in (mesh.mesh_dim_names or ()):
+            parallelize(module, mesh["tp"])
+        sw.fully_shard(module, mesh=mesh["dp"], units=Block, **options)
+    schedule = build_schedule(kind, mesh, modules, num_stages)
+    trained = adamw(nn.ModuleList(modules.values()).parameters())
+    expected = adamw(nn.ModuleList(reference).parameters())
+    counts = record_events(modules)
+    for step in range(steps):
+        x, y = torch.randn(2, mesh["dp"].size() * MICROBATCHES * ROWS, WIDTH).double()
+        accumulate_reference(reference, x, y, dtype)
+        run_step(schedule, modules, *(t.chunk(2)[mesh["dp"].get_local_rank()] for t in (x, y)))
+        for index, name, one, wanted in pairs(modules, reference):
+            what = f"gradient of {index}.{name} in step {step}"
+            gradient = None if one.grad is None else full(one.grad)
+            assert_close(gradient, wanted.grad, what)
+        for optimizer in (trained, expected):
+            optimizer.step()
+            optimizer.zero_grad()
+    for index, name, one, wanted in pairs(modules, reference):
+        assert_close(full(one.detach()), wanted.detach(), f"{index}.{name}")
+    for (stage, unit, event), number in counts.items():
+        if event in (EventKind.GATHER, EventKind.REDUCE):
+            assert number == steps, f"{event} of unit {unit} of stage {stage}"
+
+
+def run_step(schedule: Any, modules: dict[int, nn.Module], x: Tensor, y: Tensor) -> None:
+    last = max(schedule._stages if hasattr(schedule, "_stages") else [schedule._stage],
+               key=lambda stage: stage.stage_index)  # fmt: skip
+    args = (x,) if 0 in modules else ()
+    schedule.step(*args, **({"target": y} if last.is_last else {}))
+
+
+def pairs(
+    modules: dict[int, nn.Module], reference: list[nn.Module]
+) -> Iterator[tuple[int, str, Any, Tensor]]:
+    for index, module in modules.items():
+        wanted = dict(reference[index].named_parameters())
+        for name, parameter in module.named_parameters():
+            yield index, name, parameter, wanted[name]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", [*FLAT, *LOOPED, *V], ids=lambda kind: kind.__name__)
+def test_training_equals_one_process(kind: Any) -> None:
+    check_training(kind, init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")))
+
+
+@pytest.mark.thorough
+@on_ranks(8, deadline=120.0)
+@pytest.mark.parametrize("kind", [*FLAT, *LOOPED, *V], ids=lambda kind: kind.__name__)
+def test_training_with_tensor_parallelism_equals_one_process(kind: Any) -> None:
+    check_training(kind, init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp")))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", [pipelining.Schedule1F1B, pipelining.ScheduleZBVZeroBubble])
+def test_mixed_precision_equals_one_process(kind: Any) -> None:
+    """Compute in float32, whose gradients are added in float64."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    policy = sw.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    check_training(kind, mesh, torch.float32, mp_policy=policy, granularity="dim")
