@@ -4,10 +4,10 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -22,7 +22,7 @@ from shardwise.plan.granularity import Dim, Granularities, Granularity, Granular
 from shardwise.plan.layout import ParameterSpec
 from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy, as_offload_policy
 from shardwise.plan.padding import padding_report
-from shardwise.plan.plan import Plan, UnitChoice, make_plan
+from shardwise.plan.plan import Plan, UnitChoice, UnitRanks, make_plan
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy, as_precision_policy
 from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.units import Units, check_is_unit
@@ -206,7 +206,12 @@ def _shard(
         granularity = _placed(module, place, Granularizer(granularity))
     check_not_renormalized(module, ignored_params)
     _check_init(module, init)
-    manual = _sharded_before(module, apart)
+    manual = _sharded_before(module, apart, mesh)
+    own_meshes = {
+        name: handle_of(module.get_submodule(name)).mesh
+        for name, choice in manual.items()
+        if choice.ranks is not None
+    }
     plan = make_plan(
         module,
         world_size=mesh.size,
@@ -231,7 +236,7 @@ def _shard(
         defer(module, later, plan, mesh)
         return
     _warn_of_padding(plan, mesh)
-    runtime = _build(module, plan, mesh, unused, init, on_different_values)
+    runtime = _build(module, plan, mesh, unused, init, on_different_values, own_meshes)
     own = UnitChoice(reshard_after_forward, mp_policy, offload_policy)
     inner = UnitChoice(reshard_after_forward, replace(mp_policy, output_dtype=None), offload_policy)
     for index, unit in enumerate(plan.units):
@@ -249,6 +254,7 @@ def _build(
     unused: Unused,
     init: Initialization | None = None,
     on_different_values: Literal["error", "warn"] = "error",
+    own_meshes: Mapping[str, DataParallelMesh] = MappingProxyType({}),
 ) -> Runtime:
     """Shard the parameters of ``root`` and attach the features."""
     device = device_for(root, mesh)
@@ -259,9 +265,16 @@ def _build(
     materializer = None if init is None else Materializer(root, plan, init, Pool(device))
     offloaders = cache(partial(HostOffloader, device))
     runtime = Runtime(
-        root, plan, mesh, device, UnusedParameters(unused, device), offloaders, materializer
+        root,
+        plan,
+        mesh,
+        device,
+        UnusedParameters(unused, device),
+        offloaders,
+        materializer,
+        own_meshes,
     )
-    runtime.rebuild = partial(_build, plan=plan, mesh=mesh, unused=unused)
+    runtime.rebuild = partial(_build, plan=plan, mesh=mesh, unused=unused, own_meshes=own_meshes)
     fused_wgrad.offer_slots(runtime)
     return runtime
 
@@ -310,17 +323,35 @@ def _warn_of_padding(plan: Plan, mesh: DataParallelMesh) -> None:
 
 
 def _sharded_apart(root: nn.Module, mesh: DataParallelMesh) -> dict[str, nn.Module]:
-    """Modules inside ``root`` that were sharded over other ranks, and stay models of their own."""
-    return {
-        name: module
+    """Modules inside ``root`` that were sharded over other ranks, and stay models of their own.
+
+    Those with a divisor of gradients become units of this model if their ranks are some of its.
+    """
+    ranks = set(mesh.global_ranks)
+    handles = {
+        name: handle_of(module)
         for name, module in root.named_modules()
-        if isinstance(module, FSDPModule)
-        and not is_deferred(module)
-        and _ranks_of(handle_of(module).runtime.mesh) != _ranks_of(mesh)
+        if isinstance(module, FSDPModule) and not is_deferred(module)
     }
+    others = {
+        name: handle
+        for name, handle in handles.items()
+        if set(handle.runtime.mesh.global_ranks) != ranks
+    }
+    joining = {
+        handle.runtime
+        for handle in others.values()
+        if handle.choice.gradient_divisor is not None
+        and handle.mesh.mesh is not None
+        and set(handle.mesh.global_ranks) < ranks
+    }
+    names = [name for name, handle in others.items() if handle.runtime not in joining]
+    return {name: root.get_submodule(name) for name in names}
 
 
-def _sharded_before(root: nn.Module, apart: Mapping[str, nn.Module]) -> dict[str, UnitChoice]:
+def _sharded_before(
+    root: nn.Module, apart: Mapping[str, nn.Module], mesh: DataParallelMesh
+) -> dict[str, UnitChoice]:
     """Units that were made one by one, as in FSDP2, and what was chosen for each."""
     handles = {
         name: handle_of(module)
@@ -334,15 +365,21 @@ def _sharded_before(root: nn.Module, apart: Mapping[str, nn.Module]) -> dict[str
                 "kind have the same values; shard a model on the meta device with one call, as in "
                 "sw.fully_shard(model, units=Block)"
             )
-    return {name: handle.choice for name, handle in handles.items()}
+    return {name: _choice_within(mesh, name, handle) for name, handle in handles.items()}
 
 
-def _ranks_of(mesh: DataParallelMesh) -> list[int]:
-    """The global ranks that share a model."""
-    if mesh.group is None:
-        return [dist.get_rank() if dist.is_initialized() else 0]
-    members = dist.get_process_group_ranks(mesh.group)
-    return sorted(members[rank] for rank in mesh.world.ranks)
+def _choice_within(mesh: DataParallelMesh, name: str, handle: Handle) -> UnitChoice:
+    """What was chosen for the unit ``name`` of a model over ``mesh``, its own ranks included."""
+    own, choice = handle.mesh, handle.choice
+    if set(own.global_ranks) == set(mesh.global_ranks):
+        return choice
+    if choice.gradient_divisor is None:
+        raise PlanError(
+            f"{name} is a unit inside one with ranks and a divisor of its own; call "
+            "set_gradient_divide_factor on it, too, before fully_shard of the module around both"
+        )
+    strategy = handle.runtime.plan.strategy if choice.ranks is None else choice.ranks.strategy
+    return replace(choice, ranks=UnitRanks(strategy, own.size, own.column.size))
 
 
 def _check_init(module: nn.Module, init: Initialization | None) -> None:

@@ -22,7 +22,7 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.runtime.mesh import DataParallelMesh, all_ranks_of, resolve_mesh
 from shardwise.runtime.module import FSDPModule
-from shardwise.runtime.tensor import sharding_of
+from shardwise.runtime.tensor import mesh_of, sharding_of
 
 __all__ = [
     "Collected",
@@ -175,19 +175,29 @@ def axis_of(modules: list[nn.Module]) -> DataParallelMesh:
         sharding = sharding_of(parameter)
         if isinstance(parameter, DTensor) and (sharding is None or sharding.tensor_parallel):
             return all_ranks_of(parameter.device_mesh)
-    for parameter in parameters:
-        sharding = sharding_of(parameter)
-        if sharding is not None:
-            return sharding.mesh
-    return resolve_mesh(None, STRATEGIES["ddp"])
+    found = mesh_of(parameters)
+    return resolve_mesh(None, STRATEGIES["ddp"]) if found is None else found
 
 
 def check_sharded(module: nn.Module) -> None:
     """Refuse a model whose parameters are gathered, as they are during a step.
 
+    And one with other values by the same name on other ranks, as experts have that are no DTensors.
+
     Raises:
         CheckpointError: names one of them.
     """
+    mesh = mesh_of(module.parameters())
+    for name, parameter in module.named_parameters():
+        sharding = sharding_of(parameter)
+        if sharding is None or mesh is None or sharding.tensor_parallel is not None:
+            continue
+        if sharding.mesh.num_ranks < mesh.num_ranks:
+            raise CheckpointError(
+                f"{name} is sharded over {sharding.mesh.num_ranks} of the model's "
+                f"{mesh.num_ranks} ranks, and others have other values by that name; make it a "
+                "DTensor on the mesh of expert parallelism before fully_shard"
+            )
     for unit in module.modules():
         if not isinstance(unit, FSDPModule):
             continue

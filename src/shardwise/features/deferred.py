@@ -80,6 +80,10 @@ class Deferred(FSDPModule):
         self._shard_now()
         return self(*args, **kwargs)
 
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Said before the module around it is sharded, as of experts with ranks of their own."""
+        when_sharded(self, lambda: self.set_gradient_divide_factor(factor))
+
     def _shard_now(self) -> None:
         for inner in reversed(list(self.modules())):  # those inside it first
             first: dict[Sharding, nn.Parameter] = {}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
-from shardwise.runtime.tensor import local_of, sharding_of
+from shardwise.runtime.tensor import local_of, mesh_of, sharding_of
 from shardwise.transport.process_group import broadcast_object, broadcast_tensors
 
 __all__ = ["distribute", "group_of", "shard_like"]
@@ -60,9 +60,8 @@ def shard_like(value: Any, parameter: Tensor) -> Any:
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     """The ranks that share ``model``; None for one rank, or if the model is not sharded."""
-    found = (sharding_of(parameter) for parameter in model.parameters())
-    first = next((one for one in found if one is not None), None)
-    return None if first is None else first.mesh.group
+    mesh = mesh_of(model.parameters())
+    return None if mesh is None else mesh.group
 
 
 def _outline(states: Any) -> Any:

@@ -13,7 +13,7 @@ from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.strategy import Level, Strategy, resolve_strategy
 from shardwise.plan.units import UnitOptions, UnitPlan, Units, choose_units, plan_units
 
-__all__ = ["Plan", "UnitChoice", "make_plan"]
+__all__ = ["Plan", "UnitChoice", "UnitRanks", "make_plan"]
 
 # Size of the units of strategies that gather nothing: that of the gradient buckets of torch's DDP.
 BUCKET_BYTES = 25 << 20
@@ -67,12 +67,23 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitRanks:
+    """How a unit is sharded over other ranks than the model around it."""
+
+    strategy: Strategy
+    world_size: int  # as in `Plan`
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
 class UnitChoice:
     """What a user may choose for a single unit."""
 
     reshard_after_forward: bool | int | None = None
     precision: MixedPrecisionPolicy = AS_IT_CAME
     offload: OffloadPolicy = NO_OFFLOAD
+    gradient_divisor: float | None = None  # of sums over ranks; None: the number of ranks
+    ranks: UnitRanks | None = None  # None: those of the model
 
 
 def make_plan(
@@ -138,6 +149,9 @@ def make_plan(
 def _options(
     name: str, choice: UnitChoice, strategy: Strategy, world_size: int, replicas: int
 ) -> UnitOptions:
+    if choice.ranks is not None:
+        strategy, world_size = choice.ranks.strategy, choice.ranks.world_size
+        replicas = choice.ranks.replicas
     is_cut = strategy.inner is Level.PARAMETERS
     after = choice.reshard_after_forward
     reshard = is_cut and bool(name) if after is None else bool(after)
@@ -151,6 +165,8 @@ def _options(
         reshard=reshard,
         subgroup=world_size // replicas if two_level else subgroup,
         two_level_gather=two_level,
+        num_shards=None if choice.ranks is None else world_size,
+        gradient_divisor=choice.gradient_divisor,
         holds_gradients=strategy.inner is Level.OPTIMIZER,
         precision=choice.precision,
         offload=choice.offload if isinstance(choice.offload, CPUOffloadPolicy) else None,

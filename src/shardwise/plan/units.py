@@ -46,6 +46,8 @@ class UnitOptions:
     reshard: bool  # freed after forward and gathered again for backward
     subgroup: int = 0  # ranks among which it is gathered again; 0: all that shard it
     two_level_gather: bool = False  # and for forward too, after one gather over the outer axis
+    num_shards: int | None = None  # None: as the model
+    gradient_divisor: float | None = None  # of sums over ranks; None: the number of ranks
     holds_gradients: bool = False  # has room of its own for unsharded gradients all the time
     precision: MixedPrecisionPolicy = AS_IT_CAME
     offload: CPUOffloadPolicy | None = None  # shards and their gradients are on the host
@@ -203,7 +205,7 @@ def plan_units(
             name=name,
             label=name or _root_label(root, options),
             parameters=tuple(specs),
-            layouts=_lay_out_by_kind(specs, world_size, options[name]),
+            layouts=_lay_out_by_kind(specs, options[name].num_shards or world_size, options[name]),
             parent=parents.get(name),
             has_child_units=index[name] in enclosing,
             **{field.name: getattr(options[name], field.name) for field in fields(UnitOptions)},

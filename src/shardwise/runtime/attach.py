@@ -244,12 +244,18 @@ def make_unit(
     pools: Pools,
     offloader: ShardOffloader | None = None,
     fill: Callable[[UnitPlan], None] = lambda _plan: None,
+    own_mesh: DataParallelMesh | None = None,
 ) -> Unit:
-    """Shard the parameters of ``plan`` in ``root``, to which ``fill`` has given values."""
+    """Shard the parameters of ``plan`` in ``root``, to which ``fill`` has given values.
+
+    Over ``own_mesh``, if the unit has other ranks than the model, whose ``mesh`` has them too.
+    """
     warn_of_empty_steps()
+    in_step = mesh if own_mesh is None else own_mesh.within(mesh)
+    mesh = mesh if own_mesh is None else own_mesh
     flats = [
         (ExtendedParameters if layout.is_extended else FlatParameters)(
-            layout, mesh, pools, plan, offloader
+            layout, in_step, pools, plan, offloader
         )
         for layout in plan.layouts
     ]

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -61,6 +62,12 @@ class Handle:
     index: int
     choice: UnitChoice  # as the user said it
 
+    @property
+    def mesh(self) -> DataParallelMesh:
+        """The ranks that shard the unit."""
+        name = self.runtime.plan.units[self.index].name
+        return self.runtime.own_meshes.get(name, self.runtime.mesh)
+
 
 class Runtime:
     """One sharded model: its plan, its units, and the scheduler that runs them.
@@ -77,12 +84,14 @@ class Runtime:
         observer: StepObserver,
         offloaders: Callable[[CPUOffloadPolicy], ShardOffloader],
         materializer: "Materializer | None" = None,
+        own_meshes: Mapping[str, DataParallelMesh] = MappingProxyType({}),
     ) -> None:
         self.gave_values = materializer is not None  # to the parameters, which had none
         self.rebuild: Callable[[nn.Module], Runtime]  # shards a copy of the root in the same way
         self.shard_again: Callable[[nn.Module], None]  # gives the root a runtime for other dtypes
         self.plan = plan
         self.mesh = mesh
+        self.own_meshes = own_meshes  # of units with other ranks, by name
         self.pools = Pools(device)
         self._offloaders = offloaders
         if materializer is None:
@@ -164,7 +173,8 @@ class Runtime:
         self, root: nn.Module, plan: UnitPlan, fill: Callable[[UnitPlan], None] = lambda _: None
     ) -> Unit:
         offloader = None if plan.offload is None else self._offloaders(plan.offload)
-        return make_unit(root, plan, self.mesh, self.pools, offloader, fill)
+        own_mesh = self.own_meshes.get(plan.name)
+        return make_unit(root, plan, self.mesh, self.pools, offloader, fill, own_mesh)
 
     def _listen(self, index: int, unit: Unit) -> None:
         scheduler = weakref.ref(self.scheduler)

@@ -66,6 +66,7 @@ class GradientBuffer:
         *,
         owns_buffer: bool = False,
         has_child_units: bool = False,
+        divisor: float | None = None,
     ) -> None:
         self.state = GradientState.IDLE
         self.parameters = parameters  # in the order of the layout's extents
@@ -89,7 +90,7 @@ class GradientBuffer:
             offloader,
             keeps_memory=self._can_be_in_place and is_on_cpu,
         )
-        self.divide_by(mesh.num_ranks)
+        self.divide_by(mesh.num_ranks if divisor is None else divisor)
         self._written = [False] * len(layout.extents)
         # By position: a gradient on its way in memory that `claim` gave, while autograd holds it.
         self._claimed: dict[int, weakref.ref[Tensor]] = {}

@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -109,6 +109,24 @@ class DataParallelMesh:
         """The ``size`` neighbors in the row of which this rank is one."""
         first = self.row.index // size * size
         return self.row.select(*self.row.ranks[first : first + size])
+
+    def within(self, outer: "DataParallelMesh") -> "DataParallelMesh":
+        """These groups as parts of ``outer``, with whose other collectives theirs are in order."""
+        members = outer.global_ranks
+
+        def part(group: RankGroup) -> RankGroup:
+            own = self.global_ranks
+            return outer.world.select(*(members.index(own[rank]) for rank in group.ranks))
+
+        row, column, shards = map(part, (self.row, self.column, self.shards))
+        return replace(self, world=outer.world, row=row, column=column, shards=shards)
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """The ranks of the job by their numbers in the process group."""
+        if self.group is None:
+            return [dist.get_rank() if dist.is_initialized() else 0]
+        return dist.get_process_group_ranks(self.group)
 
     def is_same(self, other: "DataParallelMesh") -> bool:
         """Whether both have the same ranks of the same process group, in the same roles."""

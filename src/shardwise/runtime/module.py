@@ -232,15 +232,21 @@ class FSDPModule(nn.Module):
             _set(runtime.scheduler.sequencer.all_reduce_grads, indices, requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's gradients, summed over all ranks, by ``factor``, not their number.
+        """Divide this unit's gradients, summed over its ranks, by ``factor``, not their number.
+
+        A unit with a factor may have other ranks than the module around it: experts, whose
+        tokens come from more ranks than those that hold the same experts.
 
         Raises:
             PlanError: it is not a positive number.
         """
         if not factor > 0:
             raise PlanError(f"set_gradient_divide_factor({factor!r}): expected a positive number")
+        handle = handle_of(self)
         for gradients in unit_of(self).gradients:
             gradients.divide_by(factor)
+        choice = replace(handle.choice, gradient_divisor=factor)  # for a call for what is around it
+        self.__dict__[HANDLE] = replace(handle, choice=choice)
 
     def set_all_reduce_hook(
         self,

@@ -282,7 +282,8 @@ class Scheduler:
             with self._aborting(write_back):
                 yield
                 sums = collect_changes(self.units) if write_back else {}
-            check_same_sums(sums, self._mesh, ADVICE)
+            for mesh, of_mesh in sums.items():
+                check_same_sums(of_mesh, mesh, ADVICE)
             is_agreed = write_back
         finally:
             for index, unit in enumerate(self.units):

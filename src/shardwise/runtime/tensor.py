@@ -60,6 +60,7 @@ __all__ = [
     "draws",
     "is_tensor_parallel",
     "local_of",
+    "mesh_of",
     "own_part_of",
     "run_accumulated_hooks",
     "sharding_for",
@@ -358,6 +359,13 @@ def sharding_of(parameter: Tensor) -> Sharding | None:
     found = vars(parameter).get(_SHARDING)
     assert found is None or isinstance(found, Sharding)
     return found
+
+
+def mesh_of(parameters: Iterable[Tensor]) -> DataParallelMesh | None:
+    """The ranks that share a model with ``parameters``, experts among them; None: not sharded."""
+    found = (sharding_of(parameter) for parameter in parameters)
+    meshes = (one.mesh for one in found if one is not None)
+    return max(meshes, key=lambda mesh: mesh.num_ranks, default=None)
 
 
 @dataclass(frozen=True, slots=True)

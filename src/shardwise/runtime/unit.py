@@ -73,6 +73,7 @@ class FlatParameters:
                 offloader,
                 owns_buffer=plan.holds_gradients,
                 has_child_units=plan.has_child_units,
+                divisor=plan.gradient_divisor,
             )
             if trainable
             else None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwise.runtime.attach import checksum
+from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
 
@@ -18,8 +19,10 @@ ADVICE = (
 
 
 @torch.no_grad()
-def collect_changes(units: Sequence[Unit]) -> dict[str, Tensor]:
-    """Copy what the modules hold into the held buffers; returns a checksum for each parameter.
+def collect_changes(units: Sequence[Unit]) -> dict[DataParallelMesh, dict[str, Tensor]]:
+    """Copy what the modules hold into the held buffers.
+
+    Returns a checksum for each parameter, by the ranks that share it.
 
     Shards are left alone, so that nothing is written if this raises or if ranks differ.
 
@@ -31,7 +34,11 @@ def collect_changes(units: Sequence[Unit]) -> dict[str, Tensor]:
     for view, tensor in assigned:
         if tensor is not None:
             view.copy_(tensor)
-    return {parameter.name: _position_checksum(view) for parameter, view in held}
+    sums: dict[DataParallelMesh, dict[str, Tensor]] = {}
+    for parameter, view in held:
+        of_mesh = sums.setdefault(parameter.sharding.mesh, {})
+        of_mesh[parameter.name] = _position_checksum(view)
+    return sums
 
 
 def _assigned(parameter: FSDPParameter, view: Tensor) -> Tensor | None:

@@ -1,0 +1,162 @@
+"""Experts with ranks of their own (expert parallelism) train as one process does."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import shardwise as sw
+from tests.ranks import on_ranks
+from tests.runtime.one_process import adamw, assert_close, full
+
+WIDTH, EXPERTS, ROWS = 6, 4, 8
+
+
+class Experts(nn.Module):
+    """Those of this rank; called with rows that are sorted by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH))
+        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
+        pieces = zip(torch.split(rows, counts.tolist()), up, down, strict=True)
+        return torch.cat([(piece @ a).tanh() @ b for piece, a, b in pieces])
+
+
+class MoE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = Experts()
+        self.group: dist.ProcessGroup | None = None  # of the ranks with other experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, choice = self.router(x).softmax(-1).max(-1)
+        order = choice.argsort(stable=True)
+        counts = torch.bincount(choice, minlength=EXPERTS)
+        y = self._exchange(x[order], counts) if self.group else self.experts(x[order], counts)
+        result: Tensor = torch.zeros_like(x).index_copy(0, order, y) * weight[:, None]
+        return result
+
+    def _exchange(self, rows: Tensor, counts: Tensor) -> Tensor:
+        assert self.group is not None
+        size = dist.get_world_size(self.group)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=self.group)
+        sent, received = (c.view(size, -1).sum(1).tolist() for c in (counts, theirs))
+        came: Tensor = all_to_all_single_autograd(rows, received, sent, self.group)
+        number = torch.arange(len(theirs)).repeat_interleave(theirs) % (EXPERTS // size)
+        order = number.argsort(stable=True)
+        ours = theirs.view(size, -1).sum(0)
+        done = torch.zeros_like(came).index_copy(0, order, self.experts(came[order], ours))
+        back: Tensor = all_to_all_single_autograd(done, sent, received, self.group)
+        return back
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.moe = nn.Linear(WIDTH, WIDTH), MoE()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.moe(self.linear(x))
+        return y
+
+
+def build(without: tuple[int, ...] = ()) -> nn.Sequential:
+    """A model that routes nothing to the experts of the numbers ``without``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 2)).double()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, MoE):
+                module.router.bias[list(without)] = -1e6
+    return model
+
+
+def split_experts(moe: MoE, mesh: DeviceMesh, *, as_dtensors: bool) -> None:
+    """Leave this rank its experts."""
+    moe.group = mesh.get_group()
+    for name, whole in list(moe.experts.named_parameters()):
+        own: Tensor = whole.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+        if as_dtensors:
+            own = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
+        setattr(moe.experts, name, nn.Parameter(own))
+
+
+def shard(model: nn.Sequential, mesh: DeviceMesh, dense: DeviceMesh, **options: Any) -> None:
+    dims = tuple(name for name in mesh.mesh_dim_names or () if name != "ep")
+    of_experts = mesh[dims] if len(dims) > 1 else mesh[dims[0]]
+    for name in ("0", "1"):
+        block: Any = model.get_submodule(name)
+        experts = block.moe.experts
+        sw.fully_shard(experts, mesh=of_experts, **options)
+        experts.set_gradient_divide_factor(dense.size())
+        sw.fully_shard(block, mesh=dense, **options)
+    sw.fully_shard(model, mesh=dense, **options)
+
+
+def compare(actual: Any, expected: Tensor | None, what: str, mesh: DeviceMesh) -> None:
+    """A parameter or gradient; of experts that are no DTensors on ``mesh``, those that are here."""
+    value = full(actual)
+    if expected is not None and value.shape != expected.shape:
+        expected = expected.chunk(mesh.size())[mesh.get_local_rank()]
+    assert_close(value, expected, what)
+
+
+def check_training(mesh: DeviceMesh, *, as_dtensors: bool, without: tuple[int, ...] = ()) -> None:
+    reference = build(without)
+    model = copy.deepcopy(reference)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            split_experts(module, mesh["ep"], as_dtensors=as_dtensors)
+    dense = init_device_mesh("cpu", (mesh.size(),), mesh_dim_names=("dp",))
+    shard(model, mesh, dense)
+    optimizers = [adamw(m.parameters()) for m in (reference, model)]
+    for step in range(3):
+        x = torch.randn(dense.size() * ROWS, WIDTH).double()
+        reference(x).square().mean().backward()
+        model(x.chunk(dense.size())[dist.get_rank()]).square().mean().backward()
+        wanted = dict(reference.named_parameters())
+        for name, one in model.named_parameters():
+            compare(one.grad, wanted[name].grad, f"gradient of {name} in {step}", mesh["ep"])
+        if as_dtensors:
+            norm = sw.clip_grad_norm_(model.parameters(), 0.1)
+            assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.1), "norm")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, one in model.named_parameters():
+        compare(one.detach(), wanted[name].detach(), name, mesh["ep"])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("as_dtensors", [True, False], ids=["dtensors", "plain"])
+def test_training_equals_one_process(as_dtensors: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    check_training(mesh, as_dtensors=as_dtensors)
+
+
+@on_ranks(4)
+def test_experts_without_tokens_get_zeros() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    check_training(mesh, as_dtensors=True, without=(0, 2, 3))  # 2 and 3 are all of some ranks'
+
+
+@on_ranks(4)
+def test_a_unit_inside_experts_needs_a_divisor_too() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    model: Any = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 2))
+    sw.fully_shard(model[0], mesh=mesh["efsdp"], units=nn.Linear)
+    model[0].set_gradient_divide_factor(4)
+    with pytest.raises(sw.PlanError, match=r"0\.0 is a unit inside one with ranks and a divisor"):
+        sw.fully_shard(model)
