@@ -136,6 +136,7 @@ def check_training(
             what = f"gradient of {index}.{name} in step {step}"
             gradient = None if one.grad is None else full(one.grad)
             assert_close(gradient, wanted.grad, what)
+        assert all(not sw.ledger(module).gathered_bytes for module in modules.values())
         for optimizer in (trained, expected):
             optimizer.step()
             optimizer.zero_grad()

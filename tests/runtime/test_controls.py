@@ -66,6 +66,34 @@ def test_units_that_stay_are_gathered_once() -> None:
     assert len(gathers(model)) > len(set(gathers(model)))
 
 
+@on_ranks(2)
+def test_units_stay_gathered_between_micro_batches() -> None:
+    model: Any = sharded()
+    events = []
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    for reduces in (False, False, True):
+        model.set_requires_gradient_sync(reduces)
+        model(batch()).sum().backward()
+        events += gathers(model)
+    assert len(events) == len(set(events)) > 1
+    assert not sw.ledger(model).gathered_bytes
+
+
+@on_ranks(2)
+def test_units_that_stay_gathered_follow_changes() -> None:
+    model, other = sharded(), sharded()
+    model.set_reshard_after_backward(False)
+    model.set_requires_gradient_sync(False)
+    for one in (model, other):
+        one(batch()).sum().backward()
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.mul_(2)
+    with torch.no_grad():
+        assert torch.equal(model(batch()), other(batch()))
+
+
 def test_a_number_is_refused_after_the_fact() -> None:
     with pytest.raises(sw.PlanError, match="pass a number to fully_shard"):
         sharded().set_reshard_after_forward(2)

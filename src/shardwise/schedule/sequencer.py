@@ -61,6 +61,10 @@ class Reservation(Enum):
 
     PREFETCH = auto()  # for a later call of this pass
     REQUEST = auto()  # by the user between passes, for the next
+    MICRO_BATCH = auto()  # kept by a backward, for the next pass
+
+
+_FOR_THE_NEXT_PASS = (Reservation.REQUEST, Reservation.MICRO_BATCH)
 
 
 @dataclass(slots=True)
@@ -246,7 +250,8 @@ class Sequencer:
 
     def outlasts_passes(self, unit: int) -> bool:
         """Whether it stays gathered for another forward: no optimizer steps before that."""
-        return not (self.reshards_after_backward[unit] or self._reduces_fully(unit))
+        is_kept = self._residency[unit].reservation is Reservation.MICRO_BATCH
+        return is_kept or self._keeps_after_backward(unit)
 
     def is_in_use(self, unit: int) -> bool:
         """Whether a forward or backward of ``unit`` is running."""
@@ -304,7 +309,9 @@ class Sequencer:
 
     def _finish(self, backward: BackwardPass, call: Call, keep: Collection[int]) -> None:
         unit, is_last = call.unit, backward.is_finished(call.unit)
-        if unit not in keep and not self.outlasts_passes(unit):
+        if self._keeps_after_backward(unit):
+            self._residency[unit].reservation = Reservation.MICRO_BATCH
+        elif unit not in keep:
             # Another backward follows before an optimizer changes the parameters.
             accumulates = self._units[unit].two_level_gather and not self._reduces_fully(unit)
             self._free(unit, to_subgroup=not is_last or accumulates)
@@ -316,6 +323,9 @@ class Sequencer:
                 self._unreduced.add(unit)
 
     # -- reductions ------------------------------------------------------------------------------
+
+    def _keeps_after_backward(self, unit: int) -> bool:
+        return not (self.reshards_after_backward[unit] or self._reduces_fully(unit))
 
     def _reduces_fully(self, unit: int) -> bool:
         return self.reduce_grads[unit] and self.all_reduce_grads[unit]
@@ -430,9 +440,9 @@ class Sequencer:
     def _free_all(self, *, but_requested: bool = False, everything: bool = False) -> None:
         self._lingering = None
         for unit, residency in enumerate(self._residency):
-            if but_requested and residency.reservation is Reservation.REQUEST:
+            if but_requested and residency.reservation in _FOR_THE_NEXT_PASS:
                 residency.reservation = None
-            elif everything or not self.outlasts_passes(unit):
+            elif everything or not self._keeps_after_backward(unit):
                 self._free(unit)
                 self._free_subgroup(unit)
 
