@@ -1,6 +1,7 @@
 """FSDP1's class: a wrapper around a module that the engine shards."""
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -169,6 +170,15 @@ class FullyShardedDataParallel(nn.Module):
         # Activation checkpointing may have wrapped it since.
         inner: nn.Module = getattr(module, "_checkpoint_wrapped_module", module)
         return inner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":
+        """A copy of the model on the same ranks; see `FSDPModule.__deepcopy__`."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        for shared in (self.process_group, self._comm_hook_state):
+            memo[id(shared)] = shared
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the wrapper, or else of the module."""
