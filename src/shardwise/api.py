@@ -25,7 +25,7 @@ from shardwise.plan.padding import padding_report
 from shardwise.plan.plan import Plan, UnitChoice, UnitRanks, make_plan
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy, as_precision_policy
 from shardwise.plan.strategy import Strategy, resolve_strategy
-from shardwise.plan.units import Units, check_is_unit
+from shardwise.plan.units import Units, check_is_unit, named_parameters
 from shardwise.runtime.attach import (
     check_initialized,
     check_not_renormalized,
@@ -116,8 +116,9 @@ def fully_shard(
         shard_placement_fn: FSDP2's: parameters for which it returns ``Shard(dim)`` are cut by
             "dim" along that dim, and those for which it returns None as ``granularity`` says.
         on_different_values: what to do if ranks have built different values for a parameter, from
-            different seeds for example, so that their shards make up a weight of none of them:
-            ``"error"``, or ``"warn"``, for FSDP2 keeps them.
+            different seeds for example, so that their shards make up a weight of none of them, or
+            if parameters are added later, which no rank shares: ``"error"``, or ``"warn"``, for
+            FSDP2 keeps each rank's own.
         dp_mesh_dims: FSDP2's; refused.
 
     Raises:
@@ -244,7 +245,7 @@ def _shard(
         mark(module.get_submodule(unit.name), Handle(runtime, index, choice))
     apply_precision(module, mp_policy, settled=[*manual, *apart])
     fused_wgrad.replace_layers(module)
-    runtime.watch_structure(module)
+    runtime.watch_structure(module, warns=on_different_values == "warn")
 
 
 def _build(
@@ -287,7 +288,7 @@ def _placed(
     Those with tensor parallelism are cut by "dim" in any case.
     """
     chosen: dict[str, Granularity] = {}
-    for name, parameter in root.named_parameters(remove_duplicate=False):
+    for name, parameter in named_parameters(root, remove_duplicate=False):
         shape = tuple(parameter.shape)
         placement = None if place is None else place(parameter)
         if placement is None:
@@ -306,13 +307,13 @@ def _placed(
 
 def _names_of(root: nn.Module, parameters: Collection[nn.Parameter]) -> set[str]:
     wanted = {id(parameter) for parameter in parameters}
-    named = root.named_parameters(remove_duplicate=False)
+    named = named_parameters(root, remove_duplicate=False)
     return {name for name, parameter in named if id(parameter) in wanted}
 
 
 def _specs_before(root: nn.Module) -> dict[str, ParameterSpec]:
     """What was planned for parameters that are sharded already."""
-    shardings = {name: sharding_of(p) for name, p in root.named_parameters()}
+    shardings = {name: sharding_of(p) for name, p in named_parameters(root)}
     return {name: one.extent.parameter for name, one in shardings.items() if one is not None}
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "Units",
     "choose_units",
     "keeps_its_class",
+    "named_parameters",
     "plan_units",
 ]
 
@@ -304,6 +305,16 @@ def _chains(root: nn.Module, units: Collection[str]) -> dict[str, tuple[str, ...
         own = (unit_of_module[module],) if module in unit_of_module else ()
         chains[path] = (chains[path.rpartition(".")[0]] if path else ()) + own
     return chains
+
+
+def named_parameters(
+    root: nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of ``root`` by their places in the tree of modules.
+
+    Wrappers such as those of activation checkpointing override the method, and hide themselves.
+    """
+    return nn.Module.named_parameters(root, remove_duplicate=remove_duplicate)
 
 
 def _owned_parameters(

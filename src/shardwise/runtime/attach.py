@@ -16,7 +16,7 @@ from shardwise._private import joined_mesh
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout, ParameterExtent, ParameterSpec
 from shardwise.plan.plan import Plan
-from shardwise.plan.units import UnitPlan, keeps_its_class
+from shardwise.plan.units import UnitPlan, keeps_its_class, named_parameters
 from shardwise.runtime import replaced
 from shardwise.runtime.empty_steps import warn_of_empty_steps
 from shardwise.runtime.extensions import ExtendedParameters
@@ -185,7 +185,7 @@ def check_same_values(
     planned = {spec.name for unit in plan.units for spec in unit.parameters}
     named = [
         (name, parameter)
-        for name, parameter in root.named_parameters()
+        for name, parameter in named_parameters(root)
         if name in planned and sharding_of(parameter) is None
     ]
     if not _can_compare(mesh):
