@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.fsdp.sharded_tensors import TorchShardedTensor, part_of
+from shardwise.fsdp.whole_mesh import as_parameter
 from shardwise.runtime.tensor import local_of, mesh_of, sharding_of
 from shardwise.transport.process_group import broadcast_object, broadcast_tensors
 
@@ -50,6 +51,9 @@ def shard_like(value: Any, parameter: Tensor) -> Any:
         return value.detach().clone()
     if isinstance(value, TorchShardedTensor):
         value = part_of(value, sharding)
+    elif sharding.tensor_parallel is not None and value.shape == parameter.shape:
+        assert isinstance(parameter, DTensor)
+        return as_parameter(value, parameter)
     else:
         value = value.full_tensor() if isinstance(value, DTensor) else value
         value = sharding.own_part_of(value) if value.shape == parameter.shape else value

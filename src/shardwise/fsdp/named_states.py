@@ -76,12 +76,18 @@ def collect(
         if _is_sharded(entries) and name not in shared:
             continue  # the first rank has none
         converted = {
-            key: convert_for_saving(value, kind, to_cpu=to_cpu and not is_dropped)
+            key: _apart(convert_for_saving(value, kind, to_cpu=to_cpu and not is_dropped), value)
             for key, value in entries.items()
         }
         if not is_dropped:
             states[name] = converted
     return {} if is_dropped else {**named, "state": states}
+
+
+def _apart(converted: Any, value: Any) -> Any:
+    """``converted`` in memory of its own, which the optimizer does not change."""
+    may_share = isinstance(converted, DTensor) or (converted is value and isinstance(value, Tensor))
+    return converted.detach().clone() if may_share else converted
 
 
 def _by_name(model: nn.Module, optim: Optimizer, states: States) -> States:

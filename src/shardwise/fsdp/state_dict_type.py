@@ -13,6 +13,7 @@ from shardwise.fsdp.distribute import shard_like
 from shardwise.fsdp.errors import StateError
 from shardwise.fsdp.names import WRAPPED, clean_name
 from shardwise.fsdp.sharded_tensors import TorchShardedTensor, in_chunks
+from shardwise.fsdp.whole_mesh import on_whole_mesh
 from shardwise.runtime.tensor import ShardedTensor, sharding_of
 
 __all__ = [
@@ -144,7 +145,7 @@ def rename_for_loading(fsdp_module: nn.Module, state_dict: dict[str, Any], prefi
 def _sharded_as(parameter: nn.Parameter, value: Tensor, *, is_local: bool) -> Tensor:
     """``value`` as ``parameter`` is sharded, if it has its shape; torch refuses others."""
     sharding = sharding_of(parameter)
-    if sharding is None or sharding.tensor_parallel is not None or sharding.describes(value):
+    if sharding is None or sharding.describes(value):
         return value
     fits = value.shape == parameter.shape or isinstance(value, TorchShardedTensor) or is_local
     return shard_like(value, parameter) if fits else value
@@ -168,6 +169,8 @@ def convert_for_saving(value: Any, kind: StateDictType, *, to_cpu: bool) -> Any:
             "DeviceMesh is not compatible with LOCAL_STATE_DICT. Choose SHARDED_STATE_DICT, which "
             "gathers nothing with a device mesh"
         )
+    else:
+        value = on_whole_mesh(value)
     return value.cpu() if to_cpu else value
 
 
