@@ -1,5 +1,6 @@
 """State of FSDP1 models that PyTorch's implementation has in other forms, and what is refused."""
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,29 @@ def test_optimizers_with_parameters_in_another_order_on_each_rank() -> None:
             optimizer.load_state_dict(FSDP.optim_state_dict_to_load(net, optimizer, saved))
         for parameter, average in before.items():
             assert torch.equal(optimizer.state[parameter]["exp_avg"].to_local(), average)
+
+
+@on_ranks(2)
+def test_state_dict_of_an_optimizer_is_local() -> None:
+    net, other = wrapped(), wrapped()
+    first, second = (torch.optim.Adam(model.parameters(), lr=0.01) for model in (net, other))
+    net(batch(0, 0)).sum().backward()
+    first.step()
+    saved = io.BytesIO()
+    torch.save([first.state_dict(), [p.to_local() for p in net.parameters()]], saved)
+    saved.seek(0)
+    states, values = torch.load(saved)
+    assert type(states["state"][0]["exp_avg"]) is torch.Tensor
+    assert states["state"][0]["exp_avg"].shape == next(net.parameters()).to_local().shape
+    second.load_state_dict(states)
+    with torch.no_grad():
+        for parameter, value in zip(other.parameters(), values, strict=True):
+            parameter.to_local().copy_(value)
+    for model, optimizer in ((net, first), (other, second)):
+        optimizer.zero_grad()
+        model(batch(1, 0)).sum().backward()
+        optimizer.step()
+    assert_equal(other, net)
 
 
 @on_ranks(2)

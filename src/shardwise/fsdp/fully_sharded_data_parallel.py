@@ -19,6 +19,7 @@ from shardwise.fsdp.buffers import buffer_dtypes, left_alone, move
 from shardwise.fsdp.comm_hooks import register_comm_hook
 from shardwise.fsdp.errors import WrapperError
 from shardwise.fsdp.eval_precision import EvalPrecision
+from shardwise.fsdp.local_states import use_local_states
 from shardwise.fsdp.materialize import materialize
 from shardwise.fsdp.names import WRAPPED, clean_name
 from shardwise.fsdp.options import (
@@ -35,7 +36,7 @@ from shardwise.fsdp.wrap import wrap_children
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.units import NEVER_CALLED
 from shardwise.runtime.casting import cast_tensors
-from shardwise.runtime.module import FSDPModule, is_gathered, unit_of
+from shardwise.runtime.module import FSDPModule, handle_of, is_gathered, unit_of
 from shardwise.runtime.tensor import local_of, sharding_of
 from shardwise.transport.process_group import broadcast_tensors
 
@@ -178,6 +179,7 @@ class FullyShardedDataParallel(nn.Module):
                 ignored_params=self._ignored_params,
                 on_different_values="warn",
             )
+        use_local_states(handle_of(module).runtime.mesh)
 
     # -- the module ------------------------------------------------------------------------------
 

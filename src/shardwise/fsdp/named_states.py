@@ -14,6 +14,7 @@ from shardwise.errors import PlanError
 from shardwise.fsdp.api import OptimStateKeyType, StateDictType
 from shardwise.fsdp.distribute import group_of, shard_like
 from shardwise.fsdp.errors import StateError
+from shardwise.fsdp.local_states import as_dtensor, as_local
 from shardwise.fsdp.names import clean_name, clean_names
 from shardwise.fsdp.state_dict_type import convert_for_saving
 from shardwise.runtime.replaced import current
@@ -68,6 +69,13 @@ def collect(
     Full ones are gathered one by one, on every rank.
     """
     named = _by_name(model, optim, optim.state_dict() if given is None else given)
+    parameters: Mapping[Any, Tensor] = clean_names(model)
+    named["state"] = {
+        name: {key: as_dtensor(value, parameters[name]) for key, value in entries.items()}
+        if name in parameters
+        else entries
+        for name, entries in named["state"].items()
+    }
     group = group_of(model)
     is_dropped = rank0_only and group is not None and dist.get_rank(group) != 0
     shared = _shared_names(named["state"], group)
@@ -128,10 +136,10 @@ def _is_sharded(entries: States) -> bool:
 
 
 def to_load(model: nn.Module, groups: Groups, states: Mapping[str, Any]) -> States:
-    """``states`` with indices as keys, sharded as their parameters."""
+    """``states`` with indices as keys, and what this rank has of each."""
     own = {
         name: {
-            key: copy.deepcopy(value) if key == "step" else shard_like(value, parameter)
+            key: copy.deepcopy(value) if key == "step" else as_local(shard_like(value, parameter))
             for key, value in states["state"][name].items()
         }
         for name, parameter in clean_names(model).items()
