@@ -151,7 +151,7 @@ def fully_shard(
     )
     for one in module if isinstance(module, Sequence) else (module,):
         _check_module(one)
-        if init is not None or not is_deferred(one):
+        if init is not None or not is_deferred(one, ignored_params or ()):
             _shard_now(shard, one)
         elif units is None:
             shard(one, later=partial(_shard_now, shard, one))
@@ -206,7 +206,7 @@ def _shard(
     if place is not None or any(map(is_tensor_parallel, module.parameters())):
         granularity = _placed(module, place, Granularizer(granularity))
     check_not_renormalized(module, ignored_params)
-    _check_init(module, init)
+    _check_init(module, init, ignored_params)
     manual = _sharded_before(module, apart, mesh)
     own_meshes = {
         name: handle_of(module.get_submodule(name)).mesh
@@ -258,7 +258,9 @@ def _build(
     own_meshes: Mapping[str, DataParallelMesh] = MappingProxyType({}),
 ) -> Runtime:
     """Shard the parameters of ``root`` and attach the features."""
-    device = device_for(root, mesh)
+    planned = {name for unit in plan.units for spec in unit.parameters for name in spec.names}
+    ignored = [p for name, p in named_parameters(root) if name not in planned]
+    device = device_for(root, mesh, ignored)
     warns = on_different_values == "warn"
     check_same_plan(plan, mesh, warns=warns)
     if init is None:
@@ -383,9 +385,11 @@ def _choice_within(mesh: DataParallelMesh, name: str, handle: Handle) -> UnitCho
     return replace(choice, ranks=UnitRanks(strategy, own.size, own.column.size))
 
 
-def _check_init(module: nn.Module, init: Initialization | None) -> None:
+def _check_init(
+    module: nn.Module, init: Initialization | None, ignored: Collection[nn.Parameter]
+) -> None:
     """Refuse to initialize a model that has values."""
-    if not is_on_meta(module) and init is not None:
+    if not is_on_meta(module, ignored) and init is not None:
         raise PlanError(
             "init=... is for a model on the meta device, and this one has values; to replace them, "
             "call sw.initialize(model, seed) before fully_shard"

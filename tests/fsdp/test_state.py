@@ -115,15 +115,13 @@ def test_state_dict_of_an_optimizer_is_local() -> None:
     net(batch(0, 0)).sum().backward()
     first.step()
     saved = io.BytesIO()
-    torch.save([first.state_dict(), [p.to_local() for p in net.parameters()]], saved)
+    torch.save(first.state_dict(), saved)
     saved.seek(0)
-    states, values = torch.load(saved)
+    states = torch.load(saved)
     assert type(states["state"][0]["exp_avg"]) is torch.Tensor
     assert states["state"][0]["exp_avg"].shape == next(net.parameters()).to_local().shape
     second.load_state_dict(states)
-    with torch.no_grad():
-        for parameter, value in zip(other.parameters(), values, strict=True):
-            parameter.to_local().copy_(value)
+    other.load_state_dict(net.state_dict())
     for model, optimizer in ((net, first), (other, second)):
         optimizer.zero_grad()
         model(batch(1, 0)).sum().backward()
@@ -140,6 +138,46 @@ def test_states_that_a_rank_lacks_are_refused() -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match=r"rank 1 has none of head\.bias"):
         FSDP.full_optim_state_dict(net, optimizer)
+
+
+def test_ignored_modules_stay_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = FSDP(net, device_id=torch.device("cpu"), ignored_modules=[net[0]])
+    assert [p.device.type for p in model.parameters()] == ["meta"] * 2 + ["cpu"] * 2
+
+
+@pytest.mark.parametrize("kind", [f.StateDictType.FULL_STATE_DICT, SHARDED])
+def test_buffers_are_saved_in_the_dtype_of_the_model(kind: f.StateDictType) -> None:
+    half = f.MixedPrecision(buffer_dtype=torch.float16)
+    net = nn.ModuleList([nn.BatchNorm1d(2) for _ in range(3)])
+    model = FSDP(
+        nn.Sequential(FSDP(net[0], mixed_precision=half), net[1], net[2]),
+        mixed_precision=half,
+        ignored_modules=[net[2]],
+    )
+    with FSDP.state_dict_type(model, kind):
+        saved = model.state_dict()
+    assert {saved[f"{i}.running_mean"].dtype for i in range(3)} == {torch.float32}
+    in_use = [norm.running_mean.dtype for norm in net]
+    assert in_use == [torch.float16, torch.float16, torch.float32]
+
+
+class Constant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor([3.0]))
+
+    def forward(self) -> torch.Tensor:
+        return self.value
+
+
+@on_ranks(2)
+def test_a_module_that_returns_its_parameter() -> None:
+    net = FSDP(Constant())
+    for step in range(1, 3):
+        net().square().sum().backward()
+        assert net.value.grad.full_tensor() == 6.0 * step
 
 
 def test_states_without_groups() -> None:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.tensor import ShardedTensor, local_of, sharding_of
 
-__all__ = ["adopt", "as_dtensor", "as_local", "use_local_states"]
+__all__ = ["as_dtensor", "as_local", "use_local_states"]
 
 _meshes: weakref.WeakSet[DataParallelMesh] = weakref.WeakSet()  # of FSDP1 modules
 _adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -29,16 +29,6 @@ def use_local_states(mesh: DataParallelMesh) -> None:
     """Parameters over ``mesh`` are those of an FSDP1 module."""
     _meshes.add(mesh)
     _watch_optimizers()
-
-
-def adopt(optimizer: Optimizer) -> None:
-    """Have ``optimizer`` save and load local states, if it steps parameters of FSDP1 modules."""
-    if optimizer in _adopted or not any(map(_is_of_fsdp1, _parameters_of(optimizer))):
-        return
-    _adopted.add(optimizer)
-    _take_local_states(optimizer)
-    optimizer.register_state_dict_post_hook(_to_local_states)
-    optimizer.register_load_state_dict_post_hook(_take_local_states)
 
 
 def as_dtensor(value: Any, parameter: Tensor) -> Any:
@@ -58,7 +48,17 @@ def as_local(value: Any) -> Any:
 
 @cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: adopt(optimizer))
+    register_optimizer_step_pre_hook(_adopt)
+
+
+def _adopt(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Have ``optimizer`` save and load local states, if it steps parameters of FSDP1 modules."""
+    if optimizer in _adopted or not any(map(_is_of_fsdp1, _parameters_of(optimizer))):
+        return
+    _adopted.add(optimizer)
+    _take_local_states(optimizer)
+    optimizer.register_state_dict_post_hook(_to_local_states)
+    optimizer.register_load_state_dict_post_hook(_take_local_states)
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

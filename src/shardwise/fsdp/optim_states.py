@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from shardwise.fsdp.api import OptimStateKeyType, StateDictType
 from shardwise.fsdp.distribute import distribute, group_of
-from shardwise.fsdp.local_states import adopt
 from shardwise.fsdp.named_states import (
     States,
     collect,
@@ -119,7 +118,6 @@ def optim_state_dict_to_load(
         names = {clean_name(name): name for name, _ in model.named_parameters()}
         keys = {index: names[name] for name, index in indices_of(model, groups).items()}
         loadable = with_keys(loadable, keys)
-    adopt(optim)
     if load_directly:
         optim.load_state_dict(loadable)
     return loadable
