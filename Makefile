@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: train test thorough check bench fuzz soak clean
+.PHONY: train test thorough check bench fuzz soak conformance clean
 .DELETE_ON_ERROR:
 
 train: $(READY)  ## train a small model on the standard library's source, on this machine
@@ -29,6 +29,12 @@ fuzz: $(READY)  ## random models and programs against one process, until one dif
 
 soak: $(READY)  ## kill training runs again and again, and look at their checkpoints
 	$(BIN)/python -m tests.soak
+
+conformance: $(READY)  ## PyTorch's own FSDP tests; CONFORMANCE=DIR has their runner, run.py
+	@test -f "$(CONFORMANCE)/run.py" || { echo "pass CONFORMANCE=DIR, where DIR/run.py runs them"; exit 2; }
+	for set in fsdp1 fsdp2 dcp; do \
+	  $(BIN)/python $(CONFORMANCE)/run.py --impl shardwise.fsdp --set $$set --ceiling-only --failures; \
+	done
 
 clean:  ## runs/ stays: it is yours
 	rm -rf .venv build dist .hypothesis .*_cache

@@ -116,6 +116,32 @@ def test_gradients_divided_by_a_number(dtype: torch.dtype) -> None:
             torch.testing.assert_close(actual, expected, rtol=4e-3, atol=1e-3)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before the root", "on the meta device", "before a conversion"])
+def test_what_is_set_stays(when: str) -> None:
+    model: Any = build("stack")
+    usual = sw.fully_shard(copy.deepcopy(model), units=Block)
+    if when == "on the meta device":
+        model = model.to("meta")
+    for block in model.layers:
+        sw.fully_shard(block)
+        if when != "before a conversion":
+            block.set_gradient_divide_factor(0.5)
+    sw.fully_shard(model)
+    if when == "on the meta device":
+        model.to_empty(device="cpu").load_state_dict(usual.state_dict())
+    if when == "before a conversion":
+        for block in model.layers:
+            block.set_gradient_divide_factor(0.5)
+        model.float().double()
+        usual.float().double()
+    for one in (model, usual):
+        one(batch()).sum().backward()
+    for (name, one), other in zip(model.named_parameters(), usual.parameters(), strict=True):
+        factor = 2 * world_size() if name.startswith("layers.") else 1
+        assert_close(full(one.grad), full(other.grad) * factor, name)
+
+
 @pytest.mark.parametrize("factor", [0.0, -1.0])
 def test_what_does_not_divide(factor: float) -> None:
     with pytest.raises(sw.PlanError, match="expected a positive number"):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as fsdp2
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -140,11 +141,17 @@ def test_copies_and_pickled_states_are_equal() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["assign", "to_empty"])
 @pytest.mark.parametrize("granularity", ["dim", "element"])
-def test_parameters_on_the_meta_device_are_dtensors(how: str, granularity: Any) -> None:
+@pytest.mark.parametrize("wraps", [False, True])
+def test_parameters_on_the_meta_device_are_dtensors(
+    how: str, granularity: Any, wraps: bool
+) -> None:
     """FSDP2's order: shard, get storage and values, train."""
     reference = build("stack")
     with torch.device("meta"):
         model = build("stack")
+    if wraps:  # whose ``named_parameters()`` leaves out its own name
+        for one in (reference, model):
+            one.layers = nn.ModuleList(map(checkpoint_wrapper, one.layers))  # type: ignore[arg-type]
     for layer in (*model.layers, model):  # type: ignore[misc]
         sw.fully_shard(layer, granularity=granularity)
     assert all(isinstance(p, DTensor) and p.is_meta for p in model.parameters())

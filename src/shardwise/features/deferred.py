@@ -4,7 +4,7 @@ Parameters are DTensors on the meta device at once. A module is run by the engin
 parameters get storage, each rank its own part.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import NotMaterialized
 from shardwise.plan.plan import Plan
-from shardwise.plan.units import keeps_its_class
+from shardwise.plan.units import keeps_its_class, named_parameters
 from shardwise.runtime.attach import owner_of, show_as_sharded
 from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.module import FSDPModule
@@ -27,10 +27,9 @@ _SHARD = "_shardwise_when_it_has_storage"
 _SHARDINGS = "_shardwise_shardings"  # of its parameters, by name
 
 
-def is_deferred(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> bool:
-    """Whether parameters of ``module`` have no storage yet, apart from those that are ignored."""
-    left_alone = {id(parameter) for parameter in ignored}
-    return any(p.is_meta and id(p) not in left_alone for p in module.parameters())
+def is_deferred(module: nn.Module) -> bool:
+    """Whether parameters of ``module`` have no storage yet."""
+    return any(parameter.is_meta for parameter in module.parameters())
 
 
 def defer(module: nn.Module, shard: Callable[[], None], plan: Plan, mesh: DataParallelMesh) -> None:
@@ -59,7 +58,7 @@ class Deferred(FSDPModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Deferred":
         """What ``to_empty`` goes through."""
-        was_meta = {name for name, parameter in self.named_parameters() if parameter.is_meta}
+        was_meta = {name for name, parameter in named_parameters(self) if parameter.is_meta}
         super()._apply(fn, recurse)
         if was_meta and not is_deferred(self):
             with torch.no_grad():

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 __all__ = ["ShardedGradScaler"]
 
@@ -11,8 +10,7 @@ __all__ = ["ShardedGradScaler"]
 class ShardedGradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler`; a non-finite gradient on any rank skips the step on every rank.
 
-    Scaled losses keep their dtype. Sharded gradients are checked over all their ranks, so
-    ``process_group`` is ignored.
+    Sharded gradients are checked over all their ranks, so ``process_group`` is ignored.
     """
 
     def __init__(
@@ -33,10 +31,3 @@ class ShardedGradScaler(torch.amp.GradScaler):
             growth_interval=growth_interval,
             enabled=enabled,
         )
-
-    def scale(self, outputs: Any) -> Any:
-        """Multiply a tensor, or those in an iterable, by the scale."""
-        if isinstance(outputs, Tensor):
-            return super().scale(outputs).to(outputs.dtype)
-        scaled = map(self.scale, outputs)
-        return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled

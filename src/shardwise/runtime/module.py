@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.plan.precision import MixedPrecisionPolicy
+from shardwise.plan.units import named_parameters
 from shardwise.runtime import compiler
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
+from shardwise.runtime.gradients import ReduceHook
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.tensor import copy_of, sharding_of
@@ -31,15 +33,18 @@ __all__ = [
     "change_precision",
     "gathered",
     "handle_of",
-    "is_gathered",
     "ledger",
     "mark",
+    "reduce_with",
     "register_forward_method",
     "runtime_of_root",
     "unit_of",
 ]
 
 _METHODS = "_shardwise_methods"  # those that gather the unit as forward does
+_SETTINGS = "_shardwise_settings"  # what was set of a unit, by the function that applies it
+
+_Setting = Callable[[Scheduler, int, Any], None]
 
 
 def ledger(module: nn.Module) -> Ledger:
@@ -129,15 +134,15 @@ class FSDPModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDPModule":
         """What ``to``, ``float`` and ``to_empty`` go through, which make new parameters."""
-        shardings = {name: sharding_of(p) for name, p in self.named_parameters()}
+        shardings = {name: sharding_of(p) for name, p in named_parameters(self)}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, sharding in shardings.items():
             if sharding is not None:
                 sharding.mark_if_described(self.get_parameter(name))
         handle = self.__dict__.get(HANDLE)
         if handle is not None and handle.index == 0 and handle.runtime.is_converted():
+            handle.runtime.scheduler.check_converted()
             handle.runtime.shard_again(self)
-            handle_of(self).runtime.scheduler.take_settings(handle.runtime.scheduler)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -196,8 +201,7 @@ class FSDPModule(nn.Module):
                 f"set_reshard_after_forward({reshard_after_forward!r}): expected True or False; "
                 "pass a number to fully_shard(reshard_after_forward=...)"
             )
-        for runtime, indices in _units_in(self, recurse=recurse).items():
-            _set(runtime.scheduler.sequencer.reshards, indices, reshard_after_forward)
+        _set(self, _set_reshard, reshard_after_forward, recurse=recurse)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -207,9 +211,7 @@ class FSDPModule(nn.Module):
         If not, they stay gathered for the next micro-batch, until a backward reduces. As in FSDP2,
         but for a unit that is reduced or changed, which is freed in any case.
         """
-        for runtime, indices in _units_in(self, recurse=recurse).items():
-            flags = runtime.scheduler.sequencer.reshards_after_backward
-            _set(flags, indices, reshard_after_backward)
+        _set(self, _set_reshard_after_backward, reshard_after_backward, recurse=recurse)
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -221,16 +223,14 @@ class FSDPModule(nn.Module):
         For accumulation with one reduction: set it to False before the first micro-batch and to
         True before the last. As in FSDP2; every rank has to call it.
         """
-        for runtime, indices in _units_in(self, recurse=recurse).items():
-            _set(runtime.scheduler.sequencer.reduce_grads, indices, requires_gradient_sync)
+        _set(self, _set_reduce, requires_gradient_sync, recurse=recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over the outer axis of a two-dimensional mesh, too.
 
         While not, they add up in shards of the inner axis. As in FSDP2.
         """
-        for runtime, indices in _units_in(self, recurse=recurse).items():
-            _set(runtime.scheduler.sequencer.all_reduce_grads, indices, requires_all_reduce)
+        _set(self, _set_all_reduce, requires_all_reduce, recurse=recurse)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's gradients, summed over its ranks, by ``factor``, not their number.
@@ -243,11 +243,10 @@ class FSDPModule(nn.Module):
         """
         if not factor > 0:
             raise PlanError(f"set_gradient_divide_factor({factor!r}): expected a positive number")
-        handle = handle_of(self)
-        for gradients in unit_of(self).gradients:
-            gradients.divide_by(factor)
-        choice = replace(handle.choice, gradient_divisor=factor)  # for a call for what is around it
-        self.__dict__[HANDLE] = replace(handle, choice=choice)
+        handle = self.__dict__.get(HANDLE)
+        if handle is not None:
+            self.__dict__[HANDLE] = _with_divisor(handle, factor)
+        _set(self, _set_divisor, factor)
 
     def set_all_reduce_hook(
         self,
@@ -264,8 +263,7 @@ class FSDPModule(nn.Module):
             hook: called on the thread and stream of backward, in the same order on every rank.
             stream: taken, and not used.
         """
-        for gradients in unit_of(self).gradients:
-            gradients.shard.reduced_hook = hook
+        _set(self, _set_reduced_hook, hook)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
@@ -337,7 +335,13 @@ def handle_of(module: nn.Module) -> Handle:
 
 
 def mark(module: nn.Module, handle: Handle, methods: frozenset[str] = frozenset()) -> None:
+    """Make ``module`` the unit of ``handle``, with what has been set of it before."""
+    settings = module.__dict__.get(_SETTINGS, {})
+    if _set_divisor in settings:
+        handle = _with_divisor(handle, settings[_set_divisor])
     module.__dict__[HANDLE] = handle
+    for apply, value in settings.items():
+        apply(handle.runtime.scheduler, handle.index, value)
     if not isinstance(module, FSDPModule):
         module.__class__ = _fsdp_class(type(module), methods)  # type: ignore[arg-type]
 
@@ -383,12 +387,7 @@ def _shard_copy(twin: nn.Module, root: nn.Module, runtime: Runtime) -> None:
         original = root.get_submodule(unit.name)
         handle = Handle(of_twin, index, handle_of(original).choice)
         mark(twin.get_submodule(unit.name), handle, getattr(type(original), _METHODS))
-    of_twin.watch_structure(twin, warns=runtime.warns_of_added)
-
-
-def is_gathered(module: nn.Module) -> bool:
-    """Whether `gathered` has the parameters of the unit ``module``."""
-    return handle_of(module).runtime.scheduler.is_held
+    of_twin.watch_structure(twin)
 
 
 def _scheduler_of(module: nn.Module) -> Scheduler:
@@ -398,9 +397,57 @@ def _scheduler_of(module: nn.Module) -> Scheduler:
     return scheduler
 
 
-def _set(flags: list[bool], indices: Sequence[int], value: bool) -> None:
-    for index in indices:
-        flags[index] = value
+def _set(module: nn.Module, apply: _Setting, value: Any, *, recurse: bool = False) -> None:
+    """Apply ``value`` to ``module``, and to the units inside it; now, and when it is sharded again.
+
+    A module that is on the meta device, or that is sharded before the one around it, is so later.
+    """
+    for unit in module.modules() if recurse else (module,):
+        if isinstance(unit, FSDPModule):
+            unit.__dict__.setdefault(_SETTINGS, {})[apply] = value
+            handle = unit.__dict__.get(HANDLE)
+            if handle is not None:
+                apply(handle.runtime.scheduler, handle.index, value)
+
+
+def reduce_with(module: nn.Module, hook: ReduceHook) -> None:
+    """Have ``hook`` reduce gradients of the unit ``module``; see `GradientBuffer.reduce_with`."""
+    _set(module, _set_reduce_hook, hook)
+
+
+def _with_divisor(handle: Handle, divisor: float) -> Handle:
+    """``handle`` with what a call for a module around it has to know."""
+    return replace(handle, choice=replace(handle.choice, gradient_divisor=divisor))
+
+
+def _set_reduce_hook(scheduler: Scheduler, index: int, value: ReduceHook) -> None:
+    scheduler.units[index].reduce_with(value)
+
+
+def _set_reshard_after_backward(scheduler: Scheduler, index: int, value: bool) -> None:
+    scheduler.sequencer.reshards_after_backward[index] = value
+
+
+def _set_reshard(scheduler: Scheduler, index: int, value: bool) -> None:
+    scheduler.sequencer.reshards[index] = value
+
+
+def _set_reduce(scheduler: Scheduler, index: int, value: bool) -> None:
+    scheduler.sequencer.reduce_grads[index] = value
+
+
+def _set_all_reduce(scheduler: Scheduler, index: int, value: bool) -> None:
+    scheduler.sequencer.all_reduce_grads[index] = value
+
+
+def _set_divisor(scheduler: Scheduler, index: int, value: float) -> None:
+    for gradients in scheduler.units[index].gradients:
+        gradients.divide_by(value)
+
+
+def _set_reduced_hook(scheduler: Scheduler, index: int, value: Callable[[Tensor], None]) -> None:
+    for gradients in scheduler.units[index].gradients:
+        gradients.shard.reduced_hook = value
 
 
 def change_precision(
@@ -418,8 +465,8 @@ def change_precision(
         handle = handle_of(module)
         choice = replace(handle.choice, precision=policy)
         module.__dict__[HANDLE] = replace(handle, choice=choice)
+    runtime.scheduler.check_converted()
     runtime.shard_again(root)
-    handle_of(root).runtime.scheduler.take_settings(runtime.scheduler)
     for name, gradient in gradients.items():
         parameter = root.get_parameter(name)
         sharding = sharding_of(parameter)

@@ -17,7 +17,7 @@ from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.recovery import Recovery
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.versions import ShardVersions
-from shardwise.runtime.write_back import ADVICE, changed_names, collect_changes, sums_of
+from shardwise.runtime.write_back import ADVICE, collect_changes
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, Sequencer
 from shardwise.transport.api import Work
@@ -221,25 +221,17 @@ class Scheduler:
             for gradients in unit.gradients:
                 gradients.shard.step_in_backward(observer.steps_units)
 
-    def take_settings(self, other: "Scheduler") -> None:
-        """What users have set of ``other``, which ran the same units.
+    def check_converted(self) -> None:
+        """Refuse another dtype or device.
 
         Raises:
-            PlanError: an optimizer steps its units in backward.
+            PlanError: an optimizer steps the units in backward.
         """
-        if other.steps_in_backward:
+        if self.steps_in_backward:
             raise PlanError(
                 "the model was converted to another dtype or device while sw.optimizer_in_backward "
                 "steps its parameters; call remove() of its handle before, and it again after"
             )
-        mine, its = self.sequencer, other.sequencer
-        mine.reshards[:] = its.reshards
-        mine.reshards_after_backward[:] = its.reshards_after_backward
-        mine.reduce_grads[:] = its.reduce_grads
-        mine.all_reduce_grads[:] = its.all_reduce_grads
-        for unit, before in zip(self.units, other.units, strict=True):
-            if before.reduce_hook is not None:
-                unit.reduce_with(before.reduce_hook)
 
     # -- between steps ---------------------------------------------------------------------------
 
@@ -277,20 +269,19 @@ class Scheduler:
                 unit.launch_hold(self._links.gather)
             for unit in self.units:
                 unit.await_hold(self._links)
-        self.is_held, is_agreed, changed = True, False, set[str]()
-        before = sums_of(self.units) if write_back else {}
+        self.is_held, is_agreed = True, False
         try:
             with self._aborting(write_back):
                 yield
                 sums = collect_changes(self.units) if write_back else {}
             for mesh, of_mesh in sums.items():
                 check_same_sums(of_mesh, mesh, ADVICE)
-            is_agreed, changed = write_back, changed_names(before, sums)
+            is_agreed = write_back
         finally:
             for index, unit in enumerate(self.units):
                 unit.release_hold(write_back=is_agreed)
-                names = [one.name for one in unit.parameters if one.name in changed]
-                if names:
+                if is_agreed:
+                    names = [parameter.name for parameter in unit.parameters]
                     self._versions.note(index, self.sequencer.tick, names)
             self.is_held = False
 

@@ -247,7 +247,6 @@ class Unit:
         self.plan = plan
         self.flats = tuple(flats)
         self.expects_gradients = False
-        self.reduce_hook: ReduceHook | None = None
         self._gathering: list[Work] = []
         self._reducing: list[Work] = []
         self._is_exposed = False
@@ -358,7 +357,6 @@ class Unit:
 
     def reduce_with(self, hook: ReduceHook) -> None:
         """Have ``hook`` reduce the gradients; see `GradientBuffer.reduce_with`."""
-        self.reduce_hook = hook
         for gradients in self.gradients:
             gradients.reduce_with(hook)
 

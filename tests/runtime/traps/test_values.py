@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardwise as sw
 from tests.models import CASES, WIDTH, Block, Gpt, build
@@ -169,6 +170,8 @@ def test_seeds_by_rank_are_refused_for_any_unit() -> None:
     model = build("stack")
     with torch.no_grad():
         model.get_parameter("layers.2.down.bias")[0] += 1e-16 + 1e-9 * rank()
+    with pytest.raises(sw.PlanError, match=r"down\.bias differs between ranks 0 and 1"):
+        sw.fully_shard(checkpoint_wrapper(copy.deepcopy(model.layers[2])))  # type: ignore[index, arg-type]
     with pytest.raises(sw.PlanError, match=r"layers\.2\.down\.bias differs between ranks 0 and 1"):
         sw.fully_shard(model, units=Block)
 

@@ -1,0 +1,74 @@
+"""torchtitan trains with shardwise in the place of FSDP2, and reports the same losses.
+
+torchtitan is no dependency of the tests, as it wants packages that most machines lack: install it
+(``pip install torchtitan``, release 0.3) to run this.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.commands import environment
+
+pytest.importorskip("torchtitan", reason="torchtitan is not installed")
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
+
+_ROOT = Path(__file__).parents[2]
+
+
+def losses(engine: str, directory: Path, *options: str) -> Any:
+    """Step, loss and gradient norm of each step of a run on four ranks."""
+    directory.mkdir(exist_ok=True)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    program = ["-m", "tests.fsdp.torchtitan_run", engine, str(directory), *options]
+    last = "3" if any(option.startswith("pipeline") for option in options) else "0"
+    finished = subprocess.run(
+        [sys.executable, *torchrun, *program],
+        cwd=_ROOT,
+        env={**environment(), "PYTHONPATH": f"{_ROOT}/src:{_ROOT}", "LOGS": last},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return json.loads((directory / "losses.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["tensor_parallel_degree=2"],
+        ["data_parallel_replicate_degree=2"],
+        ["pipeline_parallel_degree=2", "pipeline_parallel_schedule=1F1B"],
+    ],
+    ids=["fsdp", "fsdp x tp", "hsdp", "fsdp x pp"],
+)
+def test_losses_are_those_of_fsdp2(tmp_path: Path, options: list[str]) -> None:
+    expected = losses("torch", tmp_path / "torch", *options)
+    found = losses("shardwise", tmp_path / "shardwise", *options)
+    assert len(found) == 3
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+
+
+def test_distributed_checkpoints_are_resumed_by_either_engine(tmp_path: Path) -> None:
+    first, rest = {}, {}
+    for writer in ("torch", "shardwise"):
+        first[writer] = losses(writer, tmp_path / writer, "checkpoint=yes", "steps=2")
+        for reader in ("torch", "shardwise"):
+            directory = tmp_path / f"{writer} to {reader}"
+            shutil.copytree(tmp_path / writer, directory)
+            rest[writer, reader] = losses(reader, directory, "checkpoint=yes", "steps=4")
+    for found in first.values():
+        assert [step for step, *_ in found] == [1, 2]
+    expected = rest["torch", "torch"]
+    assert [step for step, *_ in expected] == [3, 4]
+    for found in rest.values():
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, rel=1e-6)
