@@ -169,6 +169,78 @@ def test_training_equals_one_process(kind: Any) -> None:
     check_training(kind, init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")))
 
 
+@on_ranks(4)
+def test_evaluation_gathers_once() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(0)
+    reference = nn.Sequential(Stage(), Stage()).double()
+    index = mesh["pp"].get_local_rank()
+    modules: dict[int, nn.Module] = {index: copy.deepcopy(reference[index])}
+    sw.fully_shard(modules[index], mesh=mesh["dp"], units=Block)
+    schedule = build_schedule(pipelining.ScheduleGPipe, mesh, modules, 2)
+    counts = record_events(modules)
+    x = torch.randn(MICROBATCHES * ROWS, WIDTH).double()
+    with torch.no_grad():
+        for step in range(2):
+            got = schedule.eval(x) if index == 0 else schedule.eval(target=x)
+            assert not sw.ledger(modules[index]).gathered_bytes
+            assert counts[index, 0, EventKind.GATHER] == step + 1
+        if index:
+            assert_close(got, reference(x), "output")
+
+
+class TwoOutputs(nn.Module):
+    """Returns something that depends on parameters alone, which zero-bubble schedules lose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.alone = nn.Parameter(torch.randn(ROWS, WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+        return self.linear(x).tanh() + y, self.alone * 2
+
+
+def loss_of_two(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return loss_of(outputs[0], target) + outputs[1].square().mean()
+
+
+@on_ranks(2)
+def test_an_output_of_parameters_alone_gets_gradients() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(0)
+    reference: list[nn.Module] = [TwoOutputs().double() for _ in range(4)]
+    modules = {i: copy.deepcopy(reference[i]) for i in stages_here(LOOPED[1], mesh)}
+    for module in modules.values():
+        sw.fully_shard(module, mesh=mesh["dp"])
+    schedule = build_schedule(LOOPED[1], mesh, modules, 4)
+    schedule._loss_fn = loss_of_two
+    x, y = torch.randn(2, MICROBATCHES * ROWS, WIDTH).double()
+    run_step(schedule, modules, x, y)
+    for one, target in zip(torch.split(x, ROWS), torch.split(y, ROWS), strict=True):
+        outputs: Any = (one,)
+        for module in reference:
+            outputs = module(*outputs)
+        (loss_of_two(outputs, target) / MICROBATCHES).backward()  # type: ignore[no-untyped-call]
+    for index, name, parameter, wanted in pairs(modules, reference):
+        assert_close(full(parameter.grad), wanted.grad, f"gradient of {index}.{name}")
+
+
+@on_ranks(2)
+def test_stages_that_cannot_run_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    index = mesh["pp"].get_local_rank()
+    module = Stage().double()
+    schedule = build_schedule(pipelining.ScheduleGPipe, mesh, {index: module}, 2)
+    sw.fully_shard(module.blocks[0], mesh=mesh["dp"])
+    with pytest.raises(sw.PlanError, match=rf"stage {index}: blocks\.0 is sharded and Stage"):
+        schedule.step()
+    sw.fully_shard(module, mesh=mesh["dp"])
+    sw.optimizer_in_backward(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    with pytest.raises(sw.PlanError, match="would step before the schedule divides"):
+        schedule.step()
+
+
 @pytest.mark.thorough
 @on_ranks(8, deadline=120.0)
 @pytest.mark.parametrize("kind", [*FLAT, *LOOPED, *V], ids=lambda kind: kind.__name__)

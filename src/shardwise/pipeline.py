@@ -80,6 +80,18 @@ class PipelineStage(pipelining.PipelineStage):
             self._end_step()
         return output
 
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """The backward of one micro-batch, or the half of it to the inputs."""
+        if self.has_backward and not full_backward:
+            self._is_divisible = _all_reach(*self.fwd_cache[bwd_chunk_id])
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
@@ -93,10 +105,12 @@ class PipelineStage(pipelining.PipelineStage):
             return (), None
         outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
         gradients = bwd_kwargs["output_grads"]
-        if backward_type == "input" and _all_reach(outputs, inputs):
+        if backward_type == "input" and self._is_divisible:
             return _private.stage_backward_input(outputs, gradients, inputs, _trained(scheduler))
         if backward_type == "full" and last_backward:
             self._accumulate(False)
+        if backward_type == "input" and self.is_last:
+            (outputs,) = outputs  # the loss
         # Nothing is left for the second half.
         return _private.stage_backward(outputs, gradients, inputs), []
 
@@ -139,7 +153,7 @@ def _all_reach(outputs: Sequence[Tensor], inputs: Sequence[Any]) -> bool:
     """Whether all ``outputs`` depend on ``inputs``.
 
     torch finds the weights' part of a backward by where it leaves the way from outputs to inputs.
-    An output without such a way, of parameters alone, has none, so the backward cannot be divided.
+    From an output of parameters alone there is no such way, so the backward cannot be divided.
     """
     leaves = {id(x) for x in inputs if isinstance(x, Tensor) and x.requires_grad}
     trained = [output for output in outputs if output.requires_grad]

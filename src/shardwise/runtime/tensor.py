@@ -733,8 +733,8 @@ def _view(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> 
         raise ShardedTensorError(
             f"{x._sharding.name}: autograd would record a view of a sharded parameter, which gets "
             "its gradient from its unit and not from autograd. Take the view under "
-            "torch.no_grad(); register hooks with register_post_accumulate_grad_hook; instead of a "
-            "zero-bubble or ZBV pipeline schedule use Schedule1F1B or ScheduleInterleaved1F1B"
+            "torch.no_grad(); register hooks with register_post_accumulate_grad_hook; for "
+            "zero-bubble and ZBV pipeline schedules use shardwise.pipeline.PipelineStage"
         )
     alias: Tensor = torch.ops.aten.alias(x)
     return alias
