@@ -16,6 +16,10 @@ from torch._ops import OpOverload  # the type of what `__torch_dispatch__` is ca
 from torch.autograd import Variable, forward_ad
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # what DTensors hold
+from torch.distributed._shard.metadata import ShardMetadata  # of FSDP1's sharded state dicts
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor as TorchShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
@@ -33,8 +37,10 @@ __all__ = [
     "AsyncCollectiveTensor",
     "DTensorSpec",
     "OpOverload",
+    "ShardMetadata",
     "TensorMeta",
     "TorchDispatchMode",
+    "TorchShardedTensor",
     "accumulated_gradient_hooks",
     "can_swap_storages",
     "current_graph_task",
@@ -50,6 +56,7 @@ __all__ = [
     "new_dtensor",
     "new_nccl_group",
     "new_registered_group",
+    "new_sharded_tensor",
     "num_storage_references",
     "num_tensor_references",
     "pytree",
@@ -75,6 +82,10 @@ REQUIRED = (
     "torch.distributed.device_mesh.DeviceMesh._concatenate",
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
     "torch.Tensor._use_count",
+    (
+        "torch.distributed._shard.sharded_tensor.ShardedTensor"
+        "._init_from_local_shards_and_global_metadata"
+    ),
     "torch.distributed.ProcessGroup._device_types",
     "torch.distributed.ProcessGroup._get_backend",
     "torch.distributed.ProcessGroup._register_backend",
@@ -141,6 +152,25 @@ def use_foreach_for(kind: type[Tensor]) -> None:
     """Have optimizers and clipping use ``foreach`` kernels for ``kind``, as for DTensors."""
     for kinds in (_in_optimizers, _in_clipping):
         kinds.append(kind)
+
+
+def new_sharded_tensor(
+    local: Tensor,
+    own: ShardMetadata | None,
+    shards: Sequence[ShardMetadata],
+    shape: Sequence[int],
+    group: dist.ProcessGroup,
+) -> TorchShardedTensor:
+    """torch's `ShardedTensor` of ``shards``, of which this rank has ``own``: ``local``.
+
+    The public function exchanges what the shards are, for each tensor.
+    """
+    properties = TensorProperties(dtype=local.dtype)
+    return TorchShardedTensor._init_from_local_shards_and_global_metadata(
+        [] if own is None else [Shard(local, own)],
+        sharded_tensor_metadata=ShardedTensorMetadata(list(shards), torch.Size(shape), properties),
+        process_group=group,
+    )
 
 
 def mesh_without_groups(

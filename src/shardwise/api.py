@@ -116,8 +116,9 @@ def fully_shard(
         shard_placement_fn: FSDP2's: parameters for which it returns ``Shard(dim)`` are cut by
             "dim" along that dim, and those for which it returns None as ``granularity`` says.
         on_different_values: what to do if ranks have built different values for a parameter, from
-            different seeds for example, so that their shards make up a weight of none of them:
-            ``"error"``, or ``"warn"``, for FSDP2 keeps them.
+            different seeds for example, so that their shards make up a weight of none of them, or
+            if parameters are added later, which no rank shares: ``"error"``, or ``"warn"``, for
+            FSDP2 keeps each rank's own.
         dp_mesh_dims: FSDP2's; refused.
 
     Raises:
@@ -150,7 +151,7 @@ def fully_shard(
     )
     for one in module if isinstance(module, Sequence) else (module,):
         _check_module(one)
-        if init is not None or not is_deferred(one):
+        if init is not None or not is_deferred(one, ignored_params or ()):
             _shard_now(shard, one)
         elif units is None:
             shard(one, later=partial(_shard_now, shard, one))
@@ -205,7 +206,7 @@ def _shard(
     if place is not None or any(map(is_tensor_parallel, module.parameters())):
         granularity = _placed(module, place, Granularizer(granularity))
     check_not_renormalized(module, ignored_params)
-    _check_init(module, init)
+    _check_init(module, init, ignored_params)
     manual = _sharded_before(module, apart, mesh)
     own_meshes = {
         name: handle_of(module.get_submodule(name)).mesh
@@ -244,7 +245,7 @@ def _shard(
         mark(module.get_submodule(unit.name), Handle(runtime, index, choice))
     apply_precision(module, mp_policy, settled=[*manual, *apart])
     fused_wgrad.replace_layers(module)
-    runtime.watch_structure(module)
+    runtime.watch_structure(module, warns=on_different_values == "warn")
 
 
 def _build(
@@ -257,7 +258,9 @@ def _build(
     own_meshes: Mapping[str, DataParallelMesh] = MappingProxyType({}),
 ) -> Runtime:
     """Shard the parameters of ``root`` and attach the features."""
-    device = device_for(root, mesh)
+    planned = {name for unit in plan.units for spec in unit.parameters for name in spec.names}
+    ignored = [p for name, p in named_parameters(root) if name not in planned]
+    device = device_for(root, mesh, ignored)
     warns = on_different_values == "warn"
     check_same_plan(plan, mesh, warns=warns)
     if init is None:
@@ -287,7 +290,7 @@ def _placed(
     Those with tensor parallelism are cut by "dim" in any case.
     """
     chosen: dict[str, Granularity] = {}
-    for name, parameter in named_parameters(root):
+    for name, parameter in named_parameters(root, remove_duplicate=False):
         shape = tuple(parameter.shape)
         placement = None if place is None else place(parameter)
         if placement is None:
@@ -306,7 +309,8 @@ def _placed(
 
 def _names_of(root: nn.Module, parameters: Collection[nn.Parameter]) -> set[str]:
     wanted = {id(parameter) for parameter in parameters}
-    return {name for name, parameter in named_parameters(root) if id(parameter) in wanted}
+    named = named_parameters(root, remove_duplicate=False)
+    return {name for name, parameter in named if id(parameter) in wanted}
 
 
 def _specs_before(root: nn.Module) -> dict[str, ParameterSpec]:
@@ -381,9 +385,11 @@ def _choice_within(mesh: DataParallelMesh, name: str, handle: Handle) -> UnitCho
     return replace(choice, ranks=UnitRanks(strategy, own.size, own.column.size))
 
 
-def _check_init(module: nn.Module, init: Initialization | None) -> None:
+def _check_init(
+    module: nn.Module, init: Initialization | None, ignored: Collection[nn.Parameter]
+) -> None:
     """Refuse to initialize a model that has values."""
-    if not is_on_meta(module) and init is not None:
+    if not is_on_meta(module, ignored) and init is not None:
         raise PlanError(
             "init=... is for a model on the meta device, and this one has values; to replace them, "
             "call sw.initialize(model, seed) before fully_shard"

@@ -1,5 +1,7 @@
 """Programs for FSDP1 with options of training; ``f`` is the module that they import from."""
 
+import copy
+import importlib
 import os
 import warnings
 from typing import Any
@@ -113,6 +115,20 @@ def experts(f: Any) -> list[Any]:
     return [*seen, values(f, net), {n: t.clone() for n, t in net.state_dict().items()}]
 
 
+def copies(f: Any) -> None:
+    """A copy of a model with several sets of ranks trains as the original."""
+    net = f.FullyShardedDataParallel(Experts(f), device_id=CPU)
+    twin = copy.deepcopy(net)
+    assert len(f.FullyShardedDataParallel.fsdp_modules(twin)) == 3
+    x = torch.full((3, 4), 0.1 + dist.get_rank(), dtype=torch.float64)
+    for model in (net, twin):
+        model(x).pow(2).mean().backward()
+    assert_same(gradients(f, twin), gradients(f, net), "gradients", 0.0)
+    with torch.no_grad():
+        next(twin.parameters()).add_(1.0)
+    assert not torch.equal(twin(x), net(x))
+
+
 def other_names(f: Any) -> list[Any]:
     """Ranks whose parameters have other names, since they ignore another number of modules."""
     torch.manual_seed(0)
@@ -173,6 +189,15 @@ def evaluates_in_full_precision(f: Any) -> None:
     for net in (nets[0], full):
         net(x).pow(2).mean().backward()
     assert_same(gradients(f, nets[0]), gradients(f, full), "gradients", 0.0)
+
+
+def scales_in_half(f: Any) -> list[Any]:
+    """Losses keep their dtype, alone and in lists."""
+    scaler = importlib.import_module(f"{f.__name__}.sharded_grad_scaler").ShardedGradScaler(
+        "cpu", init_scale=4.0
+    )
+    loss = torch.tensor(1.5, dtype=HALF)
+    return [scaler.scale(loss), scaler.scale([loss, (loss, loss.float())])]
 
 
 def errors(f: Any) -> list[BaseException | None]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from tests.fsdp.both import assert_same
 from tests.fsdp.models import batch, make_net
@@ -101,6 +102,31 @@ def sharded(f: Any, kind: str, offload: bool) -> list[Any]:
         cls(f).set_state_dict_type(model, f.StateDictType.FULL_STATE_DICT)
     assert_same(values(f, other), values(f, net), "loaded")
     return [sorted(saved), values(f, other)]
+
+
+def shards_of(states: dict[str, Any]) -> dict[str, Any]:
+    """Where the shards of this rank begin, and what is in them; other values as they are."""
+    return {
+        name: [(list(shard.metadata.shard_offsets), shard.tensor) for shard in value.local_shards()]
+        if isinstance(value, ShardedTensor)
+        else value
+        for name, value in states.items()
+    }
+
+
+def sharded_tensors(f: Any, offload: bool) -> list[Any]:
+    """torch's sharded tensors, of parameters and of optimizer states, and loading them."""
+    net, other, first, second = trained(f, "adam")
+    config = f.ShardedStateDictConfig(offload_to_cpu=offload)
+    for model in (net, other):
+        cls(f).set_state_dict_type(model, f.StateDictType.SHARDED_STATE_DICT, config)
+    saved = copy.deepcopy(net.state_dict())
+    states = copy.deepcopy(cls(f).optim_state_dict(net, first))
+    seen = [shards_of(saved), {n: shards_of(states["state"][n]) for n in sorted(states["state"])}]
+    other.load_state_dict(saved)
+    loadable = cls(f).optim_state_dict_to_load(other, second, copy.deepcopy(states))
+    second.load_state_dict(loadable)
+    return [*seen, *continued(f, net, other, first, second)]
 
 
 def settings(f: Any) -> list[Any]:

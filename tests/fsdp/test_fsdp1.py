@@ -119,6 +119,7 @@ TRAINING = [
     *cases(training.keeps_low_precision, strategy=("FULL_SHARD", "NO_SHARD")),
     *cases(training.experts),
     *cases(training.other_names),
+    *cases(training.scales_in_half),
     *cases(training.wraps_norms, policy=("module", "size")),
 ]
 
@@ -132,6 +133,11 @@ def test_training(case: Case) -> None:
 @on_ranks(2)
 def test_evaluation_in_full_precision() -> None:
     run_ours(training.evaluates_in_full_precision, {})
+
+
+@on_ranks(2)
+def test_copies() -> None:
+    run_ours(training.copies, {})
 
 
 @on_ranks(2, deadline=DEADLINE)

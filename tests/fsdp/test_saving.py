@@ -18,6 +18,7 @@ CASES = [
     *cases(programs.inside_another),
     *cases(programs.strictly),
     *cases(programs.sharded, kind=("sharded",), offload=BOTH),
+    *cases(programs.sharded_tensors, offload=BOTH),
     *cases(programs.settings),
     *cases(programs.optimizer_states, name=("sgd",), kind=("FULL",)),
     *cases(programs.optimizer_states, name=OPTIMIZERS[:3], kind=("SHARDED",)),

@@ -10,6 +10,7 @@ import torch.distributed.fsdp as torch_fsdp
 import torch.distributed.fsdp.api as torch_api
 import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import shardwise as sw
@@ -147,6 +148,19 @@ def test_optimizer_states_are_loaded_only_if_load_directly() -> None:
     assert not other.state
     FSDP.optim_state_dict_to_load(model, other, states, load_directly=True)
     assert len(other.state) == len(optimizer.state)
+
+
+@on_ranks(2)
+def test_a_wrapper_around_a_wrapper_may_cut_parameters_otherwise() -> None:
+    torch.manual_seed(0)
+    inner: Any = FSDP(nn.Linear(5, 3))
+    expected = {name: p.full_tensor() for name, p in inner.named_parameters()}
+    mesh = init_device_mesh("cpu", (2,))
+    model: Any = FSDP(inner, device_mesh=mesh)
+    for name, parameter in model.named_parameters():
+        assert parameter.placements == (Shard(0),)
+        assert torch.equal(parameter.full_tensor(), expected[name])
+    model(torch.ones(2, 5)).sum().backward()
 
 
 def test_forward_of_a_block_on_the_meta_device_raises() -> None:

@@ -72,6 +72,20 @@ def test_extremes_of_lists_and_of_booleans() -> None:
         _assert_same((sharded > 0).min(), (whole > 0).min())
 
 
+@on_ranks(1, 3)
+def test_comparisons() -> None:
+    for sharded, whole in _pairs():
+        other = sharded.clone()
+        for one in (other, whole):
+            assert torch.equal(sharded, one)
+            assert torch.allclose(sharded, one)
+        other.mul_(1.0 + 1e-7)
+        assert not torch.equal(sharded, other)
+        assert sharded.allclose(other)
+        assert not sharded.allclose(other, rtol=0.0, atol=0.0)
+        assert not torch.equal(sharded, torch.zeros(9, dtype=torch.float64))
+
+
 @on_ranks(2)
 def test_reductions_with_an_index_or_over_some_dimensions_are_refused() -> None:
     pairs = _pairs()

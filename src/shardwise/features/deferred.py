@@ -4,7 +4,7 @@ Parameters are DTensors on the meta device at once. A module is run by the engin
 parameters get storage, each rank its own part.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +27,10 @@ _SHARD = "_shardwise_when_it_has_storage"
 _SHARDINGS = "_shardwise_shardings"  # of its parameters, by name
 
 
-def is_deferred(module: nn.Module) -> bool:
-    """Whether parameters of ``module`` have no storage yet."""
-    return any(parameter.is_meta for parameter in module.parameters())
+def is_deferred(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> bool:
+    """Whether parameters of ``module`` have no storage yet, apart from those that are ignored."""
+    left_alone = {id(parameter) for parameter in ignored}
+    return any(p.is_meta and id(p) not in left_alone for p in module.parameters())
 
 
 def defer(module: nn.Module, shard: Callable[[], None], plan: Plan, mesh: DataParallelMesh) -> None:

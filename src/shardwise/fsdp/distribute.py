@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
+from shardwise.fsdp.sharded_tensors import TorchShardedTensor, part_of
+from shardwise.fsdp.whole_mesh import as_parameter
 from shardwise.runtime.tensor import local_of, mesh_of, sharding_of
 from shardwise.transport.process_group import broadcast_object, broadcast_tensors
 
@@ -33,8 +35,9 @@ def shard_like(value: Any, parameter: Tensor) -> Any:
     """A copy of ``value`` that is sharded as ``parameter``, of which it is a state.
 
     Args:
-        value: the full tensor, this rank's elements of it [n], or something that is not sharded,
-            such as a number of steps.
+        value: the full tensor, this rank's elements of it [n], a tensor that is sharded in any way
+            (every rank has to call this), or something that is not sharded, such as a number of
+            steps.
         parameter: sharded or not.
 
     Raises:
@@ -44,11 +47,17 @@ def shard_like(value: Any, parameter: Tensor) -> Any:
         return value
     is_scalar = value.dim() == 0 and parameter.dim() > 0  # such as the number of steps
     sharding = sharding_of(parameter)
-    if isinstance(value, DTensor) or sharding is None or is_scalar:
+    if sharding is None or is_scalar or sharding.describes(value):
         return value.detach().clone()
+    if isinstance(value, TorchShardedTensor):
+        value = part_of(value, sharding)
+    elif sharding.tensor_parallel is not None and value.shape == parameter.shape:
+        assert isinstance(parameter, DTensor)
+        return as_parameter(value, parameter)
+    else:
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        value = sharding.own_part_of(value) if value.shape == parameter.shape else value
     local = local_of(parameter)
-    if value.shape == parameter.shape:
-        value = sharding.own_part_of(value)
     if value.shape != local.shape:
         raise PlanError(
             f"{sharding.name}: expected a state of shape {tuple(parameter.shape)} or, on this "

@@ -1,12 +1,12 @@
 """FSDP1's class: a wrapper around a module that the engine shards."""
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload as TorchCPUOffload
@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 from shardwise.api import fully_shard
 from shardwise.fsdp import api, optim_states, state_dict_type as state_dicts
 from shardwise.fsdp.api import *  # noqa: F403 (programs import the options from here, too)
+from shardwise.fsdp.buffers import buffer_dtypes, left_alone, move
 from shardwise.fsdp.comm_hooks import register_comm_hook
 from shardwise.fsdp.errors import WrapperError
 from shardwise.fsdp.eval_precision import EvalPrecision
+from shardwise.fsdp.local_states import use_local_states
 from shardwise.fsdp.materialize import materialize
 from shardwise.fsdp.names import WRAPPED, clean_name
 from shardwise.fsdp.options import (
@@ -34,7 +36,8 @@ from shardwise.fsdp.wrap import wrap_children
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.units import NEVER_CALLED
 from shardwise.runtime.casting import cast_tensors
-from shardwise.runtime.module import FSDPModule, unit_of
+from shardwise.runtime.module import FSDPModule, handle_of, is_gathered, unit_of
+from shardwise.runtime.tensor import local_of, sharding_of
 from shardwise.transport.process_group import broadcast_tensors
 
 __all__ = ["FullyShardedDataParallel"]
@@ -97,13 +100,16 @@ class FullyShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         strategy = sharding_strategy or api.ShardingStrategy.FULL_SHARD
-        ranks = resolve_ranks(process_group, device_mesh, strategy)
+        ranks = resolve_ranks(
+            process_group, device_mesh, strategy, wraps_by_hand=auto_wrap_policy is None
+        )
         ignored = resolve_ignored(ignored_modules, ignored_states)
         check_ignored(ignored, module, FullyShardedDataParallel)
         device = resolve_device(device_id)
         if auto_wrap_policy is not None:
+            is_hybrid = len(ranks.groups) > 1 and device_mesh is None
             options = {
-                "process_group": process_group,
+                "process_group": ranks.groups if is_hybrid else process_group,
                 "sharding_strategy": sharding_strategy,
                 "cpu_offload": cpu_offload,
                 "backward_prefetch": backward_prefetch,
@@ -126,9 +132,10 @@ class FullyShardedDataParallel(nn.Module):
         self.backward_prefetch = backward_prefetch
         self.forward_prefetch = forward_prefetch
         group = ranks.data_parallel_mesh().group
-        self.process_group = group or dist.group.WORLD
+        self.process_group, self._inter_node_pg = (*ranks.groups, None, None)[:2]
         if process_group is not None and not isinstance(process_group, tuple):
             self.process_group = process_group
+        self.compute_device = _device_of(module, device)
         self._comm_hook: Callable[..., None] | None = None
         self._comm_hook_state: object = None
         self._eval_precision = EvalPrecision()
@@ -137,27 +144,42 @@ class FullyShardedDataParallel(nn.Module):
             inner._is_inside = True
         self._state_dict_settings = state_dicts.default_settings()
         self._ignored_params = ignored.parameters.union(*_ignored_inside(module))
+        self._ignored_modules: set[nn.Module] = ignored.modules.union(
+            *(inner._ignored_modules for inner in self._wrappers_in(module))
+        )
+        self._buffer_dtypes = (  # that state dicts have
+            {} if self.mixed_precision.buffer_dtype is None else buffer_dtypes(module)
+        )
         materialize(module, param_init_fn, device, self._ignored_params)
         if device is not None:
-            module.to(device)
+            move(module, device, self._ignored_modules, self._ignored_params)
         if sync_module_states:
             broadcast_tensors(_unsharded_states(module, self._ignored_params), group)
         self._modules[WRAPPED] = module
         if isinstance(module, NEVER_CALLED):
-            return  # a container; its parameters belong to the unit around it
-        fully_shard(
-            module,
-            mesh=ranks.mesh,
-            strategy=ranks.strategy,
-            sharding_factor=ranks.sharding_factor,
-            prefetch=int(backward_prefetch is not None or forward_prefetch),
-            reshard_after_forward=ranks.reshard_after_forward,
-            granularity="element" if device_mesh is None else "dim",  # which torch calls Shard(0)
-            mp_policy=precision_policy(mixed_precision),
-            offload_policy=offload_policy(cpu_offload),
-            ignored_params=self._ignored_params,
-            on_different_values="warn",
-        )
+            warnings.warn(
+                "FSDP will not all-gather parameters for containers that do not implement forward: "
+                f"{type(module).__name__}, whose parameters belong to the unit around it",
+                stacklevel=2,
+            )
+            return
+        with left_alone(self._ignored_modules):
+            fully_shard(
+                module,
+                mesh=ranks.mesh,
+                strategy=ranks.strategy,
+                sharding_factor=ranks.sharding_factor,
+                prefetch=int(backward_prefetch is not None or forward_prefetch),
+                reshard_after_forward=ranks.reshard_after_forward,
+                granularity="element"
+                if device_mesh is None
+                else "dim",  # which torch calls Shard(0)
+                mp_policy=precision_policy(mixed_precision),
+                offload_policy=offload_policy(cpu_offload),
+                ignored_params=self._ignored_params,
+                on_different_values="warn",
+            )
+        use_local_states(handle_of(module).runtime.mesh)
 
     # -- the module ------------------------------------------------------------------------------
 
@@ -169,6 +191,15 @@ class FullyShardedDataParallel(nn.Module):
         # Activation checkpointing may have wrapped it since.
         inner: nn.Module = getattr(module, "_checkpoint_wrapped_module", module)
         return inner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":
+        """A copy of the model on the same ranks; see `FSDPModule.__deepcopy__`."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        for shared in (self.process_group, self._comm_hook_state):
+            memo[id(shared)] = shared
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the wrapper, or else of the module."""
@@ -227,12 +258,19 @@ class FullyShardedDataParallel(nn.Module):
         return [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
-        """`nn.Module.apply` on full parameters. All ranks must make the same changes."""
-        if not any(isinstance(p, DTensor) for p in self.parameters()):
-            super().apply(fn)  # gathered by the outermost wrapper
-            return self
+        """`nn.Module.apply` on full parameters. All ranks must make the same changes.
+
+        Raises:
+            WrapperError: the parameters are gathered already.
+        """
+        units = [module for module in self.modules() if isinstance(module, FSDPModule)]
+        if any(is_gathered(unit) for unit in units):
+            raise WrapperError(
+                "apply: FSDP modules are expected to be in states between steps, sharded; call it "
+                "outside summon_full_params"
+            )
         with summon_full_params(self):
-            super().apply(fn)
+            _apply_inside_out(self, fn)
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -335,6 +373,20 @@ def _ignored_inside(module: nn.Module) -> list[set[nn.Parameter]]:
     return [inner._ignored_params for inner in FullyShardedDataParallel._wrappers_in(module)]
 
 
+def _device_of(module: nn.Module, device: torch.device | None) -> torch.device:
+    """Where ``module`` computes: on ``device``, or where it is, or on this rank's accelerator."""
+    own = next((p.device for p in module.parameters() if not p.is_meta), None)
+    return device or own or torch.get_default_device()
+
+
 def _unsharded_states(module: nn.Module, ignored: set[nn.Parameter]) -> list[Tensor]:
+    """What is here of parameters and buffers; with tensor parallelism, of this rank's part."""
     parameters = [p for p in module.parameters() if p not in ignored]
-    return [t for t in (*parameters, *module.buffers()) if not isinstance(t, DTensor)]
+    states = [t for t in (*parameters, *module.buffers()) if sharding_of(t) is None]
+    return [local_of(t) if isinstance(t, DTensor) else t for t in states]
+
+
+def _apply_inside_out(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
+    for child in module.children():
+        _apply_inside_out(child, fn)
+    fn(module)

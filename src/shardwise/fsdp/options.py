@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
 from shardwise._private import mesh_without_groups
@@ -50,19 +50,35 @@ class Ranks:
     mesh: DeviceMesh | None
     strategy: str
     reshard_after_forward: bool | None
-    sharding_factor: int | None = None
 
     def data_parallel_mesh(self) -> DataParallelMesh:
         return resolve_mesh(self.mesh, resolve_strategy(self.strategy), self.sharding_factor)
 
+    @property
+    def sharding_factor(self) -> int | None:
+        """Of a process alone, which has no mesh."""
+        return 1 if self.strategy == "hsdp" and self.mesh is None else None
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """FSDP1's ``process_group``: of the ranks, or, if hybrid, of shards and of replicas."""
+        if self.mesh is not None:
+            return tuple(self.mesh.get_group(dim) for dim in reversed(range(self.mesh.ndim)))
+        return () if dist.group.WORLD is None else (dist.group.WORLD,)
+
 
 def resolve_ranks(
-    process_group: Group, device_mesh: DeviceMesh | None, strategy: ShardingStrategy
+    process_group: Group,
+    device_mesh: DeviceMesh | None,
+    strategy: ShardingStrategy,
+    *,
+    wraps_by_hand: bool = False,
 ) -> Ranks:
     """The mesh and the strategy for options of FSDP1.
 
     Raises:
-        PlanError: both a group and a mesh are given, or the wrong number of groups.
+        PlanError: both a group and a mesh are given, or the wrong number of groups, or, with
+            ``wraps_by_hand``, none for a hybrid strategy.
     """
     if process_group is not None and device_mesh is not None:
         raise PlanError("process_group and device_mesh: expected one of them, got both")
@@ -76,11 +92,16 @@ def resolve_ranks(
         return Ranks(_mesh_of_pair(*process_group), name, reshard)
     if process_group is not None:
         raise PlanError(
-            f"process_group: {strategy.name} expects a pair of groups (shards, replicas), or "
-            "device_mesh=init_device_mesh(device, (replicas, shards))"
+            f"Expected process_group to be passed in as a pair (shards, replicas) for "
+            f"{strategy.name}, got one group; or pass device_mesh=init_device_mesh(device, "
+            "(replicas, shards))"
         )
-    factor = _ranks_per_host() if device_mesh is None else None
-    return Ranks(device_mesh, name, reshard, sharding_factor=factor)
+    if device_mesh is None and wraps_by_hand and dist.is_initialized():
+        raise PlanError(
+            f"{strategy.name} without auto_wrap_policy requires explicit specification of process "
+            "group or device_mesh. All wrappers of a model share one"
+        )
+    return Ranks(device_mesh or _mesh_of_hosts(), name, reshard)
 
 
 def precision_policy(mixed_precision: MixedPrecision | None) -> MixedPrecisionPolicy:
@@ -227,7 +248,13 @@ def _device_type(group: dist.ProcessGroup) -> str:
     return "cuda" if "nccl" in dist.get_backend_config(group) else "cpu"
 
 
-def _ranks_per_host() -> int:
-    """The number of ranks per host: as many as it has accelerators, or all without any."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return math.gcd(ranks, torch.accelerator.device_count()) or ranks
+def _mesh_of_hosts() -> DeviceMesh | None:
+    """Shards within each host, which has as many ranks as accelerators, or all without any."""
+    world = dist.group.WORLD
+    if world is None:
+        return None
+    num_ranks = world.size()
+    per_host = math.gcd(num_ranks, torch.accelerator.device_count()) or num_ranks
+    shape = num_ranks // per_host, per_host
+    names = ("replicate", "shard")
+    return init_device_mesh(_device_type(world), shape, mesh_dim_names=names)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = ["ShardedGradScaler"]
 
@@ -10,7 +11,8 @@ __all__ = ["ShardedGradScaler"]
 class ShardedGradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler`; a non-finite gradient on any rank skips the step on every rank.
 
-    Sharded gradients are checked over all their ranks, so ``process_group`` is ignored.
+    Scaled losses keep their dtype. Sharded gradients are checked over all their ranks, so
+    ``process_group`` is ignored.
     """
 
     def __init__(
@@ -31,3 +33,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
             growth_interval=growth_interval,
             enabled=enabled,
         )
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a tensor, or those in an iterable, by the scale."""
+        if isinstance(outputs, Tensor):
+            return super().scale(outputs).to(outputs.dtype)
+        scaled = map(self.scale, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled

@@ -1,4 +1,4 @@
-"""State dicts of FSDP1 modules: full tensors, shards (`ShardedTensor`) or local tensors [n]."""
+"""State dicts of FSDP1 modules: of full tensors, of chunks of them, or of flattened ones."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,11 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import PlanError
 from shardwise.fsdp import api
 from shardwise.fsdp.api import StateDictSettings, StateDictType
+from shardwise.fsdp.distribute import shard_like
+from shardwise.fsdp.errors import StateError
 from shardwise.fsdp.names import WRAPPED, clean_name
-from shardwise.runtime.tensor import local_of, sharding_of
+from shardwise.fsdp.sharded_tensors import TorchShardedTensor, in_chunks
+from shardwise.fsdp.whole_mesh import on_whole_mesh
+from shardwise.runtime.tensor import ShardedTensor, sharding_of
 
 __all__ = [
     "convert_for_saving",
@@ -46,14 +49,16 @@ def set_state_dict_type(
         The previous settings.
 
     Raises:
-        PlanError: a config belongs to another type.
+        StateError: a config belongs to another type.
     """
     kinds = _CONFIGS[state_dict_type]
     configs = (state_dict_config or kinds[0](), optim_state_dict_config or kinds[1]())
-    for config, kind in zip(configs, kinds, strict=True):
+    names = ("state_dict_config", "optim_state_dict_config")
+    for name, config, kind in zip(names, configs, kinds, strict=True):
         if type(config) is not kind:
-            raise PlanError(
-                f"{state_dict_type.name}: expected a {kind.__name__}, got a {type(config).__name__}"
+            raise StateError(
+                f"Expected {name} of type {kind.__name__} for {state_dict_type.name}, got a "
+                f"{type(config).__name__}"
             )
     previous = get_state_dict_type(module)
     _set_settings(module, StateDictSettings(state_dict_type, *configs))
@@ -64,11 +69,11 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     """The settings of the FSDP modules in ``module``.
 
     Raises:
-        PlanError: they differ.
+        StateError: they differ.
     """
     settings: list[StateDictSettings] = [getattr(m, _SETTINGS) for m in _fsdp_modules(module)]
     if any(one != settings[0] for one in settings):
-        raise PlanError(
+        raise StateError(
             "the FSDP modules of this model have different state dict types; call "
             "set_state_dict_type on the outermost one"
         )
@@ -109,37 +114,64 @@ def state_dict_of(
     is_dropped = getattr(config, "rank0_only", False) and fsdp_module.rank != 0
     to_cpu = config.offload_to_cpu and not is_dropped
     for name in [name for name in found if name.startswith(prefix)]:
+        plain = clean_name(name.removeprefix(prefix))
         value = convert_for_saving(found.pop(name), settings.state_dict_type, to_cpu=to_cpu)
+        if plain in fsdp_module._buffer_dtypes:
+            value = value.to(fsdp_module._buffer_dtypes[plain])
         if not is_dropped:
-            found[prefix + clean_name(name.removeprefix(prefix))] = value
+            found[prefix + plain] = value
     return found
 
 
 def rename_for_loading(fsdp_module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Give the entries of ``fsdp_module`` in ``state_dict`` the names of the module it wraps."""
+    """Give the entries of ``fsdp_module`` in ``state_dict`` the names and forms of its parameters.
+
+    All ranks must call this, with entries in the same order.
+    """
     inner = prefix + WRAPPED + "."
     settings: StateDictSettings = getattr(fsdp_module, _SETTINGS)
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
-    parameters: dict[str, Any] = dict(fsdp_module.named_parameters()) if is_local else {}
+    parameters = dict(fsdp_module.named_parameters(remove_duplicate=False))
     for name in [name for name in state_dict if name.startswith(prefix)]:
         if name.startswith(inner):
             continue
         value, plain = state_dict.pop(name), name.removeprefix(prefix)
-        parameter = parameters.get(plain)
-        sharding = None if parameter is None else sharding_of(parameter)
-        if sharding is not None and not isinstance(value, DTensor):
-            value = sharding.wrap(value.reshape(-1))
+        parameter = parameters.get(clean_name(plain))
+        if parameter is not None and isinstance(value, Tensor):
+            value = _sharded_as(parameter, value, is_local=is_local)
         state_dict[inner + plain] = value
 
 
+def _sharded_as(parameter: nn.Parameter, value: Tensor, *, is_local: bool) -> Tensor:
+    """``value`` as ``parameter`` is sharded, if it has its shape; torch refuses others."""
+    sharding = sharding_of(parameter)
+    if sharding is None or sharding.describes(value):
+        return value
+    fits = value.shape == parameter.shape or isinstance(value, TorchShardedTensor) or is_local
+    return shard_like(value, parameter) if fits else value
+
+
 def convert_for_saving(value: Any, kind: StateDictType, *, to_cpu: bool) -> Any:
-    """``value`` as state dicts of ``kind`` hold it. All ranks must call this."""
-    if isinstance(value, DTensor):
-        if kind is StateDictType.FULL_STATE_DICT:
-            value = value.full_tensor()
-        elif kind is StateDictType.LOCAL_STATE_DICT:
-            value = local_of(value)
-    return value.cpu() if to_cpu and isinstance(value, Tensor) else value
+    """``value`` as state dicts of ``kind`` hold it. All ranks must call this.
+
+    Raises:
+        StateError: flattened, for DTensors of a model with a device mesh.
+    """
+    if not isinstance(value, DTensor):
+        return value.cpu() if to_cpu and isinstance(value, Tensor) else value
+    if kind is StateDictType.FULL_STATE_DICT:
+        value = value.full_tensor()
+    elif isinstance(value, ShardedTensor):
+        is_local = kind is StateDictType.LOCAL_STATE_DICT
+        return in_chunks(value, flattened=is_local, to_cpu=to_cpu)
+    elif kind is StateDictType.LOCAL_STATE_DICT:
+        raise StateError(
+            "DeviceMesh is not compatible with LOCAL_STATE_DICT. Choose SHARDED_STATE_DICT, which "
+            "gathers nothing with a device mesh"
+        )
+    else:
+        value = on_whole_mesh(value)
+    return value.cpu() if to_cpu else value
 
 
 def _fsdp_modules(module: nn.Module) -> list[nn.Module]:

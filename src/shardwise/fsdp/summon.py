@@ -1,14 +1,17 @@
 """`summon_full_params`: full parameters between steps."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
+from shardwise.fsdp.errors import InStepError, StateError, UnsupportedError
 from shardwise.fsdp.names import clean_names
+from shardwise.runtime import hooks
 from shardwise.runtime.module import FSDPModule, handle_of, ledger
+from shardwise.runtime.scheduler import Scheduler
 
 __all__ = ["summon_full_params"]
 
@@ -33,23 +36,21 @@ def summon_full_params(
         with_grads: gather gradients as well; ``writeback`` applies to them, too.
 
     Raises:
-        PlanError: flags contradict each other or are not supported.
+        UnsupportedError: flags contradict each other or are not supported.
+        InStepError: a forward, a backward or this is under way.
+        StateError: a parameter was replaced by one of another shape, dtype or device.
     """
-    if rank0_only and writeback:
-        raise PlanError(
-            "rank0_only=True: expected writeback=False, since changes must be made on every rank"
-        )
     parameters = clean_names(module)
-    if offload_to_cpu and any(p.device.type != "cpu" for p in parameters.values()):
-        raise PlanError(
-            "offload_to_cpu=True: full parameters stay on the device; for a copy on the host use "
-            "state_dict_type(..., FullStateDictConfig(offload_to_cpu=True))"
-        )
+    _check_flags(parameters, writeback, rank0_only, offload_to_cpu, with_grads)
     gradients = _full_gradients(parameters) if with_grads else {}
     with contextlib.ExitStack() as stack:
         for unit in _unit_per_model(module):
             scheduler = handle_of(unit).runtime.scheduler
-            stack.enter_context(scheduler.gathered(write_back=writeback))
+            _check_between_steps(scheduler)
+            try:
+                stack.enter_context(scheduler.gathered(write_back=writeback))
+            except PlanError as error:  # a parameter was replaced
+                raise StateError(f"Cannot writeback: {error}") from error
         full = clean_names(module)
         for name, gradient in gradients.items():
             full[name].grad = gradient
@@ -61,12 +62,52 @@ def summon_full_params(
             kept.copy_(gradient_after)
 
 
+def _check_between_steps(scheduler: Scheduler) -> None:
+    in_backward = hooks.current_task() != hooks.NO_TASK
+    if in_backward or scheduler.is_held or not scheduler.is_idle:
+        raise InStepError(
+            "Cannot manually unshard parameters during forward/backward, or inside "
+            "summon_full_params; use it between steps"
+        )
+
+
+def _check_flags(
+    parameters: Mapping[str, Tensor],
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    with_grads: bool,
+) -> None:
+    if rank0_only and writeback:
+        raise UnsupportedError(
+            "rank0_only=True with writeback=True is not supported, since changes must be made on "
+            "every rank; pass writeback=False"
+        )
+    if offload_to_cpu and with_grads:
+        raise UnsupportedError(
+            "offload_to_cpu=True with with_grads=True is not supported; for gradients on the host "
+            "call .cpu() on them inside"
+        )
+    if offload_to_cpu and any(p.device.type != "cpu" for p in parameters.values()):
+        raise UnsupportedError(
+            "offload_to_cpu=True: full parameters stay on the device; for a copy on the host use "
+            "state_dict_type(..., FullStateDictConfig(offload_to_cpu=True))"
+        )
+
+
 def _full_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     return {
-        name: parameter.grad.full_tensor()
+        name: _full_gradient(parameter.grad)
         for name, parameter in parameters.items()
         if isinstance(parameter.grad, DTensor)
     }
+
+
+def _full_gradient(gradient: DTensor) -> Tensor:
+    """All of ``gradient``; of a replicated one, itself, so that changes stay in any case."""
+    is_replicated = all(placement.is_replicate() for placement in gradient.placements)
+    local = gradient.to_local()
+    return local.view(gradient.shape) if is_replicated else gradient.full_tensor()
 
 
 def _unit_per_model(module: nn.Module) -> list[nn.Module]:

@@ -1,8 +1,8 @@
 """FSDP1's sharded state dicts on a mesh of more dims than data parallelism has.
 
 A parameter is on the dims of the mesh that it is distributed over. In the state dict all are on the
-mesh with all dims, replicated over the others. Outer dims cut a tensor before inner ones there; the
-parameters of tensor parallelism are cut in the other order, which is what `_StridedShard` says.
+mesh with both dims, replicated over the other. There the first dim cuts a tensor before the second;
+the parameters of tensor parallelism are cut in the other order, which is what `_StridedShard` says.
 """
 
 from collections.abc import Sequence
@@ -16,28 +16,33 @@ from shardwise.runtime.tensor import local_of
 
 __all__ = ["as_parameter", "on_whole_mesh"]
 
+_NUM_DIMS = 2  # of data and of tensor parallelism; there may be others outside, as of pipelines
+
 
 def on_whole_mesh(tensor: DTensor) -> DTensor:
-    """``tensor`` on the mesh that its own is a part of; every rank has to call this."""
+    """``tensor`` on the mesh that its own is a dim of; every rank has to call this."""
     mesh = root_mesh(tensor.device_mesh)
-    if mesh.ndim == 1 or mesh.mesh_dim_names is None:
+    if mesh.ndim != _NUM_DIMS or mesh.mesh_dim_names is None:
         return tensor
     placements = _on(mesh, tensor)
     whole = _from_local(local_of(tensor), mesh, placements, tensor)
-    in_order = [Shard(_dim_of(one)) if is_strided_shard(one) else one for one in placements]
+    in_order = [Shard(one.dim) if is_strided_shard(one) else one for one in placements]
     return whole.redistribute(placements=in_order)
 
 
-def as_parameter(value: DTensor, parameter: Tensor) -> DTensor:
-    """The reverse: ``value`` as ``parameter`` is distributed; every rank has to call this."""
-    assert isinstance(parameter, DTensor)
-    wanted = parameter.device_mesh, parameter.placements
-    if (value.device_mesh, value.placements) == wanted:
-        return value
-    if value.device_mesh == root_mesh(parameter.device_mesh):
+def as_parameter(value: Tensor, parameter: DTensor) -> DTensor:
+    """A copy of ``value``, whole or sharded in any way, that is distributed as ``parameter``.
+
+    Every rank has to call this.
+    """
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if isinstance(value, DTensor) and value.device_mesh == root_mesh(mesh):
         value = value.redistribute(placements=_on(value.device_mesh, parameter))
-        return _from_local(local_of(value), *wanted, value)
-    return value
+        return _from_local(local_of(value).detach().clone(), mesh, placements, parameter)
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    replicated = _from_local(whole.detach(), mesh, [Replicate()] * mesh.ndim, parameter)
+    part = local_of(replicated.redistribute(placements=placements))
+    return _from_local(part.clone(), mesh, placements, parameter)
 
 
 def _on(mesh: DeviceMesh, tensor: DTensor) -> list[Placement]:
@@ -53,8 +58,3 @@ def _from_local(
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-
-
-def _dim_of(placement: Placement) -> int:
-    dim: int = placement.dim  # type: ignore[attr-defined]
-    return dim

@@ -307,13 +307,23 @@ def _chains(root: nn.Module, units: Collection[str]) -> dict[str, tuple[str, ...
     return chains
 
 
+def named_parameters(
+    root: nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of ``root`` by their places in the tree of modules.
+
+    Wrappers such as those of activation checkpointing override the method, and hide themselves.
+    """
+    return nn.Module.named_parameters(root, remove_duplicate=remove_duplicate)
+
+
 def _owned_parameters(
     root: nn.Module, units: Mapping[str, UnitOptions], chains: Mapping[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, ParameterSpec]]:
     """Every parameter once, in the order of ``root.parameters()``, with the unit that owns it."""
     found: dict[nn.Parameter, list[tuple[str, str, nn.Module]]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
-        for attribute, parameter in _own_parameters(module):
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{path}.{attribute}" if path else attribute
             found.setdefault(parameter, []).append((name, path, module))
     for parameter in root.parameters():
@@ -344,20 +354,6 @@ def keeps_its_class(parameter: Tensor) -> bool:
     """
     kind = type(getattr(parameter, "_local_tensor", parameter))
     return any(hasattr(kind, name) for name in ("fsdp_pre_all_gather", "__tensor_flatten__"))
-
-
-def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter of ``root`` under every name of it, as `root.get_parameter` takes them.
-
-    ``named_parameters()`` of a wrapper, such as torch's for checkpointing, leaves out its own name.
-    """
-    for path, module in root.named_modules(remove_duplicate=False):
-        for attribute, parameter in _own_parameters(module):
-            yield f"{path}.{attribute}" if path else attribute, parameter
-
-
-def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, own) for name, own in module._parameters.items() if own is not None]
 
 
 def _local_shape(parameter: Tensor) -> tuple[int, ...]:

@@ -113,13 +113,14 @@ def check_not_renormalized(root: nn.Module, ignored: Collection[nn.Parameter]) -
             )
 
 
-def is_on_meta(root: nn.Module) -> bool:
-    """Whether the parameters of ``root`` have no storage yet.
+def is_on_meta(root: nn.Module, ignored: Collection[nn.Parameter] = ()) -> bool:
+    """Whether the parameters of ``root``, except for those that are ignored, have no storage yet.
 
     Raises:
         PlanError: some have and some have not.
     """
-    by_meta = {parameter.is_meta: name for name, parameter in root.named_parameters()}
+    left_alone = {id(parameter) for parameter in ignored}
+    by_meta = {p.is_meta: name for name, p in root.named_parameters() if id(p) not in left_alone}
     if len(by_meta) > 1:
         raise PlanError(
             f"{by_meta[True]} is on the meta device and {by_meta[False]} is not; build the whole "
@@ -214,15 +215,18 @@ def check_same_sums(
         raise PlanError(f"{list(sums)[position]} differs between ranks 0 and {rank}; {advice}")
 
 
-def device_for(root: nn.Module, mesh: DataParallelMesh) -> torch.device:
+def device_for(
+    root: nn.Module, mesh: DataParallelMesh, ignored: Collection[nn.Parameter] = ()
+) -> torch.device:
     """Where the shards live: with the model, or on this rank's GPU if NCCL moves them.
 
     Those of a model on the meta device otherwise on torch's default device.
     """
-    devices = {parameter.device for parameter in root.parameters()}
+    left_alone = {id(parameter) for parameter in ignored}
+    devices = {p.device for p in root.parameters() if id(p) not in left_alone}
     if mesh.backend("cuda") == "nccl" and not mesh.on_cpu:
         return current_gpu()
-    if is_on_meta(root):
+    if is_on_meta(root, ignored):
         return torch.get_default_device()
     if len(devices) > 1:
         raise PlanError(f"the model is on several devices: {sorted(map(str, devices))}; use one")

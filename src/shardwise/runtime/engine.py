@@ -154,10 +154,12 @@ class Runtime:
             for tensor, local in held
         )
 
-    def watch_structure(self, root: nn.Module) -> None:
-        """Have forward refuse parameters that are added to ``root`` from now on."""
+    def watch_structure(self, root: nn.Module, *, warns: bool) -> None:
+        """Have forward refuse parameters that are added from now on, or warn of them."""
+        self.warns_of_added = warns
         self._structures = [
-            Structure(root.get_submodule(unit.name), unit.name, HANDLE) for unit in self.plan.units
+            Structure(root.get_submodule(unit.name), unit.name, HANDLE, warns=warns)
+            for unit in self.plan.units
         ]
 
     def _materialize(self, root: nn.Module, materializer: "Materializer") -> list[Unit]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import _private
 from shardwise.errors import StepError
@@ -55,7 +55,8 @@ def watch_outputs(
     nodes = {node for tensor in (*returned, *left) for node in _nodes_of(tensor)}
     for node in nodes:
         node.register_prehook(lambda _gradients: callback())
-    if nodes or (trainable and returned):
+    only_parameters = not nodes and any(isinstance(one, nn.Parameter) for one in returned)
+    if nodes or (trainable and returned and not only_parameters):
         return Outcome.DIFFERENTIABLE
     return Outcome.HIDDEN if trainable else Outcome.DETACHED
 

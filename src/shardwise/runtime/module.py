@@ -33,6 +33,7 @@ __all__ = [
     "change_precision",
     "gathered",
     "handle_of",
+    "is_gathered",
     "ledger",
     "mark",
     "reduce_with",
@@ -387,7 +388,12 @@ def _shard_copy(twin: nn.Module, root: nn.Module, runtime: Runtime) -> None:
         original = root.get_submodule(unit.name)
         handle = Handle(of_twin, index, handle_of(original).choice)
         mark(twin.get_submodule(unit.name), handle, getattr(type(original), _METHODS))
-    of_twin.watch_structure(twin)
+    of_twin.watch_structure(twin, warns=runtime.warns_of_added)
+
+
+def is_gathered(module: nn.Module) -> bool:
+    """Whether `gathered` has the parameters of the unit ``module``."""
+    return handle_of(module).runtime.scheduler.is_held
 
 
 def _scheduler_of(module: nn.Module) -> Scheduler:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise._private import accumulated_gradient_hooks, gradient_hooks
 from shardwise.errors import PlanError
 
-__all__ = ["replace", "restore_ties"]
+__all__ = ["current", "replace", "restore_ties"]
 
 
 class ReplacedParameter(nn.Parameter):
@@ -44,6 +44,11 @@ def replace(original: nn.Parameter, sharded: nn.Parameter) -> None:
     assert isinstance(original, ReplacedParameter)
     original._sharded = sharded
     _watch_optimizers()
+
+
+def current(parameter: Tensor) -> Tensor:
+    """The parameter that ``parameter`` stands for, or else itself."""
+    return parameter._sharded if isinstance(parameter, ReplacedParameter) else parameter
 
 
 def restore_ties(root: nn.Module) -> None:

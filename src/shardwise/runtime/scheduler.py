@@ -17,7 +17,7 @@ from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.recovery import Recovery
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.versions import ShardVersions
-from shardwise.runtime.write_back import ADVICE, collect_changes
+from shardwise.runtime.write_back import ADVICE, changed_names, collect_changes, sums_of
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, Sequencer
 from shardwise.transport.api import Work
@@ -269,19 +269,20 @@ class Scheduler:
                 unit.launch_hold(self._links.gather)
             for unit in self.units:
                 unit.await_hold(self._links)
-        self.is_held, is_agreed = True, False
+        self.is_held, is_agreed, changed = True, False, set[str]()
+        before = sums_of(self.units) if write_back else {}
         try:
             with self._aborting(write_back):
                 yield
                 sums = collect_changes(self.units) if write_back else {}
             for mesh, of_mesh in sums.items():
                 check_same_sums(of_mesh, mesh, ADVICE)
-            is_agreed = write_back
+            is_agreed, changed = write_back, changed_names(before, sums)
         finally:
             for index, unit in enumerate(self.units):
                 unit.release_hold(write_back=is_agreed)
-                if is_agreed:
-                    names = [parameter.name for parameter in unit.parameters]
+                names = [one.name for one in unit.parameters if one.name in changed]
+                if names:
                     self._versions.note(index, self.sequencer.tick, names)
             self.is_held = False
 

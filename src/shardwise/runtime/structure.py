@@ -1,5 +1,7 @@
 """A unit's modules as `fully_shard` found them: parameters that came later are in no unit."""
 
+import warnings
+
 from torch import nn
 
 from shardwise.errors import PlanError
@@ -14,14 +16,15 @@ class Structure:
     Comparing takes 0.4 microseconds per module; parameters are looked at only after a change.
     """
 
-    def __init__(self, module: nn.Module, name: str, mark: str) -> None:
+    def __init__(self, module: nn.Module, name: str, mark: str, *, warns: bool) -> None:
         self._name = name
+        self._warns = warns
         self._mark = mark  # the name of an attribute that every unit has
         self._seen = self._fingerprint(module)
         self._ignored = {name for name, _ in self._unsharded(module)}
 
     def check(self, module: nn.Module) -> None:
-        """Refuse parameters that no unit manages.
+        """Refuse parameters that no unit manages, or warn of them.
 
         Raises:
             PlanError: names the parameters.
@@ -31,11 +34,15 @@ class Structure:
             return
         added = [name for name, _ in self._unsharded(module) if name not in self._ignored]
         if added:
-            raise PlanError(
+            message = (
                 f"{', '.join(added)}: added or replaced after fully_shard, so gradients would not "
                 "be averaged over ranks; change the model before fully_shard, or pass "
                 "ignored_params= for parameters that each rank keeps for itself"
             )
+            if not self._warns:
+                raise PlanError(message)
+            warnings.warn(message, stacklevel=2)
+            self._ignored.update(added)
         self._seen = found
 
     def _fingerprint(self, module: nn.Module) -> list[int]:

@@ -630,17 +630,26 @@ def _refusal(
 
 def _on_runs(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call ``func`` on the runs of its arguments, which have to be cut in the same way."""
-    leaves, tree = pytree.tree_flatten((list(args), dict(kwargs)))
+    leaves, tree = [*args, *kwargs.values()], None
+    if any(isinstance(x, (list, tuple, dict)) for x in leaves):
+        leaves, tree = pytree.tree_flatten((list(args), dict(kwargs)))
     first = next(x for x in leaves if isinstance(x, ShardedTensor))
     written = written_tensors(func, args, kwargs) if func._schema.is_mutable else []
     if not all(isinstance(x, ShardedTensor) for x in written):
         raise _refusal(func, first, "would write a shard into a tensor that is not sharded")
-    local_args, local_kwargs = tree.unflatten([_to_run(func, x, first) for x in leaves])
+    local = [_to_run(func, x, first) for x in leaves]
+    if tree is None:  # as in every step of an optimizer: trees take as long as the rest
+        local_args = local[: len(args)]
+        local_kwargs = dict(zip(kwargs, local[len(args) :], strict=True))
+    else:
+        local_args, local_kwargs = tree.unflatten(local)
     result = func(*local_args, **local_kwargs)
     for x in written:
         torch.autograd.graph.increment_version(x)
     if written:
         return written[0]
+    if isinstance(result, Tensor):
+        return ShardedTensor(result, first._sharding)
     return pytree.tree_map_only(Tensor, lambda t: ShardedTensor(t, first._sharding), result)
 
 

@@ -10,7 +10,9 @@ from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
 
-__all__ = ["ADVICE", "collect_changes"]
+__all__ = ["ADVICE", "Sums", "changed_names", "collect_changes", "sums_of"]
+
+Sums = dict[DataParallelMesh, dict[str, Tensor]]  # checksums by the ranks that share a parameter
 
 ADVICE = (
     "every rank has to make the same change inside sw.gathered(write_back=True); for random values "
@@ -19,26 +21,42 @@ ADVICE = (
 
 
 @torch.no_grad()
-def collect_changes(units: Sequence[Unit]) -> dict[DataParallelMesh, dict[str, Tensor]]:
-    """Copy what the modules hold into the held buffers.
-
-    Returns a checksum for each parameter, by the ranks that share it.
+def collect_changes(units: Sequence[Unit]) -> Sums:
+    """Copy what the modules hold into the held buffers; returns checksums of these.
 
     Shards are left alone, so that nothing is written if this raises or if ranks differ.
 
     Raises:
         PlanError: a parameter was replaced by something that does not fit its shard.
     """
-    held = [pair for unit in units for flat in unit.flats for pair in flat.held_parameters()]
-    assigned = [(view, _assigned(parameter, view)) for parameter, view in held]
+    assigned = [(view, _assigned(parameter, view)) for parameter, view in _held(units)]
     for view, tensor in assigned:
         if tensor is not None:
             view.copy_(tensor)
-    sums: dict[DataParallelMesh, dict[str, Tensor]] = {}
-    for parameter, view in held:
+    return sums_of(units)
+
+
+def sums_of(units: Sequence[Unit]) -> Sums:
+    """Checksums of the held buffers."""
+    sums: Sums = {}
+    for parameter, view in _held(units):
         of_mesh = sums.setdefault(parameter.sharding.mesh, {})
-        of_mesh[parameter.name] = _position_checksum(view)
+        of_mesh[parameter.name] = _position_checksum(view.detach())
     return sums
+
+
+def changed_names(before: Sums, after: Sums) -> set[str]:
+    """The parameters with different checksums."""
+    return {
+        name
+        for mesh, of_mesh in after.items()
+        for name, value in of_mesh.items()
+        if not torch.equal(value, before[mesh][name])
+    }
+
+
+def _held(units: Sequence[Unit]) -> list[tuple[FSDPParameter, Tensor]]:
+    return [pair for unit in units for flat in unit.flats for pair in flat.held_parameters()]
 
 
 def _assigned(parameter: FSDPParameter, view: Tensor) -> Tensor | None:

@@ -94,7 +94,11 @@ def write_back(model: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("change", "name"),
-    [(change_local, "layers.1.up.weight"), (load, "first.weight"), (write_back, "first.weight")],
+    [
+        (change_local, "layers.1.up.weight"),
+        (load, "first.weight"),
+        (write_back, "layers.1.up.weight"),
+    ],
 )
 @on_ranks(2)
 def test_any_change_between_forward_and_backward_is_refused(
@@ -106,6 +110,16 @@ def test_any_change_between_forward_and_backward_is_refused(
     with pytest.raises(sw.StepError, match=name + ".*changed between a forward of"):
         loss.backward()
     change(model)
+    check_step(model)
+
+
+@on_ranks(2)
+def test_gathering_between_forward_and_backward_changes_nothing() -> None:
+    model = sharded()
+    loss = model(own_part(batch())).square().mean()
+    with sw.gathered(model, write_back=True):
+        pass
+    loss.backward()
     check_step(model)
 
 

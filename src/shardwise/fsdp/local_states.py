@@ -1,0 +1,85 @@
+"""Optimizer states of FSDP1 programs: this rank's elements, in plain tensors [n].
+
+Parameters are DTensors here, and so are the states that optimizers make of them. Programs for
+FSDP1 save ``optimizer.state_dict()`` on each rank, and compare it with the results of FSDP1's
+functions. So the state dicts of an optimizer that steps parameters of an FSDP1 module have plain
+tensors, and ``load_state_dict`` takes them.
+"""
+
+import weakref
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwise.runtime.mesh import DataParallelMesh
+from shardwise.runtime.tensor import ShardedTensor, local_of, sharding_of
+
+__all__ = ["as_dtensor", "as_local", "use_local_states"]
+
+_meshes: weakref.WeakSet[DataParallelMesh] = weakref.WeakSet()  # of FSDP1 modules
+_adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def use_local_states(mesh: DataParallelMesh) -> None:
+    """Parameters over ``mesh`` are those of an FSDP1 module."""
+    _meshes.add(mesh)
+    _watch_optimizers()
+
+
+def as_dtensor(value: Any, parameter: Tensor) -> Any:
+    """``value``, a state of ``parameter``, as a DTensor if it is what this rank has of one."""
+    sharding = sharding_of(parameter)
+    is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    if sharding is None or not is_plain or not value.ndim:
+        return value
+    return sharding.wrap(value) if value.shape == local_of(parameter).shape else value
+
+
+def as_local(value: Any) -> Any:
+    """``value`` as the state dict of an optimizer has it."""
+    is_local = isinstance(value, ShardedTensor) and _is_of_fsdp1(value)
+    return local_of(value) if is_local else value
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_adopt)
+
+
+def _adopt(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Have ``optimizer`` save and load local states, if it steps parameters of FSDP1 modules."""
+    if optimizer in _adopted or not any(map(_is_of_fsdp1, _parameters_of(optimizer))):
+        return
+    _adopted.add(optimizer)
+    _take_local_states(optimizer)
+    optimizer.register_state_dict_post_hook(_to_local_states)
+    optimizer.register_load_state_dict_post_hook(_take_local_states)
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _is_of_fsdp1(tensor: Tensor) -> bool:
+    sharding = sharding_of(tensor)
+    return sharding is not None and sharding.mesh in _meshes
+
+
+def _take_local_states(optimizer: Optimizer) -> None:
+    for parameter, entries in optimizer.state.items():
+        for key, value in entries.items():
+            entries[key] = as_dtensor(value, parameter)
+
+
+def _to_local_states(_optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    states = {
+        index: {key: as_local(value) for key, value in entries.items()}
+        for index, entries in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states}

@@ -1,0 +1,201 @@
+"""Optimizer states with names of parameters as keys, and back."""
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise.errors import PlanError
+from shardwise.fsdp.api import OptimStateKeyType, StateDictType
+from shardwise.fsdp.distribute import group_of, shard_like
+from shardwise.fsdp.errors import StateError
+from shardwise.fsdp.local_states import as_dtensor, as_local
+from shardwise.fsdp.names import clean_name, clean_names
+from shardwise.fsdp.state_dict_type import convert_for_saving
+from shardwise.runtime.replaced import current
+from shardwise.transport.process_group import broadcast_object, gather_objects
+
+__all__ = [
+    "Groups",
+    "States",
+    "collect",
+    "indices_of",
+    "parameter_groups",
+    "rekey",
+    "to_load",
+    "warn_of_input",
+    "with_keys",
+]
+
+States = dict[str, Any]
+Groups = list[list[Tensor]]
+
+
+def rekey(states: States, kind: OptimStateKeyType, indices: dict[str, int]) -> States:
+    if kind is OptimStateKeyType.PARAM_ID:
+        return with_keys(states, indices)
+    return with_keys(states, {index: name for name, index in indices.items()})
+
+
+def with_keys(states: States, table: Mapping[Any, Any]) -> States:
+    """``states`` with the keys of ``table`` replaced."""
+    renamed: States = {
+        "state": {table.get(key, key): value for key, value in states["state"].items()}
+    }
+    if "param_groups" in states:
+        renamed["param_groups"] = [
+            {**group, "params": [table.get(key, key) for key in group["params"]]}
+            for group in states["param_groups"]
+        ]
+    return renamed
+
+
+def collect(
+    model: nn.Module,
+    optim: Optimizer,
+    given: States | None,
+    *,
+    kind: StateDictType,
+    to_cpu: bool,
+    rank0_only: bool,
+) -> States:
+    """The states by name, in the order of the model's parameters.
+
+    Full ones are gathered one by one, on every rank.
+    """
+    named = _by_name(model, optim, optim.state_dict() if given is None else given)
+    parameters: Mapping[Any, Tensor] = clean_names(model)
+    named["state"] = {
+        name: {key: as_dtensor(value, parameters[name]) for key, value in entries.items()}
+        if name in parameters
+        else entries
+        for name, entries in named["state"].items()
+    }
+    group = group_of(model)
+    is_dropped = rank0_only and group is not None and dist.get_rank(group) != 0
+    shared = _shared_names(named["state"], group)
+    states: dict[Any, States] = {}
+    for name, entries in named["state"].items():
+        if _is_sharded(entries) and name not in shared:
+            continue  # the first rank has none
+        converted = {
+            key: _apart(convert_for_saving(value, kind, to_cpu=to_cpu and not is_dropped), value)
+            for key, value in entries.items()
+        }
+        if not is_dropped:
+            states[name] = converted
+    return {} if is_dropped else {**named, "state": states}
+
+
+def _apart(converted: Any, value: Any) -> Any:
+    """``converted`` in memory of its own, which the optimizer does not change."""
+    may_share = isinstance(converted, DTensor) or (converted is value and isinstance(value, Tensor))
+    return converted.detach().clone() if may_share else converted
+
+
+def _by_name(model: nn.Module, optim: Optimizer, states: States) -> States:
+    """``states`` of ``optim`` with names as keys; a named optimizer has them already."""
+    indices = indices_of(model, parameter_groups(model, optim, None))
+    keys: dict[int | str, str] = {index: name for name, index in indices.items()}
+    members = [key for options in states.get("param_groups", ()) for key in options["params"]]
+    given = (*states["state"], *members)
+    keys |= {key: clean_name(key) for key in given if isinstance(key, str)}
+    renamed = with_keys(states, keys)
+    known = [name for name in clean_names(model) if name in renamed["state"]]
+    others = [name for name in renamed["state"] if name not in set(known)]
+    renamed["state"] = {name: renamed["state"][name] for name in (*known, *others)}
+    return renamed
+
+
+def _shared_names(states: Mapping[Any, States], group: dist.ProcessGroup | None) -> set[Any]:
+    """The parameters with sharded states on the first rank.
+
+    Raises:
+        StateError: another rank lacks some of these.
+    """
+    own = {name for name, entries in states.items() if _is_sharded(entries)}
+    first: set[Any] = broadcast_object(own, group)
+    for rank, missing in enumerate(gather_objects(sorted(first - own, key=str), group)):
+        if missing:
+            raise StateError(
+                "FSDP currently requires each rank to have at least the optimizer states needed "
+                "by rank 0's optimizer but some ranks are missing some of those states: rank "
+                f"{rank} has none of {', '.join(map(str, missing))}; build the optimizer from the "
+                "same parameters on every rank"
+            )
+    return first
+
+
+def _is_sharded(entries: States) -> bool:
+    return any(isinstance(value, DTensor) for value in entries.values())
+
+
+def to_load(model: nn.Module, groups: Groups, states: Mapping[str, Any]) -> States:
+    """``states`` with indices as keys, and what this rank has of each."""
+    own = {
+        name: {
+            key: copy.deepcopy(value) if key == "step" else as_local(shard_like(value, parameter))
+            for key, value in states["state"][name].items()
+        }
+        for name, parameter in clean_names(model).items()
+        if name in states["state"]
+    }
+    named: States = {"state": own}
+    if "param_groups" in states:
+        named["param_groups"] = _options_of(groups, model, states["param_groups"])
+    return rekey(named, OptimStateKeyType.PARAM_ID, indices_of(model, groups))
+
+
+def _options_of(
+    groups: Groups, model: nn.Module, saved: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The saved options of each group. Groups that share a parameter correspond to each other.
+
+    As in FSDP1, their parameters are those that were saved; new ones are left to the user.
+    """
+    names = {id(parameter): name for name, parameter in clean_names(model).items()}
+    ordered = []
+    for group in groups:
+        members = [names[id(p)] for p in group if id(p) in names]
+        same = [options for options in saved if set(options["params"]) & set(members)]
+        if not same:
+            raise PlanError(
+                f"{', '.join(members)}: expected in a parameter group of the state dict, found in "
+                "none; load the states of an optimizer with the same parameters"
+            )
+        known = set(same[0]["params"])
+        ordered.append({**same[0], "params": [name for name in members if name in known]})
+    return ordered
+
+
+def parameter_groups(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> Groups:
+    """The parameters of ``optim``, or of an optimizer that is built from ``optim_input``."""
+    warn_of_input(optim_input)
+    if optim is not None:
+        groups = [group["params"] for group in optim.param_groups]
+    else:
+        given = list(model.parameters() if optim_input is None else optim_input)
+        in_groups = given and isinstance(given[0], dict)
+        groups = [list(group["params"]) for group in given] if in_groups else [given]
+    return [[current(parameter) for parameter in group] for group in groups]
+
+
+def warn_of_input(optim_input: Any) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated; pass the optimizer as `optim`",
+            FutureWarning,
+            stacklevel=4,
+        )
+
+
+def indices_of(model: nn.Module, groups: Groups) -> dict[str, int]:
+    """The optimizer's index of each parameter of ``model``, by name."""
+    names = {id(parameter): name for name, parameter in clean_names(model).items()}
+    members = [parameter for group in groups for parameter in group]
+    return {names[id(p)]: index for index, p in enumerate(members) if id(p) in names}

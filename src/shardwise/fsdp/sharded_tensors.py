@@ -1,0 +1,114 @@
+"""torch's `ShardedTensor`, of which FSDP1's sharded and local state dicts are made.
+
+FSDP1 with a device mesh has DTensors in their place, as have the parameters here.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise._private import ShardMetadata, TorchShardedTensor, new_sharded_tensor
+from shardwise.errors import PlanError
+from shardwise.plan.chunks import chunk_of
+from shardwise.runtime.distributed_checkpoint import Box
+from shardwise.runtime.mesh import DataParallelMesh
+from shardwise.runtime.tensor import ShardedTensor, Sharding
+from shardwise.transport.device import current_gpu
+from shardwise.transport.process_group import backend_of, join_parts
+
+__all__ = ["TorchShardedTensor", "in_chunks", "part_of", "shard_group"]
+
+
+def shard_group(mesh: DataParallelMesh) -> dist.ProcessGroup | None:
+    """The ranks that have the shards of a model between them; all ranks for a replicated one.
+
+    None for a process alone.
+    """
+    if mesh.group is None or mesh.size in (1, mesh.num_ranks):
+        return mesh.group
+    return mesh.device_mesh("cpu", has_groups=True).get_group(-1)
+
+
+def in_chunks(value: ShardedTensor, *, flattened: bool, to_cpu: bool = False) -> Tensor:
+    """``value`` with a chunk of its first dim on each rank, as by `torch.chunk`.
+
+    It is gathered for that: torch's functions for `ShardedTensor`s expect equal chunks. Scalars
+    and tensors of a process alone are returned whole.
+    """
+    whole, group = value.full_tensor(), shard_group(value.sharding.mesh)
+    whole = whole.view(-1) if flattened else whole
+    if group is None or not whole.numel() or not whole.ndim:
+        return whole.cpu() if to_cpu else whole
+    owners = dist.get_process_group_ranks(group)
+    chunks = [chunk_of(len(whole), len(owners), i) for i in range(len(owners))]
+    zeros, inner = (0,) * (whole.ndim - 1), tuple(whole.shape[1:])
+    boxes = {
+        owner: Box((rows.start, *zeros), (len(rows), *inner))
+        for owner, rows in zip(owners, chunks, strict=True)
+        if rows
+    }
+    own = chunks[group.rank()]
+    local = whole[own.start : own.stop].clone()
+    return _assemble(local.cpu() if to_cpu else local, boxes, whole.shape, group)
+
+
+def part_of(value: TorchShardedTensor, sharding: Sharding) -> Tensor:
+    """What this rank stores of ``value`` if it is sharded as ``sharding`` says.
+
+    Every rank has to call this: it gathers ``value``.
+
+    Raises:
+        PlanError: its size does not fit, or it has shards on other ranks.
+    """
+    group, metadata = shard_group(sharding.mesh), value.metadata()
+    if metadata.size.numel() != sharding.shape.numel():
+        raise PlanError(
+            f"{sharding.name}: expected a ShardedTensor of {tuple(sharding.shape)}, got one of "
+            f"{tuple(metadata.size)}"
+        )
+    members = {0} if group is None else set(dist.get_process_group_ranks(group))
+    holders = {_rank_of(shard) for shard in metadata.shards_metadata}
+    if not holders <= members:
+        raise PlanError(
+            f"{sharding.name}: expected a ShardedTensor of ranks {sorted(members)}, got one of "
+            f"{sorted(holders)}; load it with torch.distributed.checkpoint, or a full state dict"
+        )
+    on_cpu = group is None or backend_of(group, "cpu") is not None
+    device = torch.device("cpu") if on_cpu else current_gpu()
+    whole = torch.zeros(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
+    for shard in value.local_shards():
+        _box_in(whole, shard.metadata).copy_(shard.tensor)
+    join_parts(whole, group)
+    return sharding.own_part_of(whole.view(sharding.shape))
+
+
+def _rank_of(shard: ShardMetadata) -> int:
+    rank = None if shard.placement is None else shard.placement.rank()
+    return -1 if rank is None else rank
+
+
+def _box_in(whole: Tensor, box: ShardMetadata) -> Tensor:
+    for dim, (start, length) in enumerate(zip(box.shard_offsets, box.shard_sizes, strict=True)):
+        whole = whole.narrow(dim, start, length)
+    return whole
+
+
+def _assemble(
+    local: Tensor, boxes: Mapping[int, Box], shape: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """The tensor of ``shape`` of which each rank of ``group`` has a box, and this one ``local``."""
+    shards = {
+        rank: ShardMetadata(list(box.offsets), list(box.sizes), _place(rank, local.device))
+        for rank, box in boxes.items()
+    }
+    own = shards.get(dist.get_rank())
+    return new_sharded_tensor(local, own, list(shards.values()), shape, group)
+
+
+def _place(rank: int, device: torch.device) -> str:
+    """Where ``rank`` has its shard, in the notation of `ShardMetadata`."""
+    if device.type == "cpu":
+        return f"rank:{rank}/cpu"
+    return f"rank:{rank}/{device.type}:{rank % torch.accelerator.device_count()}"

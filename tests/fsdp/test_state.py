@@ -1,0 +1,268 @@
+"""State of FSDP1 models that PyTorch's implementation has in other forms, and what is refused."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise.fsdp as f
+from shardwise.fsdp.wrap import ModuleWrapPolicy
+from tests.fsdp.models import Block, batch, make_net
+from tests.fsdp.programs1 import values
+from tests.ranks import on_ranks
+
+FSDP = f.FullyShardedDataParallel
+HYBRID = f.ShardingStrategy.HYBRID_SHARD
+LOCAL = f.StateDictType.LOCAL_STATE_DICT
+SHARDED = f.StateDictType.SHARDED_STATE_DICT
+
+
+def wrapped(seed: int = 0, **options: Any) -> Any:
+    return FSDP(make_net(seed), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+def assert_equal(one: nn.Module, other: nn.Module) -> None:
+    for (name, a), b in zip(values(f, one).items(), values(f, other).values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", [LOCAL, SHARDED])
+def test_checkpoint_of_torch(kind: f.StateDictType, tmp_path: Path) -> None:
+    path = str(tmp_path)
+    net, other = wrapped(), wrapped(seed=3)
+    for model in (net, other):
+        FSDP.set_state_dict_type(model, kind)
+    saved = net.state_dict()
+    names = [name for name, _ in net.named_parameters()]
+    assert all(type(saved[name]) is ShardedTensor for name in names)
+    save(saved, checkpoint_id=path)
+    loaded = other.state_dict()
+    load(loaded, checkpoint_id=path)
+    other.load_state_dict(loaded)
+    assert_equal(other, net)
+
+
+@on_ranks(4)
+def test_hybrid_shards_are_those_of_a_replica() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    groups = mesh.get_group(1), mesh.get_group(0)
+    net, other = (wrapped(seed, process_group=groups, sharding_strategy=HYBRID) for seed in (0, 3))
+    assert (net.process_group, net._inter_node_pg) == groups
+    for model in (net, other):
+        FSDP.set_state_dict_type(model, SHARDED)
+    saved = net.state_dict()
+    ranks = {shard.placement.rank() for shard in saved["head.weight"].metadata().shards_metadata}
+    assert ranks == set(dist.get_process_group_ranks(groups[0]))
+    other.load_state_dict(saved)
+    assert_equal(other, net)
+
+
+@on_ranks(2)
+def test_shards_keep_negative_zeros_and_nans() -> None:
+    net, other = wrapped(), wrapped(seed=3)
+    with FSDP.summon_full_params(net), torch.no_grad():
+        net.head.bias.copy_(torch.tensor([-0.0, torch.nan, torch.inf, 0.0]))
+    for model in (net, other):
+        FSDP.set_state_dict_type(model, SHARDED)
+    other.load_state_dict(net.state_dict())
+    with FSDP.summon_full_params(other):
+        bits = other.head.bias.detach().clone().view(torch.int64)
+    assert torch.equal(
+        bits, torch.tensor([-0.0, torch.nan, torch.inf, 0.0]).double().view(torch.int64)
+    )
+
+
+@on_ranks(2)
+def test_shards_on_other_ranks_are_refused() -> None:
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    net = wrapped()
+    FSDP.set_state_dict_type(net, SHARDED)
+    saved = net.state_dict()
+    other = wrapped(process_group=alone)
+    with pytest.raises(ValueError, match=r"expected a ShardedTensor of ranks \[0\]"):
+        other.load_state_dict(saved)
+
+
+@on_ranks(2)
+def test_optimizers_with_parameters_in_another_order_on_each_rank() -> None:
+    net = wrapped()
+    parameters = list(net.parameters())
+    optimizer = torch.optim.Adam(parameters[::-1] if dist.get_rank() else parameters, lr=0.01)
+    net(batch(0, 0)).sum().backward()
+    optimizer.step()
+    for kind in (f.StateDictType.FULL_STATE_DICT, SHARDED):
+        with FSDP.state_dict_type(net, kind):
+            saved = FSDP.optim_state_dict(net, optimizer)
+            before = {p: s["exp_avg"].to_local().clone() for p, s in optimizer.state.items()}
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(net, optimizer, saved))
+        for parameter, average in before.items():
+            assert torch.equal(optimizer.state[parameter]["exp_avg"].to_local(), average)
+
+
+@on_ranks(2)
+def test_state_dict_of_an_optimizer_is_local() -> None:
+    net, other = wrapped(), wrapped()
+    first, second = (torch.optim.Adam(model.parameters(), lr=0.01) for model in (net, other))
+    net(batch(0, 0)).sum().backward()
+    first.step()
+    saved = io.BytesIO()
+    torch.save(first.state_dict(), saved)
+    saved.seek(0)
+    states = torch.load(saved)
+    assert type(states["state"][0]["exp_avg"]) is torch.Tensor
+    assert states["state"][0]["exp_avg"].shape == next(net.parameters()).to_local().shape
+    second.load_state_dict(states)
+    other.load_state_dict(net.state_dict())
+    for model, optimizer in ((net, first), (other, second)):
+        optimizer.zero_grad()
+        model(batch(1, 0)).sum().backward()
+        optimizer.step()
+    assert_equal(other, net)
+
+
+@on_ranks(2)
+def test_states_that_a_rank_lacks_are_refused() -> None:
+    net = wrapped()
+    parameters = list(net.parameters())
+    optimizer = torch.optim.Adam(parameters[: len(parameters) - dist.get_rank()])
+    net(batch(0, 0)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"rank 1 has none of head\.bias"):
+        FSDP.full_optim_state_dict(net, optimizer)
+
+
+def test_ignored_modules_stay_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = FSDP(net, device_id=torch.device("cpu"), ignored_modules=[net[0]])
+    assert [p.device.type for p in model.parameters()] == ["meta"] * 2 + ["cpu"] * 2
+
+
+@pytest.mark.parametrize("kind", [f.StateDictType.FULL_STATE_DICT, SHARDED])
+def test_buffers_are_saved_in_the_dtype_of_the_model(kind: f.StateDictType) -> None:
+    half = f.MixedPrecision(buffer_dtype=torch.float16)
+    net = nn.ModuleList([nn.BatchNorm1d(2) for _ in range(3)])
+    model = FSDP(
+        nn.Sequential(FSDP(net[0], mixed_precision=half), net[1], net[2]),
+        mixed_precision=half,
+        ignored_modules=[net[2]],
+    )
+    with FSDP.state_dict_type(model, kind):
+        saved = model.state_dict()
+    assert {saved[f"{i}.running_mean"].dtype for i in range(3)} == {torch.float32}
+    in_use = [norm.running_mean.dtype for norm in net]
+    assert in_use == [torch.float16, torch.float16, torch.float32]
+
+
+class Constant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor([3.0]))
+
+    def forward(self) -> torch.Tensor:
+        return self.value
+
+
+@on_ranks(2)
+def test_a_module_that_returns_its_parameter() -> None:
+    net = FSDP(Constant())
+    for step in range(1, 3):
+        net().square().sum().backward()
+        assert net.value.grad.full_tensor() == 6.0 * step
+
+
+def test_states_without_groups() -> None:
+    net = wrapped()
+    optimizer = torch.optim.Adam(net.parameters())
+    net(batch(0, 0)).sum().backward()
+    optimizer.step()
+    states = {"state": optimizer.state_dict()["state"]}
+    saved = FSDP.optim_state_dict(net, optimizer, states)
+    assert list(saved) == ["state"]
+    assert list(FSDP.optim_state_dict_to_load(net, optimizer, saved)) == ["state"]
+
+
+def test_optim_input_is_deprecated() -> None:
+    net = wrapped()
+    optimizer = torch.optim.Adam(net.parameters())
+    with pytest.warns(FutureWarning, match="optim_input"):
+        FSDP.full_optim_state_dict(net, optimizer, list(net.parameters()))
+
+
+@on_ranks(2)
+def test_local_state_dicts_of_a_mesh_are_refused() -> None:
+    net = wrapped(device_mesh=init_device_mesh("cpu", (2,)))
+    FSDP.set_state_dict_type(net, LOCAL)
+    with pytest.raises(RuntimeError, match="LOCAL_STATE_DICT"):
+        net.state_dict()
+
+
+def test_config_of_another_type_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="Expected state_dict_config of type"):
+        FSDP.set_state_dict_type(wrapped(), SHARDED, f.FullStateDictConfig())
+
+
+def test_apply_inside_summon_is_refused() -> None:
+    net = wrapped()
+    with (
+        FSDP.summon_full_params(net),
+        pytest.raises(ValueError, match="expected to be in states"),
+    ):
+        net.apply(lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"rank0_only": True}, {"offload_to_cpu": True, "with_grads": True}],
+)
+def test_flags_of_summon_that_are_refused(flags: dict[str, bool]) -> None:
+    with (
+        pytest.raises(NotImplementedError, match="is not supported"),
+        FSDP.summon_full_params(wrapped(), **flags),
+    ):
+        pass
+
+
+def test_summon_in_a_step_is_refused() -> None:
+    net = wrapped()
+
+    def summon(_: torch.Tensor) -> None:
+        with FSDP.summon_full_params(net):
+            pass
+
+    output = net(batch(0, 0))
+    output.register_hook(summon)
+    with pytest.raises(AssertionError, match="forward/backward"):
+        output.sum().backward()
+
+
+@on_ranks(2)
+def test_a_parameter_of_another_shape_is_refused() -> None:
+    net = wrapped()
+    net.module.head.bias = nn.Parameter(torch.zeros(7, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="Cannot writeback"), FSDP.summon_full_params(net):
+        pass
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", [HYBRID, f.ShardingStrategy._HYBRID_SHARD_ZERO2])
+def test_hybrid_strategies_need_groups(strategy: f.ShardingStrategy) -> None:
+    with pytest.raises(ValueError, match="process group or device_mesh"):
+        FSDP(make_net(), sharding_strategy=strategy)
+    with pytest.raises(ValueError, match="Expected process_group to be passed in"):
+        wrapped(sharding_strategy=strategy, process_group=dist.group.WORLD)
+    assert wrapped(sharding_strategy=strategy)._inter_node_pg.size() == 1
+
+
+def test_containers_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="do not implement forward"):
+        FSDP(nn.ModuleList([nn.Linear(2, 2)]))
