@@ -814,7 +814,8 @@ def _compare(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     first = next(x for x in args[:2] if isinstance(x, ShardedTensor))
     if func.overloadpacket.__name__ == "equal" and args[0].shape != args[1].shape:
         return False
-    one, other = (_to_run(func, x, first) for x in args[:2])
+    # A tensor of one element meets every element, of which this rank may have none.
+    one, other = (_to_run(func, x, first).expand(len(first._sharding.run)) for x in args[:2])
     answer = torch.tensor(int(func(one, other, *args[2:], **kwargs)))
     return bool(across([answer], first._sharding.mesh).all())
 
