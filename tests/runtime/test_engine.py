@@ -2,7 +2,7 @@
 
 import copy
 from collections import UserDict
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -216,6 +216,42 @@ def test_attributes_of_parameters_stay() -> None:
     model.norm.weight.no_decay = True  # type: ignore[attr-defined]
     sw.fully_shard(model, units=Block)
     assert model.norm.weight.no_decay  # type: ignore[attr-defined]
+
+
+class Coded(nn.Parameter):
+    """As bitsandbytes' classes: integers, and in attributes how to read them."""
+
+    scale: float
+
+
+class CodedLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Coded(torch.arange(24, dtype=torch.uint8).view(6, 4), requires_grad=False)
+        self.weight.scale = 0.5
+        self.factor = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert type(self.weight) is Coded
+        y: Tensor = (x * self.factor) @ (self.weight.float() * self.weight.scale).T
+        return y
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("granularity", ["element", "dim"])
+def test_the_class_and_the_attributes_of_a_frozen_parameter_reach_forward(
+    granularity: Literal["element", "dim"],
+) -> None:
+    model: Any = nn.Sequential(CodedLinear(), CodedLinear().requires_grad_(False))
+    model[1].weight = Coded(torch.ones(4, 6, dtype=torch.uint8), requires_grad=False)
+    model[1].weight.scale, model[1].factor = 2.0, nn.Parameter(torch.ones(6))
+    x = torch.ones(3, 4)
+    expected = model(x)
+    sw.fully_shard(model[0], granularity=granularity)
+    sw.fully_shard(model, granularity=granularity)
+    assert torch.equal(model(x), expected)
+    model(x).sum().backward()
+    assert model[0].factor.grad is not None
 
 
 @on_ranks(2)
