@@ -1,6 +1,7 @@
 """Experts with ranks of their own (expert parallelism) train as one process does."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,13 +114,21 @@ def compare(actual: Any, expected: Tensor | None, what: str, mesh: DeviceMesh) -
     assert_close(value, expected, what)
 
 
+def dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """That of what is not an expert: with ``efsdp`` and ``ep`` in one dim."""
+    if mesh.ndim == 2:
+        return init_device_mesh("cpu", (mesh.size(),), mesh_dim_names=("dp",))
+    shape, names = (mesh.size(0), mesh.size(1) * mesh.size(2)), ("dp_replicate", "dp_shard")
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
 def check_training(mesh: DeviceMesh, *, as_dtensors: bool, without: tuple[int, ...] = ()) -> None:
     reference = build(without)
     model = copy.deepcopy(reference)
     for module in model.modules():
         if isinstance(module, MoE):
             split_experts(module, mesh["ep"], as_dtensors=as_dtensors)
-    dense = init_device_mesh("cpu", (mesh.size(),), mesh_dim_names=("dp",))
+    dense = dense_mesh(mesh)
     shard(model, mesh, dense)
     optimizers = [adamw(m.parameters()) for m in (reference, model)]
     for step in range(3):
@@ -150,6 +159,78 @@ def test_training_equals_one_process(as_dtensors: bool) -> None:
 def test_experts_without_tokens_get_zeros() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     check_training(mesh, as_dtensors=True, without=(0, 2, 3))  # 2 and 3 are all of some ranks'
+
+
+@pytest.mark.thorough
+@on_ranks(8, deadline=120.0)
+@pytest.mark.parametrize("as_dtensors", [True, False], ids=["dtensors", "plain"])
+def test_training_with_replicas_equals_one_process(as_dtensors: bool) -> None:
+    names = ("dp_replicate", "efsdp", "ep")
+    check_training(
+        init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names), as_dtensors=as_dtensors
+    )
+
+
+@on_ranks(4)
+def test_experts_are_gathered_and_saved(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    models = [build(), build()]
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, MoE):
+                split_experts(module, mesh["ep"], as_dtensors=True)
+        shard(model, mesh, dense_mesh(mesh))
+    saved, loaded = models
+    with sw.gathered(saved, write_back=True), torch.no_grad():
+        for parameter in saved.parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.mul_(2)
+    sw.save(tmp_path / "experts", model=saved)
+    sw.load(tmp_path / "experts", model=loaded)
+    whole = build()
+    sw.load(tmp_path / "experts", model=whole)
+    for name, expected in build().named_parameters():
+        for model in models:
+            assert torch.equal(full(model.get_parameter(name)), 2 * expected), name
+        assert torch.equal(whole.get_parameter(name), 2 * expected), name
+
+
+@on_ranks(4)
+def test_experts_on_the_meta_device() -> None:
+    """In torchtitan's order: shard, give storage, then values."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    reference = build()
+    expected = copy.deepcopy(reference)
+    for module in expected.modules():
+        if isinstance(module, MoE):
+            split_experts(module, mesh["ep"], as_dtensors=False)
+    with torch.device("meta"):
+        model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 2)).double()
+    for module in model.modules():
+        if isinstance(module, MoE):
+            split_experts(module, mesh["ep"], as_dtensors=False)
+    shard(model, mesh, dense_mesh(mesh))
+    model.to_empty(device="cpu")
+    with sw.gathered(model, write_back=True), torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(expected.get_parameter(name))
+    x = torch.randn(4 * ROWS, WIDTH).double()
+    reference(x).square().mean().backward()
+    model(x.chunk(4)[dist.get_rank()]).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        compare(parameter.grad, reference.get_parameter(name).grad, name, mesh["ep"])
+
+
+@on_ranks(4)
+def test_plain_experts_are_not_saved(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    model = build()
+    for module in model.modules():
+        if isinstance(module, MoE):
+            split_experts(module, mesh["ep"], as_dtensors=False)
+    shard(model, mesh, dense_mesh(mesh))
+    with pytest.raises(sw.CheckpointError, match=r"0\.moe\.experts\.up is sharded over 2 of"):
+        sw.save(tmp_path / "experts", model=model)
 
 
 @on_ranks(4)
