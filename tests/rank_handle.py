@@ -1,30 +1,19 @@
 """The pool's end of one rank: starts it, talks to it, and reports how it ended.
 
-Ranks are forked from a server process that has imported torch once (`multiprocessing`'s
-forkserver), because importing torch takes seconds and many tests end their ranks. The server runs
-no tensor operation, so it has no threads that a fork could lose.
+Ranks are forked (`tests.forked`), because importing torch takes seconds and many tests end theirs.
 """
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import time
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
-import pytest
-
 from tests import rank_process
+from tests.forked import start_forked
 
-if sys.platform == "linux":
-    CONTEXT = multiprocessing.get_context("forkserver")
-else:
-    CONTEXT = multiprocessing.get_context("spawn")
-# Optimizers and checkpointing import the second on their first call, which takes over a second.
-PRELOAD = [rank_process.__name__, "torch._dynamo"]
 STACKS_SECONDS = 2.0
 POLL_SECONDS = 0.05
 OUTPUT_TAIL_BYTES = 4000
@@ -38,14 +27,9 @@ class RankProcess:
         self.output = folder / f"output{rank}"
         self.output.touch()
         self.socket, theirs = Pipe()
-        CONTEXT.set_forkserver_preload(PRELOAD)
-        self.process = CONTEXT.Process(
-            target=rank_process.run, args=(theirs, self.stacks, self.output, rank, world_size)
-        )
-        with theirs, pytest.MonkeyPatch.context() as patch:
-            for name, value in _environment().items():
-                patch.setenv(name, value)
-            self.process.start()
+        arguments = (theirs, self.stacks, self.output, rank, world_size)
+        with theirs:
+            self.process = start_forked(rank_process.run, *arguments)
         self.output_start = 0
 
     @property
@@ -108,17 +92,6 @@ class RankProcess:
         self.process.join()
         with contextlib.suppress(ProcessLookupError):  # what a test of this rank left running
             os.killpg(self.pid, signal.SIGKILL)
-
-
-def _environment() -> dict[str, str]:
-    chosen = {
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",  # it starts its threads when numpy is imported
-        "PYTEST_ADDOPTS": "",  # the options of the parent are not for ranks
-    }
-    # Gloo binds to the address of the host's name, which on many machines is not reachable.
-    return chosen | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
 
 
 def _wait_for_end_of_growth(path: Path, before: int) -> int:

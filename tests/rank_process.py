@@ -2,12 +2,13 @@
 
 It runs inside pytest, because that is the public way to have ``assert`` rewritten: a failing
 ``assert a == b`` in a rank shows values. The imports here are what the server of
-``tests/rank_handle.py`` does once for all ranks; none of them may start a thread.
+``tests/forked.py`` does once for all ranks; none of them may start a thread.
 """
 
 import contextlib
 import faulthandler
 import gc
+import multiprocessing
 import os
 import pickle
 import queue
@@ -160,6 +161,9 @@ def run(pool: Connection, stacks: Path, output: Path, rank: int, world_size: int
     """Answer the requests of ``pool`` until it hangs up; print into the file ``output``."""
     os.setsid()  # Ctrl-C is for the parent, which then kills its ranks
     os.chdir(REPOSITORY)
+    # The default again, as in a user's ranks, not what this process was started by: the workers of
+    # a DataLoader would import torch.
+    multiprocessing.set_start_method(None, force=True)
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

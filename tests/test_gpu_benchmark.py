@@ -7,13 +7,13 @@ import pytest
 import torch
 from benchmarks.gpu import MODELS, main
 
-from tests.rank_handle import CONTEXT, PRELOAD
+from tests.forked import CONTEXT, choose_imports_of_server
 
 
 def test_both_engines_train_as_one_of_eight(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    CONTEXT.set_forkserver_preload(PRELOAD)
+    choose_imports_of_server()
     monkeypatch.setattr("benchmarks.gpu.get_context", lambda _: CONTEXT)  # which has torch
     out = tmp_path / "gpu.json"
     words = ["--device", "cpu", "--models", "tiny", "--ranks", "8", "--steps", "2", "--rounds", "1"]

@@ -8,12 +8,17 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from torch.distributed.launcher.api import LaunchConfig
 
+import shardwise.train.run  # noqa: F401 (so that it is preloaded, see `tests.forked`)
 from shardwise.cli import main
-from tests.rank_handle import CONTEXT, PRELOAD
+from shardwise.launch import local
+from tests.forked import start_forked
 
 PATIENCE_SECONDS = 250.0
 
@@ -42,17 +47,15 @@ class Finished:
 class Command:
     """``shardwise`` with some arguments, in a process group of its own.
 
-    It is forked from the server of the ranks (`tests.rank_handle`), which has imported torch.
+    It is forked from the server of the ranks (`tests.forked`), which has imported torch, and
+    forks the ranks that it starts itself.
     """
 
     def __init__(self, arguments: Sequence[str | Path], cwd: Path, **changes: str) -> None:
         self._output = tempfile.TemporaryDirectory(prefix="command-")
         words = [str(word) for word in arguments]
-        CONTEXT.set_forkserver_preload(PRELOAD)
-        self._process = CONTEXT.Process(
-            target=_run_command, args=(words, cwd, environment(**changes), Path(self._output.name))
-        )
-        self._process.start()
+        output = Path(self._output.name)
+        self._process = start_forked(_run_command, words, cwd, environment(**changes), output)
 
     @property
     def pid(self) -> int:
@@ -89,7 +92,9 @@ def _run_command(arguments: list[str], cwd: Path, environ: dict[str, str], outpu
     os.environ.update(environ)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT), number)
-    sys.exit(main(arguments))
+    forking = partial(LaunchConfig, start_method="fork")
+    with mock.patch.object(local, LaunchConfig.__name__, forking):
+        sys.exit(main(arguments))
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -2,8 +2,6 @@
 
 import gc
 import hashlib
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -16,6 +14,7 @@ import shardwise as sw
 from shardwise.plan.units import Units
 from shardwise.train import model as gpt
 from shardwise.transport.device import peak_memory_bytes
+from tests.forked import run_forked
 from tests.models import CASES, WIDTH, Block, Stack
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import (
@@ -80,13 +79,30 @@ MODELS |= {
 }
 
 
+# Strategies by world size, and models. `make test` has every strategy, and every model.
+SOME = ["gpt", "tied, filled", "attention"]
+
+
 @pytest.mark.parametrize(
-    "ranks", [4, *(pytest.param(size, marks=pytest.mark.thorough) for size in (1, 2, 3))]
+    ("ranks", "strategies", "models"),
+    [
+        (2, ["fsdp"], [*MODELS]),
+        (2, ["ddp", "zero2"], SOME),
+        (4, ["hsdp"], SOME),
+        *(
+            pytest.param(ranks, strategies, [*MODELS], marks=pytest.mark.thorough)
+            for ranks, strategies in (
+                *((size, ["fsdp", "ddp", "zero2"]) for size in (1, 2, 3)),
+                (4, ["fsdp", "ddp", "zero2", "hsdp"]),
+            )
+        ),
+    ],
 )
-def test_sharding_a_meta_model_gives_the_bits_of_one_process(ranks: int) -> None:
-    expected = _digests_of_eager()
-    strategies = ["fsdp", "ddp", "zero2"] + ["hsdp"] * (ranks == 4)
-    for found in run_on(ranks, _digests, strategies, deadline=60.0):
+def test_sharding_a_meta_model_gives_the_bits_of_one_process(
+    ranks: int, strategies: list[str], models: list[str]
+) -> None:
+    expected = _digests_of_eager(models)
+    for found in run_on(ranks, _digests, strategies, models, deadline=60.0):
         assert set(found) == set(strategies)
         for strategy, digests in found.items():
             assert digests == expected, strategy
@@ -170,11 +186,7 @@ def test_no_more_than_one_unit_is_ever_whole() -> None:
 
 
 def test_the_memory_of_the_process_holds_shards_and_one_unit() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", __name__], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    grown, shards, unit = map(int, result.stdout.split())
+    grown, shards, unit = run_forked(_measure)
     assert grown < 1.1 * (shards + unit), (grown, shards, unit)
 
 
@@ -281,19 +293,20 @@ def test_ranks_that_initialise_differently_are_refused() -> None:
         sw.fully_shard(model, units=Block, init=sw.Initialization(seed=rank()))
 
 
-def _digests_of_eager() -> dict[str, str]:
+def _digests_of_eager(models: list[str]) -> dict[str, str]:
     found = {}
-    for name, (make, _, init_fn) in MODELS.items():
+    for name in models:
+        make, _, init_fn = MODELS[name]
         model = make()
         sw.initialize(model, SEED, init_fn=init_fn)
         found[name] = _digest(model)
     return found
 
 
-def _digests(strategies: list[str]) -> dict[str, dict[str, str]]:
+def _digests(strategies: list[str], models: list[str]) -> dict[str, dict[str, str]]:
     torch.manual_seed(rank())
     return {
-        strategy: {name: _digest(_from_meta(name, strategy)) for name in MODELS}
+        strategy: {name: _digest(_from_meta(name, strategy)) for name in models}
         for strategy in strategies
     }
 
@@ -348,8 +361,8 @@ def _live_bytes() -> int:
     return num_bytes
 
 
-def _measure() -> None:
-    """Print what a rank of eight grows by, its shards, and the largest unit: bytes."""
+def _measure() -> tuple[int, int, int]:
+    """What a rank of eight grows by, its shards, and the largest unit: bytes."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
@@ -363,12 +376,8 @@ def _measure() -> None:
     grown = _peak_bytes() - before
     plan = runtime_of(model).plan
     unit = max(unit.gathered_bytes for unit in plan.units)
-    sys.stdout.write(f"{grown} {plan.shard_bytes} {unit}\n")
+    return grown, plan.shard_bytes, unit
 
 
 def _peak_bytes() -> int:
     return peak_memory_bytes(torch.device("cpu"))
-
-
-if __name__ == "__main__":
-    _measure()

@@ -3,8 +3,6 @@
 Ranks are threads of one process, whose process group has no point-to-point exchanges either.
 """
 
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -14,6 +12,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import shardwise as sw
 from tests.features.training import TrippingAdamW
+from tests.forked import run_forked
 from tests.models import WIDTH, Block, build
 
 RANKS = 2
@@ -21,30 +20,29 @@ RANKS = 2
 
 def test_a_failing_optimizer_is_voted_on() -> None:
     # In a process of its own: torch's threaded process group replaces globals of torch's.
-    result = subprocess.run(
-        [sys.executable, "-m", __name__], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.split()) == ["undone:0", "undone:1"], result.stderr
+    assert sorted(run_forked(_train_in_threads)) == [*range(RANKS)]
 
 
-def _main() -> None:
+def _train_in_threads() -> list[int]:
+    """The ranks on which the failing step was undone."""
     from torch.testing._internal.distributed import multi_threaded_pg  # noqa: PLC0415
 
     multi_threaded_pg._install_threaded_pg()  # type: ignore[no-untyped-call]
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     seed, store = threading.Lock(), HashStore()
+    undone: list[int] = []
     ranks = [
-        threading.Thread(target=_rank, args=(rank, store, seed), daemon=True)
+        threading.Thread(target=_rank, args=(rank, store, seed, undone), daemon=True)
         for rank in range(RANKS)
     ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join()
+    return undone
 
 
-def _rank(rank: int, store: HashStore, seed: threading.Lock) -> None:
+def _rank(rank: int, store: HashStore, seed: threading.Lock, undone: list[int]) -> None:
     dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)
     with seed:  # torch's generator is one for all threads
         model = build("stack")
@@ -67,8 +65,4 @@ def _rank(rank: int, store: HashStore, seed: threading.Lock) -> None:
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
     optimizer.trips = False
     step()
-    sys.stdout.write(f"undone:{rank}\n")
-
-
-if __name__ == "__main__":
-    _main()
+    undone.append(rank)

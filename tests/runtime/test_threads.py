@@ -1,7 +1,5 @@
 """C9: nothing per rank stands in a module global, so ranks can be threads of one process."""
 
-import subprocess
-import sys
 import threading
 
 import torch
@@ -9,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import shardwise as sw
+from tests.forked import run_forked
 from tests.models import WIDTH, Block, build
 from tests.runtime.one_process import assert_equal_models, own_part
 
@@ -17,31 +16,28 @@ RANKS = 2
 
 def test_ranks_may_be_threads_of_one_process() -> None:
     # In a process of its own: torch's threaded process group replaces globals of torch's.
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.test_threads"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["equal"] * RANKS
+    assert run_forked(_train_in_threads) == RANKS
 
 
-def _main() -> None:
+def _train_in_threads() -> int:
+    """The number of ranks that trained as one process."""
     from torch.testing._internal.distributed import multi_threaded_pg  # noqa: PLC0415
 
     multi_threaded_pg._install_threaded_pg()  # type: ignore[no-untyped-call]
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     seed, store = threading.Lock(), HashStore()
-    ranks = [threading.Thread(target=_rank, args=(rank, store, seed)) for rank in range(RANKS)]
+    equal: list[int] = []
+    ranks = [
+        threading.Thread(target=_rank, args=(rank, store, seed, equal)) for rank in range(RANKS)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join()
+    return len(equal)
 
 
-def _rank(rank: int, store: HashStore, seed: threading.Lock) -> None:
+def _rank(rank: int, store: HashStore, seed: threading.Lock, equal: list[int]) -> None:
     dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)
     with seed:  # torch's generator is one for all threads
         reference, model = build("stack"), build("stack")
@@ -51,8 +47,4 @@ def _rank(rank: int, store: HashStore, seed: threading.Lock) -> None:
         reference(batch).square().mean().backward()
         model(own_part(batch)).square().mean().backward()
         assert_equal_models(model, reference, step)
-    sys.stdout.write("equal\n")
-
-
-if __name__ == "__main__":
-    _main()
+    equal.append(rank)
