@@ -263,6 +263,22 @@ def test_hybrid_strategies_need_groups(strategy: f.ShardingStrategy) -> None:
     assert wrapped(sharding_strategy=strategy)._inter_node_pg.size() == 1
 
 
+@on_ranks(2)
+def test_one_rank_is_warned_of() -> None:
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    with pytest.warns(UserWarning, match=r"NO_SHARD.* since the world size is 1"):
+        net = wrapped(process_group=alone)
+    assert net.sharding_strategy is f.ShardingStrategy.NO_SHARD
+
+
+def test_keys_of_loading_are_those_of_the_module() -> None:
+    net = wrapped()
+    states = net.state_dict() | {"blocks.0.other": torch.zeros(1)}
+    del states["blocks.0.norm.weight"]
+    missing, unexpected = net.load_state_dict(states, strict=False)
+    assert (missing, unexpected) == (["blocks.0.norm.weight"], ["blocks.0.other"])
+
+
 def test_containers_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="do not implement forward"):
         FSDP(nn.ModuleList([nn.Linear(2, 2)]))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload as TorchCPUOffload
@@ -126,6 +127,14 @@ class FullyShardedDataParallel(nn.Module):
             wrap_children(
                 module, auto_wrap_policy, type(self), options, ignored.modules, ignored.parameters
             )
+        no_shard = api.ShardingStrategy.NO_SHARD
+        if strategy is not no_shard and dist.is_initialized() and ranks.is_alone:
+            warnings.warn(
+                f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size "
+                "is 1.",
+                stacklevel=2,
+            )
+            strategy = no_shard
         self.sharding_strategy = strategy
         self.mixed_precision = mixed_precision or api.MixedPrecision()
         self.cpu_offload = cpu_offload or api.CPUOffload()
@@ -143,6 +152,9 @@ class FullyShardedDataParallel(nn.Module):
         for inner in self._wrappers_in(module):
             inner._is_inside = True
         self._state_dict_settings = state_dicts.default_settings()
+        self.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            state_dicts.clean_incompatible_keys
+        )
         self._ignored_params = ignored.parameters.union(*_ignored_inside(module))
         self._ignored_modules: set[nn.Module] = ignored.modules.union(
             *(inner._ignored_modules for inner in self._wrappers_in(module))

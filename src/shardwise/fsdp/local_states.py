@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -34,8 +33,7 @@ def use_local_states(mesh: DataParallelMesh) -> None:
 def as_dtensor(value: Any, parameter: Tensor) -> Any:
     """``value``, a state of ``parameter``, as a DTensor if it is what this rank has of one."""
     sharding = sharding_of(parameter)
-    is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-    if sharding is None or not is_plain or not value.ndim:
+    if sharding is None or type(value) is not Tensor or not value.ndim:
         return value
     return sharding.wrap(value) if value.shape == local_of(parameter).shape else value
 

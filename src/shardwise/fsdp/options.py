@@ -60,6 +60,10 @@ class Ranks:
         return 1 if self.strategy == "hsdp" and self.mesh is None else None
 
     @property
+    def is_alone(self) -> bool:
+        return all(group.size() == 1 for group in self.groups)
+
+    @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """FSDP1's ``process_group``: of the ranks, or, if hybrid, of shards and of replicas."""
         if self.mesh is not None:

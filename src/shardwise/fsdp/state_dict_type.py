@@ -17,6 +17,7 @@ from shardwise.fsdp.whole_mesh import on_whole_mesh
 from shardwise.runtime.tensor import ShardedTensor, sharding_of
 
 __all__ = [
+    "clean_incompatible_keys",
     "convert_for_saving",
     "default_settings",
     "get_state_dict_type",
@@ -140,6 +141,12 @@ def rename_for_loading(fsdp_module: nn.Module, state_dict: dict[str, Any], prefi
         if parameter is not None and isinstance(value, Tensor):
             value = _sharded_as(parameter, value, is_local=is_local)
         state_dict[inner + plain] = value
+
+
+def clean_incompatible_keys(_module: nn.Module, incompatible_keys: Any) -> None:
+    """Leave wrappers out of the keys that `load_state_dict` returns."""
+    for keys in (incompatible_keys.missing_keys, incompatible_keys.unexpected_keys):
+        keys[:] = [clean_name(key) for key in keys]
 
 
 def _sharded_as(parameter: nn.Parameter, value: Tensor, *, is_local: bool) -> Tensor:
