@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,7 @@ class Ours:
     strategy: str
     prefetch: int = 1
     transaction: bool = False
+    granularity: Literal["element", "dim"] = "element"
 
     def __call__(self, work: Work) -> Trainee:
         half = torch.bfloat16
@@ -67,6 +69,7 @@ class Ours:
             units=work.block,
             strategy=self.strategy,
             prefetch=self.prefetch,
+            granularity=self.granularity,
             sharding_factor=dist.get_world_size() // 2 if is_hybrid else None,
             mp_policy=policy,
         )
@@ -108,6 +111,7 @@ _ROWS = (
     _ours("zero1", Ours("zero1")),
     _ours("zero2", Ours("zero2")),
     _ours("fsdp", Ours("fsdp")),
+    _ours("fsdp-dim", Ours("fsdp", granularity="dim")),  # FSDP2's placements
     _ours("hsdp", Ours("hsdp")),
     _ours("hfsdp", Ours("hfsdp")),
     _ours("fsdp-no-prefetch", Ours("fsdp", prefetch=0), by_default=False),

@@ -27,8 +27,9 @@ def bench(
         str | None,
         typer.Option(
             metavar="NAME,NAME",
-            help="Strategies: ddp, zero1, zero2, fsdp, hsdp, hfsdp (default: those that the number "
-            "of ranks allows), fsdp-no-prefetch, fsdp-transaction.",
+            help="Strategies: ddp, zero1, zero2, fsdp, fsdp-dim (with FSDP2's placements), hsdp, "
+            "hfsdp (default: those that the number of ranks allows), fsdp-no-prefetch, "
+            "fsdp-transaction.",
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="Number of measured rounds.")] = 12,
