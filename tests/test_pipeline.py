@@ -226,6 +226,39 @@ def test_an_output_of_parameters_alone_gets_gradients() -> None:
         assert_close(full(parameter.grad), wanted.grad, f"gradient of {index}.{name}")
 
 
+def fail_once(limit: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """A loss that raises when it is computed the ``limit``-th time."""
+    calls: list[int] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == limit:
+            raise ValueError("no loss")
+        return loss_of(output, target)
+
+    return loss
+
+
+@on_ranks(2)
+def test_a_step_after_one_that_failed_equals_one_process() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(0)
+    reference = Stage().double()
+    model = sw.fully_shard(copy.deepcopy(reference), mesh=mesh["dp"], units=Block)
+    schedule = build_schedule(pipelining.Schedule1F1B, mesh, {0: model}, 1)
+    schedule._loss_fn = fail_once(3)
+    x, y = torch.randn(2, 2 * MICROBATCHES * ROWS, WIDTH).double()
+    own, target = (t.chunk(2)[mesh["dp"].get_local_rank()] for t in (x, y))
+    with pytest.raises(ValueError, match="no loss"):
+        schedule.step(own, target=target)
+    schedule._internal_losses.clear()
+    schedule.step(own, target=target)
+    accumulate_reference([reference], x, y, torch.float64)
+    for _, name, parameter, wanted in pairs({0: model}, [reference]):
+        gradient = None if parameter.grad is None else full(parameter.grad)
+        assert_close(gradient, wanted.grad, name)
+
+
 @on_ranks(2)
 def test_stages_that_cannot_run_are_refused() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))

@@ -22,7 +22,7 @@ from torch.distributed import pipelining
 
 from shardwise import _private
 from shardwise.errors import PlanError, StepError
-from shardwise.runtime.module import FSDPModule, runtime_of_root
+from shardwise.runtime.module import FSDPModule, runtime_of_root, runtimes_in
 from shardwise.runtime.scheduler import Scheduler
 
 __all__ = ["PipelineStage"]
@@ -36,35 +36,34 @@ class PipelineStage(pipelining.PipelineStage):
     """
 
     @property
-    def _scheduler(self) -> Scheduler | None:
-        """What runs the module; None if it is not sharded.
+    def _schedulers(self) -> list[Scheduler]:
+        """What runs the module, and models of their own inside it; nothing if it is not sharded.
 
         Raises:
-            PlanError: only modules inside it are.
+            PlanError: only modules inside it are sharded.
         """
         if isinstance(self.submod, FSDPModule):
-            return runtime_of_root(self.submod).scheduler
+            runtime_of_root(self.submod)
+            return [runtime.scheduler for runtime in runtimes_in(self.submod)]
         for name, module in self.submod.named_modules():
             if isinstance(module, FSDPModule):
                 raise PlanError(
                     f"stage {self.stage_index}: {name} is sharded and {type(self.submod).__name__} "
                     "around it is not; call fully_shard on the stage's module, too"
                 )
-        return None
+        return []
 
     def clear_runtime_states(self) -> None:
         """Begin a step."""
         super().clear_runtime_states()
-        scheduler = self._scheduler
-        if scheduler is None:
-            return
-        if scheduler.steps_in_backward:
-            raise PlanError(
-                f"stage {self.stage_index}: sw.optimizer_in_backward would step before the "
-                "schedule divides gradients by the number of micro-batches; step after it"
-            )
-        if scheduler.sequencer.holds_gradients:
-            scheduler.abandon(StepError("the last step of the pipeline did not reach its end"))
+        for scheduler in self._schedulers:
+            if scheduler.steps_in_backward:
+                raise PlanError(
+                    f"stage {self.stage_index}: sw.optimizer_in_backward would step before the "
+                    "schedule divides gradients by the number of micro-batches; step after it"
+                )
+            if scheduler.sequencer.holds_gradients:
+                scheduler.abandon(StepError("the last step of the pipeline did not reach its end"))
         self._accumulate(True)
 
     def forward_one_chunk(
@@ -96,17 +95,18 @@ class PipelineStage(pipelining.PipelineStage):
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
         """A backward of one micro-batch, or one of its halves."""
-        scheduler = self._scheduler
-        if scheduler is None:
+        schedulers = self._schedulers
+        if not schedulers:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if backward_type == "weight":
-            _private.stage_backward_weight(_trained(scheduler), bwd_kwargs["param_groups"])
-            scheduler.take_gradients()
+            _private.stage_backward_weight(_trained(schedulers), bwd_kwargs["param_groups"])
+            for scheduler in schedulers:
+                scheduler.take_gradients()
             return (), None
         outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
         gradients = bwd_kwargs["output_grads"]
         if backward_type == "input" and self._is_divisible:
-            return _private.stage_backward_input(outputs, gradients, inputs, _trained(scheduler))
+            return _private.stage_backward_input(outputs, gradients, inputs, _trained(schedulers))
         if backward_type == "full" and last_backward:
             self._accumulate(False)
         if backward_type == "input" and self.is_last:
@@ -121,28 +121,28 @@ class PipelineStage(pipelining.PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """End a step, and divide its gradients."""
-        if self._scheduler is None:
-            super().perform_reduce_grad(grad_scale_factor)
-        else:
+        if self._schedulers:
             self.scale_grads(grad_scale_factor)
+        else:
+            super().perform_reduce_grad(grad_scale_factor)
 
     def _end_step(self) -> None:
-        scheduler = self._scheduler
-        if scheduler is not None:
-            self._accumulate(False)
+        self._accumulate(False)
+        for scheduler in self._schedulers:
             scheduler.finish_accumulation()
 
     def _accumulate(self, accumulates: bool) -> None:
         """Whether units stay gathered and gradients whole."""
-        assert isinstance(self.submod, FSDPModule)
-        self.submod.set_reshard_after_forward(False)
-        self.submod.set_reshard_after_backward(not accumulates)
-        self.submod.set_requires_gradient_sync(not accumulates)
+        if isinstance(self.submod, FSDPModule):
+            self.submod.set_reshard_after_forward(False)
+            self.submod.set_reshard_after_backward(not accumulates)
+            self.submod.set_requires_gradient_sync(not accumulates)
 
 
-def _trained(scheduler: Scheduler) -> Iterator[nn.Parameter]:
+def _trained(schedulers: Iterable[Scheduler]) -> Iterator[nn.Parameter]:
     """The parameters that forward computed with: those of the modules while they are gathered."""
-    for unit in scheduler.units:
+    units = (unit for scheduler in schedulers for unit in scheduler.units)
+    for unit in units:
         for gradients in unit.gradients:
             for parameter in gradients.parameters:
                 if parameter.dense.requires_grad:

@@ -39,6 +39,7 @@ __all__ = [
     "reduce_with",
     "register_forward_method",
     "runtime_of_root",
+    "runtimes_in",
     "unit_of",
 ]
 
@@ -84,7 +85,7 @@ def gathered(module: nn.Module, *, write_back: bool = False) -> Iterator[None]:
         PlanError: a change does not fit the shards, or differs between ranks.
     """
     with contextlib.ExitStack() as stack:
-        for runtime in _runtimes_in(module):
+        for runtime in runtimes_in(module):
             stack.enter_context(runtime.scheduler.gathered(write_back=write_back))
         yield
 
@@ -497,7 +498,8 @@ def _units_in(module: nn.Module, *, recurse: bool) -> dict[Runtime, list[int]]:
     return found
 
 
-def _runtimes_in(module: nn.Module) -> list[Runtime]:
+def runtimes_in(module: nn.Module) -> list[Runtime]:
+    """What runs the units in ``module``: several, if some of them are models of their own."""
     return list(_units_in(module, recurse=True))
 
 
