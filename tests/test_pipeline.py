@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise as sw
+from shardwise.features import fused_wgrad
 from shardwise.pipeline import PipelineStage
 from shardwise.schedule.events import EventKind
 from tests.ranks import on_ranks
@@ -282,7 +283,15 @@ def test_training_with_tensor_parallelism_equals_one_process(kind: Any) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("kind", [pipelining.Schedule1F1B, pipelining.ScheduleZBVZeroBubble])
+@pytest.mark.parametrize("kind", [*V, pytest.param(FLAT[1], marks=pytest.mark.thorough)])
+def test_gradients_computed_in_their_slots_equal_one_process(kind: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_wgrad, "_LEAST_ELEMENTS", 0)  # as in layers of any size
+        check_training(kind, init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", [FLAT[1], pytest.param(V[0], marks=pytest.mark.thorough)])
 def test_mixed_precision_equals_one_process(kind: Any) -> None:
     """Compute in float32, whose gradients are added in float64."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))

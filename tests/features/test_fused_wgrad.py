@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise.features.fused_wgrad import SlotLinear
 from shardwise.runtime.gradients import GradientBuffer
 from tests.ranks import run_on
-from tests.runtime.one_process import rank
+from tests.runtime.one_process import rank, runtime_of
 
 WIDTH = 256  # a weight is large enough for a slot
 VOCABULARY = 300
@@ -348,3 +348,15 @@ def _classes() -> tuple[str, str, bool, list[str]]:
 
 def test_subclasses_without_a_forward_compute_in_their_slot_unless_they_would_notice() -> None:
     assert run_on(2, _classes) == [("Plain", "Registered", True, [])] * 2
+
+
+def test_a_backward_to_inputs_computes_no_weight_gradient() -> None:
+    """And one to weights none of the input: the halves that zero-bubble schedules run."""
+    model: Any = sw.fully_shard(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))))
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    loss = model(x).sum()
+    weights = [parameter.dense for parameter in runtime_of(model).units[0].parameters]
+    for wanted, products in (([x], 2), (weights, 3)):
+        with FlopCounterMode(display=False) as counter:
+            torch.autograd.grad(loss, wanted, retain_graph=True)
+        assert counter.get_total_flops() == products * 2 * x.numel() * WIDTH

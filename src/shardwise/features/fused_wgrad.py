@@ -177,6 +177,8 @@ class _Linear(torch.autograd.Function):
         x, weight = saved.saved_tensors  # [..., inputs], [outputs, inputs]
         rows = gradient.reshape(-1, weight.shape[0])
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        needs_x = needs_x and _is_wanted(ctx.next_functions[0][0])
+        needs_weight = needs_weight and _is_wanted(ctx.next_functions[1][0])
         of_weight = None
         if needs_weight:
             offered = ctx.offer() if _goes_to_grad(ctx.next_functions[1][0]) else None
@@ -238,6 +240,14 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
         and not torch.is_autocast_enabled(x.device.type)
         and not _private.is_transformed_by_functorch()
     )
+
+
+def _is_wanted(node: Any) -> bool:
+    """Whether this backward reaches ``node``; one to some tensors only, of a pipeline, may not."""
+    try:
+        return _private.will_execute(node)
+    except RuntimeError:  # so says torch in `torch.autograd.grad`, which returns what comes there
+        return True
 
 
 def _goes_to_grad(node: Any) -> bool:
