@@ -1,11 +1,13 @@
 """Parameters of torchao's classes: float8 weights, and NF4 ones under LoRA."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -77,7 +79,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 @on_ranks(2, deadline=60.0)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("shard", [fsdp.fully_shard, sw.fully_shard])
-def test_qlora_on_a_llama_equals_one_process(shard: Any, reshard: bool) -> None:
+def test_qlora_on_a_llama_equals_one_process(shard: Any, reshard: bool, tmp_path: Path) -> None:
     model, alone = qlora(), qlora()
     for block in model.model.layers:
         shard(block, reshard_after_forward=reshard)
@@ -99,6 +101,10 @@ def test_qlora_on_a_llama_equals_one_process(shard: Any, reshard: bool) -> None:
     for sharded, expected in zip(model.parameters(), alone.parameters(), strict=True):
         if expected.requires_grad:
             torch.testing.assert_close(sharded.full_tensor(), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(sw.CheckpointError, match="weight: a NF4Tensor cannot be saved"):
+        sw.save(tmp_path / "model", model=model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    dcp.save(trained, checkpoint_id=tmp_path / "adapter")  # type: ignore[attr-defined]
 
 
 def float8(model: nn.Module) -> nn.Module:

@@ -20,9 +20,10 @@ from shardwise.checkpoint.slices import Slices
 from shardwise.checkpoint.stores import Folder
 from shardwise.errors import CheckpointError
 from shardwise.plan.strategy import STRATEGIES
+from shardwise.plan.units import keeps_its_class
 from shardwise.runtime.mesh import DataParallelMesh, all_ranks_of, resolve_mesh
 from shardwise.runtime.module import FSDPModule
-from shardwise.runtime.tensor import mesh_of, sharding_of
+from shardwise.runtime.tensor import local_of, mesh_of, sharding_of
 
 __all__ = [
     "Collected",
@@ -117,6 +118,12 @@ def check_storable(key: str, tensor: Tensor) -> None:
         raise CheckpointError(
             f"{key}: a DTensor with placements {tensor.placements} cannot be saved, because no "
             "rank has its elements; pass its full_tensor()"
+        )
+    if keeps_its_class(tensor):
+        kind = type(local_of(tensor) if isinstance(tensor, DTensor) else tensor).__name__
+        raise CheckpointError(
+            f"{key}: a {kind} cannot be saved, because its elements are not in one tensor; save "
+            "the parameters that are trained with torch.distributed.checkpoint"
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
