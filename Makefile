@@ -12,8 +12,8 @@ train: $(READY)  ## train a small model on the standard library's source, on thi
 test: $(READY)  ## every property once (tests/README.md)
 	$(BIN)/python -m pytest
 
-thorough: $(READY)  ## the combinations that `make test` leaves out
-	$(BIN)/python -m pytest -m thorough
+thorough: $(READY)  ## the combinations that `make test` leaves out; PART=3/20 for some of them
+	$(BIN)/python -m pytest -m thorough $(if $(PART),--part $(PART))
 
 check: $(READY)
 	$(BIN)/ruff check

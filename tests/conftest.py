@@ -1,5 +1,6 @@
 """Fixtures of every test: ranks that end with the session, and a check for what is left running."""
 
+import zlib
 from collections.abc import Iterator
 
 import hypothesis
@@ -28,3 +29,31 @@ def _rank_pools() -> Iterator[None]:
 def _no_leaks() -> Iterator[None]:
     with fail_on_leaks():
         yield
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part",
+        metavar="K/N",
+        type=_read_part,
+        help="run only part K of N parts of the tests, K from 0 to N-1 (by a hash of their ids)",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part: tuple[int, int] | None = config.getoption("part")
+    if part is None:
+        return
+    number, parts = part
+    inside = [zlib.crc32(item.nodeid.encode()) % parts == number for item in items]
+    config.hook.pytest_deselected(
+        items=[item for item, is_inside in zip(items, inside, strict=True) if not is_inside]
+    )
+    items[:] = [item for item, is_inside in zip(items, inside, strict=True) if is_inside]
+
+
+def _read_part(text: str) -> tuple[int, int]:
+    number, _, parts = text.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and int(number) < int(parts)):
+        raise pytest.UsageError(f"--part {text}: expected K/N with K from 0 to N-1, as in 3/20")
+    return int(number), int(parts)

@@ -29,6 +29,8 @@ PRELOAD_IF_IMPORTED = (
     "shardwise.train.run",
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
+    "torch.distributed.optim",
+    "torch._dynamo.testing",
 )
 LAST = "tests.frozen"  # hides all of the above from the garbage collector
 DEADLINE_SECONDS = 120.0

@@ -50,7 +50,10 @@ def losses_of(dtype: str, names: list[str]) -> dict[str, list[float]]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-6), ("bf16", 2e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [("fp32", 1e-6), pytest.param("bf16", 2e-3, marks=pytest.mark.thorough)],
+)
 def test_all_engines_have_the_same_losses(dtype: str, tolerance: float) -> None:
     names = [name for name in HERE if ENGINES[name].suits(2)]
     assert {"fsdp2-async", "zero-optimizer", "shardwise-fsdp-transaction"} <= set(names)
@@ -108,6 +111,7 @@ def test_copies_on_the_threads_of_the_engine_count() -> None:
     assert traffic.copied_bytes == 64 * 64 * 4 // 2
 
 
+@pytest.mark.thorough  # tests/cli/test_bench.py runs it as well
 @on_ranks(2)
 def test_tiny_units_train() -> None:
     names = ["ddp", "shardwise-fsdp"]

@@ -51,11 +51,15 @@ class Command:
     forks the ranks that it starts itself.
     """
 
+    main = staticmethod(main)
+
     def __init__(self, arguments: Sequence[str | Path], cwd: Path, **changes: str) -> None:
         self._output = tempfile.TemporaryDirectory(prefix="command-")
         words = [str(word) for word in arguments]
         output = Path(self._output.name)
-        self._process = start_forked(_run_command, words, cwd, environment(**changes), output)
+        self._process = start_forked(
+            _run_command, self.main, words, cwd, environment(**changes), output
+        )
 
     @property
     def pid(self) -> int:
@@ -85,7 +89,13 @@ class Command:
         return Finished(code, *texts)
 
 
-def _run_command(arguments: list[str], cwd: Path, environ: dict[str, str], output: Path) -> None:
+def _run_command(
+    main: Callable[[list[str]], int],
+    arguments: list[str],
+    cwd: Path,
+    environ: dict[str, str],
+    output: Path,
+) -> None:
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()

@@ -6,11 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+import pytest
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardwise.checkpoint.directory import latest
+from shardwise.cli import main
 
 from .commands import PATIENCE_SECONDS, Command, environment, losses
 
@@ -22,6 +26,7 @@ def settings(directory: Path, *more: str) -> list[str]:
     return [word for setting in chosen for word in ("--set", setting)]
 
 
+@pytest.mark.thorough  # the next test has the launcher of torchrun in one process
 def test_a_rank_killed_under_torchrun_is_restarted(tiny: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -43,7 +48,43 @@ def test_a_rank_killed_under_torchrun_is_restarted(tiny: Path, tmp_path: Path) -
     os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
     stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, stderr
-    assert re.search(r"resuming after step \d*[05]: ", stdout)
+    _assert_resumed(stdout, directory)
+
+
+def test_a_killed_rank_is_restarted(tiny: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    chosen = settings(directory, "run.overwrite=true")
+    command = RestartedCommand(["train", tiny, *chosen], tmp_path)
+    command.wait_for(lambda: latest(directory / "checkpoints") is not None)
+    os.kill(max(child.pid for child in psutil.Process(command.pid).children()), signal.SIGKILL)
+    finished = command.finish()
+    assert finished.code == 0, finished.stderr
+    _assert_resumed(finished.stdout, directory)
+
+
+def launch_with_restart(arguments: Sequence[str] | None = None) -> int:
+    """Run the command on two ranks as torchrun does: all start again if one dies."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=1,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    codes: dict[int, int] = elastic_launch(config, main)(arguments)
+    return max(codes.values())
+
+
+class RestartedCommand(Command):
+    main = staticmethod(launch_with_restart)
+
+
+def _assert_resumed(printed: str, directory: Path) -> None:
+    assert re.search(r"resuming after step \d*[05]: ", printed)
     assert len(losses(directory)) == 60, "a line is missing or repeated"
     assert (directory / "summary.json").exists()
 
@@ -65,6 +106,7 @@ def test_an_interrupt_saves_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
     assert len(losses(directory)) == int(step)
 
 
+@pytest.mark.thorough
 def test_a_soak_of_a_few_kills() -> None:
     command = [sys.executable, "-m", "tests.soak", "--kills", "2", "--steps", "8"]
     root = Path(__file__).parents[2]

@@ -24,17 +24,18 @@ from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import TOLERANCE, assert_close
 
 PRESETS = tuple(dict.fromkeys(row.name for row in STRATEGIES.values()))
+CHEAP = ((2, "moe"), (4, "lora"))
 
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [
-        *((4, name) for name in ("moe", "lora")),
+        *CHEAP,
         *(
             pytest.param(ranks, name, marks=pytest.mark.thorough)
             for ranks in (2, 4)
             for name in BUILT_IN
-            if (ranks, name) not in ((4, "moe"), (4, "lora"))
+            if (ranks, name) not in CHEAP
         ),
     ],
 )
@@ -45,7 +46,7 @@ def test_every_preset_is_equal_on_every_model(ranks: int, name: str) -> None:
         assert all(one.num_steps == 2 for one in found.comparisons)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_a_corrupted_gradient_is_named_on_every_rank(ranks: int) -> None:
     name = "blocks.1.attention.out.weight"
     results = run_on(ranks, _verify_built_in, "gpt", name, deadline=60.0)
@@ -147,22 +148,26 @@ def test_the_reference_trains_on_the_whole_batch() -> None:
 
 
 @on_ranks(4, deadline=40.0)
+def test_a_mesh_and_one_of_its_axes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = sw.verify(Stack, _rows, mesh=mesh, loss_fn=_square, quiet=True)
+    assert found.ok
+    assert {"hsdp"} <= {one.strategy for one in found.comparisons} < set(PRESETS)
+    row = mesh["shard"]
+    found = sw.verify(Stack, _rows, mesh=row, loss_fn=_square, quiet=True)
+    assert found.num_ranks == 2
+    assert {"fsdp"} <= {one.strategy for one in found.comparisons} < set(PRESETS)
+
+
+@on_ranks(2, thorough=(4,), deadline=40.0)
 def test_other_arguments() -> None:
     """Each changes what is computed, and none the verdict."""
     usual: dict[str, Any] = {"loss_fn": _square, "quiet": True}
     for options in ({"unused": "zeros", "units": None}, {"prefetch": 0, "units": Block}):
         found = sw.verify(UnusedAndReused, _rows, "fsdp", **usual, **options)
         assert found.ok, found.explanation
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    found = sw.verify(Stack, _rows, mesh=mesh, **usual)
-    assert found.ok
-    assert {"hsdp"} <= {one.strategy for one in found.comparisons} < set(PRESETS)
     for policy in (sw.CPUOffloadPolicy(), sw.CPUOffloadPolicy(parameters=False)):
         assert sw.verify(Stack, _rows, ("zero2", "fsdp"), offload_policy=policy, **usual).ok
-    row = mesh["shard"]
-    found = sw.verify(Stack, _rows, mesh=row, **usual)
-    assert found.num_ranks == 2
-    assert {"fsdp"} <= {one.strategy for one in found.comparisons} < set(PRESETS)
     batch = {"x": torch.randn(8, WIDTH), "scale": 3}
     found = sw.verify(KeywordLoss, lambda _: batch, "fsdp", quiet=True)
     assert found.ok

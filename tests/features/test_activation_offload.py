@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,37 +12,36 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
+from tests.covering import covered_first
 from tests.models import CASES, WIDTH, Block, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw, assert_close, assert_equal_models, own_part, runtime_of
 
+OFFLOADED = ("checkpointed inside, reentrant", "gpt", "checkpointed inside", "unused and reused")
 ROWS = 240  # so that activations are more than what is not worth moving
 
 
 @on_ranks(2, deadline=40.0)
 @pytest.mark.parametrize(
-    "strategy",
-    ["fsdp", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("zero2", "ddp"))],
+    ("name", "way", "strategy"),
+    covered_first(product(OFFLOADED, range(3), ("fsdp", "zero2", "ddp"))),
 )
-def test_gradients_are_those_of_one_process(strategy: str) -> None:
-    names = ["checkpointed inside", "checkpointed inside, reentrant", "gpt", "unused and reused"]
-    for name in names if strategy == "fsdp" else names[1:3]:
-        case = CASES[name]
-        for offload in OFFLOADS:
-            reference, model = build(name), build(name)
-            sw.fully_shard(model, units=case.units, strategy=strategy, prefetch=2)
-            optimizers = [adamw(one.parameters()) for one in (reference, model)]
-            for step in range(2):
-                batches = [case.batch(ROWS) for _ in "ab"]
-                with offload(model):  # several forwards before their backward
-                    losses = [case.loss(model(own_part(batch))) for batch in batches]
-                sum(losses).backward()  # type: ignore[union-attr]
-                sum(case.loss(reference(batch)) for batch in batches).backward()  # type: ignore[union-attr]
-                for optimizer in optimizers:
-                    optimizer.step()
-                assert_equal_models(model, reference, step)
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
+def test_gradients_are_those_of_one_process(name: str, way: int, strategy: str) -> None:
+    case, offload = CASES[name], OFFLOADS[way]
+    reference, model = build(name), build(name)
+    sw.fully_shard(model, units=case.units, strategy=strategy, prefetch=2)
+    optimizers = [adamw(one.parameters()) for one in (reference, model)]
+    for step in range(2):
+        batches = [case.batch(ROWS) for _ in "ab"]
+        with offload(model):  # several forwards before their backward
+            losses = [case.loss(model(own_part(batch))) for batch in batches]
+        sum(losses).backward()  # type: ignore[union-attr]
+        sum(case.loss(reference(batch)) for batch in batches).backward()  # type: ignore[union-attr]
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_equal_models(model, reference, step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
 
 
 @on_ranks(2)

@@ -1,6 +1,7 @@
 """An optimizer that steps in backward trains as one that steps after it."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import shardwise as sw
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.schedule.events import EventKind
 from shardwise.schedule.sequencer import schedule
+from tests.covering import covered_first
 from tests.models import CASES, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks, run_on
 from tests.runtime.modules import Choosing
@@ -99,7 +101,7 @@ def test_few_gradients_are_alive_at_once() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero1", marks=pytest.mark.thorough)])
 def test_every_unit_is_stepped_once_after_its_last_use(strategy: str) -> None:
     def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
         reference, model = make().double(), make().double()
@@ -183,8 +185,12 @@ def test_unused_parameters_that_are_an_error_are_named() -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hfsdp"])
-@pytest.mark.parametrize("method", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@pytest.mark.parametrize(
+    ("strategy", "method"),
+    covered_first(
+        product(("ddp", "fsdp", "hfsdp"), ("set_requires_gradient_sync", "set_requires_all_reduce"))
+    ),
+)
 def test_gradients_may_wait_for_the_last_micro_batch(strategy: str, method: str) -> None:
     reference, model = build("gpt"), build("gpt")
     sw.fully_shard(model, units="auto", **options_of(strategy))

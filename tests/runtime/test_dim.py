@@ -52,17 +52,21 @@ def test_every_strategy_trains_as_in_one_process(strategy: str, name: str) -> No
     assert_equal_training(name, granularity="dim", **options_of(strategy))
 
 
-@on_ranks(4)
+@on_ranks(2, thorough=(4,))
 def test_other_loops_train_as_in_one_process() -> None:
     assert_equal_training("stack", granularity="dim", accumulate=2, clip=0.01)
     assert_equal_training("stack", granularity="dim", prefetch=0, set_to_none=False)
-    assert_equal_training("stack", granularity="dim", reshard_after_forward=2)
     assert_equal_training("stack", granularity="dim", reshard_after_forward=False)
     assert_equal_training("stack", granularity="dim", offload_policy=sw.CPUOffloadPolicy())
     last = Shard(-1)
     assert_equal_training("gpt", granularity="dim", shard_placement_fn=lambda _: last)
     mixed = {"*.weight": "dim", "*": "element"}
     assert_equal_training("stack", granularity=mixed, clip=0.01)
+
+
+@on_ranks(4)
+def test_parameters_are_gathered_again_from_a_smaller_group() -> None:
+    assert_equal_training("stack", granularity="dim", reshard_after_forward=2)
 
 
 @on_ranks(2, 3)

@@ -104,27 +104,34 @@ def test_random_models_and_options(seeds: range) -> None:
                 optimizer.zero_grad()
 
 
-@on_ranks(2, deadline=30.0)
-def test_two_forwards_before_two_backwards() -> None:
-    orders: list[list[int]] = [[0, 1], [1, 0]]
-    units: list[Any] = [Block, Block, Block, None]
-    for unit, reshard in zip(units, (None, True, False, None), strict=True):
-        for order in orders:
-            reference, model = build("stack"), build("stack")
-            sw.fully_shard(model, units=unit, reshard_after_forward=reshard)
-            for step in range(3):
-                batches = [torch.randn(BATCH, WIDTH).double() for _ in order]
-                losses = [model(own_part(batch)).square().mean() for batch in batches]
-                for position in order:
-                    losses[position].backward()
-                sum(reference(batch).square().mean() for batch in batches).backward()
-                assert_equal_models(model, reference, step)
-                both = sum(model(own_part(batch)).sin().mean() for batch in batches)
-                both.backward()
-                sum(reference(batch).sin().mean() for batch in batches).backward()
-                assert_equal_models(model, reference, step)
-                model.zero_grad()
-                reference.zero_grad()
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("units", "reshard", "order"),
+    covered_first(
+        (*row, order)
+        for row, order in product(
+            ((Block, None), (Block, True), (Block, False), (None, None)), ([0, 1], [1, 0])
+        )
+    ),
+)
+def test_two_forwards_before_two_backwards(
+    units: Any, reshard: bool | None, order: list[int]
+) -> None:
+    reference, model = build("stack"), build("stack")
+    sw.fully_shard(model, units=units, reshard_after_forward=reshard)
+    for step in range(3):
+        batches = [torch.randn(BATCH, WIDTH).double() for _ in order]
+        losses = [model(own_part(batch)).square().mean() for batch in batches]
+        for position in order:
+            losses[position].backward()
+        sum(reference(batch).square().mean() for batch in batches).backward()
+        assert_equal_models(model, reference, step)
+        both = sum(model(own_part(batch)).sin().mean() for batch in batches)
+        both.backward()
+        sum(reference(batch).sin().mean() for batch in batches).backward()
+        assert_equal_models(model, reference, step)
+        model.zero_grad()
+        reference.zero_grad()
 
 
 @on_ranks(3)

@@ -26,7 +26,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@on_ranks(1, 2)
+@on_ranks(2, thorough=(1,))
 @pytest.mark.parametrize("name", IN_MODULE_ORDER)
 def test_recorded_is_scheduled(name: str) -> None:
     case = CASES[name]

@@ -30,7 +30,7 @@ from tests.runtime.one_process import (
 
 # World sizes at which a strategy is compared with one process; "fsdp" is, in test_equality.py.
 SIZES = {
-    "ddp": (3, 2, 4),
+    "ddp": (2, 3, 4),
     "zero2": (3,),
     "hsdp": (4,),
     "hfsdp": (4,),
@@ -91,8 +91,10 @@ def test_parameters_are_gathered_again_from_a_smaller_group(
 
 
 @on_ranks(4, deadline=60.0)
-@pytest.mark.parametrize("strategy", [*PRESETS])
-@pytest.mark.parametrize("method", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@pytest.mark.parametrize(
+    ("strategy", "method"),
+    covered_first(product(PRESETS, ("set_requires_gradient_sync", "set_requires_all_reduce"))),
+)
 def test_gradients_may_wait_for_the_last_micro_batch(strategy: str, method: str) -> None:
     reference, model = build("gpt"), build("gpt")
     sw.fully_shard(model, units="auto", **options_of(strategy))
@@ -159,7 +161,7 @@ def test_a_smaller_group_needs_only_a_part() -> None:
 @on_ranks(2)
 def test_ddp_reduces_during_backward_without_being_told_units() -> None:
     model = nn.Sequential(
-        *(nn.Linear(1024, 7000) if i % 2 else nn.Linear(7000, 1024) for i in range(4))
+        *(nn.Linear(1024, 7000) if i % 2 else nn.Linear(7000, 1024) for i in range(3))
     )
     sw.fully_shard(model, strategy="ddp")
     for _ in range(2):
@@ -215,8 +217,9 @@ def test_a_mesh_that_does_not_fit_the_strategy() -> None:
 
 
 @on_ranks(4, deadline=40.0)
-@pytest.mark.parametrize("raising", [0, 3])
-@pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
+@pytest.mark.parametrize(
+    ("strategy", "raising"), covered_first(product(("ddp", "hsdp"), (0, 3)), strength=1)
+)
 def test_an_exception_reaches_every_replica(strategy: str, raising: int) -> None:
     reference = nn.Sequential(Block(), FailingLinear(), Block()).double()
     model = nn.Sequential(Block(), FailingLinear(), Block()).double()

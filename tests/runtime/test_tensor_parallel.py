@@ -1,6 +1,7 @@
 """Tensor parallelism on one dim of a mesh and shards on the other train as one process."""
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,10 +19,17 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwise as sw
+from tests.covering import covered_first
 from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw, assert_close, full
 
 WIDTH, TOKENS, BATCH = 8, 4, 4
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reshard_after_forward": False},
+    {"strategy": "zero2"},
+    {"strategy": "ddp"},
+]
 
 
 class Block(nn.Module):
@@ -68,9 +76,8 @@ def parallelize(block: nn.Module, mesh: DeviceMesh, kind: str) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("kind", ["tensor", "sequence"])
 @pytest.mark.parametrize(
-    "options", [{}, {"reshard_after_forward": False}, {"strategy": "zero2"}, {"strategy": "ddp"}]
+    ("options", "kind"), covered_first(product(OPTIONS, ("tensor", "sequence")))
 )
 def test_training_equals_one_process(kind: str, options: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
