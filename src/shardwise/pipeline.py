@@ -13,6 +13,7 @@ gradients of ``submod.parameters()``, gets none: those are shards, which no forw
 So a step holds a stage's parameters and gradients whole, as ``strategy="zero2"`` does.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -99,9 +100,10 @@ class PipelineStage(pipelining.PipelineStage):
         if not schedulers:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if backward_type == "weight":
-            _private.stage_backward_weight(_trained(schedulers), bwd_kwargs["param_groups"])
-            for scheduler in schedulers:
-                scheduler.take_gradients()
+            with contextlib.ExitStack() as stack:
+                for scheduler in schedulers:
+                    stack.enter_context(scheduler.taking_gradients())
+                _private.stage_backward_weight(_trained(schedulers), bwd_kwargs["param_groups"])
             return (), None
         outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
         gradients = bwd_kwargs["output_grads"]

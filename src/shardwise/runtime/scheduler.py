@@ -52,6 +52,7 @@ class Scheduler:
         self._recovery = Recovery(self.units)
         self._offloading: Unit | None = None
         self._hidden: dict[int, Call] = {}
+        self._shows_dense = False  # by `taking_gradients`
         self.is_in_transaction = False
 
     @cached_property
@@ -186,11 +187,23 @@ class Scheduler:
         """Whether its gradients reach the parameters in this backward and wait for no other."""
         return self.sequencer.reduce_grads[index] and self.sequencer.all_reduce_grads[index]
 
-    def take_gradients(self) -> None:
-        """Take what was put into ``.grad`` of dense parameters other than by a backward."""
-        with self.guarded():
-            for unit in self.units:
-                unit.take_gradients()
+    @contextlib.contextmanager
+    def taking_gradients(self) -> Iterator[None]:
+        """Show the modules their dense parameters, and take what ``.grad`` of these has at the end.
+
+        For backwards of parts of a graph, which begin where no hook is; all units are gathered.
+        """
+        self._shows_dense = True
+        try:
+            with self.guarded():
+                for unit in self.units:
+                    unit.use_unsharded()
+                yield
+                for unit in self.units:
+                    unit.take_gradients()
+        finally:
+            self._shows_dense = False
+        self._conceal(range(len(self.units)))
 
     def finish_accumulation(self) -> None:
         """Reduce the gradients that wait for it, as a backward would at its end, and free all."""
@@ -342,7 +355,7 @@ class Scheduler:
 
     def _conceal(self, indices: Sequence[int]) -> None:
         for index in indices:
-            if not self.sequencer.is_in_use(index):
+            if not self._shows_dense and not self.sequencer.is_in_use(index):
                 self.units[index].use_sharded()
 
     def _begin_backward_of(self, unit: Unit, _links: Communicator) -> None:
