@@ -1,14 +1,17 @@
 """Runs `shardwise verify` on the ranks of a launcher, or on local ones."""
 
 import os
+import re
 from dataclasses import dataclass
+from math import prod
 
 from rich.console import Console
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardwise.diagnose.models import MODELS, VOCABULARY, Subject, next_token_loss, random_tokens
-from shardwise.diagnose.subjects import find_subjects
+from shardwise.diagnose.subjects import find_engine, find_subjects
 from shardwise.diagnose.verification import VerificationError
 from shardwise.diagnose.verify import resolve_strategies, verify
 from shardwise.errors import ConfigError, PlanError, ShardwiseError
@@ -37,6 +40,8 @@ class VerifyOptions:
     strategies: tuple[str, ...] | None  # None is all
     steps: int
     corrupt: str | None  # a parameter
+    engine: str | None = None  # None is this one, with each strategy
+    mesh: str | None = None  # such as "dp2,tp2", for an engine
 
     def check(self) -> None:
         """Find errors in the options before any rank is started.
@@ -51,6 +56,28 @@ class VerifyOptions:
             raise ConfigError(f"--corrupt {self.corrupt}: name the MODEL that has this parameter")
         resolve_strategies(self.strategies)
         find_subjects(self.model, BUILT_IN)
+        if self.engine is not None:
+            find_engine(self.engine)
+        self.dims()
+
+    def dims(self) -> dict[str, int]:
+        """The sizes of the mesh's dims by name; empty without one.
+
+        Raises:
+            ConfigError: it is malformed, or there is no engine to use it.
+        """
+        if self.mesh is None:
+            return {}
+        if self.engine is None:
+            raise ConfigError(f"--mesh {self.mesh}: name the --engine that uses it")
+        found = [re.fullmatch(r"([a-z_]+)([1-9][0-9]*)", dim) for dim in self.mesh.split(",")]
+        sizes = {one[1]: int(one[2]) for one in found if one}
+        if len(sizes) != len(found) or not any(name.startswith("dp") for name in sizes):
+            raise ConfigError(
+                f"--mesh {self.mesh}: expected distinct names, each with a size, one of them "
+                "beginning with dp, such as dp2,tp2"
+            )
+        return sizes
 
 
 def run_verify(options: VerifyOptions, nproc: int | None = None) -> None:
@@ -65,7 +92,7 @@ def run_verify(options: VerifyOptions, nproc: int | None = None) -> None:
     if env is not None:
         _join(options, env, nproc)
         return
-    nproc = NPROC if nproc is None else nproc
+    nproc = (prod(options.dims().values()) if options.mesh else NPROC) if nproc is None else nproc
     check_num_ranks(nproc, f"--nproc {nproc}")
     options.check()
     for error in run_on_local_ranks(nproc, _verify, options):
@@ -95,6 +122,8 @@ def _verify(world: World, options: VerifyOptions) -> ShardwiseError | None:
     differences = []
     console = Console(quiet=not world.is_first, soft_wrap=True, markup=False, highlight=False)
     try:
+        engine = None if options.engine is None else find_engine(options.engine)
+        mesh = _mesh(options, world)
         for subject in find_subjects(options.model, BUILT_IN):
             found = verify(
                 subject.model_fn,
@@ -104,6 +133,8 @@ def _verify(world: World, options: VerifyOptions) -> ShardwiseError | None:
                 units=subject.units,
                 steps=options.steps,
                 corrupt=options.corrupt,
+                engine=engine,
+                mesh=mesh,
             )
             console.print()
             if not found.ok:
@@ -111,3 +142,19 @@ def _verify(world: World, options: VerifyOptions) -> ShardwiseError | None:
     except (ConfigError, PlanError) as error:
         return error
     return VerificationError("\n".join(differences)) if differences else None
+
+
+def _mesh(options: VerifyOptions, world: World) -> DeviceMesh | None:
+    """The mesh of ``--mesh``.
+
+    Raises:
+        ConfigError: it is of another number of ranks.
+    """
+    dims = options.dims()
+    if not dims:
+        return None
+    if prod(dims.values()) != world.size:
+        raise ConfigError(
+            f"--mesh {options.mesh}: has {prod(dims.values())} ranks, and {world.size} were started"
+        )
+    return init_device_mesh(world.device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))

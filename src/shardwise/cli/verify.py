@@ -22,6 +22,23 @@ def verify(
         str | None,
         typer.Option(metavar="NAME,NAME", help="Strategies, such as fsdp,zero2 (default: all)."),
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Judge another engine than this one with its strategies: shardwise, fsdp2 or ddp, "
+            "or a function (model, mesh, units) that returns what to train, as "
+            "package.module:function or file.py:function.",
+        ),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIMS",
+            help="With --engine: names and sizes of the mesh's dims, such as dp2,tp2. Those whose "
+            "names begin with dp split the batch.",
+        ),
+    ] = None,
     steps: Annotated[
         int, typer.Option(metavar="N", help="Number of optimizer steps to compare.")
     ] = 2,
@@ -41,4 +58,4 @@ def verify(
     from shardwise.cli.run_verify import VerifyOptions, run_verify  # noqa: PLC0415 (imports torch)
 
     names = None if strategies is None else tuple(map(str.strip, strategies.split(",")))
-    run_verify(VerifyOptions(model, names, steps, corrupt), nproc)
+    run_verify(VerifyOptions(model, names, steps, corrupt, engine, mesh), nproc)

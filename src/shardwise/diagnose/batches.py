@@ -33,7 +33,7 @@ class Part:
 def cut_batches(
     batch_fn: Callable[[int], Any], num_steps: int, exchange: RankExchange, device: torch.device
 ) -> list[list[Part]]:
-    """The parts of each batch, by step and rank, on ``device`` and in float64.
+    """The parts of each batch, by step and part, on ``device`` and in float64.
 
     Raises:
         PlanError: a batch differs between ranks, or its rows do not divide by their number.
@@ -47,16 +47,17 @@ def _cut(
     torch.manual_seed(SEED + step)
     batch = batch_fn(step)
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    exchange.raise_first(_problem(tensors, f"batch_fn({step})", exchange.size))
+    exchange.raise_first(_problem(tensors, f"batch_fn({step})", exchange.num_parts))
     for rank, digest in enumerate(digests := exchange.gather(_digest(tensors))):
         if digest != digests[0]:
             raise PlanError(
                 f"batch_fn({step}) differs between ranks 0 and {rank}; it has to return the global "
                 "batch, which verify splits, and may depend on the step and torch's seed alone"
             )
+    num_parts = exchange.num_parts
     return [
-        Part(_rows(batch, rank, exchange.size, device), seed=SEED + step * exchange.size + rank)
-        for rank in range(exchange.size)
+        Part(_rows(batch, part, num_parts, device), seed=SEED + step * num_parts + part)
+        for part in range(num_parts)
     ]
 
 

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.diagnose.batches import Part
+from shardwise.diagnose.engines import Backward, parameters_of
 from shardwise.diagnose.exchange import RankExchange
+from shardwise.diagnose.explain import explain
 from shardwise.diagnose.reference import Outcome, Training
 from shardwise.diagnose.verification import Comparison, Worst
 
@@ -30,18 +32,29 @@ class Judge:
     exchange: RankExchange
     tolerance: float
 
-    def compare(self, model: nn.Module, strategy: str) -> Comparison:
-        """Train the sharded ``model`` until a step differs from the reference."""
+    def compare(
+        self, model: nn.Module, strategy: str, backward: Backward | None = None
+    ) -> Comparison:
+        """Train the sharded ``model`` until a step differs from the reference.
+
+        Args:
+            backward: what computes its gradients; None for the loss and its backward.
+        """
         optimizer = self.training.optimizer(model)
         loss, gradient, parameter = Worst(), Worst(), Worst()
         for step, expected in enumerate(self.outcomes):
-            own = self.training.backward(model, self.batches[step][self.exchange.rank])
+            part = self.batches[step][self.exchange.part]
+            if backward is None:
+                own = self.training.backward(model, part)
+            else:
+                own = self.training.run(backward, part)
             loss = _farther(loss, self._loss_error(own, expected.loss, step))
-            gradients = {name: p.grad for name, p in model.named_parameters()}
-            gradient = _farther(gradient, self._worst(gradients, expected.gradients, step))
+            gradients = {name: p.grad for name, p in parameters_of(model).items()}
+            found = self._worst(gradients, expected.gradients, step, expected.contributions)
+            gradient = _farther(gradient, found)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            parameters = {name: p.detach() for name, p in model.named_parameters()}
+            parameters = {name: p.detach() for name, p in parameters_of(model).items()}
             parameter = _farther(parameter, self._worst(parameters, expected.parameters, step))
             if _farther(loss, gradient, parameter).error > self.tolerance:
                 break
@@ -52,21 +65,30 @@ class Judge:
         return Worst(_finite(abs(mean - expected) / max(abs(expected), SMALL)), step=step)
 
     def _worst(
-        self, found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], step: int
+        self,
+        found: Mapping[str, Tensor | None],
+        expected: Mapping[str, Tensor | None],
+        step: int,
+        contributions: Sequence[Mapping[str, Tensor]] = (),
     ) -> Worst:
         """The largest error of any tensor on any rank (replicas may differ too)."""
         whole = math.hypot(*(_norm(tensor) for tensor in expected.values() if tensor is not None))
         # Exchanged first, because a rank without a tensor would not take part in gathering it.
-        absent = self.exchange.gather({name for name, tensor in found.items() if tensor is None})
-        worst = Worst(step=step)
+        by_rank = self.exchange.gather({name: tensor is None for name, tensor in found.items()})
+        lost = sorted(set(expected).difference(*by_rank))
+        worst = Worst(math.inf, lost[0], step, "is on no rank") if lost else Worst(step=step)
         for name, tensor in found.items():
             wanted = expected[name]
-            missing = [rank for rank, names in enumerate(absent) if name in names]
+            holders = [rank for rank, absent in enumerate(by_rank) if name in absent]
+            missing = [rank for rank in holders if by_rank[rank][name]]
             if wanted is None or missing:
-                error, note = _presence(wanted, missing, self.exchange.size)
+                error, note = _presence(wanted, missing, len(holders))
             else:
                 assert tensor is not None
-                error, note = _distance(tensor, wanted, SMALL * whole), ""
+                full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                error, note = _distance(full, wanted, SMALL * whole), ""
+                if error > self.tolerance and contributions:
+                    note = explain(full, [one[name] for one in contributions if name in one])
             worst = _farther(worst, Worst(error, name if error else "", step, note))
         return _farther(*self.exchange.gather(worst))
 
@@ -83,8 +105,7 @@ def _presence(wanted: Tensor | None, missing: Sequence[int], num_ranks: int) -> 
 
 def _distance(tensor: Tensor, wanted: Tensor, least: float) -> float:
     """In the Euclidean norm, relative to the norm of ``wanted`` or ``least``, if larger."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    distance = _norm(full - wanted)
+    distance = _norm(tensor - wanted)
     scale = max(_norm(wanted), least)
     return _finite(distance / scale if scale else distance)
 

@@ -1,10 +1,13 @@
 """Exchanging small Python objects between the ranks of a verification."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.diagnose.engines import data_dims
 from shardwise.errors import PlanError
 
 __all__ = ["RankExchange"]
@@ -17,6 +20,7 @@ class RankExchange:
     """The ranks that a model is sharded over, seen from this one."""
 
     group: dist.ProcessGroup | None  # None for a single rank
+    mesh: DeviceMesh | None = None  # with other dims than those of data parallelism
 
     @property
     def rank(self) -> int:
@@ -25,6 +29,29 @@ class RankExchange:
     @property
     def size(self) -> int:
         return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @property
+    def num_parts(self) -> int:
+        """The number of parts of a batch."""
+        return self.size if self.mesh is None else prod(map(self.mesh.size, self._dims))
+
+    @property
+    def part(self) -> int:
+        """The part of a batch that this rank takes."""
+        if self.mesh is None:
+            return self.rank
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        own = 0
+        for dim in self._dims:
+            own = own * self.mesh.size(dim) + coordinate[dim]
+        return own
+
+    @property
+    def _dims(self) -> list[int]:
+        assert self.mesh is not None
+        names = self.mesh.mesh_dim_names or ()
+        return [names.index(name) for name in data_dims(self.mesh)]
 
     def gather(self, value: T) -> list[T]:
         """Every rank's ``value``, by rank."""

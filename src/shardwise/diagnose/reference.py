@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.diagnose.batches import SEED, Part
+from shardwise.diagnose.engines import Backward
 from shardwise.diagnose.exchange import RankExchange
 from shardwise.errors import PlanError
 from shardwise.runtime.attach import device_for
@@ -57,6 +58,10 @@ class Training:
         # With a small eps, Adam would turn a gradient that is only rounding into a step.
         return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
+    def run(self, backward: Backward, part: Part) -> float:
+        """The loss of a part, of which an engine's own ``backward`` computes the gradients."""
+        return float(backward(self.loss_fn or _model_is_loss, part.draw()))
+
     def backward(self, model: nn.Module, part: Part, weight: float = 1.0) -> float:
         """Run backward of ``weight`` times the loss of a part; returns that value."""
         rows = part.draw()
@@ -79,25 +84,35 @@ class Outcome:
     loss: float
     gradients: Mapping[str, Tensor | None]
     parameters: Mapping[str, Tensor]  # after the optimizer's step
+    # What each part adds to the gradients; empty if nobody asked for it.
+    contributions: Sequence[Mapping[str, Tensor]] = ()
 
 
 class Reference:
     """The model in one process."""
 
-    def __init__(self, training: Training, mesh: DataParallelMesh, exchange: RankExchange) -> None:
+    def __init__(
+        self,
+        training: Training,
+        mesh: DataParallelMesh,
+        exchange: RankExchange,
+        *,
+        keeps_contributions: bool = False,
+    ) -> None:
         """Build one model per part, which share their parameters.
 
         Buffers (running statistics of batch norm) and other state of modules stay separate.
         """
         self._training = training
         self._exchange = exchange
+        self._keeps_contributions = keeps_contributions
         model = training.build()
         self.name = type(model).__name__
         self.device = device_for(model, mesh)
         self._models = [model.to(self.device)]  # one per part
         self._parameters = dict(model.named_parameters())
         self._initial = {name: p.detach().clone() for name, p in self._parameters.items()}
-        for _ in range(exchange.size - 1):
+        for _ in range(exchange.num_parts - 1):
             twin = self.rebuild()
             _share_parameters(twin.to(self.device), model)
             self._models.append(twin)
@@ -123,18 +138,26 @@ class Reference:
     def _step(
         self, parts: Sequence[Part], optimizer: torch.optim.Optimizer, *, zeros: bool
     ) -> Outcome:
-        weight = 1 / len(parts)
-        loss = sum(
-            self._training.backward(model, part, weight)
-            for model, part in zip(self._models, parts, strict=True)
-        )
+        weight, loss = 1 / len(parts), 0.0
+        contributions = []
+        for model, part in zip(self._models, parts, strict=True):
+            before = self._copies() if self._keeps_contributions else {}
+            loss += self._training.backward(model, part, weight)
+            if self._keeps_contributions:
+                after = self._copies()
+                contributions.append({name: after[name] - before.get(name, 0) for name in after})
         if zeros:
             self._fill_with_zeros()
         gradients = {name: p.grad for name, p in self._parameters.items()}
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         updated = {name: p.detach().clone() for name, p in self._parameters.items()}
-        return Outcome(loss, gradients, updated)
+        return Outcome(loss, gradients, updated, contributions)
+
+    def _copies(self) -> dict[str, Tensor]:
+        """The gradients as they are now."""
+        named = self._parameters.items()
+        return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
     def _fill_with_zeros(self) -> None:
         for parameter in self._parameters.values():

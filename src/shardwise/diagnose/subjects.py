@@ -4,15 +4,16 @@ import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
+from shardwise.diagnose.engines import ENGINES, Engine
 from shardwise.diagnose.models import Subject
 from shardwise.errors import ConfigError
 
-__all__ = ["find_subjects"]
+__all__ = ["find_engine", "find_subjects"]
 
 
 def find_subjects(model: str | None, built_in: Mapping[str, Subject]) -> list[Subject]:
@@ -29,16 +30,33 @@ def find_subjects(model: str | None, built_in: Mapping[str, Subject]) -> list[Su
         return list(built_in.values())
     if model in built_in:
         return [built_in[model]]
-    source, colon, name = model.rpartition(":")
+    return [_call(model, _find_function(model, built_in))]
+
+
+def find_engine(name: str) -> Engine:
+    """Resolve one of `ENGINES`, package.module:function or file.py:function.
+
+    Raises:
+        ConfigError: the name, file, module or function does not exist.
+    """
+    found = ENGINES.get(name)
+    if found is not None:
+        return found
+    function: Engine = _find_function(name, ENGINES)
+    return function
+
+
+def _find_function(wanted: str, known: Iterable[str]) -> Callable[..., Any]:
+    source, colon, name = wanted.rpartition(":")
     if not colon:
-        close = difflib.get_close_matches(model, built_in, n=1)
+        close = difflib.get_close_matches(wanted, known, n=1)
         hint = f"did you mean {close[0]}?" if close else "or module:function, or file.py:function"
-        raise ConfigError(f"{model}: expected one of {', '.join(built_in)}; {hint}")
+        raise ConfigError(f"{wanted}: expected one of {', '.join(known)}; {hint}")
     module = _run_file(Path(source)) if source.endswith(".py") else _import(source)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{model}: {source} has no function {name!r}")
-    return [_call(model, function)]
+        raise ConfigError(f"{wanted}: {source} has no function {name!r}")
+    return cast("Callable[..., Any]", function)
 
 
 def _run_file(path: Path) -> ModuleType:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.api import fully_shard
 from shardwise.diagnose.batches import cut_batches
 from shardwise.diagnose.compare import Judge
+from shardwise.diagnose.engines import Engine, set_up
 from shardwise.diagnose.exchange import RankExchange
 from shardwise.diagnose.reference import LossFn, Outcome, Reference, Training
 from shardwise.diagnose.verification import HEAD, Verification
@@ -27,7 +28,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.strategy import STRATEGIES, Strategy, resolve_strategy
 from shardwise.plan.units import Units
-from shardwise.runtime.mesh import resolve_mesh
+from shardwise.runtime.mesh import all_ranks_of, resolve_mesh
 from shardwise.transport.device import current_gpu, num_local_gpus
 
 __all__ = ["resolve_strategies", "verify"]
@@ -50,6 +51,7 @@ def verify(
     mp_policy: MixedPrecisionPolicy = AS_IT_CAME,
     mesh: DeviceMesh | None = None,
     corrupt: str | None = None,
+    engine: Engine | None = None,
     quiet: bool = False,
     **options: Any,
 ) -> Verification:
@@ -89,27 +91,36 @@ def verify(
         mesh: as for `fully_shard`; None for all ranks, with two replicas (or the smallest number
             that divides the ranks) where a strategy needs a two-dimensional mesh.
         corrupt: a parameter whose gradient is changed on one rank, to test the comparison.
+        engine: judges another engine than this one: ``engine(model, mesh, units)`` returns the
+            model to train, or ``(model, backward)``, where ``backward(loss_fn, rows)`` computes the
+            gradients of this rank's rows and returns their loss. ``strategies``, ``mp_policy`` and
+            ``options`` are not used. Of ``mesh``, which may have any dims, those whose names begin
+            with "dp" split the batch. Where a gradient differs, its likely cause is named.
         quiet: print nothing; otherwise the first rank prints the table line by line.
         options: for `fully_shard`: prefetch, reshard_after_forward, unused.
 
     Raises:
         PlanError: an argument is not valid. Differences are returned, not raised.
     """
-    rows = resolve_strategies(strategies, mesh)
+    rows = resolve_strategies(strategies, mesh) if engine is None else []
     tolerance = _tolerance_for(mp_policy) if tolerance is None else tolerance
     if steps < 1 or not tolerance >= 0:
         raise PlanError(
             f"steps={steps}, tolerance={tolerance}: expected one step or more, and a tolerance of "
             "0 or more"
         )
-    dp_mesh = resolve_mesh(mesh, STRATEGIES["ddp"] if mesh is None else rows[0])
-    exchange = RankExchange(dp_mesh.group)
+    if mesh is None or engine is None:
+        dp_mesh = resolve_mesh(mesh, STRATEGIES["ddp"] if mesh is None else rows[0])
+        exchange = RankExchange(dp_mesh.group)
+    else:
+        dp_mesh = all_ranks_of(mesh)
+        exchange = RankExchange(dp_mesh.group, mesh)
     training = Training(model_fn, loss_fn, optimizer_fn)
     console = Console(
         quiet=quiet or exchange.rank > 0, soft_wrap=True, markup=False, highlight=False
     )
     with _own_random_numbers():
-        reference = Reference(training, dp_mesh, exchange)
+        reference = Reference(training, dp_mesh, exchange, keeps_contributions=engine is not None)
         batches = cut_batches(batch_fn, steps, exchange, reference.device)
         outcomes = reference.train(batches, zeros=options.get("unused") == "zeros")
         if corrupt is not None:
@@ -126,6 +137,11 @@ def verify(
             if corrupt is not None:
                 _corrupt(model.get_parameter(corrupt), exchange)
             found = found.plus(judge.compare(model, row.name))
+            console.print(found.comparisons[-1].row)
+        if engine is not None:
+            model, backward = set_up(engine, reference.rebuild(), mesh, units)
+            name = getattr(engine, "__name__", "engine").lstrip("_")
+            found = found.plus(judge.compare(model, name, backward))
             console.print(found.comparisons[-1].row)
     return found
 

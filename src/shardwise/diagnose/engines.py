@@ -1,0 +1,81 @@
+"""Engines that `verify` can judge besides this one: torch's, or any that a function sets up."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.api import fully_shard
+from shardwise.errors import PlanError
+from shardwise.plan.units import Units, choose_units
+
+__all__ = ["ENGINES", "Backward", "Engine", "data_dims", "parameters_of", "set_up"]
+
+# Computes the gradients of one part of a batch: (loss_fn, rows) -> the part's mean loss.
+Backward = Callable[[Any, Any], Any]
+# (model, mesh, units) -> the model to train, or that and what runs its backward.
+Engine = Callable[[nn.Module, DeviceMesh | None, Units], Any]
+
+
+def _shardwise(model: nn.Module, mesh: DeviceMesh | None, units: Units) -> nn.Module:
+    return fully_shard(model, mesh=_data_parallel(mesh), units=units)
+
+
+def _fsdp2(model: nn.Module, mesh: DeviceMesh | None, units: Units) -> nn.Module:
+    for name in reversed(choose_units(model, units)):  # those inside a unit first
+        fsdp2_fully_shard(model.get_submodule(name), mesh=_data_parallel(mesh))
+    return model
+
+
+def _ddp(model: nn.Module, mesh: DeviceMesh | None, _units: Units) -> nn.Module:
+    dims = _data_parallel(mesh)
+    group = None if dims is None else dims.get_group()
+    return DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+
+
+ENGINES: dict[str, Engine] = {"shardwise": _shardwise, "fsdp2": _fsdp2, "ddp": _ddp}
+
+
+def set_up(
+    engine: Engine, model: nn.Module, mesh: DeviceMesh | None, units: Units
+) -> tuple[nn.Module, Backward | None]:
+    """The model that ``engine`` makes of ``model``, and its own backward if it has one.
+
+    Raises:
+        PlanError: it returned something else.
+    """
+    made = engine(model, mesh, units)
+    backward = None
+    if isinstance(made, tuple) and len(made) == 2:  # noqa: PLR2004
+        made, backward = made
+    if not isinstance(made, nn.Module) or not (backward is None or callable(backward)):
+        raise PlanError(
+            f"the engine returned {type(made).__name__}: expected the module to train, or "
+            "(module, backward), where backward(loss_fn, rows) runs one and returns the loss"
+        )
+    return made, backward
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of ``model`` by their names before an engine wrapped it."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return dict(inner.named_parameters())
+
+
+def data_dims(mesh: DeviceMesh | None) -> tuple[str, ...]:
+    """The dims of ``mesh`` over which a batch is split: those whose names begin with "dp"."""
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    return tuple(name for name in names if name.startswith("dp"))
+
+
+def _data_parallel(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """``mesh``, all of whose dims have to be of data parallelism."""
+    if mesh is None or len(data_dims(mesh)) == mesh.ndim:
+        return mesh
+    raise PlanError(
+        f"{mesh}: this engine shards over dims of data parallelism (dp...) alone; pass "
+        "engine=FILE:FUNCTION, a function that makes the model parallel over the others"
+    )

@@ -1,0 +1,124 @@
+"""`sw.verify` judges any engine: it accepts torch's, and names planted faults and their causes."""
+
+from functools import partial
+from operator import mul
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardwise as sw
+from shardwise.cli import main
+from shardwise.cli.run_verify import BUILT_IN
+from shardwise.diagnose.engines import ENGINES
+from tests.ranks import on_ranks
+
+NAME = "blocks.1.mlp.0.weight"
+
+
+def judge(engine: Any, mesh: DeviceMesh | None = None, model: str = "gpt") -> Any:
+    subject = BUILT_IN[model]
+    return sw.verify(
+        subject.model_fn,
+        subject.batch_fn,
+        loss_fn=subject.loss_fn,
+        units=subject.units,
+        engine=engine,
+        mesh=mesh,
+        quiet=True,
+    )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("model", ["gpt", "lora"])
+@pytest.mark.parametrize("name", list(ENGINES))
+def test_engines_are_right(name: str, model: str) -> None:
+    found = judge(ENGINES[name], model=model)
+    assert found.ok, found.explanation
+    assert [one.strategy for one in found.comparisons] == [name]
+
+
+def in_tensors(model: nn.Module, mesh: DeviceMesh | None, _units: Any) -> nn.Module:
+    assert mesh is not None
+    for block in model.blocks:  # type: ignore[union-attr]
+        styles = {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], styles)
+    sw.fully_shard(model, mesh=mesh["dp"])
+    assert model.get_parameter(NAME).device_mesh.ndim == 2  # type: ignore[attr-defined]
+    return model
+
+
+@on_ranks(4)
+def test_a_mesh_may_have_other_dims() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = judge(in_tensors, mesh)
+    assert found.ok, found.explanation
+    with pytest.raises(sw.PlanError, match="pass engine=FILE:FUNCTION"):
+        judge(ENGINES["fsdp2"], mesh)
+
+
+def _changed(change: Any) -> Any:
+    def engine(model: nn.Module, mesh: DeviceMesh | None, units: Any) -> nn.Module:
+        model = ENGINES["ddp"](model, mesh, units)
+        inner: Any = model.module
+        inner.get_parameter(NAME).register_hook(change)
+        return model
+
+    return engine
+
+
+def _dropped(gradient: Tensor) -> Tensor:
+    """What a mean lacks if one rank's part gets lost: DDP's hook comes before its reduction."""
+    return gradient * (dist.get_rank() == 0)
+
+
+def _weighted(gradient: Tensor) -> Tensor:
+    return gradient * (1.5 if dist.get_rank() == 0 else 0.5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (partial(mul, 2), "is 2 times .* a sum over the 2 data-parallel ranks"),
+        (partial(mul, 0.5), "is 0.5 times .* divided twice by the 2"),
+        (partial(mul, 7), "is 7 times .* a divisor or a loss scale"),
+        (partial(mul, 0), "is zero"),
+        (_dropped, "lacks part 1 of the batch: a dropped micro-batch"),
+        (_weighted, r"weighs the parts of the batch 0.75, 0.25, expected 0.5 each: a mean over"),
+    ],
+    ids=["sum", "mean of means", "scale", "zero", "dropped", "tokens"],
+)
+def test_planted_faults_are_named_with_their_causes(change: Any, cause: str) -> None:
+    found = judge(_changed(change))
+    [one] = found.comparisons
+    assert one.gradient.name == NAME
+    with pytest.raises(sw.VerificationError, match=rf"the gradient of {NAME} in step 0 {cause}"):
+        found.raise_for_difference()
+
+
+@on_ranks(2)
+def test_noise_has_no_cause() -> None:
+    found = judge(_changed(lambda gradient: gradient + 1e-3 * torch.arange(len(gradient))[:, None]))
+    with pytest.raises(sw.VerificationError, match=rf"{NAME} in step 0 is off by"):
+        found.raise_for_difference()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mesh", "dp2,tp2"], "name the --engine that uses it"),
+        (["--engine", "fsdp2", "--mesh", "tp2"], "one of them beginning with dp"),
+        (["--engine", "fsdp2", "--mesh", "dp"], "each with a size"),
+        (["--engine", "fsdp3"], "expected one of shardwise, fsdp2, ddp; did you mean fsdp2"),
+    ],
+)
+def test_the_command_names_mistakes(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", "gpt", *options]) != 0
+    assert message in capsys.readouterr().err
