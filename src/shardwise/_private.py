@@ -61,6 +61,7 @@ __all__ = [
     "num_tensor_references",
     "pytree",
     "queue_callback",
+    "register_fully_shard",
     "root_mesh",
     "stage_backward",
     "stage_backward_input",
@@ -146,6 +147,14 @@ def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
         RuntimeError: they are not.
     """
     return DeviceMesh._concatenate([outer, inner])
+
+
+def register_fully_shard(module: Any) -> None:
+    """Have torch's other composable functions, such as `replicate`, know a sharded module."""
+    # Imported here: it imports DDP, and programs of FSDP2 alone need it, which have it anyway.
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem  # noqa: PLC0415
+
+    vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 def use_foreach_for(kind: type[Tensor]) -> None:

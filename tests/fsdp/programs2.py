@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import replicate  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -321,6 +322,21 @@ def assigned_from_whole(f: Any, wrapped: str) -> list[Any]:
     loss = loss_of(net, 0)
     loss.backward()
     return [loss.item(), gradients(net)]
+
+
+def inside_replicate(f: Any) -> list[Any]:
+    """Units inside a model that DDP averages the other gradients of."""
+    net = make_net()
+    for block in net.blocks:
+        f.fully_shard(block)
+    replicate(net)
+    seen: list[Any] = []
+    for step in range(STEPS):
+        loss = loss_of(net, step)
+        loss.backward()
+        seen += [loss.item(), gradients(net)]
+        net.zero_grad()
+    return seen
 
 
 def sliced(f: Any) -> list[Any]:

@@ -68,6 +68,7 @@ CASES = [
     *cases(programs.meta, wrapped=("blocks", "root", "layers")),
     *cases(programs.filled_from_whole, wrapped=("blocks", "root")),
     *cases(programs.assigned_from_whole, wrapped=("blocks", "root")),
+    *cases(programs.inside_replicate),
     *cases(programs.sliced),
     *cases(programs.shapes),
     *cases(programs.placement_function),

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise import api
+from shardwise._private import register_fully_shard
 from shardwise.features.deferred import when_sharded
 from shardwise.fsdp.refusals import check_as_fsdp2
 from shardwise.plan.granularity import Granularities
@@ -33,10 +34,10 @@ def fully_shard(
     The defaults are its placements, shards in the parameter's dtype, where ours are float32 for
     trainable parameters in 16 bits, and values that may differ between ranks.
     """
+    modules = module if isinstance(module, Sequence) else (module,)
     if granularity is None:
-        modules = module if isinstance(module, Sequence) else (module,)
         check_as_fsdp2(modules, mesh, shard_placement_fn, ignored_params or ())
-    return api.fully_shard(
+    api.fully_shard(
         module,
         mesh=mesh,
         granularity=granularity or "dim",
@@ -44,6 +45,9 @@ def fully_shard(
         ignored_params=ignored_params,
         **{"mp_policy": MixedPrecisionPolicy(), "on_different_values": "warn", **options},
     )
+    for one in modules:
+        register_fully_shard(one)
+    return module
 
 
 update_wrapper(fully_shard, api.fully_shard, assigned=("__doc__",))
