@@ -1,5 +1,6 @@
 """State of FSDP1 models that PyTorch's implementation has in other forms, and what is refused."""
 
+import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ def test_hybrid_shards_are_those_of_a_replica() -> None:
     groups = mesh.get_group(1), mesh.get_group(0)
     net, other = (wrapped(seed, process_group=groups, sharding_strategy=HYBRID) for seed in (0, 3))
     assert (net.process_group, net._inter_node_pg) == groups
+    assert_equal(copy.deepcopy(net), net)
     for model in (net, other):
         FSDP.set_state_dict_type(model, SHARDED)
     saved = net.state_dict()

@@ -25,6 +25,7 @@ from shardwise.fsdp.materialize import materialize
 from shardwise.fsdp.names import WRAPPED, clean_name
 from shardwise.fsdp.options import (
     Group,
+    Ranks,
     check_ignored,
     offload_policy,
     precision_policy,
@@ -127,15 +128,7 @@ class FullyShardedDataParallel(nn.Module):
             wrap_children(
                 module, auto_wrap_policy, type(self), options, ignored.modules, ignored.parameters
             )
-        no_shard = api.ShardingStrategy.NO_SHARD
-        if strategy is not no_shard and dist.is_initialized() and ranks.is_alone:
-            warnings.warn(
-                f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size "
-                "is 1.",
-                stacklevel=2,
-            )
-            strategy = no_shard
-        self.sharding_strategy = strategy
+        self.sharding_strategy = _without_peers(strategy, ranks)
         self.mixed_precision = mixed_precision or api.MixedPrecision()
         self.cpu_offload = cpu_offload or api.CPUOffload()
         self.backward_prefetch = backward_prefetch
@@ -183,9 +176,7 @@ class FullyShardedDataParallel(nn.Module):
                 sharding_factor=ranks.sharding_factor,
                 prefetch=int(backward_prefetch is not None or forward_prefetch),
                 reshard_after_forward=ranks.reshard_after_forward,
-                granularity="element"
-                if device_mesh is None
-                else "dim",  # which torch calls Shard(0)
+                granularity="element" if device_mesh is None else "dim",  # torch's Shard(0)
                 mp_policy=precision_policy(mixed_precision),
                 offload_policy=offload_policy(cpu_offload),
                 ignored_params=self._ignored_params,
@@ -208,7 +199,7 @@ class FullyShardedDataParallel(nn.Module):
         """A copy of the model on the same ranks; see `FSDPModule.__deepcopy__`."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        for shared in (self.process_group, self._comm_hook_state):
+        for shared in (self.process_group, self._inter_node_pg, self._comm_hook_state):
             memo[id(shared)] = shared
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
@@ -383,6 +374,18 @@ class FullyShardedDataParallel(nn.Module):
 
 def _ignored_inside(module: nn.Module) -> list[set[nn.Parameter]]:
     return [inner._ignored_params for inner in FullyShardedDataParallel._wrappers_in(module)]
+
+
+def _without_peers(strategy: api.ShardingStrategy, ranks: Ranks) -> api.ShardingStrategy:
+    """The strategy that FSDP1 names: on one rank nothing is sharded, of which it warns."""
+    no_shard = api.ShardingStrategy.NO_SHARD
+    if strategy is no_shard or not dist.is_initialized() or not ranks.is_alone:
+        return strategy
+    warnings.warn(
+        f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.",
+        stacklevel=3,
+    )
+    return no_shard
 
 
 def _device_of(module: nn.Module, device: torch.device | None) -> torch.device:
