@@ -177,6 +177,24 @@ def test_fully_shard_is_one_function() -> None:
     assert set(theirs) <= set(inspect.signature(sw.fully_shard).parameters)
 
 
+class StandIn:
+    """The size of a process group and the rank in it, as programs pass them to look at wrapping."""
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 2
+
+
+def test_models_are_built_without_a_job() -> None:
+    group: Any = StandIn()
+    model = FSDP(nn.Linear(4, 2), group)
+    assert (model.rank, model.world_size) == (1, 2)
+    assert model.process_group is group
+    assert [tuple(p.shape) for p in model.params] == [(2, 4), (2,)]
+
+
 @pytest.mark.parametrize("cast_forward_inputs", [False, True])
 def test_torch_policies(cast_forward_inputs: bool) -> None:
     given: dict[str, Any] = {

@@ -66,9 +66,11 @@ class Ranks:
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """FSDP1's ``process_group``: of the ranks, or, if hybrid, of shards and of replicas."""
+        if dist.group.WORLD is None:
+            return ()
         if self.mesh is not None:
             return tuple(self.mesh.get_group(dim) for dim in reversed(range(self.mesh.ndim)))
-        return () if dist.group.WORLD is None else (dist.group.WORLD,)
+        return (dist.group.WORLD,)
 
 
 def resolve_ranks(
