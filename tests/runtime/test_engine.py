@@ -158,7 +158,7 @@ def test_mistakes_are_told_at_the_call() -> None:
         ({"units": nn.Conv2d}, "Conv2d matches no module of Stack.*Block"),
         ({"units": "blocks"}, "units='blocks'"),
         ({"units": 0}, "at least 1"),
-        ({"units": nn.ModuleList}, "never called"),
+        ({"units": nn.ModuleList}, "containers that do not implement forward"),
         ({"strategy": "zero9"}, "zero9.*expected one of"),
         ({"prefetch": -1}, "prefetch=-1"),
         ({"unused": "ones"}, "unused='ones'"),

@@ -329,7 +329,7 @@ class FullyShardedDataParallel(nn.Module):
                 reduce ``gradients`` [n] in place. Otherwise called as ``hook(state, gradients,
                 shard)``, and has to write this rank's part of the reduced gradients into ``shard``
                 [n / world_size]. It may replace ``.data`` of both, and has to divide as well.
-                PyTorch's hooks are in ``torch.distributed.algorithms._comm_hooks``.
+                PyTorch has some in a private module of ``torch.distributed.algorithms``.
 
         Raises:
             WrapperError: this is not the outermost wrapper, or has a hook, or shards over two axes.
