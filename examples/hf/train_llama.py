@@ -72,7 +72,6 @@ def main(out: Path, engine: str) -> list[dict[str, Any]]:
     model = LlamaForCausalLM(config)
     if engine == "shardwise":
         sw.fully_shard(model, units=LlamaDecoderLayer)
-        model._is_accelerate_prepared = True  # as in models that accelerate has wrapped
     trainer = Trainer(model=model, args=arguments, train_dataset=Text(), eval_dataset=Text())
     trainer.train()
     trainer.evaluate()

@@ -124,6 +124,8 @@ class FSDPModule(nn.Module):
     All ranks have to call the same methods, as with any collective.
     """
 
+    _is_accelerate_prepared = True  # accelerate, and so transformers' Trainer, wraps it in nothing
+
     def __new__(cls, *args: Any, **kwargs: Any) -> "FSDPModule":
         """A slice of a container, which makes one of the class of the container, is no unit."""
         plain: Any = _plain_class(cls)
