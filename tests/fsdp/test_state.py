@@ -193,6 +193,11 @@ def test_states_without_groups() -> None:
     assert list(FSDP.optim_state_dict_to_load(net, optimizer, saved)) == ["state"]
 
 
+def test_types_of_state_dicts_are_deprecated() -> None:
+    with pytest.warns(FutureWarning, match=r"FSDP.state_dict_type\(\) and .* being deprecated"):
+        FSDP.set_state_dict_type(wrapped(), SHARDED)
+
+
 def test_optim_input_is_deprecated() -> None:
     net = wrapped()
     optimizer = torch.optim.Adam(net.parameters())

@@ -1,6 +1,7 @@
 """State dicts of FSDP1 modules: of full tensors, of chunks of them, or of flattened ones."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,6 +53,12 @@ def set_state_dict_type(
     Raises:
         StateError: a config belongs to another type.
     """
+    warnings.warn(
+        "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated by PyTorch; "
+        "use get_state_dict() and set_state_dict() of torch.distributed.checkpoint.state_dict",
+        FutureWarning,
+        stacklevel=2,
+    )
     kinds = _CONFIGS[state_dict_type]
     configs = (state_dict_config or kinds[0](), optim_state_dict_config or kinds[1]())
     names = ("state_dict_config", "optim_state_dict_config")
