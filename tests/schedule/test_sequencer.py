@@ -25,7 +25,7 @@ from tests.schedule.programs import (
     programs,
 )
 
-LAWS = settings(max_examples=50, deadline=None)  # `make fuzz` runs whole programs
+LAWS = settings(max_examples=50, deadline=None)
 
 
 # -- a step written out ------------------------------------------------------------------------
