@@ -1,6 +1,7 @@
 """The schedule: written out for a small model, and lawful for random programs."""
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -340,6 +341,21 @@ def test_a_repeated_pass_gathers_ahead(data: st.DataObject) -> None:
         driver.run((Forward(call, grad=grad), Backward()))
         for kind in (EventKind.FORWARD, EventKind.BACKWARD):
             check_gathers_ahead(driver.monitor, start, kind)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "law",
+    [
+        test_any_program_is_lawful,
+        test_a_backward_that_dies_leaves_nothing,
+        test_gathered_units_are_bounded,
+        test_ranks_that_reach_different_calls_agree,
+        test_a_repeated_pass_gathers_ahead,
+    ],
+)
+def test_laws_hold_for_more_programs(law: Any) -> None:
+    settings(LAWS, max_examples=300)(given(st.data())(law.hypothesis.inner_test))()
 
 
 def check_gathers_ahead(monitor: Monitor, start: int, kind: EventKind) -> None:
