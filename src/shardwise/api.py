@@ -201,6 +201,8 @@ def _shard(
     """Plan one module and shard it, or have ``later`` called when it has storage."""
     restore_ties(module)
     apart = _sharded_apart(module, mesh)
+    if apart and on_different_values == "error":
+        raise _refusal_of_apart(apart, mesh)
     ignored_params = [*ignored_params, *(p for one in apart.values() for p in one.parameters())]
     check_tensor_parallel(module, mesh, ignored_params)
     if place is not None or any(map(is_tensor_parallel, module.parameters())):
@@ -350,6 +352,17 @@ def _sharded_apart(root: nn.Module, mesh: DataParallelMesh) -> dict[str, nn.Modu
     }
     names = [name for name, handle in others.items() if handle.runtime not in joining]
     return {name: root.get_submodule(name) for name in names}
+
+
+def _refusal_of_apart(apart: Mapping[str, nn.Module], mesh: DataParallelMesh) -> PlanError:
+    name, module = next(iter(apart.items()))
+    inner, outer = sorted(handle_of(module).runtime.mesh.global_ranks), sorted(mesh.global_ranks)
+    return PlanError(
+        f"{name} is sharded over ranks {inner} and the module around it over {outer}, so its "
+        "gradients would be averaged over its own ranks alone; pass the same mesh for both, or, "
+        f"for experts, call {name}.set_gradient_divide_factor(...) first with the number of ranks "
+        "whose tokens they get"
+    )
 
 
 def _sharded_before(

@@ -241,3 +241,14 @@ def test_a_unit_inside_experts_needs_a_divisor_too() -> None:
     model[0].set_gradient_divide_factor(4)
     with pytest.raises(sw.PlanError, match=r"0\.0 is a unit inside one with ranks and a divisor"):
         sw.fully_shard(model)
+
+
+@on_ranks(4)
+def test_experts_without_a_divisor_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    model = build()
+    sw.fully_shard(model.get_submodule("0.moe.experts"), mesh=mesh["efsdp"])
+    with pytest.raises(
+        sw.PlanError, match=r"moe\.experts is sharded over .*set_gradient_divide_fac"
+    ):
+        sw.fully_shard(model, mesh=dense_mesh(mesh))
