@@ -67,7 +67,9 @@ def on_two_dims(seed: int, options: dict[str, Any]) -> LlamaForCausalLM:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("options", [{}, {"strategy": "ddp"}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"strategy": "ddp"}, marks=pytest.mark.thorough)]
+)
 def test_a_checkpoint_is_opened_on_other_meshes(tmp_path: Path, options: dict[str, Any]) -> None:
     model = on_two_dims(0, options)
     optimizer = adamw(model.parameters())

@@ -2,10 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
+from shardwise.bench import work
 from shardwise.cli import main
+from shardwise.launch.world import World
 from tests.pooled import run_on_pool
 
 from .commands import fail
@@ -28,13 +32,23 @@ USAGE_ERRORS = {
 }
 
 
+def run_with_few_units(num_ranks: int, *args: object) -> list[object]:
+    return run_on_pool(num_ranks, _call_with_few_units, *args)
+
+
+def _call_with_few_units(world: World, *call: Any) -> object:
+    function, *args = call
+    with mock.patch.object(work, "NUM_TINY_UNITS", 10):
+        return function(world, *args)
+
+
 @pytest.mark.usefixtures("elsewhere")
 def test_a_small_comparison(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     malloc = "MALLOC_MMAP_THRESHOLD_=1048576"
     monkeypatch.setenv(*malloc.split("="))
-    monkeypatch.setattr("shardwise.bench.harness.run_on_local_ranks", run_on_pool)
+    monkeypatch.setattr("shardwise.bench.harness.run_on_local_ranks", run_with_few_units)
     out = tmp_path / "out"
     options = ["--vs", "ddp", "--ours", "fsdp", "--rounds", "2", "--sequence", "16"]
     measures = ["--measure", "time,traffic,units", "--out", str(out)]

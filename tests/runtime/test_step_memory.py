@@ -84,7 +84,7 @@ def test_live_bytes_with_offload(preset: str, variant: str, parameters: bool) ->
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero2", marks=pytest.mark.thorough)])
 def test_live_bytes_with_steps_in_backward(strategy: str) -> None:
     for policy in (NO_OFFLOAD, sw.CPUOffloadPolicy()):
         options = {"strategy": strategy, "offload_policy": policy}
