@@ -4,9 +4,7 @@
 
     ShardwiseError
     ├── PlanError(ValueError)            the model, units, strategy or mesh do not fit together
-    │   ├── Misused(AssertionError)          the same, for programs that catch FSDP2's types
-    │   ├── NotMaterialized(RuntimeError)
-    │   └── Unsupported(NotImplementedError)
+    │   └── NotMaterialized(RuntimeError)    parameters are still on the meta device
     ├── ShardedTensorError(RuntimeError) an operation that a shard alone cannot answer
     ├── CheckpointError(RuntimeError)    a checkpoint that cannot be written, read or used
     │   └── CheckpointDamaged            its bytes are not those that were saved
@@ -23,7 +21,6 @@ __all__ = [
     "CheckpointDamaged",
     "CheckpointError",
     "ConfigError",
-    "Misused",
     "NotMaterialized",
     "PeerAborted",
     "PeerLost",
@@ -34,7 +31,6 @@ __all__ = [
     "ShardedTensorError",
     "ShardwiseError",
     "StepError",
-    "Unsupported",
 ]
 
 
@@ -44,14 +40,6 @@ class ShardwiseError(Exception):
 
 class PlanError(ShardwiseError, ValueError):
     """A model, a wrap choice, a strategy or a mesh that do not fit together."""
-
-
-class Unsupported(PlanError, NotImplementedError):
-    """What FSDP2 does not implement either; a program may catch its NotImplementedError."""
-
-
-class Misused(PlanError, AssertionError):
-    """What FSDP2 refuses, too; a program may catch its AssertionError."""
 
 
 class NotMaterialized(PlanError, RuntimeError):

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import Misused, PlanError, Unsupported
+from shardwise.errors import PlanError
+from shardwise.fsdp.errors import UnsupportedError, WrapperError
 from shardwise.runtime.module import FSDPModule
 from shardwise.runtime.tensor import sharding_of
 
@@ -36,7 +37,7 @@ def check_as_fsdp2(
     left_alone = {id(parameter) for parameter in ignored}
     for module in modules:
         if isinstance(module, FSDPModule):
-            raise Misused(
+            raise WrapperError(
                 "Each distinct composable distributed API can only be applied to a module once. "
                 f"{type(module).__name__} is sharded already; shard the root last and once"
             )
@@ -55,7 +56,7 @@ def _unsharded(module: object) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _check_mesh(mesh: DeviceMesh | None) -> None:
     if mesh is not None and mesh.ndim == 2 and mesh.mesh_dim_names is None:  # noqa: PLR2004
-        raise Misused(
+        raise WrapperError(
             "Please init the 2D mesh for HSDP with mesh_dim_names specified, such as "
             "mesh_dim_names=('replicate', 'shard')"
         )
@@ -69,7 +70,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"tensor with numel equal to 1. {_WAY_OUT.capitalize()}"
         )
     if not parameter.is_contiguous():
-        raise Unsupported(
+        raise UnsupportedError(
             f"FSDP does not support non-contiguous parameters yet: {name} {shape} has strides "
             f"{parameter.stride()}; make it contiguous"
         )
@@ -81,14 +82,14 @@ def _check_placement(
     dim = getattr(placement, "dim", 0)
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     if dim >= local.ndim:
-        raise Misused(
+        raise WrapperError(
             f"Shard dim {dim} is invalid for {local.ndim}D tensor: {name} {tuple(local.shape)}; "
             "return Shard of one of its dims, or None"
         )
     size = local.shape[dim]
     num_ranks = _num_shards(mesh)
     if dim % local.ndim and size % num_ranks:
-        raise Unsupported(
+        raise UnsupportedError(
             f"FSDP does not support uneven sharding on dim {dim % local.ndim}: {name} "
             f"{tuple(local.shape)} over {num_ranks} ranks; return None for it, {_WAY_OUT}"
         )
