@@ -27,7 +27,7 @@ COMBINED = ("stack", "gpt", "unused and reused", "tied", "lora")
 @on_ranks()
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [*((name, 2) for name in CASES), *covered_first(product(CASES, (4, 1, 3)))],
+    [*((name, 2) for name in CASES), *covered_first(product(CASES, (3, 1, 4)))],
 )
 def test_training_equals_one_process(name: str) -> None:
     assert_equal_training(name)
