@@ -76,6 +76,7 @@ def test_live_bytes_are_those_of_the_plan(preset: str, variant: str) -> None:
             pytest.param(*row, parameters, 4, marks=pytest.mark.thorough)
             for row, parameters in product(ROWS, (True, False))
             if row[0] in ("fsdp", "zero1", "ddp", "hfsdp")
+            and (*row, parameters) != ("hfsdp", "wide", True)  # is above
         ),
     ],
 )
