@@ -1,4 +1,4 @@
-"""The other engines, each in its best setting; the only file that imports them.
+"""The other engines, each in its best setting.
 
 In bf16, FSDP1, FSDP2 and shardwise gather, compute and reduce in bfloat16 and keep float32 shards.
 DDP and ZeroRedundancyOptimizer have no such policy and run under `torch.autocast`.
