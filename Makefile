@@ -10,10 +10,10 @@ train: $(READY)  ## train a small model on the standard library's source, on thi
 	$(BIN)/shardwise train configs/stdlib.toml
 
 test: $(READY)  ## every property once (tests/README.md)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 thorough: $(READY)  ## the combinations that `make test` leaves out; PART=3/20 for some of them
-	$(BIN)/python -m pytest -m thorough $(if $(PART),--part $(PART))
+	$(BIN)/python -m pytest -n 2 -m thorough $(if $(PART),--part $(PART))
 
 check: $(READY)
 	$(BIN)/ruff check
