@@ -13,33 +13,30 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.cli.run_verify import BUILT_IN
 from shardwise.diagnose.engines import ENGINES
+from shardwise.diagnose.families import FAMILIES
+from tests.diagnose.judging import judge
 from tests.ranks import on_ranks
 
 NAME = "blocks.1.mlp.0.weight"
-
-
-def judge(engine: Any, mesh: DeviceMesh | None = None, model: str = "gpt") -> Any:
-    subject = BUILT_IN[model]
-    return sw.verify(
-        subject.model_fn,
-        subject.batch_fn,
-        loss_fn=subject.loss_fn,
-        units=subject.units,
-        engine=engine,
-        mesh=mesh,
-        quiet=True,
-    )
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("model", ["gpt", "lora"])
 @pytest.mark.parametrize("name", list(ENGINES))
 def test_engines_are_right(name: str, model: str) -> None:
-    found = judge(ENGINES[name], model=model)
+    found = judge(model, engine=ENGINES[name])
     assert found.ok, found.explanation
     assert [one.strategy for one in found.comparisons] == [name]
+
+
+@pytest.mark.thorough
+@on_ranks(2, deadline=120.0)
+@pytest.mark.parametrize("model", list(FAMILIES))
+@pytest.mark.parametrize("name", ["shardwise", "fsdp2"])
+def test_there_is_no_false_alarm_on_hugging_face_models(name: str, model: str) -> None:
+    found = judge(model, engine=ENGINES[name])
+    assert found.ok, found.explanation
 
 
 def in_tensors(model: nn.Module, mesh: DeviceMesh | None, _units: Any) -> nn.Module:
@@ -55,10 +52,10 @@ def in_tensors(model: nn.Module, mesh: DeviceMesh | None, _units: Any) -> nn.Mod
 @on_ranks(4)
 def test_a_mesh_may_have_other_dims() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    found = judge(in_tensors, mesh)
+    found = judge("gpt", engine=in_tensors, mesh=mesh)
     assert found.ok, found.explanation
     with pytest.raises(sw.PlanError, match="pass engine=FILE:FUNCTION"):
-        judge(ENGINES["fsdp2"], mesh)
+        judge("gpt", engine=ENGINES["fsdp2"], mesh=mesh)
 
 
 def _changed(change: Any) -> Any:
@@ -94,16 +91,65 @@ def _weighted(gradient: Tensor) -> Tensor:
     ids=["sum", "mean of means", "scale", "zero", "dropped", "tokens"],
 )
 def test_planted_faults_are_named_with_their_causes(change: Any, cause: str) -> None:
-    found = judge(_changed(change))
+    found = judge("gpt", engine=_changed(change))
     [one] = found.comparisons
     assert one.gradient.name == NAME
     with pytest.raises(sw.VerificationError, match=rf"the gradient of {NAME} in step 0 {cause}"):
         found.raise_for_difference()
 
 
+def _tokens(step: int) -> tuple[Tensor, Tensor]:
+    """Rows, and which of them count: those of the first half, and one or two more."""
+    return torch.randn(16, 4), torch.arange(16) < 9 + step
+
+
+def _sum_of_tokens(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    x, counted = batch
+    return model(x).square().mean(-1)[counted].sum(), counted.sum()
+
+
+class _OverTokens:
+    """FSDP2 with a training loop that takes the mean over all tokens, or over ranks."""
+
+    def __init__(self, *, over_ranks: bool) -> None:
+        self.over_ranks = over_ranks
+
+    def __call__(self, model: nn.Module, mesh: DeviceMesh | None, units: Any) -> Any:
+        model = ENGINES["fsdp2"](model, mesh, units)
+
+        def backward(loss_fn: Any, rows: Any) -> float:
+            total, count = loss_fn(model, rows)
+            if not self.over_ranks:
+                dist.all_reduce(count, op=dist.ReduceOp.SUM)
+                count = count / dist.get_world_size()
+            loss = total / count
+            loss.backward()
+            return float(loss.detach())
+
+        return model, backward
+
+
+@on_ranks(2)
+def test_a_mean_over_ranks_instead_of_tokens_is_named() -> None:
+    def verify(**options: Any) -> sw.Verification:
+        def build() -> nn.Module:
+            return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+        return sw.verify(build, _tokens, loss_fn=_sum_of_tokens, quiet=True, **options)
+
+    for right in ({"strategies": ("fsdp", "ddp")}, {"engine": _OverTokens(over_ranks=False)}):
+        found = verify(**right)
+        assert found.ok, found.explanation
+    found = verify(engine=_OverTokens(over_ranks=True))
+    cause = r"equal weights, though they have 8, 1 tokens: a mean over ranks where one over tokens"
+    with pytest.raises(sw.VerificationError, match=rf"the gradient of \d.* in step 0 .*{cause}"):
+        found.raise_for_difference()
+
+
 @on_ranks(2)
 def test_noise_has_no_cause() -> None:
-    found = judge(_changed(lambda gradient: gradient + 1e-3 * torch.arange(len(gradient))[:, None]))
+    noisy = _changed(lambda gradient: gradient + 1e-3 * torch.arange(len(gradient))[:, None])
+    found = judge("gpt", engine=noisy)
     with pytest.raises(sw.VerificationError, match=rf"{NAME} in step 0 is off by"):
         found.raise_for_difference()
 

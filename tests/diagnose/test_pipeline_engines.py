@@ -35,11 +35,21 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, x.roll(step + 1, 1)
 
 
+class Dropping:
+    """The loss of every other micro-batch."""
+
+    num_calls = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.num_calls += 1
+        return loss_of(output, target) * (self.num_calls % MICROBATCHES)
+
+
 class Pipeline:
     """An engine: two stages on each rank, which ``shard`` shards, run by a schedule."""
 
-    def __init__(self, shard: Any, stage: Any, schedule: Any) -> None:
-        self.shard, self.stage, self.schedule = shard, stage, schedule
+    def __init__(self, shard: Any, stage: Any, schedule: Any, loss: Any = loss_of) -> None:
+        self.shard, self.stage, self.schedule, self.loss = shard, stage, schedule, loss
 
     def __call__(self, model: Any, mesh: DeviceMesh | None, _units: Any) -> Any:
         assert mesh is not None
@@ -49,7 +59,7 @@ class Pipeline:
             self.shard(module, mesh=mesh["dp"])
         cpu = torch.device("cpu")
         stages = [self.stage(one, i, NUM_STAGES, cpu, group=group) for i, one in own.items()]
-        schedule = self.schedule(stages, MICROBATCHES, loss_fn=loss_of)
+        schedule = self.schedule(stages, MICROBATCHES, loss_fn=self.loss)
 
         def backward(_loss_fn: Any, rows: tuple[Tensor, Tensor]) -> float:
             x, y = rows
@@ -99,4 +109,19 @@ def test_the_error_of_fsdp2_with_zero_bubble_is_found() -> None:
     zero_bubble = pipelining.ScheduleInterleavedZeroBubble
     found = judge(Pipeline(by_layer, pipelining.PipelineStage, zero_bubble))
     with pytest.raises(sw.VerificationError, match=r"the gradient of \d\.\w+\.\w+ in step 0"):
+        found.raise_for_difference()
+
+
+@on_ranks(4)
+def test_a_dropped_micro_batch_is_named() -> None:
+    schedule = pipelining.ScheduleInterleaved1F1B
+    found = judge(Pipeline(sw.fully_shard, PipelineStage, schedule, Dropping()))
+    cause = "lacks (rows . to .) of part 0, \\1 of part 1 of the batch: a dropped micro-batch"
+    with pytest.raises(sw.VerificationError, match=rf"the gradient of \d.* in step 0 {cause}"):
+        found.raise_for_difference()
+    loss = Dropping() if dist.get_rank() // 2 else loss_of
+    found = judge(Pipeline(sw.fully_shard, PipelineStage, schedule, loss))
+    with pytest.raises(
+        sw.VerificationError, match=r"step 0 lacks rows . to . of part 1 of the bat"
+    ):
         found.raise_for_difference()

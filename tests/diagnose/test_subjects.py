@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.run_verify import BUILT_IN
+from shardwise.diagnose.families import FAMILIES
 from shardwise.diagnose.subjects import find_subjects
 from shardwise.errors import ConfigError
 
@@ -48,6 +49,14 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_built_in_names() -> None:
     assert find_subjects(None, BUILT_IN) == list(BUILT_IN.values())
     assert find_subjects("conv", BUILT_IN) == [BUILT_IN["conv"]]
+    assert find_subjects("t5", BUILT_IN) == [FAMILIES["t5"]]
+    assert len(find_subjects("hf", BUILT_IN)) == 7
+
+
+def test_hugging_face_models_need_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"t5: needs transformers; pip install 'shardwise\[hf\]'"):
+        find_subjects("t5", BUILT_IN)
 
 
 @pytest.mark.parametrize("source", ["own_model", "own_model.py", "{own}/own_model.py"])

@@ -19,6 +19,7 @@ from shardwise.diagnose.exchange import RankExchange
 from shardwise.diagnose.reference import Reference, Training
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.runtime.mesh import resolve_mesh
+from tests.diagnose.judging import judge
 from tests.models import CASES, WIDTH, Block, Stack, UnusedAndReused, build
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import TOLERANCE, assert_close
@@ -40,7 +41,7 @@ CHEAP = ((2, "moe"), (2, "lora"))
     ],
 )
 def test_every_preset_is_equal_on_every_model(ranks: int, name: str) -> None:
-    for found in run_on(ranks, _verify_built_in, name, deadline=120.0):
+    for found in run_on(ranks, _presets, name, deadline=120.0):
         assert found.ok, found.explanation
         assert tuple(one.strategy for one in found.comparisons) == PRESETS
         assert all(one.num_steps == 2 for one in found.comparisons)
@@ -49,7 +50,7 @@ def test_every_preset_is_equal_on_every_model(ranks: int, name: str) -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_a_corrupted_gradient_is_named_on_every_rank(ranks: int) -> None:
     name = "blocks.1.attention.out.weight"
-    results = run_on(ranks, _verify_built_in, "gpt", name, deadline=60.0)
+    results = run_on(ranks, _presets, "gpt", name, deadline=60.0)
     assert len({found.table for found in results}) == 1
     found = results[0]
     assert [one.strategy for one in found.comparisons if not one.ok] == list(PRESETS)
@@ -283,16 +284,8 @@ def _square(model: Any, x: Tensor) -> Tensor:
     return y.square().mean()
 
 
-def _verify_built_in(name: str, corrupt: str | None = None) -> sw.Verification:
-    subject = BUILT_IN[name]
-    return sw.verify(
-        subject.model_fn,
-        subject.batch_fn,
-        loss_fn=subject.loss_fn,
-        units=subject.units,
-        corrupt=corrupt,
-        quiet=True,
-    )
+def _presets(model: str, corrupt: str | None = None) -> sw.Verification:
+    return judge(model, corrupt=corrupt)
 
 
 def _shown() -> bool:

@@ -94,14 +94,21 @@ def split_experts(moe: MoE, mesh: DeviceMesh, *, as_dtensors: bool) -> None:
         setattr(moe.experts, name, nn.Parameter(own))
 
 
-def shard(model: nn.Sequential, mesh: DeviceMesh, dense: DeviceMesh, **options: Any) -> None:
+def shard(
+    model: nn.Sequential,
+    mesh: DeviceMesh,
+    dense: DeviceMesh,
+    divisor: int | None = None,
+    **options: Any,
+) -> None:
+    """With the ranks of ``dense`` as the gradients' divisor, or another one."""
     dims = tuple(name for name in mesh.mesh_dim_names or () if name != "ep")
     of_experts = mesh[dims] if len(dims) > 1 else mesh[dims[0]]
     for name in ("0", "1"):
         block: Any = model.get_submodule(name)
         experts = block.moe.experts
         sw.fully_shard(experts, mesh=of_experts, **options)
-        experts.set_gradient_divide_factor(dense.size())
+        experts.set_gradient_divide_factor(divisor or dense.size())
         sw.fully_shard(block, mesh=dense, **options)
     sw.fully_shard(model, mesh=dense, **options)
 
@@ -159,6 +166,36 @@ def test_training_equals_one_process(as_dtensors: bool) -> None:
 def test_experts_without_tokens_get_zeros() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     check_training(mesh, as_dtensors=True, without=(0, 2, 3))  # 2 and 3 are all of some ranks'
+
+
+@on_ranks(4)
+def test_verify_names_expert_gradients_times_ep() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+
+    def verify(divisor: int) -> sw.Verification:
+        def engine(model: Any, mesh: DeviceMesh | None, _units: Any) -> nn.Module:
+            assert mesh is not None
+            for module in model.modules():
+                if isinstance(module, MoE):
+                    split_experts(module, mesh["ep"], as_dtensors=True)
+            shard(model, mesh, dense_mesh(mesh), divisor)
+            whole: nn.Module = model
+            return whole
+
+        return sw.verify(
+            build,
+            lambda _step: torch.randn(4 * ROWS, WIDTH),
+            loss_fn=lambda model, rows: model(rows).square().mean(),
+            engine=engine,
+            mesh=mesh,
+            quiet=True,
+        )
+
+    found = verify(4)
+    assert found.ok, found.explanation
+    cause = "is 2 times what is expected, the size of ep: divide experts' gradients by"
+    with pytest.raises(sw.VerificationError, match=rf"\.moe\.experts\.\w+ in step 0 {cause}"):
+        verify(2).raise_for_difference()
 
 
 @pytest.mark.thorough

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from shardwise.diagnose.engines import splits_batch
 from shardwise.diagnose.models import MODELS, VOCABULARY, Subject, next_token_loss, random_tokens
 from shardwise.diagnose.subjects import find_engine, find_subjects
 from shardwise.diagnose.verification import VerificationError
@@ -72,7 +73,7 @@ class VerifyOptions:
             raise ConfigError(f"--mesh {self.mesh}: name the --engine that uses it")
         found = [re.fullmatch(r"([a-z_]+)([1-9][0-9]*)", dim) for dim in self.mesh.split(",")]
         sizes = {one[1]: int(one[2]) for one in found if one}
-        if len(sizes) != len(found) or not any(name.startswith("dp") for name in sizes):
+        if len(sizes) != len(found) or not any(map(splits_batch, sizes)):
             raise ConfigError(
                 f"--mesh {self.mesh}: expected distinct names, each with a size, one of them "
                 "beginning with dp, such as dp2,tp2"

@@ -10,7 +10,8 @@ def verify(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="gpt, moe, encoder-decoder, conv or lora (default: all), or your own function, as "
+            help="gpt, moe, encoder-decoder, conv or lora (default: all); or bert, gpt2, llama, "
+            "mixtral, qwen2, t5 or vit of transformers (hf: all); or your own function, as "
             "package.module:function or file.py:function, that returns (model_fn, batch_fn, "
             "loss_fn, units) for sw.verify.",
         ),
@@ -36,7 +37,7 @@ def verify(
         typer.Option(
             metavar="DIMS",
             help="With --engine: names and sizes of the mesh's dims, such as dp2,tp2. Those whose "
-            "names begin with dp split the batch.",
+            "names begin with dp, efsdp and ep split the batch.",
         ),
     ] = None,
     steps: Annotated[

@@ -29,6 +29,14 @@ class Part:
         torch.manual_seed(self.seed)
         return pytree.tree_map_only(Tensor, torch.clone, self.rows)
 
+    @property
+    def num_rows(self) -> int:
+        return next(len(leaf) for leaf in pytree.tree_leaves(self.rows) if isinstance(leaf, Tensor))
+
+    def split(self, num_pieces: int) -> list["Part"]:
+        """Pieces of as many consecutive rows each."""
+        return [Part(_rows(self.rows, piece, num_pieces), self.seed) for piece in range(num_pieces)]
+
 
 def cut_batches(
     batch_fn: Callable[[int], Any], num_steps: int, exchange: RankExchange, device: torch.device
@@ -55,8 +63,9 @@ def _cut(
                 "batch, which verify splits, and may depend on the step and torch's seed alone"
             )
     num_parts = exchange.num_parts
+    on_device = pytree.tree_map_only(Tensor, lambda t: _widen(t.detach()).to(device), batch)
     return [
-        Part(_rows(batch, part, num_parts, device), seed=SEED + step * num_parts + part)
+        Part(_rows(on_device, part, num_parts), seed=SEED + step * num_parts + part)
         for part in range(num_parts)
     ]
 
@@ -81,13 +90,9 @@ def _problem(tensors: list[Tensor], source: str, num_ranks: int) -> str | None:
     return None
 
 
-def _rows(batch: Any, rank: int, num_ranks: int, device: torch.device) -> Any:
-    """The rows of ``rank`` in every tensor."""
-
-    def cut(tensor: Tensor) -> Tensor:
-        return _widen(tensor.detach().chunk(num_ranks)[rank]).to(device)
-
-    return pytree.tree_map_only(Tensor, cut, batch)
+def _rows(batch: Any, part: int, num_parts: int) -> Any:
+    """The rows of ``part`` in every tensor."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.chunk(num_parts)[part], batch)
 
 
 def _widen(tensor: Tensor) -> Tensor:

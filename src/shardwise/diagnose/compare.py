@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.diagnose.batches import Part
-from shardwise.diagnose.engines import Backward, parameters_of
+from shardwise.diagnose.engines import BackwardFn, parameters_of
 from shardwise.diagnose.exchange import RankExchange
 from shardwise.diagnose.explain import explain
-from shardwise.diagnose.reference import Outcome, Training
+from shardwise.diagnose.reference import Outcome, Reference, Training
 from shardwise.diagnose.verification import Comparison, Worst
 
 __all__ = ["Judge"]
@@ -31,9 +32,10 @@ class Judge:
     outcomes: Sequence[Outcome]  # of the reference, by step
     exchange: RankExchange
     tolerance: float
+    reference: Reference | None = None  # finds likely causes of errors
 
     def compare(
-        self, model: nn.Module, strategy: str, backward: Backward | None = None
+        self, model: nn.Module, strategy: str, backward: BackwardFn | None = None
     ) -> Comparison:
         """Train the sharded ``model`` until a step differs from the reference.
 
@@ -45,13 +47,14 @@ class Judge:
         for step, expected in enumerate(self.outcomes):
             part = self.batches[step][self.exchange.part]
             if backward is None:
-                own = self.training.backward(model, part)
+                weight = self.exchange.num_parts / sum(expected.counts)
+                own, _ = self.training.backward(model, part, weight)
             else:
                 own = self.training.run(backward, part)
             loss = _farther(loss, self._loss_error(own, expected.loss, step))
             gradients = {name: p.grad for name, p in parameters_of(model).items()}
-            found = self._worst(gradients, expected.gradients, step, expected.contributions)
-            gradient = _farther(gradient, found)
+            found = self._worst(gradients, expected.gradients, step)
+            gradient = _farther(gradient, self._with_cause(found, gradients.get(found.name)))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             parameters = {name: p.detach() for name, p in parameters_of(model).items()}
@@ -69,7 +72,6 @@ class Judge:
         found: Mapping[str, Tensor | None],
         expected: Mapping[str, Tensor | None],
         step: int,
-        contributions: Sequence[Mapping[str, Tensor]] = (),
     ) -> Worst:
         """The largest error of any tensor on any rank (replicas may differ too)."""
         whole = math.hypot(*(_norm(tensor) for tensor in expected.values() if tensor is not None))
@@ -85,12 +87,39 @@ class Judge:
                 error, note = _presence(wanted, missing, len(holders))
             else:
                 assert tensor is not None
-                full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                error, note = _distance(full, wanted, SMALL * whole), ""
-                if error > self.tolerance and contributions:
-                    note = explain(full, [one[name] for one in contributions if name in one])
+                error, note = _distance(_full(tensor), wanted, SMALL * whole), ""
             worst = _farther(worst, Worst(error, name if error else "", step, note))
         return _farther(*self.exchange.gather(worst))
+
+    def _with_cause(self, worst: Worst, gradient: Tensor | None) -> Worst:
+        """``worst`` with the likely cause as its note, as far as one is found.
+
+        Args:
+            gradient: of the parameter that it names, on the ranks that have it.
+        """
+        if self.reference is None or worst.note or worst.error <= self.tolerance:
+            return worst
+        cause = "" if gradient is None else self._cause(worst, _full(gradient))
+        return replace(worst, note=next(filter(None, self.exchange.gather(cause)), ""))
+
+    def _cause(self, worst: Worst, found: Tensor) -> str:
+        reference, step, parts = self.reference, worst.step, self.batches[worst.step]
+        expected = self.outcomes[step].gradients[worst.name]
+        assert reference is not None
+        assert expected is not None
+        before = self.outcomes[step - 1].parameters if step else reference.initial
+        return explain(
+            found,
+            expected,
+            partial(reference.contributions, worst.name, parts, before),
+            self.outcomes[step].counts,
+            parts[0].num_rows,
+            self.exchange.dims,
+        )
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _presence(wanted: Tensor | None, missing: Sequence[int], num_ranks: int) -> tuple[float, str]:

@@ -12,10 +12,18 @@ from shardwise.api import fully_shard
 from shardwise.errors import PlanError
 from shardwise.plan.units import Units, choose_units
 
-__all__ = ["ENGINES", "Backward", "Engine", "data_dims", "parameters_of", "set_up"]
+__all__ = [
+    "ENGINES",
+    "BackwardFn",
+    "Engine",
+    "data_dims",
+    "parameters_of",
+    "set_up",
+    "splits_batch",
+]
 
 # Computes the gradients of one part of a batch: (loss_fn, rows) -> the part's mean loss.
-Backward = Callable[[Any, Any], Any]
+BackwardFn = Callable[[Any, Any], Any]
 # (model, mesh, units) -> the model to train, or that and what runs its backward.
 Engine = Callable[[nn.Module, DeviceMesh | None, Units], Any]
 
@@ -41,7 +49,7 @@ ENGINES: dict[str, Engine] = {"shardwise": _shardwise, "fsdp2": _fsdp2, "ddp": _
 
 def set_up(
     engine: Engine, model: nn.Module, mesh: DeviceMesh | None, units: Units
-) -> tuple[nn.Module, Backward | None]:
+) -> tuple[nn.Module, BackwardFn | None]:
     """The model that ``engine`` makes of ``model``, and its own backward if it has one.
 
     Raises:
@@ -66,14 +74,19 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def data_dims(mesh: DeviceMesh | None) -> tuple[str, ...]:
-    """The dims of ``mesh`` over which a batch is split: those whose names begin with "dp"."""
+    """The dims of ``mesh`` over which a batch is split: "dp..." and those of experts."""
     names = () if mesh is None else mesh.mesh_dim_names or ()
-    return tuple(name for name in names if name.startswith("dp"))
+    return tuple(name for name in names if splits_batch(name))
+
+
+def splits_batch(dim: str) -> bool:
+    """Whether the ranks along the mesh's dim of this name have other rows of a batch."""
+    return dim.startswith("dp") or dim in ("efsdp", "ep")
 
 
 def _data_parallel(mesh: DeviceMesh | None) -> DeviceMesh | None:
     """``mesh``, all of whose dims have to be of data parallelism."""
-    if mesh is None or len(data_dims(mesh)) == mesh.ndim:
+    if mesh is None or all(name.startswith("dp") for name in mesh.mesh_dim_names or ("",)):
         return mesh
     raise PlanError(
         f"{mesh}: this engine shards over dims of data parallelism (dp...) alone; pass "

@@ -48,9 +48,16 @@ class RankExchange:
         return own
 
     @property
+    def dims(self) -> dict[str, int]:
+        """The sizes of the mesh's dims."""
+        if self.mesh is None:
+            return {}
+        return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=False))
+
+    @property
     def _dims(self) -> list[int]:
-        assert self.mesh is not None
-        names = self.mesh.mesh_dim_names or ()
+        """Those that split a batch."""
+        names = list(self.dims)
         return [names.index(name) for name in data_dims(self.mesh)]
 
     def gather(self, value: T) -> list[T]:

@@ -1,6 +1,6 @@
 """Why a gradient may differ: how much of it comes from each part of the batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -8,46 +8,120 @@ from torch import Tensor
 __all__ = ["explain"]
 
 _ROUNDING = 1e-6  # of float64 gradients, after a solve
+_MOST_PIECES = 64  # of a batch, to fit a gradient with
 
 
-def explain(found: Tensor, contributions: Sequence[Tensor]) -> str:
+def explain(
+    found: Tensor,
+    expected: Tensor,
+    contributions: Callable[[int], Sequence[Tensor]],
+    counts: Sequence[int],
+    num_rows: int,
+    dims: Mapping[str, int],
+) -> str:
     """The likely cause of the error in ``found``; "" if none fits.
 
     Args:
-        contributions: what each part of the batch adds to the expected gradient, their sum.
+        contributions: what each piece of each part of the batch adds to the expected gradient, by
+            the number of pieces that a part is split into.
+        counts: the number of tokens of each part; 1 each where losses are means.
+        num_rows: of each part.
+        dims: the sizes of the mesh's dims.
     """
-    if not contributions or found.is_complex():
+    if found.is_complex():
         return ""
-    columns = torch.stack([one.detach().double().reshape(-1).cpu() for one in contributions], 1)
+    weights = _fit(found, [expected])
+    if weights is not None:
+        return _cause_of_factor(weights[0], len(counts), dims)
+    for num_pieces in range(1, min(num_rows, _MOST_PIECES // len(counts)) + 1):
+        if num_rows % num_pieces:
+            continue
+        columns = contributions(num_pieces)
+        if _fit(expected, [torch.stack([*columns]).sum(0)]) != [1.0]:
+            return ""  # rows depend on each other, or on random numbers
+        weights = _fit(found, columns)
+        if weights is not None:
+            if num_pieces == 1:
+                return _cause_in_parts(weights, counts)
+            return _cause_in_pieces(weights, num_pieces, num_rows // num_pieces)
+    return ""
+
+
+def _fit(found: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
+    """The weights of ``columns`` whose sum is ``found``; None if there are none, or several."""
+    matrix = torch.stack([one.detach().double().reshape(-1).cpu() for one in columns], 1)
     target = found.detach().double().reshape(-1, 1).cpu()
-    weights = torch.linalg.lstsq(columns, target, driver="gelsd").solution
-    scale = max(float(target.norm()), float(columns.norm()))
-    if float((columns @ weights - target).norm()) > _ROUNDING * scale:
-        return ""
-    return _cause(weights.flatten().tolist())
+    solved = torch.linalg.lstsq(matrix, target, rcond=_ROUNDING, driver="gelsd")
+    scale = max(float(target.norm()), float(matrix.norm()))
+    if int(solved.rank) < len(columns):
+        return None
+    if float((matrix @ solved.solution - target).norm()) > _ROUNDING * scale:
+        return None
+    weights: list[float] = solved.solution.flatten().tolist()
+    return [round(weight, 6) for weight in weights]
 
 
-def _cause(weights: list[float]) -> str:
+def _cause_of_factor(factor: float, num_parts: int, dims: Mapping[str, int]) -> str:
+    if factor in (0.0, 1.0):
+        return "" if factor else "is zero"
+    found = f"is {factor:.4g} times what is expected"
+    times = [name for name, size in dims.items() if _is_near(factor, size)]
+    if _is_near(factor, num_parts):
+        return f"{found}: a sum over the {num_parts} data-parallel ranks where a mean is expected"
+    if _is_near(factor * num_parts, 1):
+        return f"{found}: divided twice by the {num_parts} data-parallel ranks"
+    if "ep" in times:
+        return (
+            f"{found}, the size of ep: divide experts' gradients by the number of all ranks whose "
+            "tokens reach them, as with set_gradient_divide_factor"
+        )
+    if times:
+        return f"{found}, the size of {' and of '.join(times)}: a sum where a mean is expected"
+    return f"{found}: a divisor or a loss scale"
+
+
+def _cause_in_parts(weights: Sequence[float], counts: Sequence[int]) -> str:
     """What parts with these weights, instead of 1 each, say of the reduction."""
     number = len(weights)
-    missing = [part for part, weight in enumerate(weights) if abs(weight) < _ROUNDING]
-    if len(missing) == number:
-        return "is zero"
+    missing = [part for part, weight in enumerate(weights) if not weight]
     if missing:
         return (
             f"lacks part {missing[0]} of the batch: a dropped micro-batch, or a rank whose "
             "gradient was not reduced"
         )
-    if max(weights) - min(weights) > _ROUNDING:
-        shown = ", ".join(f"{weight / number:.3g}" for weight in weights)
+    if all(
+        _is_near(weight * count * number, sum(counts))
+        for weight, count in zip(weights, counts, strict=True)
+    ):
+        tokens = ", ".join(map(str, counts))
         return (
-            f"weighs the parts of the batch {shown}, expected {1 / number:.3g} each: a mean over "
-            "ranks where one over rows or tokens is expected, or the reverse"
+            f"gives the parts of the batch equal weights, though they have {tokens} tokens: a mean "
+            "over ranks where one over tokens is expected"
         )
-    factor = sum(weights) / number
-    cause = "a divisor or a loss scale"
-    if abs(factor - number) < _ROUNDING:
-        cause = f"a sum over the {number} data-parallel ranks where a mean is expected"
-    elif abs(factor * number - 1) < _ROUNDING:
-        cause = f"divided twice by the {number} data-parallel ranks"
-    return f"is {factor:.4g} times what is expected: {cause}"
+    shown = ", ".join(f"{weight / number:.3g}" for weight in weights)
+    return (
+        f"weighs the parts of the batch {shown}, expected {1 / number:.3g} each: a mean over "
+        "ranks where one over rows or tokens is expected, or the reverse"
+    )
+
+
+def _cause_in_pieces(weights: Sequence[float], num_pieces: int, num_rows: int) -> str:
+    """What pieces of ``num_rows`` rows with these weights say of micro-batches."""
+
+    def place(index: int) -> str:
+        part, piece = divmod(index, num_pieces)
+        first, last = piece * num_rows, (piece + 1) * num_rows - 1
+        return f"{f'row {first}' if first == last else f'rows {first} to {last}'} of part {part}"
+
+    missing = [place(index) for index, weight in enumerate(weights) if not weight]
+    if missing:
+        return f"lacks {', '.join(missing)} of the batch: a dropped micro-batch"
+    farthest = max(range(len(weights)), key=lambda index: abs(weights[index] - 1))
+    return (
+        f"counts {place(farthest)} of the batch {weights[farthest]:.4g} times, expected once: "
+        "a micro-batch that is scaled or accumulated differently"
+    )
+
+
+def _is_near(number: float, expected: float) -> bool:
+    return abs(number - expected) < 1e-4 * max(1.0, abs(expected))

@@ -1,7 +1,8 @@
 """The reference: one process runs every rank's part of a batch, and then makes one step.
 
-The loss is the mean of the parts' losses. For a model that treats each row by itself, this is the
-loss of the whole batch; for others (batch norm, a router with a capacity) it is what ranks compute.
+The loss is the mean of the parts' losses, or, where `loss_fn` returns sums and numbers of tokens,
+the mean over all tokens. For a model that treats each row by itself, this is the loss of the whole
+batch; for others (batch norm, a router with a capacity) it is what ranks compute.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.diagnose.batches import SEED, Part
-from shardwise.diagnose.engines import Backward
+from shardwise.diagnose.engines import BackwardFn
 from shardwise.diagnose.exchange import RankExchange
 from shardwise.errors import PlanError
 from shardwise.runtime.attach import device_for
@@ -21,7 +22,7 @@ from shardwise.runtime.module import FSDPModule
 
 __all__ = ["LossFn", "Outcome", "Reference", "Training"]
 
-LossFn = Callable[[Any, Any], Tensor]
+LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +59,20 @@ class Training:
         # With a small eps, Adam would turn a gradient that is only rounding into a step.
         return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
-    def run(self, backward: Backward, part: Part) -> float:
+    def run(self, backward: BackwardFn, part: Part) -> float:
         """The loss of a part, of which an engine's own ``backward`` computes the gradients."""
         return float(backward(self.loss_fn or _model_is_loss, part.draw()))
 
-    def backward(self, model: nn.Module, part: Part, weight: float = 1.0) -> float:
-        """Run backward of ``weight`` times the loss of a part; returns that value."""
-        rows = part.draw()
-        loss = (self.loss_fn or _model_is_loss)(model, rows)
-        if not isinstance(loss, Tensor) or loss.ndim:
-            got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise PlanError(
-                f"the loss is {got}: expected a scalar; pass a loss_fn(model, batch) that returns "
-                "the mean over the batch"
-            )
+    def backward(self, model: nn.Module, part: Part, weight: float = 1.0) -> tuple[float, int]:
+        """Run backward of ``weight`` times the loss of a part.
+
+        Returns:
+            That value, and the number of tokens that the loss is a sum over, or 1.
+        """
+        loss, count = _with_count((self.loss_fn or _model_is_loss)(model, part.draw()))
         weighted = loss * weight
         weighted.backward()  # type: ignore[no-untyped-call]
-        return float(weighted.detach())
+        return float(weighted.detach()), count
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,34 +82,25 @@ class Outcome:
     loss: float
     gradients: Mapping[str, Tensor | None]
     parameters: Mapping[str, Tensor]  # after the optimizer's step
-    # What each part adds to the gradients; empty if nobody asked for it.
-    contributions: Sequence[Mapping[str, Tensor]] = ()
+    counts: Sequence[int]  # tokens of each part; 1 each where losses are means
 
 
 class Reference:
     """The model in one process."""
 
-    def __init__(
-        self,
-        training: Training,
-        mesh: DataParallelMesh,
-        exchange: RankExchange,
-        *,
-        keeps_contributions: bool = False,
-    ) -> None:
+    def __init__(self, training: Training, mesh: DataParallelMesh, exchange: RankExchange) -> None:
         """Build one model per part, which share their parameters.
 
         Buffers (running statistics of batch norm) and other state of modules stay separate.
         """
         self._training = training
         self._exchange = exchange
-        self._keeps_contributions = keeps_contributions
         model = training.build()
         self.name = type(model).__name__
         self.device = device_for(model, mesh)
         self._models = [model.to(self.device)]  # one per part
         self._parameters = dict(model.named_parameters())
-        self._initial = {name: p.detach().clone() for name, p in self._parameters.items()}
+        self.initial = {name: p.detach().clone() for name, p in self._parameters.items()}
         for _ in range(exchange.num_parts - 1):
             twin = self.rebuild()
             _share_parameters(twin.to(self.device), model)
@@ -135,29 +124,46 @@ class Reference:
         optimizer = self._training.optimizer(self._models[0])
         return [self._step(parts, optimizer, zeros=zeros) for parts in batches]
 
+    def contributions(
+        self, name: str, parts: Sequence[Part], before: Mapping[str, Tensor], num_pieces: int
+    ) -> list[Tensor]:
+        """What each piece of each part adds to the gradient of parameter ``name``.
+
+        Args:
+            before: the parameters that the gradient is of.
+            num_pieces: of each part.
+        """
+        with torch.no_grad():
+            for key, parameter in self._parameters.items():
+                parameter.copy_(before[key])
+        parameter, found, total = self._parameters[name], [], 0
+        for model, part in zip(self._models, parts, strict=True):
+            for piece in part.split(num_pieces):
+                total += self._training.backward(model, piece)[1]
+                gradient = parameter.grad
+                found.append(torch.zeros_like(parameter) if gradient is None else gradient)
+                model.zero_grad(set_to_none=True)
+        return [gradient / total for gradient in found]
+
     def _step(
         self, parts: Sequence[Part], optimizer: torch.optim.Optimizer, *, zeros: bool
     ) -> Outcome:
-        weight, loss = 1 / len(parts), 0.0
-        contributions = []
+        loss, counts = 0.0, []
         for model, part in zip(self._models, parts, strict=True):
-            before = self._copies() if self._keeps_contributions else {}
-            loss += self._training.backward(model, part, weight)
-            if self._keeps_contributions:
-                after = self._copies()
-                contributions.append({name: after[name] - before.get(name, 0) for name in after})
+            own, count = self._training.backward(model, part)
+            loss += own
+            counts.append(count)
         if zeros:
             self._fill_with_zeros()
+        total = sum(counts)
         gradients = {name: p.grad for name, p in self._parameters.items()}
+        for gradient in gradients.values():
+            if gradient is not None:
+                gradient.div_(total)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         updated = {name: p.detach().clone() for name, p in self._parameters.items()}
-        return Outcome(loss, gradients, updated, contributions)
-
-    def _copies(self) -> dict[str, Tensor]:
-        """The gradients as they are now."""
-        named = self._parameters.items()
-        return {name: p.grad.clone() for name, p in named if p.grad is not None}
+        return Outcome(loss / total, gradients, updated, counts)
 
     def _fill_with_zeros(self) -> None:
         for parameter in self._parameters.values():
@@ -166,9 +172,9 @@ class Reference:
 
     def _difference(self, other: nn.Module) -> str | None:
         found = dict(other.named_parameters())
-        if odd := sorted(found.keys() ^ self._initial.keys()):
+        if odd := sorted(found.keys() ^ self.initial.keys()):
             return f"model_fn built {', '.join(odd)} in one call and not in another"
-        for name, expected in self._initial.items():
+        for name, expected in self.initial.items():
             if found[name] is self._parameters[name]:
                 return f"model_fn returned {name} twice; it has to build a new model each time"
             if not torch.equal(found[name].to(self.device), expected):
@@ -185,6 +191,22 @@ def _share_parameters(twin: nn.Module, model: nn.Module) -> None:
     for name in [name for name, _ in twin.named_parameters(remove_duplicate=False)]:
         path, _, attribute = name.rpartition(".")
         setattr(twin.get_submodule(path), attribute, shared[name])
+
+
+def _with_count(loss: Any) -> tuple[Tensor, int]:
+    """A sum of losses and the number of its tokens; of a mean, the mean and 1.
+
+    Raises:
+        PlanError: it is neither.
+    """
+    total, count = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, 1)  # noqa: PLR2004
+    if not isinstance(total, Tensor) or total.ndim:
+        got = f"shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        raise PlanError(
+            f"the loss is {got}: expected a scalar; pass a loss_fn(model, batch) that returns "
+            "the mean over the batch, or the sum over its tokens and their number"
+        )
+    return total, int(count)
 
 
 def _model_is_loss(model: nn.Module, batch: Any) -> Tensor:

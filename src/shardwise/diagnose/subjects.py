@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from shardwise.diagnose.engines import ENGINES, Engine
+from shardwise.diagnose.families import FAMILIES
 from shardwise.diagnose.models import Subject
 from shardwise.errors import ConfigError
 
@@ -17,20 +18,28 @@ __all__ = ["find_engine", "find_subjects"]
 
 
 def find_subjects(model: str | None, built_in: Mapping[str, Subject]) -> list[Subject]:
-    """Resolve a built-in name, package.module:function or file.py:function; None is all built-ins.
+    """Resolve a name, package.module:function or file.py:function.
+
+    Names are those of ``built_in``, of which None is all, and of `FAMILIES`, of which "hf" is all.
 
     The user's function returns the fields of `Subject`: model_fn, batch_fn and, optionally,
     loss_fn and units. It is called here and may be called again in other processes.
 
     Raises:
         ConfigError: the name, file, module or function does not exist, or the function returns
-            something else.
+            something else, or transformers is not installed.
     """
     if model is None:
         return list(built_in.values())
     if model in built_in:
         return [built_in[model]]
-    return [_call(model, _find_function(model, built_in))]
+    if (model == "hf" or model in FAMILIES) and importlib.util.find_spec("transformers") is None:
+        raise ConfigError(f"{model}: needs transformers; pip install 'shardwise[hf]'")
+    if model == "hf":
+        return list(FAMILIES.values())
+    if model in FAMILIES:
+        return [FAMILIES[model]]
+    return [_call(model, _find_function(model, [*built_in, *FAMILIES, "hf"]))]
 
 
 def find_engine(name: str) -> Engine:

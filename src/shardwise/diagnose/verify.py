@@ -79,8 +79,9 @@ def verify(
             tuple, list or dict of them, which are split along dim 0 over the ranks. torch's seed
             is set before; floating-point tensors are cast to float64.
         strategies: what to compare, as for `fully_shard`; None for all that fit the mesh.
-        loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a part of the batch; None if the
-            model itself returns it when called with the batch.
+        loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a part of the batch, or the sum
+            of its tokens' losses and their number, for a mean over the tokens of all parts; None if
+            the model itself returns it when called with the batch.
         units: as for `fully_shard`.
         optimizer_fn: makes an optimizer of ``model.parameters()``; None for AdamW.
         steps: optimizer steps to compare. Comparison stops after the first step that differs.
@@ -94,8 +95,8 @@ def verify(
         engine: judges another engine than this one: ``engine(model, mesh, units)`` returns the
             model to train, or ``(model, backward)``, where ``backward(loss_fn, rows)`` computes the
             gradients of this rank's rows and returns their loss. ``strategies``, ``mp_policy`` and
-            ``options`` are not used. Of ``mesh``, which may have any dims, those whose names begin
-            with "dp" split the batch. Where a gradient differs, its likely cause is named.
+            ``options`` are not used. Of ``mesh``, which may have any dims, "dp...", "efsdp" and
+            "ep" split the batch. Where a gradient differs, its likely cause is named.
         quiet: print nothing; otherwise the first rank prints the table line by line.
         options: for `fully_shard`: prefetch, reshard_after_forward, unused.
 
@@ -120,12 +121,13 @@ def verify(
         quiet=quiet or exchange.rank > 0, soft_wrap=True, markup=False, highlight=False
     )
     with _own_random_numbers():
-        reference = Reference(training, dp_mesh, exchange, keeps_contributions=engine is not None)
+        reference = Reference(training, dp_mesh, exchange)
         batches = cut_batches(batch_fn, steps, exchange, reference.device)
         outcomes = reference.train(batches, zeros=options.get("unused") == "zeros")
         if corrupt is not None:
             _check_gets_gradient(corrupt, outcomes)
-        judge = Judge(training, batches, outcomes, exchange, tolerance)
+        explains = None if engine is None else reference
+        judge = Judge(training, batches, outcomes, exchange, tolerance, explains)
         meshes = _meshes(rows, mesh, reference.device)
         found = Verification(reference.name, exchange.size, ())
         console.print(f"{found.title}\n{HEAD}")
