@@ -46,6 +46,7 @@ __all__ = [
     "current_graph_task",
     "default_store",
     "eval_frame",
+    "foreach_norm",
     "gradient_hooks",
     "group_timeout",
     "has_saved_tensors_hooks",
@@ -78,6 +79,7 @@ REQUIRED = (
     "torch._C._current_graph_task_id",
     "torch._C._dynamo.eval_frame.set_eval_frame",
     "torch._C._storage_Use_Count",
+    "torch._foreach_norm",
     "torch._C._will_engine_execute_node",
     "torch.Tensor._dtensor__new__",
     "torch.distributed.device_mesh.DeviceMesh._concatenate",
@@ -197,6 +199,12 @@ def can_swap_storages() -> bool:
 def swap_storages(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Exchange the memory of two storages. Tensors that view them keep their storage."""
     one._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+def foreach_norm(tensors: Sequence[Tensor], order: float) -> Sequence[Tensor]:
+    """The vector norm of each, in few kernels; `torch.nn.utils.get_total_norm` has the last one."""
+    norms: Sequence[Tensor] = torch._foreach_norm(list(tensors), order)
+    return norms
 
 
 def num_storage_references(storage: torch.UntypedStorage) -> int:

@@ -1,9 +1,10 @@
 """Activations in host memory: the same gradients, and no copy of a parameter."""
 
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
+from shardwise.transport.device import KINDS, Device
 from tests.covering import covered_first
 from tests.models import CASES, WIDTH, Block, build
 from tests.ranks import on_ranks
@@ -92,6 +94,27 @@ def test_changes_in_place_are_noticed() -> None:
     assert_close(slopes[1], slopes[0], "slope")
 
 
+def test_copies_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what backward needs next is on its way while it uses another tensor."""
+    monkeypatch.setitem(KINDS, "cpu", Logged)
+    model = sw.fully_shard(nn.Sequential(Block()).double())
+    with sw.offload_activations(model):
+        y = torch.ones(ROWS, WIDTH).double().requires_grad_()
+        for _ in range(4):
+            y = y.exp()  # saves its output
+        assert _num_waits() == 2, "memory of the last two cannot be used again yet"
+    assert _num_waits() == 4
+    Logged.log.clear()
+    _backward(y)
+    events = [event[:2] for event in Logged.log]
+    to_device = max(stream for _, stream in events)
+    copies = [i for i, event in enumerate(events) if event == ("record", to_device)]
+    waits = [i for i, event in enumerate(events) if event == ("wait", 0)]
+    assert len(copies) == 8, "beginnings and ends of four copies"
+    assert len(waits) == 4
+    assert copies[3] < waits[0], "the second is on its way before the first is used"
+
+
 def test_it_needs_a_sharded_model() -> None:
     with pytest.raises(sw.PlanError, match="Block is not sharded"), sw.offload_activations(Block()):
         pass
@@ -104,6 +127,32 @@ OFFLOADS: list[Offload] = [
     # What the one above does on a GPU; on a CPU it copies nothing.
     lambda _model: saved_tensors_hooks(lambda x: torch.empty_like(x).copy_(x), lambda x: x),
 ]
+
+
+def _num_waits() -> int:
+    """Of the stream that computes."""
+    return sum(event[:2] == ("wait", 0) for event in Logged.log)
+
+
+class Logged(Device):
+    """A device whose streams are numbers, the current one 0."""
+
+    is_accelerator = True
+    log: ClassVar[list[tuple[str, int, Any]]] = []
+    numbers = itertools.count(1)
+
+    def new_stream(self) -> int:
+        return next(self.numbers)
+
+    def current_stream(self) -> int:
+        return 0
+
+    def record(self, stream: int) -> float:
+        self.log.append(("record", stream, None))
+        return float(len(self.log))
+
+    def wait(self, stream: int, event: Any) -> None:
+        self.log.append(("wait", stream, event))
 
 
 class Copies(TorchDispatchMode):

@@ -16,7 +16,7 @@ UNITS = [*"abcdefgh", "before", "by hand", *(f"step {step}" for step in range(6)
 
 def mark(started: float, finished: float) -> Work:
     made = Work()
-    made.span = (started, finished)
+    made.times = (started, finished)
     return made
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
+from shardwise.features.unused import UsedParameterSync
 from tests.models import WIDTH, Block
 from tests.ranks import on_ranks, run_on
 from tests.runtime.modules import Choosing
@@ -73,6 +75,26 @@ def test_gradients_that_are_taken_of_inputs_are_no_mistake() -> None:
     (slope,) = torch.autograd.grad(model(own, [1]).sum(), own)
     assert_close(slope, own_part(expected), "slope")
     _check_step(reference, model)
+
+
+@pytest.mark.parametrize("used", [[True, True, True], [True, False, True]])
+def test_only_a_rank_that_left_out_parameters_reads_what_others_used(used: list[bool]) -> None:
+    """And no rank exchanges more than a byte for each parameter, however many ranks there are."""
+    links, parameters = mock.Mock(num_ranks=16384), [mock.Mock() for _ in used]
+    sync = UsedParameterSync(parameters, used, links, torch.device("cpu"), "agree")
+    (flags, _, _), _ = links.reduce.all_reduce_max.call_args
+    assert flags.shape == (3,)
+    flags.fill_(0)  # as if read too early
+    assert sync.wait(links) == ([True] * 3 if all(used) else [False] * 3)
+    links.wait.assert_called_once_with(links.reduce.all_reduce_max.return_value)
+
+
+def test_frozen_parameters_are_not_read() -> None:
+    links, parameters = mock.Mock(num_ranks=2), [mock.Mock(), mock.Mock()]
+    parameters[1].sharded.requires_grad = False
+    sync = UsedParameterSync(parameters, [True, False], links, torch.device("cpu"), "agree")
+    links.reduce.all_reduce_max.call_args.args[0].fill_(0)
+    assert sync.wait(links) == [True, True]
 
 
 def test_the_list_of_parameters_and_ranks_is_short_enough_to_read() -> None:

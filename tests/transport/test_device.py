@@ -5,20 +5,29 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.errors import PlanError
+from shardwise.runtime.attach import device_for
 from shardwise.transport.api import Work
 from shardwise.transport.device import (
     CommStream,
     DeviceStream,
     ThreadStream,
     local_device,
+    num_local_accelerators,
+    own_device,
     peak_memory_bytes,
+    random_states,
+    set_random_states,
 )
+from shardwise.transport.process_group import accelerator_type, rank_device
 
 CPU = torch.device("cpu")
 PATIENCE_SECONDS = 5.0
@@ -156,29 +165,168 @@ def test_a_work_without_a_job_is_not_done() -> None:
     assert not work.wait(0.0)
 
 
-def test_a_device_stream_waits_for_the_current_stream_of_its_own_device() -> None:
-    """Another device may be current."""
-    device, current = torch.device("cuda", 1), mock.MagicMock()
-    with mock.patch.multiple(
-        torch.cuda,
-        Stream=mock.MagicMock(),
-        Event=mock.MagicMock(),
-        stream=mock.MagicMock(),
-        current_stream=current,
-    ):
-        stream = DeviceStream(device)
-        work = stream.submit(lambda: None)
-        work.wait_on_device()
-        assert current.call_args_list == [mock.call(device)] * 2
-        failed = stream.submit(fail)
-        assert failed.wait(0.0), "its error is raised by whoever waits"
-        with pytest.raises(ValueError, match="it hurts"):
-            failed.synchronize()
+class _Clock:
+    """Stands in for a device's streams and events; `log` is what was queued."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.time = 0.0  # in milliseconds
+
+    def new_event(self, device: torch.device, *, enable_timing: bool) -> mock.Mock:
+        assert enable_timing
+        event = mock.Mock(device=device)
+        event.record.side_effect = lambda stream: self._record(event, stream)
+        event.elapsed_time.side_effect = lambda later: later.time - event.time
+        return event
+
+    def _record(self, event: mock.Mock, stream: mock.Mock) -> None:
+        self.time += 1.0
+        event.time = self.time
+        self.log.append(("record", stream.name, event.time))
+
+    def stream(self, name: str) -> mock.MagicMock:
+        stream = mock.MagicMock()
+        stream.name = name
+        stream.wait_event.side_effect = lambda event: self.log.append(("wait", name, event.time))
+        return stream
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    clock = _Clock()
+    monkeypatch.setattr(torch, "Event", clock.new_event)
+    monkeypatch.setattr(torch, "Stream", lambda device, **_: clock.stream(f"new of {device}"))
+    current = {device: clock.stream(f"current of {device}") for device in ("cuda:0", "xpu:1")}
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current[str(device)])
+    return clock
+
+
+@pytest.mark.parametrize("name", ["cuda:0", "xpu:1"])
+def test_streams_of_any_accelerator_wait_for_each_other(clock: _Clock, name: str) -> None:
+    """For those of their own device: another one may be current."""
+    stream = DeviceStream(torch.device(name))
+    clock.log.clear()
+    work = stream.submit(lambda: clock.log.append(("job",)))
+    assert work.wait(0.0)
+    own, current = f"new of {name}", f"current of {name}"
+    assert clock.log == [
+        ("record", current, 2.0),
+        ("wait", own, 2.0),
+        ("record", own, 3.0),
+        ("job",),
+        ("record", own, 4.0),
+        ("wait", current, 4.0),
+    ]
+
+
+@pytest.mark.usefixtures("clock")
+def test_the_host_reads_times_of_a_device_late() -> None:
+    before = time.perf_counter()
+    work = DeviceStream(torch.device("cuda", 0)).submit(lambda: None)
+    began, ended = work.times
+    assert not began.event.synchronize.called  # type: ignore[attr-defined]
+    assert work.span[0] - before == pytest.approx(0.002, abs=0.1)
+    assert work.span[1] - work.span[0] == pytest.approx(0.001)
+    assert ended.event.synchronize.called  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("clock")
+def test_an_error_of_a_job_on_a_device_is_raised_by_whoever_waits() -> None:
+    failed = DeviceStream(torch.device("cuda", 0)).submit(fail)
+    assert failed.wait(0.0), "waiting for it does not raise"
+    with pytest.raises(ValueError, match="it hurts"):
+        failed.synchronize()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without a GPU")
 def test_without_a_gpu_all_is_on_the_cpu() -> None:
     assert local_device() == CPU
+
+
+# -- which device is a rank's own ------------------------------------------------------------------
+
+
+def _with_accelerators(monkeypatch: pytest.MonkeyPatch, kind: str, count: int, current: int) -> Any:
+    set_index = mock.Mock()
+    accelerator = mock.Mock(
+        set_device_index=set_index,
+        **{
+            "current_accelerator.return_value": torch.device(kind),
+            "current_device_index.return_value": current,
+            "device_count.return_value": count,
+        },
+    )
+    monkeypatch.setattr(torch, "accelerator", accelerator)
+    return set_index
+
+
+@pytest.mark.parametrize(
+    ("count", "current", "local_rank", "expected"),
+    [
+        (8, 0, 3, 3),
+        (1, 0, 3, 0),  # as under a launcher that shows each rank its own
+        (4, 0, 6, 2),
+        (8, 5, 3, 5),  # `set_device` was called
+    ],
+)
+def test_ranks_have_accelerators_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, count: int, current: int, local_rank: int, expected: int
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    set_index = _with_accelerators(monkeypatch, "cuda", count, current)
+    assert own_device() == local_device() == torch.device("cuda", expected)
+    set_index.assert_called_once_with(expected)
+
+
+def test_ranks_of_apples_gpu_compute_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_accelerators(monkeypatch, "mps", 1, 0)
+    assert local_device() == CPU
+    assert num_local_accelerators() == 0
+
+
+def test_the_device_of_the_group_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_accelerators(monkeypatch, "cuda", 8, 0)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    bound = mock.Mock(bound_device_id=torch.device("cuda", 6))
+    assert rank_device(bound) == torch.device("cuda", 6)
+    assert rank_device(mock.Mock(bound_device_id=None)) == torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda"),
+        ("cpu:gloo,xpu:xccl", "xpu"),
+        ("hpu:hccl", "hpu"),
+        ("cpu:gloo,cuda:gloo", None),
+    ],
+)
+def test_the_backend_says_whether_a_group_is_of_accelerators(
+    monkeypatch: pytest.MonkeyPatch, config: str, expected: str | None
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda _group: config)
+    group: Any = object()
+    assert accelerator_type(group) == expected
+    assert accelerator_type(None) is None
+
+
+def test_apples_gpu_is_refused_with_a_reason() -> None:
+    root: Any = mock.Mock()
+    root.parameters.return_value = [mock.Mock(device=torch.device("mps"))]
+    with pytest.raises(PlanError, match=r"is on mps, where .* no address .*model\.to\('cpu'\)"):
+        device_for(root, mock.Mock(accelerator=None))
+
+
+def test_random_states_are_those_of_the_devices_own_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = mock.Mock()
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: module)
+    device = torch.device("xpu", 1)
+    states = random_states(device)
+    set_random_states(device, states)
+    assert states[1] is module.get_rng_state.return_value
+    module.set_rng_state.assert_called_once_with(states[1], device)
 
 
 def test_peak_memory_is_in_bytes_and_never_falls() -> None:

@@ -19,6 +19,7 @@ from shardwise.runtime.mesh import resolve_mesh
 from shardwise.transport import communicator as module, process_group
 from shardwise.transport.api import Operation, RankGroup, Reduction, Stage
 from shardwise.transport.communicator import communicator, make_collectives
+from shardwise.transport.device import DeviceStream
 from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.process_group import ProcessGroupCollectives
 from tests.ranks import on_ranks
@@ -116,6 +117,32 @@ def test_gloo_is_refused_for_tensors_on_a_gpu() -> None:
     world = RankGroup((0, 1), dist.get_rank(), dist.group.WORLD)
     with pytest.raises(sw.PlanError, match=r"cuda:0.*Gloo.*backend=\"cpu:gloo,cuda:nccl\""):
         make_collectives(world, torch.device("cuda", 0), "gather")
+    with pytest.raises(sw.PlanError, match=r"xpu:0, for which the process group has no backend"):
+        make_collectives(world, torch.device("xpu", 0), "gather")
+
+
+@on_ranks(2)
+def test_later_stages_of_a_reduction_have_a_stream_of_their_own() -> None:
+    """The next reduce-scatter waits for compute, and not for the all-reduce before it."""
+    rank = dist.get_rank()
+    row = RankGroup((0, 1), rank, dist.group.WORLD)
+    column = RankGroup((1, 0), rank, dist.group.WORLD)
+    queue = ProcessGroupCollectives(row, CPU, "gloo", "stages")
+    stages = (Stage(Operation.REDUCE_SCATTER, row), Stage(Operation.ALL_REDUCE, column))
+    used: list[object] = []
+    enqueue = DeviceStream.enqueue
+
+    def noted(stream: DeviceStream, after: Any = None) -> Any:
+        used.append(stream)
+        return enqueue(stream, after)
+
+    with mock.patch.object(DeviceStream, "enqueue", noted):
+        for _ in range(2):
+            flat, out = torch.ones(4), torch.empty(2)
+            work = queue.reduce(Reduction(flat, out, None, out, stages), "reduce")
+            assert torch.equal(out, torch.full((2,), 4.0))
+            assert work.span[1] >= work.span[0]
+    assert used == [queue.stream, queue._second_stream] * 2
 
 
 @on_ranks(3)
@@ -132,6 +159,17 @@ def test_sums_and_gathers_of_a_permuted_group_without_point_to_point() -> None:
     gathered[group.index] = rank
     queue.all_gather(gathered, group, "gather")
     assert torch.equal(gathered, torch.tensor([2.0, 0.0, 1.0]))
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+@on_ranks(3)
+def test_the_largest_values_of_all_ranks(by_torch: bool) -> None:
+    rank = dist.get_rank()
+    group = RankGroup((2, 0, 1), rank, dist.group.WORLD)
+    queue = (_by_torch if by_torch else make_collectives)(group, CPU, f"largest {by_torch}")
+    values = torch.tensor([rank == 0, rank == 1, False, True], dtype=torch.uint8)
+    queue.all_reduce_max(values, group, "largest").synchronize()
+    assert values.tolist() == [1, 1, 0, 1]
 
 
 @on_ranks(2)

@@ -27,7 +27,7 @@ from shardwise.errors import ConfigError
 from shardwise.launch.environment import read_rank_env
 from shardwise.launch.local import run_on_local_ranks
 from shardwise.launch.world import World
-from shardwise.transport.device import num_local_gpus
+from shardwise.transport.device import num_local_accelerators
 
 __all__ = [
     "Column",
@@ -189,7 +189,7 @@ def check_place() -> None:
         raise ConfigError(
             "bench starts its own ranks, several times over; run it without a launcher"
         )
-    if num_local_gpus():
+    if num_local_accelerators():
         raise ConfigError("bench compares on CPU ranks; hide the GPUs: CUDA_VISIBLE_DEVICES=''")
 
 

@@ -87,7 +87,7 @@ def _communication(model: nn.Module) -> Figures:
     records = sw.ledger(model).records()
     return {
         "busy_seconds": sum(record.busy_seconds for record in records),
-        "exposed_seconds": sum(r.ended - r.began for r in records if r.event.kind in _WAITS),
+        "exposed_seconds": sum(r.seconds for r in records if r.event.kind in _WAITS),
     }
 
 

@@ -15,6 +15,7 @@ from shardwise.plan.chunks import chunk_of
 from shardwise.plan.layout import Run
 from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.tensor import OwnPart, local_of, own_part_of
+from shardwise.transport.device import wait_for_device
 
 __all__ = [
     "HostCopies",
@@ -177,10 +178,13 @@ class HostCopies:
     def copy(self, slices: Slices) -> Slices:
         """Copies of ``slices``, whose memory is not reused until `reclaim`."""
         free, self._free = self._free, {}
-        return {
+        copies = {
             number: TensorSlice(own.start, _copied(own.elements, free.pop(number, None)))
             for number, own in slices.items()
         }
+        for device in {own.elements.device for own in slices.values()}:
+            wait_for_device(device)  # once for all copies
+        return copies
 
     def reclaim(self, copies: Slices) -> None:
         """Reuse the memory of ``copies`` in the next save."""
@@ -192,7 +196,7 @@ class HostCopies:
 
 
 def _copied(source: Tensor, memory: Tensor | None) -> Tensor:
-    """A copy, in ``memory`` if that fits, and pinned if the source is on a GPU."""
+    """A copy under way, in ``memory`` if that fits, and pinned if the source is on a GPU."""
     pinned = source.device.type != "cpu"
     fits = (
         memory is not None
@@ -202,4 +206,4 @@ def _copied(source: Tensor, memory: Tensor | None) -> Tensor:
     )
     if memory is None or not fits:
         memory = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
-    return memory.copy_(source)
+    return memory.copy_(source, non_blocking=pinned)

@@ -29,7 +29,7 @@ from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.strategy import STRATEGIES, Strategy, resolve_strategy
 from shardwise.plan.units import Units
 from shardwise.runtime.mesh import all_ranks_of, resolve_mesh
-from shardwise.transport.device import current_gpu, num_local_gpus
+from shardwise.transport.device import num_local_accelerators, own_device
 
 __all__ = ["resolve_strategies", "verify"]
 
@@ -224,5 +224,7 @@ def _corrupt(parameter: nn.Parameter, exchange: RankExchange) -> None:
 @contextmanager
 def _own_random_numbers() -> Iterator[None]:
     """Restore torch's generators afterwards."""
-    with torch.random.fork_rng([current_gpu()] if num_local_gpus() else []):
+    device = own_device() if num_local_accelerators() else torch.device("cpu")
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type):
         yield

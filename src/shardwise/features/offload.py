@@ -1,6 +1,6 @@
 """Shards in host memory: copies to the device, and of gradients back to the host.
 
-On a GPU each direction has a stream of its own, so copies queue behind no collective::
+On an accelerator each direction has a stream of its own, so copies queue behind no collective::
 
     to device  | shard 3 -> buffer | shard 4 -> buffer |
     gather             | all-gather 2 | all-gather 3 |
@@ -20,7 +20,7 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.runtime.memory import Pool
 from shardwise.transport.api import Work
-from shardwise.transport.device import DeviceStream, copy_
+from shardwise.transport.device import DeviceStream, copy_, is_accelerator
 
 __all__ = ["HostOffloader"]
 
@@ -29,8 +29,8 @@ class HostOffloader:
     """Copies between the host and ``device``, concurrently with compute."""
 
     def __init__(self, device: torch.device, policy: CPUOffloadPolicy) -> None:
-        self._is_gpu = device.type == "cuda"
-        self._is_pinned = self._is_gpu and policy.pin_memory
+        self._has_streams = is_accelerator(device)
+        self._is_pinned = self._has_streams and policy.pin_memory
         self.staging = Pool(torch.device("cpu"), is_pinned=self._is_pinned)
         self._to_device = DeviceStream(device)
         self._to_host = DeviceStream(device)
@@ -42,7 +42,7 @@ class HostOffloader:
 
     def to_device(self, to: Tensor, of: Tensor) -> Callable[[], None]:
         """Begin to fill ``to`` on the device; what a collective has to call before it sends it."""
-        if not self._is_gpu:
+        if not self._has_streams:
             return partial(copy_, to, of)
         work = self._to_device.submit(partial(copy_, to, of))
         return work.wait_on_device

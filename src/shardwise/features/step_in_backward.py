@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from shardwise.errors import StepError
-from shardwise.features.unused import Unused, UsedParameterSync, check_all_used, launch_used_sync
+from shardwise.features.unused import Unused, UsedParameterSync, check_all_used
 from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
@@ -43,7 +43,7 @@ class Stepper(StepObserver):
         self._collected: dict[Unit, None] = {}  # units that have gradients
         self._stepped: set[Unit] = set()  # in the backward under way
         self._syncs: dict[Unit, UsedParameterSync] = {}
-        self._used: dict[Unit, Sequence[Sequence[bool | int]]] = {}  # [ranks, parameters] of each
+        self._used: dict[Unit, list[bool]] = {}  # by this rank, in the backward under way
 
     def before_reduce(self, unit: Unit) -> None:
         """The gradients of ``unit`` are about to be reduced.
@@ -63,7 +63,9 @@ class Stepper(StepObserver):
         """Have ranks agree on what they used, in the wake of the reduction."""
         if self._unused != "zeros":
             label = f"agree on unused parameters of {unit.plan.label}"
-            self._syncs[unit] = launch_used_sync(_used_of(unit), links, self._device, label)
+            used = self._used[unit] = _used_of(unit)
+            parameters = _parameters_of(unit)
+            self._syncs[unit] = UsedParameterSync(parameters, used, links, self._device, label)
 
     def collected(self, unit: Unit) -> None:
         """The gradients of ``unit`` are with its parameters, and more may come."""
@@ -74,8 +76,7 @@ class Stepper(StepObserver):
         if self._unused == "zeros":
             rest = [True for _ in unit.parameters]
         else:
-            used = self._used[unit] = self._syncs.pop(unit).wait(links)
-            rest = [any(by_rank) for by_rank in zip(*used, strict=True)]
+            rest = self._syncs.pop(unit).wait(links)
         of_parameter = iter(rest)
         for gradients in unit.gradients:
             gradients.settle([next(of_parameter) for _ in gradients.parameters])
@@ -94,7 +95,9 @@ class Stepper(StepObserver):
         used, self._used = self._used, {}
         if self._unused == "error":
             self._stepped.clear()
-            _check_all_used(units, used)
+            parameters = [parameter for unit in units for parameter in _parameters_of(unit)]
+            by_this_rank = [u for unit in units for u in used.get(unit, _used_of(unit))]
+            check_all_used(parameters, by_this_rank, backward.links, self._device)
         if self._unused == "zeros":
             for unit in late:  # one after the other: the optimizer steps whatever has gradients
                 self._step_zeros(unit)
@@ -107,7 +110,7 @@ class Stepper(StepObserver):
         self._update(unit)
 
     def failed(self) -> list[object]:
-        in_flight: list[object] = [*self._syncs.values()]
+        in_flight: list[object] = [sync.abandon() for sync in self._syncs.values()]
         for state in (self._collected, self._stepped, self._syncs, self._used):
             state.clear()
         return in_flight
@@ -142,14 +145,5 @@ def _used_of(unit: Unit) -> list[bool]:
     return [used for gradients in unit.gradients for used in gradients.used]
 
 
-def _check_all_used(
-    units: Sequence[Unit], used: dict[Unit, Sequence[Sequence[bool | int]]]
-) -> None:
-    num_ranks = max((len(by_rank) for by_rank in used.values()), default=1)
-    parameters = [p for unit in units for flat in unit.gradients for p in flat.parameters]
-    by_rank: list[list[bool | int]] = [[] for _ in range(num_ranks)]
-    for unit in units:
-        not_run = [[False for _ in _used_of(unit)]] * num_ranks  # of a unit that did not run
-        for row, more in zip(by_rank, used.get(unit, not_run), strict=True):
-            row.extend(more)
-    check_all_used(parameters, by_rank)
+def _parameters_of(unit: Unit) -> list[FSDPParameter]:
+    return [parameter for gradients in unit.gradients for parameter in gradients.parameters]

@@ -1,7 +1,10 @@
-"""Parameters without a gradient after a backward: leave None, fill with zeros, or raise."""
+"""Parameters without a gradient after a backward: leave None, fill with zeros, or raise.
+
+Ranks tell each other which parameters they used by one all-reduce of a byte for each. A rank that
+used all of them knows the outcome beforehand, so its host does not wait for the device to read it.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -11,7 +14,6 @@ from shardwise.errors import StepError
 from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.parameters import FSDPParameter
-from shardwise.transport.api import Work
 from shardwise.transport.communicator import Communicator
 
 __all__ = [
@@ -20,7 +22,6 @@ __all__ = [
     "UnusedParameters",
     "UsedParameterSync",
     "check_all_used",
-    "launch_used_sync",
 ]
 
 Unused = Literal["none", "zeros", "error"]
@@ -29,62 +30,114 @@ UNUSED: tuple[str, ...] = get_args(Unused)
 _MOST_SHOWN = 20
 
 
-@dataclass(frozen=True)
 class UsedParameterSync:
-    """An all-gather of the parameters that ranks used: flags [ranks, parameters]."""
-
-    pending: Work | None  # None if this rank is alone
-    flags: Tensor
-
-    def wait(self, links: Communicator) -> list[list[int]]:
-        """Wait for the flags of all ranks."""
-        if self.pending is not None:
-            links.wait(self.pending)
-        flags: list[list[int]] = self.flags.tolist()
-        return flags
-
-
-def launch_used_sync(
-    own: Sequence[bool], links: Communicator, device: torch.device, label: str
-) -> UsedParameterSync:
-    """Gather which parameters each rank used, after the reductions that were launched before."""
-    flags = torch.zeros(links.num_ranks, len(own), dtype=torch.uint8, device=device)
-    flags[links.rank] = torch.tensor(own, dtype=torch.uint8)
-    if links.num_ranks == 1 or not own:
-        return UsedParameterSync(None, flags)
-    pending = links.reduce.all_gather(flags.view(-1), links.world, label)
-    return UsedParameterSync(pending, flags)
-
-
-def check_all_used(
-    parameters: Sequence[FSDPParameter], used: Sequence[Sequence[bool | int]]
-) -> None:
-    """Refuse a backward that left out parameters that require gradients.
+    """A collective that is under way: which of ``parameters`` any rank used.
 
     Args:
         parameters: with room for gradients; those that were frozen since do not count.
-        used: [ranks, parameters], whether the rank gave it a gradient.
+        used: whether this rank used each of them.
+        links: between the ranks.
+        device: of the model.
+        label: of the collective.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[FSDPParameter],
+        used: Sequence[bool],
+        links: Communicator,
+        device: torch.device,
+        label: str,
+    ) -> None:
+        pairs = zip(parameters, used, strict=True)
+        self._own = [is_used or not p.sharded.requires_grad for p, is_used in pairs]
+        self._flags = _flags(self._own, device)
+        self._pending = None
+        if links.num_ranks > 1 and used:
+            self._pending = links.reduce.all_reduce_max(self._flags, links.world, label)
+
+    def wait(self, links: Communicator) -> list[bool]:
+        """Whether any rank used each parameter."""
+        if self._pending is not None:
+            links.wait(self._pending)
+            if not all(self._own):
+                return list(map(bool, self._flags.tolist()))
+        return self._own
+
+    def abandon(self) -> "UsedParameterSync":
+        """Go on without the result; keep what is returned until ranks are back in step."""
+        if self._pending is not None:
+            self._pending.wait(0.0)
+        return self
+
+
+def check_all_used(
+    parameters: Sequence[FSDPParameter],
+    used: Sequence[bool],
+    links: Communicator,
+    device: torch.device,
+) -> list[bool]:
+    """Refuse a backward in which some rank left out parameters that require gradients.
+
+    All ranks call this. Arguments are those of `UsedParameterSync`.
+
+    Returns:
+        Whether any rank used each parameter: all, or none.
 
     Raises:
         StepError: names the parameters, and for each the ranks.
     """
-    if not any(map(any, used)):
-        return  # `autograd.grad` for something other than parameters is no mistake
-    missing = [
+    pairs = zip(parameters, used, strict=True)
+    missing = [p.sharded.requires_grad and not is_used for p, is_used in pairs]
+    flags = _flags([*used, *missing], device)
+    if links.num_ranks > 1 and used:
+        links.wait(links.reduce.all_reduce_max(flags, links.world, "agree on unused parameters"))
+    used_anywhere, missing_anywhere = flags.bool().view(2, -1).tolist()
+    # `autograd.grad` for something other than parameters uses none, and is no mistake.
+    if any(used_anywhere) and any(missing_anywhere):
+        raise _refusal(parameters, _by_rank(missing, links, device))
+    return list(used_anywhere)
+
+
+def _flags(values: Sequence[bool], device: torch.device) -> Tensor:
+    """One byte for each, which a collective may write to."""
+    with torch.inference_mode(mode=False):
+        if all(values):  # no copy to the device
+            return torch.ones(len(values), dtype=torch.uint8, device=device)
+        return torch.tensor(values, dtype=torch.uint8).to(device, non_blocking=True)
+
+
+def _by_rank(missing: Sequence[bool], links: Communicator, device: torch.device) -> Tensor:
+    """[ranks, parameters]: the ``missing`` of every rank."""
+    rows = _flags(missing, device).repeat(links.num_ranks, 1)
+    if links.num_ranks > 1:
+        links.wait(links.reduce.all_gather(rows.view(-1), links.world, "name unused parameters"))
+    return rows
+
+
+def _refusal(parameters: Sequence[FSDPParameter], missing: Tensor) -> StepError:
+    by_parameter = missing.bool().T.tolist()
+    lines = [
         f"  {parameter.name}: unused on {_shown(by_rank)}"
-        for parameter, *by_rank in zip(parameters, *used, strict=True)
-        if parameter.sharded.requires_grad and not all(by_rank)
+        for parameter, by_rank in zip(parameters, by_parameter, strict=True)
+        if any(by_rank)
     ]
-    if not missing:
-        return
-    if len(missing) > _MOST_SHOWN:
-        missing = [*missing[:_MOST_SHOWN], f"  and {len(missing) - _MOST_SHOWN} more"]
-    raise StepError(
+    if len(lines) > _MOST_SHOWN:
+        lines = [*lines[:_MOST_SHOWN], f"  and {len(lines) - _MOST_SHOWN} more"]
+    return StepError(
         "parameters that require gradients got none in this backward (unused='error'):\n"
-        + "\n".join(missing)
+        + "\n".join(lines)
         + "\nLet every rank use them, freeze them with requires_grad_(False), or pass "
         "unused='none' to fully_shard; zero_grad() drops what this backward left."
     )
+
+
+def _shown(by_rank: Sequence[bool]) -> str:
+    missing = [str(rank) for rank, is_missing in enumerate(by_rank) if is_missing]
+    if len(missing) == len(by_rank):
+        return "every rank"
+    more = f" and {len(missing) - _MOST_SHOWN} more" if len(missing) > _MOST_SHOWN else ""
+    return f"rank{'s' * (len(missing) > 1)} {', '.join(missing[:_MOST_SHOWN])}{more}"
 
 
 class UnusedParameters(StepObserver):
@@ -101,10 +154,10 @@ class UnusedParameters(StepObserver):
         self._sync: UsedParameterSync | None = None  # in flight
 
     def reductions_launched(self, backward: Backward) -> None:
-        if self.mode != "zeros" and backward.complete:
-            used = [used for each in _gradients(backward) for used in each.used]
-            label = "agree on unused parameters"
-            self._sync = launch_used_sync(used, backward.links, self.device, label)
+        if self.mode == "none" and backward.complete:
+            self._sync = UsedParameterSync(
+                *_used(backward), backward.links, self.device, "agree on unused parameters"
+            )
 
     def step_end(self, backward: Backward) -> None:
         """Leave the gradient of a parameter alone if no rank used it, or refuse that.
@@ -113,32 +166,33 @@ class UnusedParameters(StepObserver):
             StepError: with ``unused="error"``, a rank did not use some parameters.
         """
         gradients = _gradients(backward)
-        if self._sync is None:
+        if self.mode == "zeros" or not backward.complete:
             for each in gradients:
                 if backward.complete:
                     each.shard.fill_with_zeros()
                 each.forget()
             return
-        used = self._sync.wait(backward.links)
-        self._sync = None
         if self.mode == "error":
-            check_all_used([p for each in gradients for p in each.parameters], used)
-        used_anywhere = iter([any(by_rank) for by_rank in zip(*used, strict=True)])
+            used = check_all_used(*_used(backward), backward.links, self.device)
+        else:
+            assert self._sync is not None
+            used = self._sync.wait(backward.links)
+            self._sync = None
+        used_anywhere = iter(used)
         for each in gradients:
             each.settle([next(used_anywhere) for _ in each.used])
 
     def failed(self) -> list[object]:
         in_flight, self._sync = self._sync, None
-        return [] if in_flight is None else [in_flight]
+        return [] if in_flight is None else [in_flight.abandon()]
 
 
 def _gradients(backward: Backward) -> list[GradientBuffer]:
     return [gradients for unit in backward.units for gradients in unit.gradients]
 
 
-def _shown(by_rank: Sequence[bool | int]) -> str:
-    missing = [str(rank) for rank, used in enumerate(by_rank) if not used]
-    if len(missing) == len(by_rank):
-        return "every rank"
-    more = f" and {len(missing) - _MOST_SHOWN} more" if len(missing) > _MOST_SHOWN else ""
-    return f"rank{'s' * (len(missing) > 1)} {', '.join(missing[:_MOST_SHOWN])}{more}"
+def _used(backward: Backward) -> tuple[list[FSDPParameter], list[bool]]:
+    """The parameters of all units, and whether this rank used each."""
+    gradients = _gradients(backward)
+    parameters = [parameter for each in gradients for parameter in each.parameters]
+    return parameters, [used for each in gradients for used in each.used]

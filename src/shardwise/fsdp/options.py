@@ -18,6 +18,7 @@ from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import resolve_strategy
 from shardwise.runtime.mesh import DataParallelMesh, resolve_mesh
+from shardwise.transport.process_group import accelerator_type
 
 __all__ = [
     "FSDP1_STRATEGIES",
@@ -251,7 +252,7 @@ def _mesh_of_pair(shards: dist.ProcessGroup, replicas: dist.ProcessGroup) -> Dev
 
 
 def _device_type(group: dist.ProcessGroup) -> str:
-    return "cuda" if "nccl" in dist.get_backend_config(group) else "cpu"
+    return accelerator_type(group) or "cpu"
 
 
 def _mesh_of_hosts() -> DeviceMesh | None:

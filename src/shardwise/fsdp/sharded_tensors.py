@@ -15,8 +15,7 @@ from shardwise.plan.chunks import chunk_of
 from shardwise.runtime.distributed_checkpoint import Box
 from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.tensor import ShardedTensor, Sharding
-from shardwise.transport.device import current_gpu
-from shardwise.transport.process_group import backend_of, join_parts
+from shardwise.transport.process_group import backend_of, join_parts, rank_device
 
 __all__ = ["TorchShardedTensor", "in_chunks", "part_of", "shard_group"]
 
@@ -76,7 +75,7 @@ def part_of(value: TorchShardedTensor, sharding: Sharding) -> Tensor:
             f"{sorted(holders)}; load it with torch.distributed.checkpoint, or a full state dict"
         )
     on_cpu = group is None or backend_of(group, "cpu") is not None
-    device = torch.device("cpu") if on_cpu else current_gpu()
+    device = torch.device("cpu") if on_cpu else rank_device(group)
     whole = torch.zeros(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
     for shard in value.local_shards():
         _box_in(whole, shard.metadata).copy_(shard.tensor)

@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.launch.environment import read_rank_env
 from shardwise.launch.failure import first_failure
 from shardwise.launch.world import World, join_world
-from shardwise.transport.device import num_local_gpus
+from shardwise.transport.device import num_local_accelerators
 
 __all__ = ["check_num_ranks", "run_on_local_ranks"]
 
@@ -66,9 +66,9 @@ def check_num_ranks(num_ranks: int, option: str) -> None:
     """
     if num_ranks < 1:
         raise ConfigError(f"{option}: expected 1 or more ranks")
-    gpus = num_local_gpus()
-    if 0 < gpus < num_ranks:
-        raise ConfigError(f"{option}: this machine has {gpus} GPU(s), and each rank needs its own")
+    count = num_local_accelerators()
+    if 0 < count < num_ranks:
+        raise ConfigError(f"{option}: this machine has {count} GPU(s), and each rank needs its own")
 
 
 def _run_rank(function: Callable[..., T], *args: object) -> T:

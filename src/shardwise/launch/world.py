@@ -97,11 +97,11 @@ def join_world(env: RankEnv) -> Iterator[World]:
     device = local_device()
     store, _, _ = next(rendezvous("env://", env.rank, env.world_size))
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        dist.get_default_backend_for_device(device),
         store=fresh_store(store, env.rank, env.world_size),
         rank=env.rank,
         world_size=env.world_size,
-        device_id=device if device.type == "cuda" else None,
+        device_id=None if device.type == "cpu" else device,
     )
     try:
         yield World(env.rank, env.world_size, device)

@@ -1,12 +1,13 @@
 """A loss that is a mean over tokens, whichever rank and micro-batch they fall on."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import FSDPModule, runtime_of_root
 from shardwise.runtime.reductions import across
 
@@ -58,15 +59,16 @@ def backward(
     batches = list(micro_batches)
     if not batches:
         raise ValueError("no micro_batches: a rank without tokens runs one in which none counts")
-    weight = token_weight(model, sum(int(num_tokens(batch)) for batch in batches))
     assert isinstance(model, FSDPModule)
     runtime = runtime_of_root(model)
+    weight = _weight(runtime, [num_tokens(batch) for batch in batches])
     total = torch.zeros((), dtype=torch.float64, device=runtime.pools.device)
     try:
         for number, batch in enumerate(batches, start=1):
             if accumulate == "whole":
                 model.set_requires_gradient_sync(number == len(batches))
-            loss = loss_sum(batch) * weight
+            loss = loss_sum(batch)
+            loss = (loss * weight).to(loss.dtype)
             (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
     finally:
@@ -104,10 +106,20 @@ def token_weight(model: nn.Module, num_tokens: int) -> float:
         PlanError: the model is not sharded.
         ValueError: ``num_tokens`` is negative.
     """
-    if num_tokens < 0:
-        raise ValueError(f"num_tokens={num_tokens}: expected 0 or more")
-    runtime = runtime_of_root(model)
-    mesh = runtime.mesh
-    own = torch.tensor(num_tokens, dtype=torch.int64, device=runtime.pools.device)
-    total = num_tokens if mesh.num_ranks == 1 else int(across([own], mesh, mesh.world).sum())
-    return mesh.num_ranks / total if total else 0.0
+    return float(_weight(runtime_of_root(model), [num_tokens]))
+
+
+def _weight(runtime: Runtime, num_tokens: Sequence[int | Tensor]) -> Tensor:
+    """`token_weight`, on the device: the host does not wait for it."""
+    mesh, device = runtime.mesh, runtime.pools.device
+    on_host = sum(count for count in num_tokens if not isinstance(count, Tensor))
+    if on_host < 0:
+        raise ValueError(f"num_tokens={on_host}: expected 0 or more")
+    total = torch.full((), on_host, dtype=torch.int64, device=device)
+    for count in num_tokens:
+        if isinstance(count, Tensor):
+            total = total + count.to(device, torch.int64, non_blocking=True).sum()
+    if mesh.num_ranks > 1:
+        total = across([total], mesh, mesh.world).sum()
+    weight = mesh.num_ranks / total.double()
+    return torch.where(total > 0, weight, torch.zeros_like(weight))

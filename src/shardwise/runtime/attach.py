@@ -34,7 +34,7 @@ from shardwise.runtime.tensor import (
     sharding_of,
 )
 from shardwise.runtime.unit import FlatParameters, Unit
-from shardwise.transport.device import current_gpu
+from shardwise.transport.device import check_device
 
 __all__ = [
     "check_initialized",
@@ -218,14 +218,19 @@ def check_same_sums(
 def device_for(
     root: nn.Module, mesh: DataParallelMesh, ignored: Collection[nn.Parameter] = ()
 ) -> torch.device:
-    """Where the shards live: with the model, or on this rank's GPU if NCCL moves them.
+    """Where the shards live: with the model, or on this rank's accelerator if the group has those.
 
     Those of a model on the meta device otherwise on torch's default device.
+
+    Raises:
+        PlanError: the model is on several devices, or on one that is not supported.
     """
     left_alone = {id(parameter) for parameter in ignored}
     devices = {p.device for p in root.parameters() if id(p) not in left_alone}
-    if mesh.backend("cuda") == "nccl" and not mesh.on_cpu:
-        return current_gpu()
+    for device in devices:
+        check_device(device)
+    if mesh.accelerator is not None:
+        return mesh.accelerator
     if is_on_meta(root, ignored):
         return torch.get_default_device()
     if len(devices) > 1:

@@ -17,7 +17,7 @@ from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.transport.api import Reduction, Work
 from shardwise.transport.communicator import Collectives
-from shardwise.transport.device import copy_
+from shardwise.transport.device import copy_, is_accelerator
 
 __all__ = ["GradientBuffer", "GradientState", "ReduceHook"]
 
@@ -81,14 +81,13 @@ class GradientBuffer:
         )
         can_move = CAN_SWAP and offloader is None and not has_child_units and not owns_buffer
         self._can_be_in_place = can_move and layout.is_whole_sum
-        is_on_cpu = pool.device.type == "cpu"
         self.shard = GradientShard(
             layout,
             parameters,
             mesh.rank,
             pool,
             offloader,
-            keeps_memory=self._can_be_in_place and is_on_cpu,
+            keeps_memory=self._can_be_in_place and not is_accelerator(pool.device),
         )
         self.divide_by(mesh.num_ranks if divisor is None else divisor)
         self._written = [False] * len(layout.extents)

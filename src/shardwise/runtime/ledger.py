@@ -107,7 +107,7 @@ class Ledger:
         """
         records = self.records(step)
         busy = sum(r.busy_seconds for r in records if r.event.kind in _GATHERS)
-        exposed = sum(r.ended - r.began for r in records if r.event.kind is EventKind.WAIT)
+        exposed = sum(r.seconds for r in records if r.event.kind is EventKind.WAIT)
         return max(0.0, 1.0 - exposed / busy) if busy else 1.0
 
     def save(self, path: str | Path, step: int = -1) -> None:

@@ -20,6 +20,7 @@ from shardwise._private import can_swap_storages, num_storage_references, swap_s
 from shardwise.plan.chunks import ChunkedLayout
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.schedule.memory import MemoryPlan
+from shardwise.transport.device import is_accelerator
 from shardwise.transport.host.shared_memory import SharedMemory, SharedRange, is_offered
 
 __all__ = ["CAN_SWAP", "Arena", "FlatBuffer", "Pool", "Pools", "is_shared"]
@@ -276,7 +277,7 @@ class Pools:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        can_share = is_offered and CAN_SWAP and device.type == "cpu"
+        can_share = is_offered and CAN_SWAP and not is_accelerator(device)
         self.gathered = Arena(device, shared=SharedMemory() if can_share else None)
         self.own = Arena(device)
         self._of_gradients = PeakCounter()

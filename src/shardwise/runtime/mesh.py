@@ -13,7 +13,12 @@ from shardwise._private import mesh_without_groups
 from shardwise.errors import PlanError
 from shardwise.plan.strategy import STRATEGIES, Strategy
 from shardwise.transport.api import Operation, RankGroup, Stage
-from shardwise.transport.process_group import backend_of, new_group
+from shardwise.transport.process_group import (
+    accelerator_type,
+    backend_of,
+    new_group,
+    rank_device,
+)
 
 __all__ = ["DataParallelMesh", "all_ranks_of", "resolve_mesh"]
 
@@ -49,7 +54,7 @@ class DataParallelMesh:
         if self.mesh is not None:
             return self.mesh
         if device_type == "meta":  # where it will be
-            device_type = "cuda" if self.backend("cuda") == "nccl" else "cpu"
+            device_type = accelerator_type(self.group) or "cpu"
         key = device_type, has_groups
         if key not in self._meshes:
             self._meshes[key] = self._new_mesh(device_type, has_groups=has_groups)
@@ -132,6 +137,13 @@ class DataParallelMesh:
         """Whether both have the same ranks of the same process group, in the same roles."""
         groups = [(mesh.world, mesh.row, mesh.column, mesh.shards) for mesh in (self, other)]
         return groups[0] == groups[1]
+
+    @property
+    def accelerator(self) -> torch.device | None:
+        """This rank's own, if its bytes move between accelerators."""
+        if self.on_cpu or accelerator_type(self.group) is None:
+            return None
+        return rank_device(self.group)
 
     def backend(self, device_type: str) -> str | None:
         """What moves the bytes of tensors on ``device_type``: "gloo", "nccl", "fake" or None."""

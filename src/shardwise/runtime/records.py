@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 from shardwise.schedule.events import Event, EventKind, describe
 from shardwise.transport.api import Work
@@ -20,18 +20,27 @@ _ROWS = {
 
 @dataclass(slots=True)
 class Record:
-    """One event that took place. Times are seconds of `time.perf_counter`."""
+    """One event that took place.
+
+    Times are seconds of `time.perf_counter`, of the stream that computes: floats, or events of a
+    device that are converted to floats when they have taken place.
+    """
 
     event: Event
     step: int
-    began: float
-    ended: float = 0.0  # of the host; for a wait the difference is exposed communication
+    began: SupportsFloat
+    ended: SupportsFloat = 0.0
     works: tuple[Work, ...] = ()  # the communication that it launched
+
+    @property
+    def seconds(self) -> float:
+        """How long it took; for a wait, exposed communication."""
+        return float(self.ended) - float(self.began)
 
     @property
     def busy_seconds(self) -> float:
         """How long the communication that it launched ran."""
-        return sum(work.span[1] - work.span[0] for work in self.works)
+        return sum(ended - began for began, ended in (work.span for work in self.works))
 
 
 def trace_events(records: Sequence[Record], labels: Sequence[str]) -> Iterable[dict[str, Any]]:
@@ -43,10 +52,12 @@ def trace_events(records: Sequence[Record], labels: Sequence[str]) -> Iterable[d
     """
     if not records:
         return
-    origin = records[0].began
+    origin = float(records[0].began)
     computes = [r for r in records if r.event.kind in _COMPUTE]
     ends = [r.began for r in computes[1:]] + [records[-1].ended] if computes else []
-    spans = [("compute", r, r.ended, end) for r, end in zip(computes, ends, strict=True)]
+    spans: list[tuple[str, Record, SupportsFloat, SupportsFloat]] = [
+        ("compute", r, r.ended, end) for r, end in zip(computes, ends, strict=True)
+    ]
     for record in records:
         if record.event.kind in _ROWS:
             row = _ROWS[record.event.kind]
@@ -60,7 +71,7 @@ def trace_events(records: Sequence[Record], labels: Sequence[str]) -> Iterable[d
             "ph": "X",
             "pid": 0,
             "tid": row,
-            "ts": (start - origin) * 1e6,
-            "dur": max(0.0, stop - start) * 1e6,
+            "ts": (float(start) - origin) * 1e6,
+            "dur": max(0.0, float(stop) - float(start)) * 1e6,
             "args": {"bytes": record.event.bytes},
         }

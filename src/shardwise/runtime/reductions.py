@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardwise._private import foreach_norm
 from shardwise.plan.layout import Run
 from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.transport.api import RankGroup
 from shardwise.transport.communicator import communicator
-from shardwise.transport.device import current_gpu
 
 __all__ = ["across", "combine", "gather_runs", "norms"]
 
@@ -40,13 +40,11 @@ def combine(kind: str, run: Tensor, num_elements: int, mesh: DataParallelMesh) -
 
 def norms(runs: Sequence[Tensor], mesh: DataParallelMesh, order: float) -> list[Tensor]:
     """Vector norms of tensors of which every rank has a run, in one exchange."""
-    local = [_run_norm(run, order) for run in runs]
-    by_tensor = across([norm.to(local[0].dtype) for norm in local], mesh).unbind(1)
-    return [
-        # The norm of order 0 counts, so the counts of the ranks add up.
-        (parts.sum() if order == 0 else torch.linalg.vector_norm(parts, order)).to(norm.dtype)
-        for parts, norm in zip(by_tensor, local, strict=True)
-    ]
+    local = _norms_here(runs, order)
+    by_rank = across([norm.to(local[0].dtype) for norm in local], mesh)  # [ranks, tensors]
+    # The norm of order 0 counts, so the counts of the ranks add up.
+    total = by_rank.sum(0) if order == 0 else torch.linalg.vector_norm(by_rank, order, dim=0)
+    return [one.to(norm.dtype) for one, norm in zip(total.unbind(), local, strict=True)]
 
 
 def across(
@@ -67,8 +65,8 @@ def gather_runs(
 ) -> Tensor:
     """Gather 1-D pieces of the lengths of ``runs``: [ranks, longest], padded with zeros."""
     device = run.device
-    if device.type == "cpu" and mesh.backend("cuda") == "nccl" and not mesh.on_cpu:
-        run = run.to(current_gpu())  # a shard on the host
+    if device.type == "cpu" and mesh.accelerator is not None:  # a shard on the host
+        run = run.to(mesh.accelerator)
     longest = max(len(other) for other in runs)
     with torch.inference_mode(mode=False):  # written by another thread
         gathered = run.new_zeros(len(runs), longest)
@@ -84,12 +82,15 @@ def gather_runs(
     return gathered.to(device)
 
 
-def _run_norm(run: Tensor, order: float) -> Tensor:
-    if run.numel():
-        norm: Tensor = torch.linalg.vector_norm(run, order)
-        return norm
+def _norms_here(runs: Sequence[Tensor], order: float) -> list[Tensor]:
+    filled = [run for run in runs if run.numel()]
+    found = iter(foreach_norm(filled, order) if filled else ())
     # Real, as the norm of complex numbers is: all ranks have to send the same dtype.
-    return run.new_full((), math.inf if order < 0 else 0.0, dtype=run.dtype.to_real())
+    of_none = math.inf if order < 0 else 0.0
+    return [
+        next(found) if run.numel() else run.new_full((), of_none, dtype=run.dtype.to_real())
+        for run in runs
+    ]
 
 
 def _bounds(dtype: torch.dtype) -> tuple[float, float]:

@@ -1,7 +1,6 @@
 """Performs the schedule: asks the sequencer what must follow, does it, and records it."""
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
@@ -22,6 +21,7 @@ from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, Sequencer
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import Communicator, communicator
+from shardwise.transport.device import device_of
 
 __all__ = ["Scheduler"]
 
@@ -45,7 +45,7 @@ class Scheduler:
         self._with_copies = [unit for unit in units if unit.plan.device_copy_bytes]
         self._versions = ShardVersions(self.units)
         self._mesh = mesh
-        self._device = device
+        self._device = device_of(device)
         self._depth = 0  # of forwards
         self._tasks: set[int] = set()  # autograd's graph tasks that have reached the model
         self._is_broken = False  # an event failed, so units are not where the sequencer has them
@@ -58,7 +58,7 @@ class Scheduler:
     @cached_property
     def _links(self) -> Communicator:
         """Made on first use, which all ranks reach together."""
-        return communicator(self._mesh.world, self._device)
+        return communicator(self._mesh.world, self._device.torch_device)
 
     @property
     def is_idle(self) -> bool:
@@ -342,10 +342,11 @@ class Scheduler:
         if self._is_broken:
             return
         self._is_broken = True
+        device = self._device
         for event in events:
-            record = Record(event, self.ledger.step, time.perf_counter())
+            record = Record(event, self.ledger.step, device.record(device.current_stream()))
             record.works = self._do(event.kind, self.units[event.unit])
-            record.ended = time.perf_counter()
+            record.ended = device.record(device.current_stream())
             self.ledger.append(record)
         self._is_broken = False
 

@@ -215,13 +215,16 @@ class Trainer:
                 loss = self._loss(sequences)
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        self._overlapped_shares.append(sw.ledger(self.model).overlapped_share())
         norm = self._update()
         # One exchange for the loss and the signal, so that all ranks stop after the same step.
         values = across([total, total.new_tensor(self.stop.number)], self._mesh, self._mesh.world)
-        mean_loss, signal = torch.stack([values[:, 0].mean(), values[:, 1].amax()]).tolist()
+        figures = [values[:, 0].mean(), values[:, 1].amax()]
+        # The only wait of the step for the device.
+        figures += [] if norm is None else [norm.to(total)]
+        mean_loss, signal, *norms = torch.stack(figures).tolist()
+        self._overlapped_shares.append(sw.ledger(self.model).overlapped_share())
         self.stopped_by = int(signal)
-        grad_norm = None if norm is None else float(norm)
+        grad_norm = norms[0] if norms else None
         if not self._is_finite(mean_loss, grad_norm):
             raise FloatingPointError(
                 f"step {step}: loss {mean_loss}, gradient norm {grad_norm}; "

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import SupportsFloat
 
 import torch.distributed as dist
 from torch import Tensor
@@ -109,16 +110,25 @@ class CollectiveId:
 
 
 class Work:
-    """A job on a `CommStream`; ``span`` is when it ran, in seconds of `time.perf_counter`."""
+    """A job on a `CommStream`.
+
+    ``times`` are when it began and ended: seconds of `time.perf_counter`, or events of a device,
+    which have such seconds once they have taken place.
+    """
 
     def __init__(self, collective: CollectiveId | None = None) -> None:
         self.collective = collective  # that it ends with
-        self.span = (0.0, 0.0)
+        self.times: tuple[SupportsFloat, SupportsFloat] = (0.0, 0.0)
         self.error: BaseException | None = None
         self.done = False
         # A bare lock: each collective has a work, and an Event takes several times as long.
         self._running = threading.Lock()
         self._running.acquire()
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """When it ran, in seconds; on a device the host waits until it has."""
+        return float(self.times[0]), float(self.times[1])
 
     def wait(self, timeout_seconds: float) -> bool:
         """Whether the job ended, after at most ``timeout_seconds``; its error is not raised."""
@@ -143,14 +153,18 @@ class Work:
             del job  # and the memory that it holds, or the peak would depend on thread timing
 
     @contextlib.contextmanager
-    def running(self) -> "Iterator[Work]":
-        """The job is the body of the ``with``; what it raises becomes the ``error``."""
-        began = time.perf_counter()
+    def running(self, record: Callable[[], SupportsFloat] = time.perf_counter) -> "Iterator[Work]":
+        """The job is the body of the ``with``; what it raises becomes the ``error``.
+
+        Args:
+            record: returns the current time, or an event that is recorded now.
+        """
+        began = record()
         try:
             yield self
         except Exception as error:  # noqa: BLE001 - it is raised where the result is needed
             self.error = error
-        self.span = (began, time.perf_counter())
+        self.times = (began, record())
         self.done = True
         self._running.release()
 

@@ -55,14 +55,14 @@ def make_collectives(world: RankGroup, device: torch.device, name: str) -> Colle
     # What its ranks have made before it, together.
     number = 0 if world.parent is None else next(_queues.setdefault(world.parent, count()))
     name = f"shardwise/{device.type}/{name}/{number}"
-    if world.size == 1 or backend != "gloo":
-        return ProcessGroupCollectives(world, device, backend, name)
-    if device.type != "cpu":
+    if world.size > 1 and device.type != "cpu" and backend in ("gloo", None):
         raise PlanError(
             f"the model is on {device}, for which the process group has no backend but Gloo, and "
             'that moves host memory; pass backend="cpu:gloo,cuda:nccl" to init_process_group, or '
             "move the model to the CPU"
         )
+    if world.size == 1 or backend != "gloo":
+        return ProcessGroupCollectives(world, device, backend, name)
     return HostCollectives(world, name)
 
 

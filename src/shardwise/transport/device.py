@@ -1,10 +1,10 @@
-"""Streams that communication runs on, and all else in which CUDA and the CPU differ.
+"""Devices and streams: everything in which accelerators and the CPU differ.
 
 A `CommStream` runs jobs one after the other, concurrently with the caller, and returns a `Work` for
-each. On CUDA it is a stream of the device and a work holds an event, so the host never blocks. On
-the CPU it is a thread: Gloo's point-to-point works can be neither polled nor chained, so a thread
-has to wait for them, and it must not be the one that computes (the hand-over is lost in the 1 to
-1.6 ms of a small exchange).
+each. On an accelerator it is a stream of the device and a work holds an event, so the host never
+blocks. On the CPU it is a thread: Gloo's point-to-point works can be neither polled nor chained, so
+a thread has to wait for them, and it must not be the one that computes (the hand-over is lost in
+the 1 to 1.6 ms of a small exchange).
 """
 
 import contextlib
@@ -12,35 +12,164 @@ import os
 import resource
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.errors import PlanError
 from shardwise.transport.api import Work
 
 __all__ = [
+    "KINDS",
+    "STREAM_ORDERED",
+    "Accelerator",
     "CommStream",
+    "Device",
     "DeviceStream",
     "ThreadStream",
+    "check_device",
     "copy_",
     "copy_scaled_",
-    "current_gpu",
+    "device_of",
+    "is_accelerator",
     "local_device",
-    "num_local_gpus",
+    "num_local_accelerators",
+    "own_device",
     "peak_memory_bytes",
     "random_states",
     "seed_generators",
     "set_random_states",
-    "to_host",
+    "wait_for_device",
 ]
 
-
+# Backends of torch.distributed whose works the device's streams order, so the host never waits.
+STREAM_ORDERED = frozenset({"nccl", "xccl", "hccl"})
+_ON_HOST = ("cpu", "meta")
 _CACHED_ELEMENTS = 1 << 17  # a copy of so many is still in the processor's cache
+
+
+# -- devices -------------------------------------------------------------------------------------
+
+
+class Device:
+    """A `torch.device` and its streams. The CPU has none: what is called is done at once."""
+
+    is_accelerator = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch_device = device
+
+    def new_stream(self) -> Any:
+        """A stream that runs concurrently with the current one."""
+
+    def current_stream(self) -> Any:
+        """The stream that kernels of the calling thread go to."""
+
+    def use(self, stream: Any) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
+        """Make ``stream`` the current one within a ``with``."""
+        return contextlib.nullcontext()
+
+    def record(self, stream: Any) -> SupportsFloat:  # noqa: ARG002
+        """An event at the end of ``stream``: as a float, when it took place, in seconds.
+
+        Of `time.perf_counter`; the host waits for it to know.
+        """
+        return time.perf_counter()
+
+    def wait(self, stream: Any, event: SupportsFloat) -> None:
+        """Have what is queued on ``stream`` from now on run after ``event``."""
+
+    def synchronize(self, event: SupportsFloat) -> None:
+        """Have the host wait until ``event`` has taken place."""
+
+
+class Accelerator(Device):
+    """A device with streams (CUDA, ROCm, XPU), by the interface that torch has for all of them."""
+
+    is_accelerator = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._origin = torch.Event(device, enable_timing=True)
+        self._origin.record(self.current_stream())
+        self._origin.synchronize()
+        self._origin_seconds = time.perf_counter()
+
+    def new_stream(self) -> torch.Stream:
+        return torch.Stream(self.torch_device, priority=-1)
+
+    def current_stream(self) -> torch.Stream:
+        # Of this device: the caller may have another one current.
+        return torch.accelerator.current_stream(self.torch_device)
+
+    def use(self, stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
+        return stream
+
+    def record(self, stream: torch.Stream) -> "StreamEvent":
+        event = torch.Event(self.torch_device, enable_timing=True)
+        event.record(stream)
+        return StreamEvent(event, self._origin, self._origin_seconds)
+
+    def wait(self, stream: torch.Stream, event: Any) -> None:
+        stream.wait_event(event.event)
+
+    def synchronize(self, event: Any) -> None:
+        event.event.synchronize()
+
+
+class StreamEvent:
+    """An event of a stream; its time is known when it has taken place."""
+
+    def __init__(self, event: torch.Event, origin: torch.Event, origin_seconds: float) -> None:
+        self.event = event
+        self._origin = origin
+        self._origin_seconds = origin_seconds
+
+    def __float__(self) -> float:
+        self.event.synchronize()
+        return self._origin_seconds + self._origin.elapsed_time(self.event) / 1e3
+
+
+KINDS: dict[str, type[Device]] = {"cpu": Device, "meta": Device}  # all others: `Accelerator`
+
+
+def device_of(device: torch.device) -> Device:
+    """The streams of ``device``."""
+    return KINDS.get(device.type, Accelerator)(device)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Have the host wait for what the calling thread has queued on ``device``."""
+    here = device_of(device)
+    here.synchronize(here.record(here.current_stream()))
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether ``device`` has streams, and memory of its own."""
+    return KINDS.get(device.type, Accelerator).is_accelerator
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse a device that flat buffers cannot be on.
+
+    Raises:
+        PlanError: says why, and what to do.
+    """
+    if device.type == "mps":
+        raise PlanError(
+            "the model is on mps, where a part of a tensor has no address of its own, so gathered "
+            "parameters cannot be parts of one buffer; expected cpu, cuda or xpu: call "
+            "model.to('cpu') before fully_shard"
+        )
+
+
+# -- streams -------------------------------------------------------------------------------------
 
 
 class ThreadStream:
@@ -61,10 +190,9 @@ class ThreadStream:
 class DeviceWork(Work):
     """Work of a `DeviceStream`: for the host it is done when it is queued."""
 
-    def __init__(self, current_stream: Callable[[], Any], event: Any) -> None:
+    def __init__(self, device: Device) -> None:
         super().__init__()
-        self._current_stream = current_stream
-        self._event = event
+        self._device = device
 
     def wait(self, timeout_seconds: float) -> bool:  # noqa: ARG002 - the host never waits
         if self.error is None:
@@ -74,34 +202,35 @@ class DeviceWork(Work):
     def wait_on_device(self) -> None:
         if self.error is not None:
             raise self.error
-        self._current_stream().wait_event(self._event)
+        self._device.wait(self._device.current_stream(), self.times[1])
 
     def synchronize(self) -> None:
         if self.error is not None:
             raise self.error
-        self._event.synchronize()
+        self._device.synchronize(self.times[1])
 
 
 class DeviceStream:
-    """Runs jobs on a CUDA stream of its own; on the CPU, at once."""
+    """Runs jobs on a stream of the device; on the CPU, at once."""
 
     def __init__(self, device: torch.device) -> None:
-        # The streams and events of `torch.cpu` do nothing.
-        self._module: Any = torch.cuda if device.type == "cuda" else torch.cpu
-        # Of the stream's device: the caller may have another one current.
-        self._current_stream = partial(self._module.current_stream, device)
-        options = {"device": device, "priority": -1} if device.type == "cuda" else {}
-        self._stream = self._module.Stream(**options)
+        self._device = device_of(device)
+        self._stream = self._device.new_stream()
 
     @contextlib.contextmanager
-    def enqueue(self) -> Iterator[Work]:
-        """`submit` of the body of the ``with``, without a frame of its own."""
-        self._stream.wait_stream(self._current_stream())
-        event = self._module.Event()
-        work = DeviceWork(self._current_stream, event)
-        with self._module.stream(self._stream), work.running():
+    def enqueue(self, after: Work | None = None) -> Iterator[Work]:
+        """`submit` of the body of the ``with``, without a frame of its own.
+
+        Args:
+            after: a work of another stream, which runs before.
+        """
+        device, stream = self._device, self._stream
+        device.wait(stream, device.record(device.current_stream()))
+        if after is not None:
+            device.wait(stream, after.times[1])
+        work = DeviceWork(device)
+        with device.use(stream), work.running(lambda: device.record(stream)):
             yield work
-        event.record(self._stream)
 
     def submit(self, job: Callable[[], None]) -> Work:
         with self.enqueue() as work:
@@ -111,83 +240,6 @@ class DeviceStream:
 
 CommStream = DeviceStream | ThreadStream  # runs jobs in the order of their submission
 
-
-@torch.no_grad()
-def copy_(dst: Tensor, src: Tensor) -> None:
-    """Copy and cast; between devices asynchronously, if the host's memory is pinned."""
-    if dst.is_cuda and not src.is_cuda:
-        src = src.to(dst.device, non_blocking=True)  # or the host would cast, and block
-    dst.copy_(src, non_blocking=dst.device != src.device)
-
-
-def copy_scaled_(dst: Tensor, src: Tensor, scale: float) -> None:
-    """Fill ``dst`` [n] with ``scale`` times ``src`` [n], cast first; both may be the same."""
-    size = max(1, len(dst)) if dst.is_cuda else _CACHED_ELEMENTS
-    for into, piece in zip(torch.split(dst, size), torch.split(src, size), strict=True):
-        if into.data_ptr() != piece.data_ptr():
-            into.copy_(piece)
-        if scale != 1.0:
-            into.mul_(scale)
-
-
-def local_device() -> torch.device:
-    """This rank's own device: the GPU of its LOCAL_RANK, which becomes current, or the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
-
-
-def current_gpu() -> torch.device:
-    """The GPU that the user made current."""
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def num_local_gpus() -> int:
-    """GPUs of this machine; 0 where ranks compute on the CPU."""
-    return torch.cuda.device_count()
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most that this process has held so far: of the GPU, or resident on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def random_states(device: torch.device) -> list[Tensor]:
-    """The states of torch's default generators: the CPU's, and that of ``device`` if it is a GPU.
-
-    Bytes, on the CPU.
-    """
-    gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *gpu]
-
-
-def set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
-    """Put back what `random_states` returned."""
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.cuda.set_rng_state(state, device)
-
-
-def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed the generators of `random_states`, and no others."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-
-
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory; from a GPU it is made asynchronously, in pinned memory."""
-    is_pinned = tensor.device.type == "cuda"
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=is_pinned, requires_grad=False)
-    return copy.copy_(tensor.detach(), non_blocking=is_pinned)
-
-
 _Submitted = tuple[list[Callable[[], None]], Work]  # a box with one job, to be emptied
 
 
@@ -196,3 +248,91 @@ def _work(jobs: "SimpleQueue[_Submitted | None]") -> None:
         box, work = submitted
         work.run(box.pop())
         del submitted, box, work  # an idle stream keeps no tensor alive
+
+
+# -- copies --------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def copy_(dst: Tensor, src: Tensor) -> None:
+    """Copy and cast; between devices asynchronously, if the host's memory is pinned."""
+    if dst.device.type != "cpu" and src.device.type == "cpu":
+        src = src.to(dst.device, non_blocking=True)  # or the host would cast, and block
+    dst.copy_(src, non_blocking=dst.device != src.device)
+
+
+def copy_scaled_(dst: Tensor, src: Tensor, scale: float) -> None:
+    """Fill ``dst`` [n] with ``scale`` times ``src`` [n], cast first; both may be the same."""
+    size = _CACHED_ELEMENTS if dst.device.type == "cpu" else max(1, len(dst))
+    for into, piece in zip(torch.split(dst, size), torch.split(src, size), strict=True):
+        if into.data_ptr() != piece.data_ptr():
+            into.copy_(piece)
+        if scale != 1.0:
+            into.mul_(scale)
+
+
+# -- the machine ---------------------------------------------------------------------------------
+
+
+def num_local_accelerators() -> int:
+    """Accelerators of this machine that ranks can use; 0 where they compute on the CPU."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or dist.get_default_backend_for_device(kind) not in STREAM_ORDERED:
+        return 0  # ranks of MPS cannot exchange anything
+    return torch.accelerator.device_count()
+
+
+def local_device() -> torch.device:
+    """This rank's own device: an accelerator, which becomes current, or the CPU."""
+    if not num_local_accelerators():
+        return torch.device("cpu")
+    device = own_device()
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def own_device() -> torch.device:
+    """This rank's accelerator: the current one, if a program has chosen it, or by LOCAL_RANK.
+
+    A rank that sees some of the accelerators of its machine numbers them from 0.
+    """
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    index = torch.accelerator.current_device_index()
+    if not index:  # chosen, or nobody has chosen yet
+        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+    return torch.device(kind.type, index)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most this process has held so far: of the accelerator, or resident on the CPU."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    """The states of torch's default generators: of the CPU, and of ``device`` if it is another.
+
+    Bytes, on the CPU.
+    """
+    states = [torch.get_rng_state()]
+    if device.type not in _ON_HOST:
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
+    """Put back what `random_states` returned."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed the generators of `random_states`, and no others."""
+    torch.default_generator.manual_seed(seed)
+    if device.type not in _ON_HOST:
+        with torch.accelerator.device_index(device.index):
+            torch.get_device_module(device).manual_seed(seed)

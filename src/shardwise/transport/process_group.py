@@ -11,17 +11,24 @@ from torch import Tensor
 
 from shardwise._private import group_timeout, new_nccl_group, new_registered_group
 from shardwise.transport.api import Operation, RankGroup, Reduction, Work
-from shardwise.transport.device import DeviceStream, copy_scaled_
+from shardwise.transport.device import (
+    STREAM_ORDERED,
+    DeviceStream,
+    copy_scaled_,
+    own_device,
+)
 from shardwise.transport.host.shared_memory import SharedRange
 
 __all__ = [
     "ProcessGroupCollectives",
+    "accelerator_type",
     "backend_of",
     "broadcast_object",
     "broadcast_tensors",
     "gather_objects",
     "join_parts",
     "new_group",
+    "rank_device",
 ]
 
 # Their names since torch 2.13, which warns about the old ones.
@@ -44,6 +51,7 @@ class ProcessGroupCollectives:
         self._name = name
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by ranks
         self.stream = DeviceStream(device)
+        self._second_stream = DeviceStream(device)
 
     @property
     def world(self) -> RankGroup:
@@ -78,7 +86,11 @@ class ProcessGroupCollectives:
         return work
 
     def reduce(self, reduction: Reduction, label: str) -> Work:  # noqa: ARG002
-        """Sum over all ranks of the stages of ``reduction``, one stage after the other."""
+        """Sum over all ranks of the stages of ``reduction``, one stage after the other.
+
+        Later stages have a stream of their own, so the first one of the next reduction runs
+        concurrently with them.
+        """
         first, *rest = reduction.stages
         groups = {stage.group.ranks: self._process_group(stage.group) for stage in reduction.stages}
         flat, inner, out = reduction.flat, reduction.inner, reduction.out
@@ -89,6 +101,14 @@ class ProcessGroupCollectives:
                 inner.copy_(flat)
             if reduction.carried is not None:
                 inner.add_(reduction.carried)
+            if not rest and out is not None:
+                copy_scaled_(out, inner, reduction.scale)
+        if not rest or work.error is not None:
+            return work
+        began = work.times[0]
+        # A group has one stream, and that of all ranks has the first.
+        stream = self._second_stream if first.group.size > 1 else self.stream
+        with stream.enqueue(after=work) as work:
             total = inner
             for stage in rest:
                 if stage.operation is Operation.REDUCE_SCATTER:
@@ -98,6 +118,15 @@ class ProcessGroupCollectives:
                     dist.all_reduce(inner, group=groups[stage.group.ranks])
             if out is not None:
                 copy_scaled_(out, total, reduction.scale)
+        work.times = began, work.times[1]
+        return work
+
+    def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:  # noqa: ARG002
+        """Leave in ``values`` [n] the largest that any rank of ``group`` has."""
+        process_group = self._process_group(group)
+        with self.stream.enqueue() as work:
+            if group.size > 1:
+                dist.all_reduce(values, dist.ReduceOp.MAX, group=process_group)
         return work
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
@@ -114,10 +143,29 @@ class ProcessGroupCollectives:
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
     """What moves the bytes of tensors on ``device_type``: "gloo", "nccl", "fake" or None."""
+    return _backends(group).get(device_type)
+
+
+def accelerator_type(group: dist.ProcessGroup | None) -> str | None:
+    """The type of the accelerators between which ``group`` moves bytes; None if there are none."""
+    kinds = (kind for kind, backend in _backends(group).items() if backend in STREAM_ORDERED)
+    return next(kinds, None)
+
+
+def rank_device(group: dist.ProcessGroup | None) -> torch.device:
+    """This rank's accelerator: that to which ``group`` or the job is bound, or `own_device`."""
+    for one in (group, dist.group.WORLD):
+        if one is not None and one.bound_device_id is not None:
+            return one.bound_device_id
+    return own_device()
+
+
+def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """By type of device."""
     if group is None:
-        return None
+        return {}
     pairs = dist.get_backend_config(group).split(",")  # "cpu:gloo,cuda:nccl"
-    return dict(pair.split(":") for pair in pairs).get(device_type)
+    return dict(pair.split(":") for pair in pairs)
 
 
 def new_group(group: RankGroup, backend: str | None, name: str) -> dist.ProcessGroup:

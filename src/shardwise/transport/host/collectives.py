@@ -105,6 +105,12 @@ class HostCollectives:
                 cast = partial(copy_scaled_, out, inner, scale)
         return self._submit(label, exchanges, finish=cast)
 
+    def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:
+        """As `ProcessGroupCollectives.all_reduce_max`; for few values."""
+        rows = values.repeat(group.size, 1)  # [ranks, n]
+        gather = Exchange(group, values.nbytes, self._gathering(rows.view(-1), group))
+        return self._submit(label, [gather], finish=lambda: torch.amax(rows, 0, out=values))
+
     # -- the queue -------------------------------------------------------------------------------
 
     def _submit(
@@ -112,7 +118,7 @@ class HostCollectives:
         label: str,
         exchanges: Sequence[Exchange],
         prepare: Callable[[], None] | None = None,
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], object] | None = None,
     ) -> Work:
         numbered = [(self._next_id(label, exchange), exchange.run) for exchange in exchanges]
         work = Work(numbered[-1][0])
