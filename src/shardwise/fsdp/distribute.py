@@ -1,4 +1,4 @@
-"""Shards full tensors that every rank has, or that the first rank sends."""
+"""Shards tensors as parameters are: those that every rank has, or that the first rank sends."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,27 +8,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise._private import pytree
 from shardwise.errors import PlanError
+from shardwise.fsdp.names import clean_names
 from shardwise.fsdp.sharded_tensors import TorchShardedTensor, part_of
 from shardwise.fsdp.whole_mesh import as_parameter
 from shardwise.runtime.tensor import local_of, mesh_of, sharding_of
 from shardwise.transport.process_group import broadcast_object, broadcast_tensors
 
-__all__ = ["distribute", "group_of", "shard_like"]
-
-
-def distribute(states: Any, like: Any, source: dist.ProcessGroup | None = None) -> Any:
-    """``states`` with each full tensor sharded as its counterpart in ``like``.
-
-    Args:
-        states: nested dicts of full tensors and other values.
-        like: dicts of the same structure with sharded tensors. A tensor in the place of a dict is
-            the counterpart of all tensors in that dict.
-        source: the group whose first rank has ``states`` and sends them. The other ranks hold one
-            full tensor at a time. None for one rank.
-    """
-    outline = states if source is None else broadcast_object(_outline(states), source)
-    return _shard_all(outline, states, like, source)
+__all__ = ["group_of", "receive", "shard_like"]
 
 
 def shard_like(value: Any, parameter: Tensor) -> Any:
@@ -73,28 +61,38 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     return None if mesh is None else mesh.group
 
 
-def _outline(states: Any) -> Any:
-    """``states`` with meta tensors in the place of tensors that have dimensions."""
-    if isinstance(states, Mapping):
-        return {key: _outline(value) for key, value in states.items()}
-    return states.to("meta") if isinstance(states, Tensor) and states.dim() else states
+def receive(states: Mapping[str, Any] | None, model: nn.Module) -> dict[str, Any]:
+    """The optimizer states of ``model`` that the first of its ranks has, by name.
 
-
-def _shard_all(outline: Any, states: Any, like: Any, source: dist.ProcessGroup | None) -> Any:
-    if isinstance(outline, Mapping):
-        own: Mapping[Any, Any] = states or {}  # empty on ranks that receive
-        return {
-            key: _shard_all(
-                inner, own.get(key), like.get(key) if isinstance(like, Mapping) else like, source
-            )
-            for key, inner in outline.items()
+    They are sent and sharded one by one, so the other ranks hold one full tensor at a time.
+    """
+    given = states or {"state": {}, "param_groups": []}
+    group = group_of(model)
+    received: dict[str, Any] = broadcast_object(
+        pytree.tree_map_only(Tensor, _outline, given), group
+    )
+    parameters = clean_names(model)
+    received["state"] = {
+        name: {
+            key: _receive(value, given["state"].get(name, {}).get(key), parameters.get(name), group)
+            for key, value in entries.items()
         }
-    if not isinstance(outline, Tensor):
+        for name, entries in received["state"].items()
+    }
+    return received
+
+
+def _outline(value: Tensor) -> Tensor:
+    return value.to("meta") if value.ndim else value
+
+
+def _receive(
+    outline: Any, own: Tensor | None, parameter: Tensor | None, group: dist.ProcessGroup | None
+) -> Any:
+    if not isinstance(outline, Tensor) or not outline.is_meta:
         return outline
-    full = outline
-    if outline.is_meta:
-        full = torch.empty_like(outline, device=like.device if isinstance(like, Tensor) else "cpu")
-        if isinstance(states, Tensor):
-            full.copy_(states)
-        broadcast_tensors([full], source)
-    return shard_like(full, like) if isinstance(like, Tensor) else full
+    full = torch.empty_like(outline, device="cpu" if parameter is None else parameter.device)
+    if own is not None:
+        full.copy_(own)
+    broadcast_tensors([full], group)
+    return full if parameter is None else shard_like(full, parameter)

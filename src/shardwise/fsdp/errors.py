@@ -1,11 +1,11 @@
-"""Errors of types that programs written for FSDP1 catch.
+"""Errors of the types that programs written for PyTorch's FSDP1 and FSDP2 catch.
 
 ::
 
     PlanError(ValueError)
-    ├── WrapperError(RuntimeError, AssertionError)   a method of the wrong wrapper
+    ├── WrapperError(RuntimeError, AssertionError)   a module that the call is not for
     ├── StateError(RuntimeError)                     state dicts that do not fit
-    └── UnsupportedError(NotImplementedError)        options that exclude each other
+    └── UnsupportedError(NotImplementedError)        options or parameters that are not supported
     StepError(RuntimeError)
     └── InStepError(AssertionError)                  allowed between steps only
 """
@@ -16,9 +16,9 @@ __all__ = ["InStepError", "StateError", "UnsupportedError", "WrapperError"]
 
 
 class WrapperError(PlanError, RuntimeError, AssertionError):
-    """A method was called on the wrong wrapper, or once too often.
+    """A call that does not fit the module: of an inner wrapper, of a sharded one, or a second time.
 
-    PyTorch raises RuntimeErrors from some of its methods here, and AssertionErrors from others.
+    PyTorch raises RuntimeErrors in some of these cases, and AssertionErrors in others.
     """
 
 
@@ -27,7 +27,7 @@ class StateError(PlanError, RuntimeError):
 
 
 class UnsupportedError(PlanError, NotImplementedError):
-    """Options that exclude each other."""
+    """Options that exclude each other, or a parameter that FSDP2 cannot shard either."""
 
 
 class InStepError(StepError, AssertionError):

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.errors import PlanError
-from shardwise.fsdp.api import OptimStateKeyType, StateDictType
+from shardwise.fsdp.api import StateDictType
 from shardwise.fsdp.distribute import group_of, shard_like
 from shardwise.fsdp.errors import StateError
 from shardwise.fsdp.local_states import as_dtensor, as_local
@@ -21,12 +21,12 @@ from shardwise.runtime.replaced import current
 from shardwise.transport.process_group import broadcast_object, gather_objects
 
 __all__ = [
-    "Groups",
     "States",
+    "by_table",
     "collect",
-    "indices_of",
+    "groups_for",
+    "names_of",
     "parameter_groups",
-    "rekey",
     "to_load",
     "warn_of_input",
     "with_keys",
@@ -36,23 +36,20 @@ States = dict[str, Any]
 Groups = list[list[Tensor]]
 
 
-def rekey(states: States, kind: OptimStateKeyType, indices: dict[str, int]) -> States:
-    if kind is OptimStateKeyType.PARAM_ID:
-        return with_keys(states, indices)
-    return with_keys(states, {index: name for name, index in indices.items()})
-
-
-def with_keys(states: States, table: Mapping[Any, Any]) -> States:
-    """``states`` with the keys of ``table`` replaced."""
-    renamed: States = {
-        "state": {table.get(key, key): value for key, value in states["state"].items()}
-    }
+def with_keys(states: States, rename: Callable[[Any], Any]) -> States:
+    """``states`` with renamed keys."""
+    renamed: States = {"state": {rename(key): value for key, value in states["state"].items()}}
     if "param_groups" in states:
         renamed["param_groups"] = [
-            {**group, "params": [table.get(key, key) for key in group["params"]]}
+            {**group, "params": [rename(key) for key in group["params"]]}
             for group in states["param_groups"]
         ]
     return renamed
+
+
+def by_table(table: Mapping[Any, Any]) -> Callable[[Any], Any]:
+    """For `with_keys`; other keys stay as they are."""
+    return lambda key: table.get(key, key)
 
 
 def collect(
@@ -100,16 +97,11 @@ def _apart(converted: Any, value: Any) -> Any:
 
 def _by_name(model: nn.Module, optim: Optimizer, states: States) -> States:
     """``states`` of ``optim`` with names as keys; a named optimizer has them already."""
-    indices = indices_of(model, parameter_groups(model, optim, None))
-    keys: dict[int | str, str] = {index: name for name, index in indices.items()}
-    members = [key for options in states.get("param_groups", ()) for key in options["params"]]
-    given = (*states["state"], *members)
-    keys |= {key: clean_name(key) for key in given if isinstance(key, str)}
-    renamed = with_keys(states, keys)
-    known = [name for name in clean_names(model) if name in renamed["state"]]
-    others = [name for name in renamed["state"] if name not in set(known)]
-    renamed["state"] = {name: renamed["state"][name] for name in (*known, *others)}
-    return renamed
+    names = by_table(names_of(model, parameter_groups(optim)))
+    renamed = with_keys(states, lambda key: clean_name(key) if isinstance(key, str) else names(key))
+    order = {name: position for position, name in enumerate(clean_names(model))}
+    in_order = sorted(renamed["state"], key=lambda name: order.get(name, len(order)))
+    return {**renamed, "state": {name: renamed["state"][name] for name in in_order}}
 
 
 def _shared_names(states: Mapping[Any, States], group: dist.ProcessGroup | None) -> set[Any]:
@@ -135,8 +127,13 @@ def _is_sharded(entries: States) -> bool:
     return any(isinstance(value, DTensor) for value in entries.values())
 
 
-def to_load(model: nn.Module, groups: Groups, states: Mapping[str, Any]) -> States:
-    """``states`` with indices as keys, and what this rank has of each."""
+def to_load(
+    model: nn.Module, groups: Groups, states: Mapping[str, Any], *, raw_names: bool = False
+) -> States:
+    """What this rank has of ``states``, with the optimizer's indices as keys.
+
+    With ``raw_names``, with the names that wrappers are a part of.
+    """
     own = {
         name: {
             key: copy.deepcopy(value) if key == "step" else as_local(shard_like(value, parameter))
@@ -148,7 +145,11 @@ def to_load(model: nn.Module, groups: Groups, states: Mapping[str, Any]) -> Stat
     named: States = {"state": own}
     if "param_groups" in states:
         named["param_groups"] = _options_of(groups, model, states["param_groups"])
-    return rekey(named, OptimStateKeyType.PARAM_ID, indices_of(model, groups))
+    if raw_names:
+        keys: Mapping[str, Any] = {clean_name(name): name for name, _ in model.named_parameters()}
+    else:
+        keys = {name: index for index, name in names_of(model, groups).items()}
+    return with_keys(named, by_table(keys))
 
 
 def _options_of(
@@ -173,15 +174,18 @@ def _options_of(
     return ordered
 
 
-def parameter_groups(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> Groups:
+def parameter_groups(optim: Optimizer) -> Groups:
+    return [[current(parameter) for parameter in group["params"]] for group in optim.param_groups]
+
+
+def groups_for(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> Groups:
     """The parameters of ``optim``, or of an optimizer that is built from ``optim_input``."""
     warn_of_input(optim_input)
     if optim is not None:
-        groups = [group["params"] for group in optim.param_groups]
-    else:
-        given = list(model.parameters() if optim_input is None else optim_input)
-        in_groups = given and isinstance(given[0], dict)
-        groups = [list(group["params"]) for group in given] if in_groups else [given]
+        return parameter_groups(optim)
+    given = list(model.parameters() if optim_input is None else optim_input)
+    in_groups = given and isinstance(given[0], dict)
+    groups = [group["params"] for group in given] if in_groups else [given]
     return [[current(parameter) for parameter in group] for group in groups]
 
 
@@ -194,8 +198,8 @@ def warn_of_input(optim_input: Any) -> None:
         )
 
 
-def indices_of(model: nn.Module, groups: Groups) -> dict[str, int]:
-    """The optimizer's index of each parameter of ``model``, by name."""
+def names_of(model: nn.Module, groups: Groups) -> dict[int, str]:
+    """The name of each parameter of ``model`` in ``groups``, by the optimizer's index."""
     names = {id(parameter): name for name, parameter in clean_names(model).items()}
     members = [parameter for group in groups for parameter in group]
-    return {names[id(p)]: index for index, p in enumerate(members) if id(p) in names}
+    return {index: names[id(p)] for index, p in enumerate(members) if id(p) in names}

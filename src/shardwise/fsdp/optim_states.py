@@ -10,18 +10,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.fsdp.api import OptimStateKeyType, StateDictType
-from shardwise.fsdp.distribute import distribute, group_of
+from shardwise.fsdp.distribute import receive
 from shardwise.fsdp.named_states import (
     States,
+    by_table,
     collect,
-    indices_of,
+    groups_for,
+    names_of,
     parameter_groups,
-    rekey,
     to_load,
     warn_of_input,
     with_keys,
 )
-from shardwise.fsdp.names import clean_name, clean_names
 from shardwise.fsdp.state_dict_type import get_state_dict_type
 
 __all__ = [
@@ -111,13 +111,9 @@ def optim_state_dict_to_load(
     """
     config = get_state_dict_type(model).optim_state_dict_config
     if getattr(config, "rank0_only", False):
-        optim_state_dict = _receive(optim_state_dict, model)
-    groups = parameter_groups(model, optim, None)
-    loadable = to_load(model, groups, optim_state_dict)
-    if is_named_optimizer:
-        names = {clean_name(name): name for name, _ in model.named_parameters()}
-        keys = {index: names[name] for name, index in indices_of(model, groups).items()}
-        loadable = with_keys(loadable, keys)
+        optim_state_dict = receive(optim_state_dict, model)
+    groups = parameter_groups(optim)
+    loadable = to_load(model, groups, optim_state_dict, raw_names=is_named_optimizer)
     if load_directly:
         optim.load_state_dict(loadable)
     return loadable
@@ -130,14 +126,14 @@ def shard_full_optim_state_dict(
     optim: Optimizer | None = None,
 ) -> States:
     """Convert full states that every rank has to an argument of ``optim.load_state_dict``."""
-    return to_load(model, parameter_groups(model, optim, optim_input), full_optim_state_dict)
+    return to_load(model, groups_for(model, optim, optim_input), full_optim_state_dict)
 
 
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: States, model: nn.Module, optim: Optimizer
 ) -> States:
     """Convert the result of `sharded_optim_state_dict` to one of ``optim.load_state_dict``."""
-    return to_load(model, parameter_groups(model, optim, None), sharded_optim_state_dict)
+    return to_load(model, parameter_groups(optim), sharded_optim_state_dict)
 
 
 def scatter_full_optim_state_dict(
@@ -151,8 +147,8 @@ def scatter_full_optim_state_dict(
 
     They are sent one by one, so every other rank holds one full tensor at a time.
     """
-    states = _receive(full_optim_state_dict, model)
-    return to_load(model, parameter_groups(model, optim, optim_input), states)
+    states = receive(full_optim_state_dict, model)
+    return to_load(model, groups_for(model, optim, optim_input), states)
 
 
 def rekey_optim_state_dict(
@@ -163,12 +159,7 @@ def rekey_optim_state_dict(
     optim: Optimizer | None = None,
 ) -> States:
     """The same states with the names of parameters, or the optimizer's indices of them, as keys."""
-    indices = indices_of(model, parameter_groups(model, optim, optim_input))
-    return rekey(optim_state_dict, optim_state_key_type, indices)
-
-
-def _receive(states: States | None, model: nn.Module) -> States:
-    """The states that the first rank has, sharded as the parameters of ``model``."""
-    given = states or {"state": {}, "param_groups": []}
-    received: States = distribute(given, {"state": clean_names(model)}, group_of(model))
-    return received
+    keys: dict[Any, Any] = names_of(model, groups_for(model, optim, optim_input))
+    if optim_state_key_type is OptimStateKeyType.PARAM_ID:
+        keys = {name: index for index, name in keys.items()}
+    return with_keys(optim_state_dict, by_table(keys))

@@ -1,7 +1,7 @@
-"""What FSDP2's placements cannot do: refused with FSDP2's types of exceptions.
+"""Checks that FSDP2 makes before it shards a module, with exceptions of the same types.
 
-Each message names a way out. All but the last are choices of ``granularity``, with which our own
-engine takes such parameters.
+They apply to FSDP2's placements, ``Shard(dim)``. With ``granularity="element"`` the engine shards
+scalars as well, and dimensions that the ranks do not divide.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
