@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
@@ -236,6 +237,20 @@ def test_tensors_of_one_element_broadcast_like_numbers() -> None:
             _equal(copied, whole + one)
         with pytest.raises(sw.ShardedTensorError, match=r"values\.\d"):
             sharded.mul(torch.ones((1,) * (whole.ndim + 1)).double())
+
+
+@on_ranks(2)
+def test_whole_tensors_of_ranks_that_name_parameters_differently() -> None:
+    own = [nn.Linear(2, 2) for _ in range(1 + dist.get_rank())]
+    torch.manual_seed(1)
+    whole = [torch.randn(shape) for shape in SHAPES]
+    parameters = [nn.Parameter(one.clone()) for one in whole]
+    model = nn.Sequential(*own, nn.ParameterList(parameters))
+    ignored = [parameter for module in own for parameter in module.parameters()]
+    with pytest.warns(UserWarning, match="Only names of parameters differ"):
+        sw.fully_shard(model, ignored_params=ignored, on_different_values="warn")
+    for sharded, expected in zip(model[-1].parameters(), whole, strict=True):
+        _equal(sharded, expected)
 
 
 class Holder(nn.Module):

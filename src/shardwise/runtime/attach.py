@@ -160,15 +160,11 @@ def _without_names(plan: Plan) -> Plan:
     def strip(spec: ParameterSpec) -> ParameterSpec:
         return replace(spec, names=("",))
 
-    def strip_layout(layout: Layout) -> Layout:
-        extents = (replace(one, parameter=strip(one.parameter)) for one in layout.extents)
-        return replace(layout, extents=tuple(extents))
-
     units = (
         replace(
             unit,
             parameters=tuple(map(strip, unit.parameters)),
-            layouts=tuple(map(strip_layout, unit.layouts)),
+            layouts=tuple(layout.with_parameters(strip) for layout in unit.layouts),
         )
         for unit in plan.units
     )
@@ -271,12 +267,14 @@ def make_unit(
     fill(plan)  # now that the memory in which the flat buffers were laid out is free again
     for flat, layout in zip(flats, plan.layouts, strict=True):
         if layout.is_extended:
-            flat.parameters += [_keep(root, layout, extent, mesh) for extent in layout.extents]
+            flat.parameters += [
+                _keep(root, plan, layout, extent, mesh) for extent in layout.extents
+            ]
             continue
         locals_ = split_shard(flat.shard, layout, mesh.rank)
         for extent, local, view in zip(layout.extents, locals_, flat.buffer.views, strict=True):
             original = root.get_parameter(extent.parameter.name)
-            sharding = sharding_for(layout, extent, mesh, original)
+            sharding = sharding_for(plan, layout, extent, mesh, original)
             del original
             flat.parameters.append(_manage(root, sharding, local, view))
     return Unit(plan, flats)
@@ -315,13 +313,17 @@ def _class_of(original: nn.Parameter) -> tuple[type | None, dict[str, Any]]:
 
 
 def _keep(
-    root: nn.Module, layout: Layout, extent: ParameterExtent, mesh: DataParallelMesh
+    root: nn.Module,
+    plan: UnitPlan,
+    layout: Layout,
+    extent: ParameterExtent,
+    mesh: DataParallelMesh,
 ) -> FSDPParameter:
     """Replace a parameter of ``root`` by this rank's part of it, a tensor of its class."""
     spec = extent.parameter
     owners = [owner_of(root, name) for name in spec.names]
     original = root.get_parameter(spec.name)
-    sharding = sharding_for(layout, extent, mesh, original)
+    sharding = sharding_for(plan, layout, extent, mesh, original)
     stored = _stored_part_of(original, sharding)
     sharded = _put_sharded(original, sharding, stored, owners)
     dense = nn.Parameter(torch.empty(0), requires_grad=False)  # until the class makes one
@@ -355,14 +357,14 @@ def show_as_sharded(root: nn.Module, plan: Plan, mesh: DataParallelMesh) -> Mapp
     """Make the parameters of ``root``, on the meta device, DTensors there; how, by name."""
     shown: dict[str, Sharding] = {}
     extents = [
-        (one, extent) for unit in plan.units for one in unit.layouts for extent in one.extents
+        (unit, one, extent) for unit in plan.units for one in unit.layouts for extent in one.extents
     ]
-    for layout, extent in extents:
+    for unit, layout, extent in extents:
         spec = extent.parameter
         original = root.get_parameter(spec.name)
         sharding = sharding_of(original)
         if sharding is None:  # of a unit inside it otherwise
-            sharding = sharding_for(layout, extent, mesh, original)
+            sharding = sharding_for(unit, layout, extent, mesh, original)
             if layout.is_extended:
                 empty = _stored_part_of(original, sharding)
             else:

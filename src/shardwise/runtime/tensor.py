@@ -43,6 +43,7 @@ from shardwise.errors import ShardedTensorError
 from shardwise.plan.chunks import chunk_of, chunk_shape
 from shardwise.plan.granularity import Dim
 from shardwise.plan.layout import Layout, ParameterExtent, Run
+from shardwise.plan.units import UnitPlan
 from shardwise.runtime.distributed_checkpoint import chunks_of, items_of
 from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.reductions import across, combine, gather_runs, norms
@@ -99,6 +100,7 @@ class Sharding:
     layout: Layout
     extent: ParameterExtent
     mesh: DataParallelMesh
+    label: str  # the same on ranks that give the parameter other names
     tensor_parallel: DTensorSpec | None = None  # of a parameter that was a DTensor before
     _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
 
@@ -336,9 +338,15 @@ STEPS_IN_BACKWARD = "_shardwise_steps_in_backward"  # of a parameter whose gradi
 
 
 def sharding_for(
-    layout: Layout, extent: ParameterExtent, mesh: DataParallelMesh, original: Tensor
+    unit: UnitPlan,
+    layout: Layout,
+    extent: ParameterExtent,
+    mesh: DataParallelMesh,
+    original: Tensor,
 ) -> Sharding:
     """How the parameter of ``extent`` is distributed, which is ``original`` now."""
+    place = f"elements {extent.offset}:{extent.stop} of buffer {unit.layouts.index(layout)}"
+    label = f"{place} of {unit.label}"
     in_chunks = isinstance(extent.parameter.granularity, Dim)
     before = sharding_of(original)
     if before is not None:
@@ -346,7 +354,7 @@ def sharding_for(
     else:
         inner = original._spec if isinstance(original, DTensor) else None
     kind = ExtendedSharding if extent.parameter.is_extended else ChunkSharding
-    return (kind if in_chunks else Sharding)(layout, extent, mesh, inner)
+    return (kind if in_chunks else Sharding)(layout, extent, mesh, label, inner)
 
 
 def is_tensor_parallel(parameter: Tensor) -> bool:
@@ -442,7 +450,7 @@ class ShardedTensor(DTensor):
             local = self._local_tensor.detach()
             if len(runs) == 1:
                 return local.clone().view(self._sharding.shape)
-            padded = gather_runs(local, runs, mesh, self._sharding.name)
+            padded = gather_runs(local, runs, mesh, self._sharding.label)
             pieces = [row[: len(run)] for row, run in zip(padded, runs, strict=True)]
             return torch.cat(pieces).view(self._sharding.shape)
 
