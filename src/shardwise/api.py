@@ -279,7 +279,13 @@ def _build(
         materializer,
         own_meshes,
     )
-    runtime.rebuild = partial(_build, plan=plan, mesh=mesh, unused=unused, own_meshes=own_meshes)
+    runtime.rebuild = partial(
+        _build,
+        mesh=mesh,
+        unused=unused,
+        on_different_values=on_different_values,
+        own_meshes=own_meshes,
+    )
     fused_wgrad.offer_slots(runtime)
     return runtime
 

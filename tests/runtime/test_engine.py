@@ -202,11 +202,40 @@ def test_freezing_later() -> None:
         model(own_part(batch)).sum().backward()
         reference(batch).sum().div(2).backward()
         assert_equal_models(model, reference, step)
-    frozen = build("frozen")
-    sw.fully_shard(frozen, units=Block)
-    frozen.requires_grad_(True)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("granularity", ["element", "dim"])
+def test_unfreezing_later(granularity: Any) -> None:
+    torch.manual_seed(0)
+    reference = Stack().double()
+    model = copy.deepcopy(reference)
+    for m in (reference, model):
+        m.layers.requires_grad_(False)
+    sw.fully_shard(model, units=Block, granularity=granularity)
+    optimizers = [torch.optim.Adam(m.parameters()) for m in (reference, model)]
+    for step in range(4):
+        for micro_batch in range(2):
+            for m in (reference, model):
+                m.layers[1].requires_grad_(step != 2)
+                m.layers[0].requires_grad_(step == 3 and micro_batch == 1)
+            batch = torch.randn(4, WIDTH).double()
+            model(own_part(batch)).pow(3).sum().backward()
+            reference(batch).pow(3).sum().div(2).backward()
+        assert_equal_models(model, reference, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_unfreezing_a_unit_in_front_of_its_forward() -> None:
+    model = build("frozen")
+    sw.fully_shard(model, units=Block)
+    model.requires_grad_(True)
+    unit = next(m for m in model.modules() if isinstance(m, Block))
     with pytest.raises(sw.PlanError, match="was frozen when it was sharded"):
-        frozen(batch)
+        unit(torch.randn(4, WIDTH).double())
 
 
 @on_ranks(2)

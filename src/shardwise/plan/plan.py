@@ -1,13 +1,13 @@
 """The plan of one model on one mesh, decided before anything runs: units, layouts, strategy."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from shardwise.errors import PlanError
 from shardwise.plan.granularity import Granularities
-from shardwise.plan.layout import ParameterSpec
+from shardwise.plan.layout import Layout, ParameterSpec
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.strategy import Level, Strategy, resolve_strategy
@@ -34,6 +34,10 @@ class Plan:
         assert not self.units[0].name, "the root comes first"
         if self.prefetch < 0:
             raise PlanError(f"prefetch={self.prefetch}: expected 0 or more units")
+
+    def unfrozen(self, names: Collection[str]) -> "Plan":
+        """The same layouts, with gradients for the buffers of the parameters ``names``."""
+        return replace(self, units=tuple(_unfrozen(unit, names) for unit in self.units))
 
     @property
     def row(self) -> int:
@@ -64,6 +68,21 @@ class Plan:
     def gradient_shard_bytes(self) -> int:
         """Size of one rank's shards of the gradients."""
         return sum(unit.gradient_shard_bytes for unit in self.units)
+
+
+def _unfrozen(unit: UnitPlan, names: Collection[str]) -> UnitPlan:
+    """All parameters of a buffer have gradients, or none of them."""
+
+    def thaw(layout: Layout) -> Layout:
+        if all(extent.parameter.name not in names for extent in layout.extents):
+            return layout
+        return layout.with_parameters(lambda spec: replace(spec, trainable=True))
+
+    layouts = tuple(map(thaw, unit.layouts))
+    specs = {one.parameter.name: one.parameter for layout in layouts for one in layout.extents}
+    return replace(
+        unit, layouts=layouts, parameters=tuple(specs[spec.name] for spec in unit.parameters)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class Runtime:
         own_meshes: Mapping[str, DataParallelMesh] = MappingProxyType({}),
     ) -> None:
         self.gave_values = materializer is not None  # to the parameters, which had none
-        self.rebuild: Callable[[nn.Module], Runtime]  # shards a copy of the root in the same way
+        self.rebuild: Callable[[nn.Module, Plan], Runtime]  # shards a copy of the root, or the root
         self.shard_again: Callable[[nn.Module], None]  # gives the root a runtime for other dtypes
         self.plan = plan
         self.mesh = mesh
@@ -101,6 +101,12 @@ class Runtime:
         plan_memory(self.units, schedule(plan))
         move_buffers(root, device)
         self.scheduler = Scheduler(plan, self.units, mesh, device, observer)
+        self._frozen = [
+            parameter
+            for unit in self.units
+            for parameter in unit.parameters
+            if not (parameter.spec.trainable or parameter.spec.is_extended)
+        ]
         for index, unit in enumerate(self.units):
             self._listen(index, unit)
 
@@ -153,6 +159,11 @@ class Runtime:
             tensor is not None and (tensor.dtype, tensor.device) != (local.dtype, local.device)
             for tensor, local in held
         )
+
+    def unfrozen(self) -> list[str]:
+        """The parameters, by name, that were frozen when they were sharded and no longer are."""
+        names = [one.name for one in self._frozen if one.sharded.requires_grad]
+        return names if self.scheduler.is_idle and not self.scheduler.is_held else []
 
     def watch_structure(self, root: nn.Module, *, warns: bool) -> None:
         """Have forward refuse parameters that are added from now on, or warn of them."""

@@ -6,7 +6,7 @@ nothing to add; they are taken, so that a program that gives them runs, and that
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial, wraps
 from typing import Any, cast
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
+from shardwise.plan.plan import Plan
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.units import named_parameters
 from shardwise.runtime import compiler
@@ -168,7 +169,7 @@ class FSDPModule(nn.Module):
         state = {key: value for key, value in self.__dict__.items() if key != HANDLE}
         twin.__dict__.update(copy.deepcopy(state, memo))
         if handle.index == 0:
-            _shard_copy(twin, self, runtime)
+            _shard_by(runtime.plan, twin, self, runtime)
         return twin
 
     # -- parameters ------------------------------------------------------------------------------
@@ -372,6 +373,9 @@ def _call_unit(
     paused = compiler.pause()
     try:
         handle = handle_of(module)
+        if handle.index == 0 and (names := handle.runtime.unfrozen()):
+            _unfreeze(module, names)
+            handle = handle_of(module)
         if paused is not None:
             forward = partial(compiler.run_resumed, paused, forward)
         return handle.runtime.call(handle, module, forward, args, kwargs)
@@ -383,15 +387,23 @@ def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
     return cast("type[nn.Module]", sharded.__bases__[1])
 
 
-def _shard_copy(twin: nn.Module, root: nn.Module, runtime: Runtime) -> None:
-    """Shard ``twin``, a copy of ``root``, in the same way."""
-    of_twin = runtime.rebuild(twin)
-    of_twin.shard_again = runtime.shard_again
-    for index, unit in enumerate(runtime.plan.units):
+def _unfreeze(root: nn.Module, names: Collection[str]) -> None:
+    """Make room for gradients of the parameters ``names``, which were frozen."""
+    runtime = handle_of(root).runtime
+    runtime.scheduler.check_converted()
+    with _keeping_gradients(root):
+        _shard_by(runtime.plan.unfrozen(names), root, root, runtime)
+
+
+def _shard_by(plan: Plan, module: nn.Module, root: nn.Module, runtime: Runtime) -> None:
+    """Shard ``module``, which is ``root`` or a copy of it, as ``root`` is, but by ``plan``."""
+    new = runtime.rebuild(module, plan)
+    new.shard_again = runtime.shard_again
+    for index, unit in enumerate(plan.units):
         original = root.get_submodule(unit.name)
-        handle = Handle(of_twin, index, handle_of(original).choice)
-        mark(twin.get_submodule(unit.name), handle, getattr(type(original), _METHODS))
-    of_twin.watch_structure(twin, warns=runtime.warns_of_added)
+        handle = Handle(new, index, handle_of(original).choice)
+        mark(module.get_submodule(unit.name), handle, getattr(type(original), _METHODS))
+    new.watch_structure(module, warns=runtime.warns_of_added)
 
 
 def is_gathered(module: nn.Module) -> bool:
@@ -465,23 +477,30 @@ def change_precision(
     """Shard ``root`` again between steps, with other dtypes for units in it; keeps gradients."""
     runtime = handle_of(root).runtime
     runtime.scheduler.check_idle("units cannot be sharded again in the middle of a step")
-    gradients = {
-        name: parameter.grad.full_tensor()
-        for name, parameter in root.named_parameters()
-        if isinstance(parameter.grad, DTensor)
-    }
     for module, policy in policies.items():
         handle = handle_of(module)
         choice = replace(handle.choice, precision=policy)
         module.__dict__[HANDLE] = replace(handle, choice=choice)
     runtime.scheduler.check_converted()
-    runtime.shard_again(root)
+    with _keeping_gradients(root):
+        runtime.shard_again(root)
+
+
+@contextlib.contextmanager
+def _keeping_gradients(root: nn.Module) -> Iterator[None]:
+    """Have the parameters of ``root`` keep their gradients when it is sharded again."""
+    gradients = {name: p.grad for name, p in root.named_parameters() if sharding_of(p) is not None}
+    yield
     for name, gradient in gradients.items():
         parameter = root.get_parameter(name)
         sharding = sharding_of(parameter)
-        if sharding is not None:
-            own = sharding.own_part_of(gradient).reshape(-1)
-            parameter.grad = sharding.wrap(own.contiguous())
+        if sharding is None or not isinstance(gradient, DTensor):
+            continue
+        if sharding.describes(gradient):
+            local = sharding.copy_of_local(gradient)
+        else:
+            local = sharding.own_part_of(gradient.full_tensor()).reshape(-1).contiguous()
+        parameter.grad = sharding.wrap(local)
 
 
 def unit_of(module: nn.Module) -> Unit:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
-from shardwise.plan.layout import Layout
+from shardwise.plan.layout import Layout, ParameterSpec
 from shardwise.runtime.tensor import ExtendedSharding, Sharding, local_of
 
 __all__ = ["FSDPParameter", "ParameterOwner", "split_shard"]
@@ -69,6 +69,10 @@ class FSDPParameter:
     _shard_version: int = 0  # of `sharded`, when `use_tensor` replaced it
 
     @property
+    def spec(self) -> ParameterSpec:
+        return self.sharding.extent.parameter
+
+    @property
     def name(self) -> str:
         return self.sharding.name
 
@@ -119,20 +123,19 @@ class FSDPParameter:
                 f"{self.name}: its shard was changed inside sw.gathered(write_back=True), by an "
                 "optimizer perhaps, and the gathered value would replace it; step outside"
             )
-        spec = self.sharding.extent.parameter
         held = [tensor for owner in self.owners if (tensor := owner.get()) is not None]
         if not held:
             return None
         if any(tensor is not held[0] for tensor in held):
             raise PlanError(
-                f"{', '.join(spec.names)}: these names of one tied parameter hold different "
+                f"{', '.join(self.spec.names)}: these names of one tied parameter hold different "
                 "tensors; assign the same nn.Parameter to each of them"
             )
         tensor = self.sharding.local_of_dense(held[0])
-        expected = f"a tensor of {self.local.dtype} {spec.shape}"
+        expected = f"a tensor of {self.local.dtype} {self.spec.shape}"
         got = f"a {type(tensor).__name__} of {tensor.dtype} {tuple(tensor.shape)}"
         is_dense = not (tensor.is_meta or isinstance(tensor, DTensor))
-        if not is_dense or (tensor.dtype, tensor.shape) != (self.local.dtype, spec.shape):
+        if not is_dense or (tensor.dtype, tensor.shape) != (self.local.dtype, self.spec.shape):
             raise PlanError(
                 f"{self.name}: expected {expected} at the end of sw.gathered(write_back=True), got "
                 f"{got} on {tensor.device}; keep shape and dtype, or drop write_back"
@@ -176,10 +179,10 @@ class FSDPParameter:
             owner.put(parameter)
 
     def _follow_requires_grad(self) -> None:
-        if self.sharded.requires_grad and not self.sharding.extent.parameter.trainable:
+        if self.sharded.requires_grad and not self.spec.trainable:
             raise PlanError(
                 f"{self.name} was frozen when it was sharded and has no room for gradients; "
-                "set requires_grad before fully_shard"
+                "set requires_grad before a forward of the whole model, which makes room"
             )
         self.dense.requires_grad_(self.sharded.requires_grad)
 

@@ -235,15 +235,16 @@ class Scheduler:
                 gradients.shard.step_in_backward(observer.steps_units)
 
     def check_converted(self) -> None:
-        """Refuse another dtype or device.
+        """Refuse to shard the model again: with another dtype or device, or unfrozen parameters.
 
         Raises:
             PlanError: an optimizer steps the units in backward.
         """
         if self.steps_in_backward:
             raise PlanError(
-                "the model was converted to another dtype or device while sw.optimizer_in_backward "
-                "steps its parameters; call remove() of its handle before, and it again after"
+                "the model was converted to another dtype or device, or parameters were unfrozen, "
+                "while sw.optimizer_in_backward steps its parameters; call remove() of its handle "
+                "before, and it again after"
             )
 
     # -- between steps ---------------------------------------------------------------------------
