@@ -1,0 +1,157 @@
+"""Timelines with vector clocks: the host, and the streams of a simulated device.
+
+An operation happens before another one if the clock of the second has reached the number of the
+first. Clocks grow by waiting: a stream has everything that the host knew when it launched, and what
+came before the events that it waited for; the host has what it synchronized with.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Clock", "Event", "Stream", "Timeline", "World"]
+
+Clock = dict[int, int]  # how far each timeline had come, by its number
+
+
+class Timeline:
+    """Operations that run one after the other."""
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number = number
+        self.name = name
+        self.clock: Clock = {number: 0}
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def advance(self) -> int:
+        """The number of a new operation."""
+        self.clock[self.number] += 1
+        return self.clock[self.number]
+
+    def join(self, clock: Clock) -> None:
+        """What ``clock`` has reached happens before all that comes."""
+        for number, reached in clock.items():
+            if self.clock.get(number, 0) < reached:
+                self.clock[number] = reached
+
+
+class World(Protocol):
+    """What streams and events need of the simulation."""
+
+    host: Timeline
+
+    def current_stream(self, device: torch.device | None = None) -> "Stream": ...
+
+    def enter(self, stream: "Stream") -> None: ...
+
+    def leave(self, stream: "Stream") -> None: ...
+
+    def block_host(self, stream: "Stream", clock: Clock, position: int, reason: str) -> None: ...
+
+
+class Stream(Timeline):
+    """A queue of the device, with the interface of `torch.Stream` and `torch.cuda.Stream`.
+
+    Where it is ``late``, its operations wait until somebody waits for them.
+    """
+
+    def __init__(
+        self, world: World, device: torch.device, number: int, name: str, *, is_late: bool
+    ) -> None:
+        super().__init__(number, name)
+        self.device = device
+        self.is_late = is_late
+        self._world = world
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._num_done = 0
+
+    @property
+    def position(self) -> int:
+        """How many jobs it has been given."""
+        return self._num_done + len(self._jobs)
+
+    def queue(self, job: Callable[[], None]) -> None:
+        """Run ``job`` when somebody waits for it."""
+        self._jobs.append(job)
+
+    def run_until(self, position: int) -> None:
+        """Run the jobs that are queued, up to ``position``."""
+        while self._num_done < position:
+            job = self._jobs.popleft()
+            self._num_done += 1
+            job()
+
+    def wait_event(self, event: "Event") -> None:
+        if event.stream is None:
+            return  # CUDA: an event that was not recorded has taken place
+        self.join(event.clock)
+        if event.stream is self:
+            return
+        run = partial(event.stream.run_until, event.position)
+        if self.is_late:
+            self.queue(run)
+        else:
+            run()
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.wait_event(other.record_event())
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        recorded = Event(self._world) if event is None else event
+        recorded.record(self)
+        return recorded
+
+    def synchronize(self) -> None:
+        self._world.block_host(self, self.clock, self.position, "stream.synchronize")
+
+    def query(self) -> bool:
+        return not self._jobs
+
+    def __enter__(self) -> "Stream":
+        self._world.enter(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: "TracebackType | None",
+    ) -> None:
+        self._world.leave(self)
+
+
+class Event:
+    """A snapshot of a stream's clock, with the interface of `torch.Event`."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.stream: Stream | None = None
+        self.clock: Clock = {}
+        self.position = 0  # of the stream: how many of its jobs come before
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream = self._world.current_stream() if stream is None else stream
+        self.stream.join(self._world.host.clock)
+        self.clock = dict(self.stream.clock)
+        self.position = self.stream.position
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (self._world.current_stream() if stream is None else stream).wait_event(self)
+
+    def synchronize(self) -> None:
+        if self.stream is not None:
+            self._world.block_host(self.stream, self.clock, self.position, "event.synchronize")
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: "Event") -> float:  # noqa: ARG002
+        return 0.0

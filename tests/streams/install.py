@@ -1,0 +1,348 @@
+"""Puts a simulation in the place of the accelerator: for torch, and for shardwise.
+
+Tensors of the simulated device are tensors of the CPU that say they are on ``cuda``. What would
+reach the driver is replaced: factories with a ``device``, copies between devices, reads by the
+host, streams and events, and the process groups that shardwise makes.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.dlpack import from_dlpack
+
+from shardwise._private import AsyncCollectiveTensor, current_graph_task
+from shardwise.runtime import memory as runtime_memory, tensor as runtime_tensor
+from shardwise.runtime.memory import Arena, Pool
+from shardwise.transport import communicator, device as transport_device, process_group
+from tests.streams.clock import Event, Stream
+from tests.streams.memory import HOST, PINNED, Place
+from tests.streams.raw import poison_bytes
+from tests.streams.recorder import Creation, Recorder
+from tests.streams.simulation import Simulation, location
+from tests.streams.strict_group import StrictGroup
+
+__all__ = ["Simulated", "simulated"]
+
+_FACTORIES = (
+    "arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like",
+    "linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like",
+    "scalar_tensor", "tensor", "zeros", "zeros_like",
+)  # fmt: skip
+_CPU = torch.device("cpu")
+
+
+class Simulated:
+    """A simulation that is installed."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self._creation = Creation()
+
+    @contextmanager
+    def thread(self) -> Iterator[None]:
+        """Record what the calling thread runs."""
+        with Recorder(self.simulation, self._creation):
+            yield
+
+    def place(self, device: torch.device | str | int | None, *, is_pinned: bool) -> Place | None:
+        """Where a factory puts a tensor; None: where its operands are."""
+        if device is None:
+            return PINNED if is_pinned else None
+        if isinstance(device, int):
+            return Place(torch.device("cuda", device))
+        asked = torch.device(device)
+        if asked.type == "cpu":
+            return PINNED if is_pinned else HOST
+        return Place(self.simulation.current_stream(asked).device)
+
+    # -- what tensors say of themselves -----------------------------------------------------------
+
+    def device_of(self, tensor: Tensor) -> torch.device:
+        real = torch._C.TensorBase.device.__get__(tensor)
+        if real.type != "cpu":
+            return real
+        if isinstance(tensor, DTensor):
+            return self.device_of(tensor._local_tensor)
+        if isinstance(tensor, AsyncCollectiveTensor):
+            return self.device_of(tensor.elem)
+        return self.simulation.place_of(tensor).device
+
+    def factory(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            device = kwargs.pop("device", None)
+            is_pinned = kwargs.pop("pin_memory", False)
+            if _is_meta(device):
+                return original(*args, device=device, **kwargs)
+            with self._creation.at(self.place(device, is_pinned=is_pinned)):
+                return original(*args, **kwargs)
+
+        return make
+
+    def to(self, original: Callable[..., Tensor], tensor: Tensor, *args: Any, **kw: Any) -> Tensor:
+        """`Tensor.to` between places."""
+        options = _options_of_to(args) | kw
+        device = options.pop("device", None)
+        if _is_meta(device):
+            return original(tensor, device=device, **options)
+        place = self.place(device, is_pinned=False)
+        if place is None or place.device == self.device_of(tensor) or type(tensor) not in _PLAIN:
+            return original(tensor, **options)
+        with self._creation.at(place, is_async=options.pop("non_blocking", False)):
+            return original(tensor, **{**options, "copy": True})
+
+    def grouping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Optimizers and clipping ask C++ for the devices of tensors."""
+
+        def group(lists: Any, *args: Any) -> Any:
+            groups = original(lists, *args)
+            first = {key: next(one for one in some[0][0]) for key, some in groups.items()}
+            return {(self.device_of(first[key]), key[1]): some for key, some in groups.items()}
+
+        return group
+
+    def backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Backward on a thread of its own, as autograd runs it on a device."""
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            if current_graph_task() != -1:  # inside another one: on the thread of that
+                original(*args, **kwargs)
+                return
+            stream = self.simulation.current_stream(self.simulation.model_device)
+
+            def on_thread() -> None:
+                with self.thread(), stream:
+                    original(*args, **kwargs)
+
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(on_thread).result()
+
+        return run
+
+    def read(self, tensor: Tensor, what: str) -> None:
+        """The host reads ``tensor`` without an operator."""
+        if type(tensor) not in _PLAIN:
+            return
+        simulation = self.simulation
+        timeline = simulation.timeline_for([simulation.place_of(tensor)])
+        number = simulation.begin(timeline)
+        simulation.use(tensor, timeline, number, f"{what} in {location()}", is_write=False)
+        if isinstance(timeline, Stream):  # it is copied to the host
+            timeline.synchronize()
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_meta(device: torch.device | str | int | None) -> bool:
+    return isinstance(device, (str, torch.device)) and torch.device(device).type == "meta"
+
+
+def _options_of_to(args: tuple[Any, ...]) -> dict[str, Any]:
+    """The positional arguments of `Tensor.to` by name."""
+    options: dict[str, Any] = {}
+    flags = iter(("non_blocking", "copy"))
+    for value in args:
+        if isinstance(value, bool):
+            options[next(flags)] = value
+        elif isinstance(value, torch.dtype):
+            options["dtype"] = value
+        elif isinstance(value, Tensor):
+            options |= {"device": value.device, "dtype": value.dtype}
+        elif value is not None:
+            options["device"] = value
+    return options
+
+
+@contextmanager
+def simulated(simulation: Simulation, *, exchanges: bool = True) -> Iterator[Simulated]:
+    """Within it, ``cuda`` is ``simulation``.
+
+    Args:
+        simulation: of this rank.
+        exchanges: whether collectives move bytes, by Gloo; otherwise each rank has its own alone,
+            and the others of its group need not exist.
+    """
+    installed = Simulated(simulation)
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        _install_tensors(installed, patch)
+        _install_transport(installed, patch, exchanges=exchanges)
+        if simulation.is_late:
+            _poison_pools(patch)
+        stack.callback(simulation.memory.close)
+        with installed.thread():
+            yield installed
+            simulation.finish()
+
+
+def _install_tensors(installed: Simulated, patch: pytest.MonkeyPatch) -> None:
+    simulation = installed.simulation
+    patch.setattr(Tensor, "device", property(installed.device_of), raising=False)
+    patch.setattr(
+        Tensor, "is_cuda", property(lambda t: installed.device_of(t).type == "cuda"), raising=False
+    )
+    original_to, original_list = Tensor.to, Tensor.tolist
+
+    def tolist(tensor: Tensor) -> Any:
+        installed.read(tensor, "tolist")
+        return original_list(tensor)
+
+    def numpy(tensor: Tensor, **options: Any) -> Any:
+        if installed.device_of(tensor).type == "cuda":
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        installed.read(tensor, "numpy")
+        return torch._C.TensorBase.numpy(tensor, **options)
+
+    def is_pinned(tensor: Tensor, device: Any = None) -> bool:  # noqa: ARG001
+        return simulation.place_of(tensor) == PINNED
+
+    patch.setattr(torch.autograd, "backward", installed.backward(torch.autograd.backward))
+    patch.setattr(Tensor, "to", lambda t, *a, **k: installed.to(original_to, t, *a, **k))
+    patch.setattr(Tensor, "cpu", lambda t: t.to("cpu"), raising=False)
+    patch.setattr(Tensor, "cuda", lambda t, d=None, **k: t.to(d or "cuda", **k), raising=False)
+    patch.setattr(Tensor, "tolist", tolist, raising=False)
+    patch.setattr(Tensor, "numpy", numpy, raising=False)
+
+    def record_stream(tensor: Tensor, _stream: Stream) -> None:
+        block = simulation.memory.block_at(tensor.data_ptr())
+        if block is not None:
+            block.is_recorded = True
+
+    patch.setattr(Tensor, "record_stream", record_stream, raising=False)
+    patch.setattr(Tensor, "is_pinned", is_pinned, raising=False)
+    for module in (clip_grad, torch_optimizer):
+        name = "_group_tensors_by_device_and_dtype"
+        patch.setattr(module, name, installed.grouping(getattr(module, name)))
+    for name in _FACTORIES:
+        patch.setattr(torch, name, installed.factory(getattr(torch, name)))
+
+
+def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, exchanges: bool) -> None:
+    simulation = installed.simulation
+
+    def new_group(ranks: Any, *args: Any) -> StrictGroup:
+        *_, name, timeout = args
+        return StrictGroup(simulation, list(ranks), name, timeout, exchanges=exchanges)
+
+    def allocate(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
+        storage = torch.UntypedStorage(num_bytes)  # type: ignore[no-untyped-call]
+        place = installed.place(device, is_pinned=False) or HOST
+        owner = simulation.timeline_for([place])
+        simulation.memory.add(storage, place, owner, "a pool")
+        return storage
+
+    def swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+        original_swap(one, other)
+        simulation.memory.swap(one, other)
+
+    original_swap = vars(runtime_memory)["swap_storages"]
+    for module in (runtime_memory, runtime_tensor):  # the driver would be asked for a stream
+        patch.setattr(
+            module, "from_dlpack", lambda tensor: from_dlpack(torch._C._to_dlpack(tensor))
+        )
+    patch.setattr(runtime_memory, "_allocate", allocate)
+    patch.setattr(runtime_memory, "swap_storages", swap)
+    patch.setattr(transport_device, "torch", torch_on(installed))
+    # Streams of another simulation would be found there.
+    patch.setattr(communicator, "_communicators", weakref.WeakKeyDictionary())
+    patch.setattr(process_group, "new_registered_group", new_group)
+    patch.setattr(process_group, "new_nccl_group", new_group)
+    patch.setattr(process_group, "dist", _Distributed())
+
+
+def _poison_pools(patch: pytest.MonkeyPatch) -> None:
+    """Have pools fill memory with NaN when they give it, and when they take it back."""
+
+    def poison(storage: torch.UntypedStorage) -> None:
+        poison_bytes(storage.data_ptr(), storage.nbytes())
+
+    def patch_pool(kind: type[Pool]) -> None:
+        allocate, free = kind.allocate, kind.free
+
+        def poisoned(pool: Pool, num_bytes: int, owner: str = "") -> torch.UntypedStorage:
+            storage = allocate(pool, num_bytes, owner)
+            poison(storage)
+            return storage
+
+        def poison_and_free(pool: Pool, storage: torch.UntypedStorage) -> None:
+            poison(storage)
+            free(pool, storage)
+
+        patch.setattr(kind, "allocate", poisoned)
+        patch.setattr(kind, "free", poison_and_free)
+
+    for kind in (Pool, Arena):
+        patch_pool(kind)
+
+
+class _Distributed:
+    """`torch.distributed`, whose groups move the memory of the device by NCCL."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def get_backend_config(self, _group: Any) -> str:
+        return "cpu:gloo,cuda:nccl"
+
+
+def torch_on(installed: Simulated) -> Any:
+    """`torch` as `transport.device` sees it."""
+    simulation = installed.simulation
+
+    def new_stream(device: Any = None, priority: int = 0) -> Stream:  # noqa: ARG001
+        return simulation.new_stream(device)
+
+    def new_event(device: Any = None, **_options: Any) -> Event:  # noqa: ARG001
+        return Event(simulation)
+
+    def set_device(device: torch.device | int) -> None:
+        simulation.current_device = device if isinstance(device, int) else device.index
+
+    common = {
+        "Stream": new_stream,
+        "Event": new_event,
+        "current_stream": simulation.current_stream,
+        "set_device": set_device,
+        "set_device_index": set_device,
+        "current_device": lambda: simulation.current_device,
+        "current_device_index": lambda: simulation.current_device,
+        "current_accelerator": lambda *_: torch.device("cuda"),
+        "device_count": lambda: simulation.num_devices,
+        "is_available": lambda: True,
+        "synchronize": simulation.synchronize,
+        "stream": lambda stream: stream,
+        "get_rng_state": lambda _device: torch.get_rng_state(),
+        "set_rng_state": lambda state, _device: torch.set_rng_state(state),
+        "max_memory_allocated": lambda _device: 0,
+    }
+    module = SimpleNamespace(**common)
+    return _Torch(
+        {
+            "cuda": module,
+            "accelerator": module,
+            "Stream": new_stream,
+            "Event": new_event,
+            "get_device_module": lambda *_: module,
+        }
+    )
+
+
+class _Torch:
+    """`torch`, some names of which are others."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        vars(self).update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)

@@ -1,0 +1,56 @@
+"""Models that programs on the simulated device need besides those of `tests/models.py`."""
+
+import torch
+from torch import Tensor, nn
+
+from tests import models
+from tests.models import Block, Case
+
+__all__ = ["CASES", "build"]
+
+_WIDE = 64
+
+
+class Alternating(nn.Module):
+    """Calls other blocks in every second step, so what was gathered ahead was so in vain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+        self.turn = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others, last = self.layers
+        x = first(x)
+        for layer in others[self.turn :: 2]:
+            x = layer(x)
+        self.turn = 1 - self.turn
+        y: Tensor = last(x)
+        return y
+
+
+class Wide(nn.Module):
+    """Activations that are worth moving to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(_WIDE) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+CASES = models.CASES | {
+    "alternating": Case(Alternating, Block),
+    "wide": Case(Wide, Block, batch=lambda size: torch.randn(size, _WIDE, dtype=torch.float64)),
+}
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    """As `tests.models.build`."""
+    if name in models.CASES:
+        return models.build(name, seed)
+    torch.manual_seed(seed)
+    return CASES[name].build().double()

@@ -1,0 +1,191 @@
+"""A process group that takes what NCCL takes, and refuses the rest."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardwise._private import default_store
+from tests.streams.clock import Stream
+from tests.streams.memory import byte_runs
+from tests.streams.raw import raw
+from tests.streams.simulation import Collective, Problem, Simulation, location
+
+__all__ = ["StrictGroup"]
+
+# torch's ProcessGroupNCCL has these for every collective; of 8-bit floats it only moves bytes.
+_DTYPES = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+}
+_MOVED = _DTYPES | {
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+}
+
+
+class StrictGroup:
+    """What `ProcessGroupNCCL` does, on the device of a simulation.
+
+    A collective runs on the stream that is current, as those of NCCL do that the caller does not
+    ask to be asynchronous.
+    """
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        ranks: list[int],
+        name: str,
+        timeout: timedelta,
+        *,
+        exchanges: bool,
+    ) -> None:
+        self._simulation = simulation
+        self._ranks = ranks
+        self._name = name
+        self._own = ranks.index(dist.get_rank())
+        self._is_refused = False
+        self._gloo: Any = None
+        if exchanges:
+            store = PrefixStore(f"strict/{name}", default_store())
+            self._gloo = dist.ProcessGroupGloo(store, self._own, len(ranks), timeout)
+
+    def rank(self) -> int:
+        return self._own
+
+    def size(self) -> int:
+        return len(self._ranks)
+
+    def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> "_Done":
+        self._check("all_gather", [output, own], options, _MOVED)
+        if output.numel() != own.numel() * self.size():
+            self._refuse("all_gather", f"{own.numel()} elements of each rank, {output.numel()} all")
+        self._check_slot("all_gather", output, own)
+        return self._run("all_gather", [own], [output], self._gather)
+
+    _allgather_base = all_gather_single
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, options: Any = None) -> "_Done":
+        self._check("reduce_scatter", [output, whole], options, _DTYPES)
+        if whole.numel() != output.numel() * self.size():
+            self._refuse("reduce_scatter", f"{whole.numel()} elements to {output.numel()} each")
+        self._check_slot("reduce_scatter", whole, output)
+        return self._run("reduce_scatter", [whole], [output], self._scatter)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> "_Done":
+        self._check("all_reduce", tensors, options, _DTYPES)
+        return self._run("all_reduce", tensors, tensors, self._reduce)
+
+    # -- what NCCL requires ------------------------------------------------------------------------
+
+    def _refuse(self, operation: str, why: str) -> None:
+        self._is_refused = True
+        self._simulation.report(Problem.NCCL, f"{operation} in {location()}: {why}")
+
+    def _check(
+        self, operation: str, tensors: list[Tensor], options: Any, dtypes: set[torch.dtype]
+    ) -> None:
+        places = {self._simulation.place_of(tensor) for tensor in tensors if tensor.numel()}
+        for place in places:
+            if not place.is_device:
+                self._refuse(operation, "a tensor is in host memory")
+        if len(places) > 1:
+            self._refuse(operation, f"tensors at several places: {places}")
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                self._refuse(operation, "a tensor is not contiguous")
+            if tensor.dtype not in dtypes:
+                self._refuse(operation, f"no {tensor.dtype}")
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            self._refuse(operation, "tensors of several dtypes")
+        if getattr(options, "asyncOp", False):
+            self._refuse(operation, "asynchronous, which this group does not know")
+
+    def _check_slot(self, operation: str, whole: Tensor, part: Tensor) -> None:
+        """In place is at the slot of this rank alone."""
+        if not part.numel():
+            return
+        (start, stop), *_ = byte_runs(part)
+        (first, last), *_ = byte_runs(whole)
+        slot = first + self._own * (stop - start)
+        if start < last and first < stop and start != slot:
+            self._refuse(operation, f"in place at byte {start - first}, expected {slot - first}")
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        operation: str,
+        reads: list[Tensor],
+        writes: list[Tensor],
+        move: Callable[[Tensor, Tensor], None],
+    ) -> "_Done":
+        simulation = self._simulation
+        num_bytes = sum(one.numel() * one.element_size() for one in reads)
+        simulation.collectives.append(
+            Collective(self._name, tuple(self._ranks), operation, num_bytes)
+        )
+        timeline = simulation.timeline_for([simulation.place_of(one) for one in writes])
+        number = simulation.begin(timeline)
+        what = f"{operation} in {location()}"
+        for tensor in reads:
+            simulation.use(tensor, timeline, number, what, is_write=False)
+        for tensor in writes:
+            simulation.use(tensor, timeline, number, what, is_write=True)
+        with _disable_current_modes():
+            pairs = [(raw(one), raw(other)) for one, other in zip(reads, writes, strict=True)]
+
+        def job() -> None:
+            if self._is_refused:
+                return
+            with _disable_current_modes(), torch.no_grad():
+                for source, target in pairs:
+                    if target.numel():
+                        move(source, target)
+
+        if isinstance(timeline, Stream) and timeline.is_late:
+            timeline.queue(job)
+        else:
+            job()
+        return _Done()
+
+    def _gather(self, own: Tensor, output: Tensor) -> None:
+        parts = list(output.view(torch.uint8).view(self.size(), -1).unbind())
+        own = own.view(torch.uint8).clone()
+        if self._gloo is None:
+            for part in parts:
+                part.copy_(own)
+        else:
+            self._gloo.allgather([parts], [own]).wait()
+
+    def _scatter(self, whole: Tensor, output: Tensor) -> None:
+        total = whole.clone()
+        self._reduce(total, total)
+        output.copy_(total.view(self.size(), -1)[self._own].view(output.shape))
+
+    def _reduce(self, _tensor: Tensor, output: Tensor) -> None:
+        if self._gloo is not None:
+            self._gloo.allreduce([output]).wait()
+
+
+class _Done:
+    """The work of a collective that was queued on the caller's stream."""
+
+    def wait(self, *_args: Any) -> bool:
+        return True

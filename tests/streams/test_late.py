@@ -1,0 +1,75 @@
+"""Streams as late as they can be: a missing wait or an early free becomes a wrong number.
+
+Whatever is launched on a stream of communication runs when somebody waits for it, and pools fill
+memory with NaN when they give it and when they take it back.
+"""
+
+from itertools import product
+
+import pytest
+
+from shardwise.plan.strategy import PRESETS
+from tests.covering import cover, pairwise
+from tests.ranks import on_ranks, run_on
+from tests.streams.programs import Program, assert_trains_as_in_one_process, digest_of_training
+
+MODELS = (
+    "stack",
+    "gpt",
+    "tied",
+    "unused and reused",
+    "checkpointed",
+    "checkpointed, reentrant",
+    "alternating",
+)
+OFFLOADS = (None, "all", "copies")
+ROWS = pairwise(MODELS, tuple(PRESETS), (0, 1, 2, 3), (1, 2), OFFLOADS, (None, 0.5))
+FIRST = cover(ROWS, strength=1)
+
+
+@pytest.mark.parametrize(
+    "row", [row if row in FIRST else pytest.param(row, marks=pytest.mark.thorough) for row in ROWS]
+)
+def test_late_streams_train_as_one_process(row: tuple[object, ...]) -> None:
+    name, strategy, prefetch, accumulate, offload, clip = row
+    program = Program(
+        name=str(name),
+        strategy=str(strategy),
+        prefetch=int(str(prefetch)),
+        accumulate=int(str(accumulate)),
+        offload=None if offload is None else str(offload),
+        clip=None if clip is None else float(str(clip)),
+    )
+    ranks = 2 * PRESETS[program.strategy].num_axes
+    run_on(ranks, assert_trains_as_in_one_process, program, deadline=60.0)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", ["hsdp", pytest.param("hfsdp", marks=pytest.mark.thorough)])
+def test_late_streams_on_a_permuted_mesh(strategy: str) -> None:
+    assert_trains_as_in_one_process(Program(strategy=strategy, is_permuted=True))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("granularity", ["dim", pytest.param("row", marks=pytest.mark.thorough)])
+def test_late_streams_with_other_granularities(granularity: str) -> None:
+    assert_trains_as_in_one_process(Program("stack", granularity=granularity))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("strategy", "offload"),
+    [
+        ("fsdp", None),
+        *(
+            pytest.param(*row, marks=pytest.mark.thorough)
+            for row in product(("ddp", "zero2", "fsdp"), OFFLOADS)
+        ),
+    ],
+)
+def test_late_streams_in_low_precision_give_the_same_bits(
+    strategy: str, offload: str | None
+) -> None:
+    program = Program(strategy=strategy, offload=offload, low_precision=True, accumulate=2)
+    late, prompt = (digest_of_training(program, is_late=is_late) for is_late in (True, False))
+    assert late == prompt
