@@ -153,7 +153,7 @@ class Work:
             del job  # and the memory that it holds, or the peak would depend on thread timing
 
     @contextlib.contextmanager
-    def running(self, record: Callable[[], SupportsFloat] = time.perf_counter) -> "Iterator[Work]":
+    def running(self, record: Callable[[], SupportsFloat] = time.perf_counter) -> Iterator[None]:
         """The job is the body of the ``with``; what it raises becomes the ``error``.
 
         Args:
@@ -161,7 +161,7 @@ class Work:
         """
         began = record()
         try:
-            yield self
+            yield
         except Exception as error:  # noqa: BLE001 - it is raised where the result is needed
             self.error = error
         self.times = (began, record())

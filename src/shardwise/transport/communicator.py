@@ -23,6 +23,8 @@ from shardwise.transport.process_group import ProcessGroupCollectives, backend_o
 __all__ = ["POLL_SECONDS", "Collectives", "Communicator", "communicator", "make_collectives"]
 
 RECENT_UNITS = 64  # a rank stalls a few units after it took another way than the others
+# Looks at a device that has not come any further before it counts as stuck: a kernel takes long.
+_DEVICE_GRACE = 2
 
 Collectives = HostCollectives | ProcessGroupCollectives  # of one kind, one after the other
 
@@ -80,15 +82,19 @@ class Communicator:
         self.patience = Patience() if patience is None else patience
         self.gather = make_collectives(world, device, "gather")
         self.reduce = make_collectives(world, device, "reduce")
-        self._monitored = [q for q in (self.gather, self.reduce) if isinstance(q, HostCollectives)]
+        self._monitored = [q for q in (self.gather, self.reduce) if q.is_monitored]
         self._monitor: Monitor | None = None
         if self._monitored and world.parent is not None:
-            store, name = _store(self.patience), world.parent.group_name
-            self._monitor = Monitor(store, name, self.rank, self.num_ranks, self.patience)
+            store, name = _store(self.patience), f"{world.parent.group_name}/{device.type}"
+            look = weakref.WeakMethod(self._look_at_device)
+            self._monitor = Monitor(store, name, self.rank, self.num_ranks, self.patience, look)
         self.epoch = 0  # how often the ranks were brought back into step
         self.is_broken = False  # an error has reached the ranks since they were last in step
         self._lost: PeerLost | None = None  # for good
         self._recovery: Work | None = None  # under way
+        self._found: StepError | None = None  # by `_look_at_device`, to be raised
+        self._stuck = 0  # looks at a device that has come no further
+        self._seen: tuple[QueueState, ...] = ()  # at the last one
         self.step = 0
         self.where = "before the first step"
         # Step, number of the call in it, and unit.
@@ -110,13 +116,14 @@ class Communicator:
         self._entered.append((self.step, call + 1 if step == self.step else 1, unit))
 
     def wait(self, work: Work) -> None:
-        """Return when compute may use the result.
+        """Return when compute may use the result: on a device, at once.
 
         Raises:
             RanksDiverged: the ranks wait for different things.
             PeerAborted: another rank raised.
             PeerLost: another rank is gone, or gives no sign of life.
         """
+        self._raise_found()
         looks = 0
         last: tuple[QueueState, ...] = ()
         while not work.wait(self.patience.poll_seconds):
@@ -125,10 +132,16 @@ class Communicator:
             is_over = any(_ends(state, work.collective) for state in states)
             looks = looks + 1 if states == last and not is_over else 0
             last = states
-            self._look_around(looks, work)
+            error = self._look_around(
+                looks, "" if work.collective is None else work.collective.label
+            )
+            if error is not None:
+                self._give_up(error)
+                raise error
         if last and self._monitor is not None:
             self._monitor.publish(self._report())
         if work.error is not None:
+            self._raise_found()
             self.abort(work.error)
             raise work.error
 
@@ -143,6 +156,7 @@ class Communicator:
 
     def abort(self, error: BaseException) -> None:
         """Tell the others that this rank raised, so that they need not wait for it."""
+        self._found = None  # this rank has an error to raise
         if self._monitor is not None and not self.is_broken:
             text = f"{type(error).__name__}: {error}"[:500]
             aborted = PeerAborted(f"rank {self.rank} gave up in step {self.step}: {text}")
@@ -153,14 +167,14 @@ class Communicator:
 
         Raises:
             PeerLost: another rank is gone; or gives no sign of life, and the next call tries again.
+            StepError: the last step of a device was in vain; what `wait` would have raised.
         """
+        self._raise_found()
         if not self.is_broken or self._monitor is None:
             return
         if self._lost is not None:
             raise PeerLost(str(self._lost))
         if self._recovery is None:
-            for queue in self._monitored:
-                queue.stop()
             self._recovery = ThreadStream("shardwise-recovery").submit(self._synchronize)
         while not self._recovery.wait(self.patience.poll_seconds):
             self.check_peers()
@@ -175,25 +189,47 @@ class Communicator:
 
     def _synchronize(self) -> None:
         """Exchange reports with all ranks, and end what only some of them have begun."""
-        peers = self._monitored[0].point_to_point
-        tag = CollectiveId(self.epoch, "swap reports", 0).tag
-        payloads = peers.swap_bytes(self._report().to_json().encode(), tag)
-        reports = [Report.from_json(payload) for payload in payloads]
+        assert self._monitor is not None
+        if isinstance(self.gather, HostCollectives):  # which notices at once that a rank is gone
+            tag = CollectiveId(self.epoch, "swap reports", 0).tag
+            own = self._report().to_json().encode()
+            payloads = self.gather.point_to_point.swap_bytes(own, tag)
+            reports = [Report.from_json(payload) for payload in payloads]
+        else:
+            reports = self._monitor.meet(self._report())
         for number, queue in enumerate(self._monitored):
-            states = [report.queues[number] for report in reports]
-            queue.release(states)
-            queue.stream.submit(lambda: None).synchronize()
-            queue.restart(states)
+            queue.restart([report.queues[number] for report in reports])
 
-    def _look_around(self, looks: int, work: Work) -> None:
-        """Publish where this rank is, and give up if the others' reports leave no hope."""
-        if self._monitor is None:
+    def _look_at_device(self) -> None:
+        """Find out whether the device waits in vain; the monitor's thread calls it now and then.
+
+        Nothing of this takes place in a step, where the host waits for no collective.
+        """
+        if self.is_broken or isinstance(self.gather, HostCollectives):
             return
-        label = "" if work.collective is None else work.collective.label
+        states, was_stuck = self._queues(), self._stuck
+        running = [state.running.label for state in states if state.running is not None]
+        self._stuck = was_stuck + 1 if running and states == self._seen else 0
+        self._seen = states
+        if self._stuck or was_stuck:
+            looks = max(0, self._stuck - _DEVICE_GRACE)
+            self._found = self._look_around(looks, ", ".join(running))
+            if self._found is not None:
+                self._give_up(self._found)
+
+    def _raise_found(self) -> None:
+        found, self._found = self._found, None
+        if found is not None:
+            raise found
+
+    def _look_around(self, looks: int, awaited: str) -> StepError | None:
+        """Publish where this rank is; the error to raise if the reports of others leave no hope."""
+        if self._monitor is None:
+            return None
         report = replace(
             self._report(),
             looks=looks,
-            where=f"{self.where}, waits for {label}",
+            where=f"{self.where}, waits for {awaited}",
             entered=tuple((call, unit) for step, call, unit in self._entered if step == self.step),
         )
         try:
@@ -201,8 +237,8 @@ class Communicator:
             self._monitor.check_reports(self.epoch)
             self._monitor.check_heartbeats()
         except StepError as error:
-            self._give_up(error)
-            raise
+            return error
+        return None
 
     def _give_up(self, error: StepError) -> None:
         assert self._monitor is not None
@@ -212,6 +248,8 @@ class Communicator:
         report = replace(self._report(), failure=type(error).__name__, error=str(error))
         with contextlib.suppress(PeerLost):  # the store is gone, so no rank can be told
             self._monitor.publish(report)
+        for queue in self._monitored:
+            queue.stop()
 
     def _report(self) -> Report:
         return Report(self.epoch, 0, self.step, self.where, self._queues())

@@ -32,6 +32,7 @@ __all__ = [
     "CommStream",
     "Device",
     "DeviceStream",
+    "DeviceWork",
     "ThreadStream",
     "check_device",
     "copy_",
@@ -49,7 +50,7 @@ __all__ = [
 ]
 
 # Backends of torch.distributed whose works the device's streams order, so the host never waits.
-STREAM_ORDERED = frozenset({"nccl", "xccl", "hccl"})
+STREAM_ORDERED = {"nccl", "xccl", "hccl"}
 _ON_HOST = ("cpu", "meta")
 _CACHED_ELEMENTS = 1 << 17  # a copy of so many is still in the processor's cache
 
@@ -88,6 +89,10 @@ class Device:
     def synchronize(self, event: SupportsFloat) -> None:
         """Have the host wait until ``event`` has taken place."""
 
+    def is_over(self, event: SupportsFloat) -> bool:  # noqa: ARG002
+        """Whether ``event`` has taken place."""
+        return True
+
 
 class Accelerator(Device):
     """A device with streams (CUDA, ROCm, XPU), by the interface that torch has for all of them."""
@@ -121,6 +126,9 @@ class Accelerator(Device):
 
     def synchronize(self, event: Any) -> None:
         event.event.synchronize()
+
+    def is_over(self, event: Any) -> bool:
+        return bool(event.event.query())
 
 
 class StreamEvent:
@@ -209,6 +217,11 @@ class DeviceWork(Work):
             raise self.error
         self._device.synchronize(self.times[1])
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the device has done it."""
+        return self._device.is_over(self.times[1])
+
 
 class DeviceStream:
     """Runs jobs on a stream of the device; on the CPU, at once."""
@@ -218,7 +231,7 @@ class DeviceStream:
         self._stream = self._device.new_stream()
 
     @contextlib.contextmanager
-    def enqueue(self, after: Work | None = None) -> Iterator[Work]:
+    def enqueue(self, after: Work | None = None) -> Iterator[DeviceWork]:
         """`submit` of the body of the ``with``, without a frame of its own.
 
         Args:

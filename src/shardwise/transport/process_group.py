@@ -1,8 +1,11 @@
 """Collectives of a torch process group: the only file that calls torch.distributed's."""
 
+import contextlib
 import hashlib
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,13 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._private import group_timeout, new_nccl_group, new_registered_group
-from shardwise.transport.api import Operation, RankGroup, Reduction, Work
+from shardwise.transport.api import CollectiveId, Operation, RankGroup, Reduction, Work
 from shardwise.transport.device import (
     STREAM_ORDERED,
     DeviceStream,
+    DeviceWork,
     copy_scaled_,
     own_device,
 )
+from shardwise.transport.health.status import QueueState
 from shardwise.transport.host.shared_memory import SharedRange
 
 __all__ = [
@@ -52,6 +57,13 @@ class ProcessGroupCollectives:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by ranks
         self.stream = DeviceStream(device)
         self._second_stream = DeviceStream(device)
+        # Whether the device may wait for other ranks, and the host does not.
+        self.is_monitored = backend in STREAM_ORDERED and world.size > 1
+        self._epoch = 0
+        self._issued = 0
+        self._queued: deque[DeviceWork] = deque()  # oldest first
+        self._ended: deque[int] = deque(maxlen=16)
+        self._lock = threading.Lock()
 
     @property
     def world(self) -> RankGroup:
@@ -63,7 +75,7 @@ class ProcessGroupCollectives:
         self,
         flat: Tensor,
         group: RankGroup,
-        label: str,  # noqa: ARG002
+        label: str,
         fill: Callable[[], None] | None = None,
         shared: SharedRange | None = None,  # noqa: ARG002
     ) -> Work:
@@ -83,9 +95,9 @@ class ProcessGroupCollectives:
             if group.size > 1 and flat.numel():
                 own = flat.view(group.size, -1)[group.index]
                 _all_gather(flat, own, group=process_group)
-        return work
+        return self._noted(work, label, flat.nbytes // group.size, group)
 
-    def reduce(self, reduction: Reduction, label: str) -> Work:  # noqa: ARG002
+    def reduce(self, reduction: Reduction, label: str) -> Work:
         """Sum over all ranks of the stages of ``reduction``, one stage after the other.
 
         Later stages have a stream of their own, so the first one of the next reduction runs
@@ -103,6 +115,7 @@ class ProcessGroupCollectives:
                 inner.add_(reduction.carried)
             if not rest and out is not None:
                 copy_scaled_(out, inner, reduction.scale)
+        self._noted(work, label, inner.nbytes, first.group)
         if not rest or work.error is not None:
             return work
         began = work.times[0]
@@ -119,15 +132,15 @@ class ProcessGroupCollectives:
             if out is not None:
                 copy_scaled_(out, total, reduction.scale)
         work.times = began, work.times[1]
-        return work
+        return self._noted(work, label, inner.nbytes, rest[-1].group)
 
-    def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:  # noqa: ARG002
+    def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:
         """Leave in ``values`` [n] the largest that any rank of ``group`` has."""
         process_group = self._process_group(group)
         with self.stream.enqueue() as work:
             if group.size > 1:
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=process_group)
-        return work
+        return self._noted(work, label, values.nbytes, group)
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
         """Send the first of each pair to its rank, and receive the second from it."""
@@ -137,8 +150,43 @@ class ProcessGroupCollectives:
         if group.size == 1:
             return None
         if group.ranks not in self._groups:
-            self._groups[group.ranks] = new_group(group, self._backend, self._name)
+            name = f"{self._name}/{self._epoch}" if self._epoch else self._name
+            self._groups[group.ranks] = new_group(group, self._backend, name)
         return self._groups[group.ranks]
+
+    # -- for ranks that look after each other ----------------------------------------------------
+
+    def _noted(self, work: DeviceWork, label: str, num_bytes: int, group: RankGroup) -> Work:
+        """``work``, which others can see until the device has done it."""
+        if self.is_monitored:
+            self._issued += 1
+            work.collective = CollectiveId(self._issued, label, num_bytes, group.ranks)
+            self._queued.append(work)
+        return work
+
+    def state(self) -> QueueState:
+        """How far the device has come."""
+        with self._lock:
+            while self._queued and self._queued[0].is_over:
+                collective = self._queued.popleft().collective
+                assert collective is not None
+                self._ended.append(collective.tag)
+            running = self._queued[0].collective if self._queued else None
+            return QueueState(self._issued, self._issued, running, tuple(self._ended))
+
+    def stop(self) -> None:
+        """End what the device does, for some of it will not end otherwise; its results are lost."""
+        for group in list(self._groups.values()):
+            with contextlib.suppress(RuntimeError):  # it was aborted before, or cannot be
+                group.abort()
+
+    def restart(self, states: Sequence[QueueState]) -> None:
+        """Go on with new process groups, as all ranks do."""
+        with self._lock:
+            self._groups.clear()
+            self._queued.clear()
+            self._epoch += 1
+            self._issued = max(state.issued for state in states)
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import Store
@@ -22,6 +22,7 @@ from shardwise.transport.health.status import Report, verdict
 __all__ = ["POLL_SECONDS", "Monitor", "Patience"]
 
 POLL_SECONDS = 1.0
+_MEET_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,19 @@ class Patience:
 class Monitor:
     """The reports and heartbeats of one group's ranks, in a store that all of them can read.
 
-    Every method raises a PeerLost if the process that holds the store does not answer.
+    Every method raises a PeerLost if the process that holds the store does not answer. The thread
+    of the heartbeat calls ``look`` each time, if that still exists.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, size: int, patience: Patience) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        size: int,
+        patience: Patience,
+        look: Callable[[], Callable[[], None] | None] = lambda: None,
+    ) -> None:
         self._store = store
         self._rank = rank
         self._patience = patience
@@ -52,7 +62,7 @@ class Monitor:
         done = threading.Event()
         thread = threading.Thread(
             target=_beat,
-            args=(store, self._beats[rank], done, patience.beat_seconds),
+            args=(store, self._beats[rank], done, patience.beat_seconds, look),
             name="shardwise-heartbeat",
             daemon=True,
         )
@@ -97,6 +107,15 @@ class Monitor:
                     "frozen or off the network, or a call into C holds Python's lock"
                 )
 
+    def meet(self, report: Report) -> list[Report]:
+        """Wait for all ranks to call this in the same epoch; the report of each."""
+        keys = [f"{key}/epoch {report.epoch}" for key in self._reports]
+        with _store_errors():
+            self._store.set(keys[self._rank], report.to_json())
+            while not self._store.check(keys):
+                time.sleep(_MEET_SECONDS)
+            return [Report.from_json(self._store.get(key)) for key in keys]
+
     def _read(self, keys: Sequence[str]) -> list[bytes | None]:
         with _store_errors():
             return [self._store.get(key) if self._store.check([key]) else None for key in keys]
@@ -110,12 +129,22 @@ def _store_errors() -> Iterator[None]:
         raise PeerLost(f"the process that holds the job's store is gone: {error}") from error
 
 
-def _beat(store: Store, key: str, done: threading.Event, seconds: float) -> None:
+def _beat(
+    store: Store,
+    key: str,
+    done: threading.Event,
+    seconds: float,
+    look: Callable[[], Callable[[], None] | None],
+) -> None:
     count = 0
     with contextlib.suppress(RuntimeError):  # the store is gone, and so is the job
         while not done.wait(seconds):
             count += 1
             store.set(key, str(count))
+            look_now = look()
+            if look_now is not None:
+                look_now()
+            del look_now  # and what it belongs to
 
 
 def _end(done: threading.Event, thread: threading.Thread) -> None:

@@ -40,6 +40,8 @@ class Exchange:
 class HostCollectives:
     """Collectives of one kind among the ranks of ``world``, one after the other on a thread."""
 
+    is_monitored = True
+
     def __init__(self, world: RankGroup, name: str) -> None:
         # Without its parent: this object is kept for as long as that is.
         self.world = RankGroup(world.ranks, world.own_rank)
@@ -261,7 +263,15 @@ class HostCollectives:
         with self._lock:
             self._stopped = True
 
-    def release(self, states: Sequence[QueueState]) -> None:
+    def restart(self, states: Sequence[QueueState]) -> None:
+        """Take up work again, with the same numbers on all ranks."""
+        self._release(states)
+        self.stream.submit(lambda: None).synchronize()
+        with self._lock:
+            self._issued = self._begun = max(state.issued for state in states)
+            self._stopped = False
+
+    def _release(self, states: Sequence[QueueState]) -> None:
         """Send placeholders to ranks that wait in exchanges which this rank never began."""
         # Groups that do not overlap run collectives of the same tag.
         running = {
@@ -282,12 +292,6 @@ class HostCollectives:
                 self.point_to_point.swap_messages(group, Place(-1).pack(), tag)
                 self.point_to_point.swap_messages(group, b"filled", tag)
             self.point_to_point.exchange({peer: _dummies(collective) for peer in waiting}, tag)
-
-    def restart(self, states: Sequence[QueueState]) -> None:
-        """Take up work again, with the same numbers on all ranks."""
-        with self._lock:
-            self._issued = self._begun = max(state.issued for state in states)
-            self._stopped = False
 
 
 def _dummies(collective: CollectiveId) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,174 @@
+"""Ranks of accelerators that wait for each other in vain: found by a thread, as no host waits."""
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+import shardwise as sw
+from shardwise.transport import communicator as module, process_group
+from shardwise.transport.api import RankGroup
+from shardwise.transport.communicator import Communicator
+from shardwise.transport.device import KINDS, Device
+from shardwise.transport.health.monitor import Patience
+from shardwise.transport.process_group import ProcessGroupCollectives
+
+PATIENCE = Patience(poll_seconds=0.02, beat_seconds=0.02, silent_seconds=5.0)
+DEADLINE_SECONDS = 10.0
+
+
+class Late(Device):
+    """A device whose events take place when a test says so."""
+
+    is_accelerator = True
+    is_open = True
+
+    def is_over(self, event: Any) -> bool:  # noqa: ARG002
+        return Late.is_open
+
+
+class Group:
+    """A process group that moves nothing."""
+
+    group_name = "group"
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.was_aborted = False
+
+    def abort(self) -> None:
+        assert not self.was_aborted
+        self.was_aborted = True
+
+
+class Ranks:
+    """Communicators of two ranks, as threads of this process have them."""
+
+    def __init__(self) -> None:
+        self.groups: deque[Group] = deque()  # that were made
+        parents: list[Any] = [Group(), Group()]
+        worlds = [RankGroup((0, 1), rank, parent) for rank, parent in enumerate(parents)]
+        self._alive = parents
+        self.links = [Communicator(world, torch.device("cpu"), PATIENCE) for world in worlds]
+        for links in self.links:
+            links.step, links.where = 7, "forward of a"
+
+    def gather(self, rank: int, label: str) -> Tensor:
+        links = self.links[rank]
+        flat = torch.zeros(4)
+        links.wait(links.gather.all_gather(flat, links.world, label))
+        return flat
+
+    def new_group(self, _ranks: RankGroup, _backend: str, name: str) -> Group:
+        self.groups.append(Group(name))
+        return self.groups[-1]
+
+    def recover(self) -> None:
+        threads = [threading.Thread(target=links.recover) for links in self.links]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_SECONDS)
+        assert [links.epoch for links in self.links] == [1, 1]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    store = HashStore()
+    monkeypatch.setattr(Late, "is_open", True)
+    monkeypatch.setitem(KINDS, "cpu", Late)
+    monkeypatch.setattr(module, "_store", lambda _patience: store)
+    monkeypatch.setattr(
+        module,
+        "make_collectives",
+        lambda world, device, name: ProcessGroupCollectives(world, device, "nccl", name),
+    )
+    monkeypatch.setattr(process_group, "_all_gather", lambda *_args, **_kwargs: None)
+    made = Ranks()
+    monkeypatch.setattr(process_group, "new_group", made.new_group)
+    yield made
+    Late.is_open = True
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_ranks_that_wait_for_different_things_get_one_error(ranks: Ranks) -> None:
+    for rank in range(2):
+        ranks.gather(rank, "gather a")
+        assert ranks.links[rank]._queues()[0].running is None
+    Late.is_open = False
+    for rank, label in enumerate(("gather b", "gather c")):
+        ranks.gather(rank, label)  # no host waits
+    until(lambda: all(links.is_broken and links._found for links in ranks.links))
+    assert all(group.was_aborted for group in ranks.groups), "or the device would never go on"
+    texts = []
+    for rank in range(2):
+        with pytest.raises(sw.RanksDiverged) as caught:
+            ranks.gather(rank, "gather d")
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+    assert "rank 0: step 7, forward of a, waits for gather b" in texts[0]
+    assert "rank 1: step 7, forward of a, waits for gather c" in texts[0]
+
+
+def test_after_an_error_ranks_go_on_with_groups_of_their_own(ranks: Ranks) -> None:
+    for rank in range(2):
+        ranks.gather(rank, "gather a")
+    before = {group.name for group in ranks.groups}
+    ranks.links[1].abort(ValueError("it hurts"))
+    Late.is_open = False
+    ranks.gather(0, "gather b")
+    until(lambda: ranks.links[0]._found is not None)
+    message = "rank 1 gave up in step 7: ValueError: it hurts"
+    with pytest.raises(sw.PeerAborted, match=message):
+        ranks.links[0].recover()  # at the start of its next step, if it waits for nothing earlier
+    Late.is_open = True
+    ranks.recover()
+    num_groups = len(ranks.groups)
+    for rank in range(2):
+        ranks.gather(rank, "gather b")
+    after = {group.name for group in list(ranks.groups)[num_groups:]}
+    assert after
+    assert not after & before
+    assert not any(group.was_aborted for group in list(ranks.groups)[num_groups:])
+
+
+@pytest.mark.parametrize("labels", [("gather a", "gather a"), ("gather a",)])
+def test_a_device_that_may_still_go_on_is_waited_for(ranks: Ranks, labels: tuple[str, ...]) -> None:
+    """All ranks have begun it; or one is busy, and others wait for it."""
+    Late.is_open = False
+    for rank, label in enumerate(labels):
+        ranks.gather(rank, label)
+    until(lambda: ranks.links[0]._stuck > 12)
+    Late.is_open = True
+    until(lambda: ranks.links[0]._stuck == 0)
+    for links in ranks.links:
+        assert not links.is_broken
+        links.recover()
+        assert links.epoch == 0
+
+
+def test_a_communicator_goes_while_its_device_is_watched(ranks: Ranks) -> None:
+    ranks.gather(0, "gather a")
+    links = weakref.ref(ranks.links.pop(0))
+    until(lambda: links() is None)
+
+
+def test_only_backends_that_streams_order_are_watched() -> None:
+    world = RankGroup((0, 1), 0, mock.Mock())
+    for backend, watched in (("nccl", True), ("xccl", True), ("fake", False), ("gloo", False)):
+        queue = ProcessGroupCollectives(world, torch.device("cpu"), backend, "queue")
+        assert queue.is_monitored is watched
