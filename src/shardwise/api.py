@@ -339,14 +339,9 @@ def _sharded_apart(root: nn.Module, mesh: DataParallelMesh) -> dict[str, nn.Modu
     Those with a divisor of gradients become units of this model if their ranks are some of its.
     """
     ranks = set(mesh.global_ranks)
-    handles = {
-        name: handle_of(module)
-        for name, module in root.named_modules()
-        if isinstance(module, FSDPModule) and not is_deferred(module)
-    }
     others = {
         name: handle
-        for name, handle in handles.items()
+        for name, handle in _handles_in(root).items()
         if set(handle.runtime.mesh.global_ranks) != ranks
     }
     joining = {
@@ -375,11 +370,7 @@ def _sharded_before(
     root: nn.Module, apart: Mapping[str, nn.Module], mesh: DataParallelMesh
 ) -> dict[str, UnitChoice]:
     """Units that were made one by one, as in FSDP2, and what was chosen for each."""
-    handles = {
-        name: handle_of(module)
-        for name, module in root.named_modules()
-        if isinstance(module, FSDPModule) and not is_deferred(module) and name not in apart
-    }
+    handles = {name: one for name, one in _handles_in(root).items() if name not in apart}
     for name, handle in handles.items():
         if handle.runtime.gave_values:
             raise PlanError(
@@ -388,6 +379,15 @@ def _sharded_before(
                 "sw.fully_shard(model, units=Block)"
             )
     return {name: _choice_within(mesh, name, handle) for name, handle in handles.items()}
+
+
+def _handles_in(root: nn.Module) -> dict[str, Handle]:
+    """The units inside ``root`` that are sharded, by name."""
+    return {
+        name: handle_of(module)
+        for name, module in root.named_modules()
+        if isinstance(module, FSDPModule) and not is_deferred(module)
+    }
 
 
 def _choice_within(mesh: DataParallelMesh, name: str, handle: Handle) -> UnitChoice:

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import save as save_module
-from shardwise.checkpoint.collect import WriteJob, axis_of
+from shardwise.checkpoint.collect import WriteJob, checkpoint_mesh
 from shardwise.checkpoint.coordination import Coordinator, coordinator_of
 from shardwise.checkpoint.save import Save
 from shardwise.checkpoint.slices import HostCopies, TensorSlice
@@ -74,7 +74,7 @@ def test_host_memory_is_reused_by_one_save_at_a_time() -> None:
 def test_a_blocking_call_frees_the_host_memory(call: str, tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     sw.save(tmp_path / "1", model=model, wait=False).wait()
-    copies = coordinator_of(axis_of([model]), model).host_copies
+    copies = coordinator_of(checkpoint_mesh([model]), model).host_copies
     copy_ = copies.copy({0: TensorSlice(0, torch.ones(6))})[0].elements
     copies.reclaim({0: TensorSlice(0, copy_)})
     kept = weakref.ref(copy_)

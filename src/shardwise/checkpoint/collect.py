@@ -28,7 +28,7 @@ from shardwise.runtime.tensor import local_of, mesh_of, sharding_of
 __all__ = [
     "Collected",
     "WriteJob",
-    "axis_of",
+    "checkpoint_mesh",
     "check_name",
     "check_sharded",
     "check_storable",
@@ -172,7 +172,7 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
     return found
 
 
-def axis_of(modules: list[nn.Module]) -> DataParallelMesh:
+def checkpoint_mesh(modules: list[nn.Module]) -> DataParallelMesh:
     """The ranks that save or load: those of the shards; all ranks if nothing is sharded.
 
     With tensor parallelism they are those of the joined mesh.

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.checksums import decode_parts, encode_parts
-from shardwise.checkpoint.collect import axis_of
+from shardwise.checkpoint.collect import checkpoint_mesh
 from shardwise.checkpoint.coordination import coordinator_of
 from shardwise.checkpoint.foreign import open_foreign
 from shardwise.checkpoint.matching import (
@@ -93,7 +93,7 @@ def load(
     given = {"model": model, "optimizer": optimizer, **state}
     values = {name: value for name, value in given.items() if value is not None}
     modules = [value for value in values.values() if isinstance(value, nn.Module)]
-    mesh = axis_of(modules)
+    mesh = checkpoint_mesh(modules)
     device = next((p.device for m in modules for p in m.parameters()), torch.device("cpu"))
     ranks = coordinator_of(mesh, modules[0] if modules else None)
     ranks.agree(mesh, device, f"load {where}")

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.collect import (
     Collected,
     WriteJob,
-    axis_of,
+    checkpoint_mesh,
     check_name,
     collect,
     errors_name,
@@ -73,7 +73,7 @@ def save(
             unchanged, and training can continue.
     """
     folder = folder_at(path)
-    mesh = axis_of([model])
+    mesh = checkpoint_mesh([model])
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     ranks = coordinator_of(mesh, model)
     ranks.agree(mesh, device, f"save to {folder}")

@@ -61,11 +61,13 @@ def slice_to_write(tensor: Tensor, number: int, ranks: DataParallelMesh) -> Tens
     """
     if not isinstance(tensor, DTensor):
         return slice_to_read(tensor) if ranks.group_rank == 0 else None
-    own, part = slice_to_read(tensor), own_part_of(tensor)
+    part = own_part_of(tensor)
     if part is None:
         run = _even_run(tensor)
-        own.elements.copy_(tensor.full_tensor().detach().reshape(-1)[run.start : run.stop])
-        part = OwnPart(run, 0, 1)
+        whole = tensor.full_tensor().detach().reshape(-1)
+        own, part = TensorSlice(run.start, whole[run.start : run.stop].clone()), OwnPart(run, 0, 1)
+    else:
+        own = slice_to_read(tensor)
     written = _part_of_replica(own.elements, number, _among(ranks, part, tensor))
     if not len(written):
         return None

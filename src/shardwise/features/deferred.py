@@ -29,8 +29,7 @@ _SHARDINGS = "_shardwise_shardings"  # of its parameters, by name
 
 def is_deferred(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> bool:
     """Whether parameters of ``module`` have no storage yet, apart from those that are ignored."""
-    left_alone = {id(parameter) for parameter in ignored}
-    return any(p.is_meta and id(p) not in left_alone for p in module.parameters())
+    return any(one.is_meta for _, one in named_parameters(module, ignored=ignored))
 
 
 def defer(module: nn.Module, shard: Callable[[], None], plan: Plan, mesh: DataParallelMesh) -> None:
@@ -80,10 +79,6 @@ class Deferred(FSDPModule):
             )
         self._shard_now()
         return self(*args, **kwargs)
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Said before the module around it is sharded, as of experts with ranks of their own."""
-        when_sharded(self, lambda: self.set_gradient_divide_factor(factor))
 
     def _shard_now(self) -> None:
         for inner in reversed(list(self.modules())):  # those inside it first

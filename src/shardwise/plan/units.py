@@ -308,13 +308,15 @@ def _chains(root: nn.Module, units: Collection[str]) -> dict[str, tuple[str, ...
 
 
 def named_parameters(
-    root: nn.Module, *, remove_duplicate: bool = True
+    root: nn.Module, *, ignored: Iterable[nn.Parameter] = (), remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of ``root`` by their places in the tree of modules.
+    """The parameters of ``root`` by their places in the tree of modules, without those ``ignored``.
 
     Wrappers such as those of activation checkpointing override the method, and hide themselves.
     """
-    return nn.Module.named_parameters(root, remove_duplicate=remove_duplicate)
+    left_out = {id(parameter) for parameter in ignored}
+    named = nn.Module.named_parameters(root, remove_duplicate=remove_duplicate)
+    return ((name, parameter) for name, parameter in named if id(parameter) not in left_out)
 
 
 def _owned_parameters(

@@ -73,9 +73,8 @@ def check_tensor_parallel(
     Raises:
         PlanError: names the first of them.
     """
-    left_alone = {id(parameter) for parameter in ignored}
-    for name, parameter in root.named_parameters():
-        if is_tensor_parallel(parameter) and id(parameter) not in left_alone:
+    for name, parameter in named_parameters(root, ignored=ignored):
+        if is_tensor_parallel(parameter):
             _check_tensor_parallel(name, parameter, mesh)
 
 
@@ -101,11 +100,11 @@ def check_not_renormalized(root: nn.Module, ignored: Collection[nn.Parameter]) -
     Raises:
         PlanError: names the first of them.
     """
-    left_alone = {id(parameter) for parameter in ignored}
+    planned = {id(parameter) for _, parameter in named_parameters(root, ignored=ignored)}
     for name, module in root.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
             continue
-        if id(module.weight) not in left_alone:
+        if id(module.weight) in planned:
             raise PlanError(
                 f"{name or type(module).__name__}.weight: max_norm={module.max_norm} rescales rows "
                 "in forward, on each rank those that it reads, so ranks would hold different "
@@ -119,8 +118,7 @@ def is_on_meta(root: nn.Module, ignored: Collection[nn.Parameter] = ()) -> bool:
     Raises:
         PlanError: some have and some have not.
     """
-    left_alone = {id(parameter) for parameter in ignored}
-    by_meta = {p.is_meta: name for name, p in root.named_parameters() if id(p) not in left_alone}
+    by_meta = {p.is_meta: name for name, p in named_parameters(root, ignored=ignored)}
     if len(by_meta) > 1:
         raise PlanError(
             f"{by_meta[True]} is on the meta device and {by_meta[False]} is not; build the whole "
@@ -221,8 +219,7 @@ def device_for(
     Raises:
         PlanError: the model is on several devices, or on one that is not supported.
     """
-    left_alone = {id(parameter) for parameter in ignored}
-    devices = {p.device for p in root.parameters() if id(p) not in left_alone}
+    devices = {parameter.device for _, parameter in named_parameters(root, ignored=ignored)}
     for device in devices:
         check_device(device)
     if mesh.accelerator is not None:

@@ -22,9 +22,12 @@ def warn_of_empty_steps() -> None:
 
 
 def _check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    if any(parameter.grad is not None for parameter in parameters) or optimizer in _warned:
+    groups = optimizer.param_groups
+    if any(one.grad is not None for group in groups for one in group["params"]):
         return
+    if optimizer in _warned:
+        return
+    parameters = [one for group in groups for one in group["params"]]
     names = [
         sharding.name
         for parameter in parameters

@@ -146,7 +146,7 @@ class FSDPModule(nn.Module):
                 sharding.mark_if_described(self.get_parameter(name))
         handle = self.__dict__.get(HANDLE)
         if handle is not None and handle.index == 0 and handle.runtime.is_converted():
-            handle.runtime.scheduler.check_converted()
+            handle.runtime.scheduler.check_convertible()
             handle.runtime.shard_again(self)
         return self
 
@@ -390,7 +390,7 @@ def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
 def _unfreeze(root: nn.Module, names: Collection[str]) -> None:
     """Make room for gradients of the parameters ``names``, which were frozen."""
     runtime = handle_of(root).runtime
-    runtime.scheduler.check_converted()
+    runtime.scheduler.check_convertible()
     with _keeping_gradients(root):
         _shard_by(runtime.plan.unfrozen(names), root, root, runtime)
 
@@ -419,9 +419,10 @@ def _scheduler_of(module: nn.Module) -> Scheduler:
 
 
 def _set(module: nn.Module, apply: _Setting, value: Any, *, recurse: bool = False) -> None:
-    """Apply ``value`` to ``module``, and to the units inside it; now, and when it is sharded again.
+    """Apply ``value`` to ``module``, with ``recurse`` also to the units inside it.
 
-    A module that is on the meta device, or that is sharded before the one around it, is so later.
+    The value is kept by the module, since a unit is made anew when the module around it is sharded,
+    and not before parameters on the meta device get storage.
     """
     for unit in module.modules() if recurse else (module,):
         if isinstance(unit, FSDPModule):
@@ -481,7 +482,7 @@ def change_precision(
         handle = handle_of(module)
         choice = replace(handle.choice, precision=policy)
         module.__dict__[HANDLE] = replace(handle, choice=choice)
-    runtime.scheduler.check_converted()
+    runtime.scheduler.check_convertible()
     with _keeping_gradients(root):
         runtime.shard_again(root)
 

@@ -234,7 +234,7 @@ class Scheduler:
             for gradients in unit.gradients:
                 gradients.shard.step_in_backward(observer.steps_units)
 
-    def check_converted(self) -> None:
+    def check_convertible(self) -> None:
         """Refuse to shard the model again: with another dtype or device, or unfrozen parameters.
 
         Raises:
