@@ -37,7 +37,7 @@ from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import Strategy
 from shardwise.runtime.module import FSDPModule, gathered, ledger
-from shardwise.runtime.tensor import ShardedTensor
+from shardwise.tensor.sharded_tensor import ShardedTensor
 
 __all__ = [
     "CPUOffloadPolicy",

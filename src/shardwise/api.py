@@ -26,22 +26,22 @@ from shardwise.plan.plan import Plan, UnitChoice, UnitRanks, make_plan
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy, as_precision_policy
 from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.units import Units, check_is_unit, named_parameters
-from shardwise.runtime.attach import (
+from shardwise.runtime.attach import device_for
+from shardwise.runtime.casting import apply_precision
+from shardwise.runtime.checks import (
     check_initialized,
     check_not_renormalized,
     check_same_plan,
     check_same_values,
     check_tensor_parallel,
-    device_for,
     is_on_meta,
 )
-from shardwise.runtime.casting import apply_precision
 from shardwise.runtime.engine import Handle, Runtime
 from shardwise.runtime.memory import Pool
-from shardwise.runtime.mesh import DataParallelMesh, resolve_mesh
 from shardwise.runtime.module import FSDPModule, handle_of, mark
 from shardwise.runtime.replaced import restore_ties
-from shardwise.runtime.tensor import is_tensor_parallel, sharding_of
+from shardwise.tensor.mesh import DataParallelMesh, resolve_mesh
+from shardwise.tensor.sharding import is_tensor_parallel, sharding_of
 
 __all__ = ["fully_shard"]
 

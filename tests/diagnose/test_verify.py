@@ -18,7 +18,7 @@ from shardwise.diagnose.batches import cut_batches
 from shardwise.diagnose.exchange import RankExchange
 from shardwise.diagnose.reference import Reference, Training
 from shardwise.plan.strategy import STRATEGIES
-from shardwise.runtime.mesh import resolve_mesh
+from shardwise.tensor.mesh import resolve_mesh
 from tests.diagnose.judging import judge
 from tests.models import CASES, WIDTH, Block, Stack, UnusedAndReused, build
 from tests.ranks import on_ranks, run_on

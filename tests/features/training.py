@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.runtime.tensor import ShardedTensor
+from shardwise.tensor.sharded_tensor import ShardedTensor
 from tests.models import WIDTH, Block
 from tests.runtime.modules import FailingLinear
 from tests.runtime.one_process import options_of, rank, world_size

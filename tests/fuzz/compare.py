@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.features import fused_wgrad
-from shardwise.runtime.tensor import local_of, own_part_of
 from shardwise.schedule.sequencer import UnitState
+from shardwise.tensor.sharded_tensor import own_part_of
+from shardwise.tensor.sharding import local_of
 from tests.fuzz.build import Fork, Net, build, settle_forks, trainable
 from tests.fuzz.faults import Boom, arm
 from tests.fuzz.programs import Case, Fault, Step

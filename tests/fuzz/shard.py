@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardwise as sw
 from shardwise.plan.strategy import resolve_strategy
 from shardwise.plan.units import NEVER_CALLED, choose_units
-from shardwise.runtime.mesh import resolve_mesh
+from shardwise.tensor.mesh import resolve_mesh
 from tests.fuzz.build import Net
 from tests.fuzz.programs import Classes, Manual, Sharding
 

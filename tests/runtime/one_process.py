@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import shardwise as sw
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.tensor import ShardedTensor
+from shardwise.tensor.sharded_tensor import ShardedTensor
 from tests.models import CASES, build
 
 TOLERANCE = 1e-10

@@ -9,7 +9,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.runtime.module import UnshardHandle, register_forward_method
-from shardwise.runtime.tensor import ShardedTensor
+from shardwise.tensor.sharded_tensor import ShardedTensor
 from tests.models import WIDTH, Block, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_close, full, own_part, rank, world_size

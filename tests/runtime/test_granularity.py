@@ -15,7 +15,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.plan import layout
 from shardwise.plan.granularity import Granularities, granule_elements
-from shardwise.runtime.tensor import ShardedTensor
+from shardwise.tensor.sharded_tensor import ShardedTensor
 from tests.covering import covered_first
 from tests.models import CASES, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks, run_on

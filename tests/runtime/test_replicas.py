@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.plan.strategy import STRATEGIES, Strategy
-from shardwise.runtime.tensor import ShardedTensor
+from shardwise.tensor.sharded_tensor import ShardedTensor
 from tests.models import WIDTH, Block
 from tests.ranks import run_on
 from tests.runtime.modules import Experts

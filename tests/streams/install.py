@@ -22,8 +22,9 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.dlpack import from_dlpack
 
 from shardwise._private import AsyncCollectiveTensor, current_graph_task
-from shardwise.runtime import memory as runtime_memory, tensor as runtime_tensor
+from shardwise.runtime import memory as runtime_memory
 from shardwise.runtime.memory import Arena, Pool
+from shardwise.tensor import sharding
 from shardwise.transport import communicator, device as transport_device, process_group
 from tests.streams.clock import Event, Stream
 from tests.streams.memory import HOST, PINNED, Place
@@ -247,7 +248,7 @@ def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, excha
         simulation.memory.swap(one, other)
 
     original_swap = vars(runtime_memory)["swap_storages"]
-    for module in (runtime_memory, runtime_tensor):  # the driver would be asked for a stream
+    for module in (runtime_memory, sharding):  # the driver would be asked for a stream
         patch.setattr(
             module, "from_dlpack", lambda tensor: from_dlpack(torch._C._to_dlpack(tensor))
         )

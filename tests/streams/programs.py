@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import shardwise as sw
 from shardwise.plan.strategy import STRATEGIES
-from shardwise.runtime.tensor import local_of
+from shardwise.tensor.sharding import local_of
 from tests.runtime.one_process import adamw, assert_equal_models, own_part
 from tests.streams.install import simulated
 from tests.streams.models import CASES, build

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.plan.strategy import PRESETS
-from shardwise.runtime.mesh import DataParallelMesh, resolve_mesh
+from shardwise.tensor.mesh import DataParallelMesh, resolve_mesh
 from shardwise.transport.api import (
     CollectiveId,
     Operation,

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
 from shardwise.plan.strategy import PRESETS
-from shardwise.runtime.mesh import resolve_mesh
+from shardwise.tensor.mesh import resolve_mesh
 from shardwise.transport import communicator as module, process_group
 from shardwise.transport.api import Operation, RankGroup, Reduction, Stage
 from shardwise.transport.communicator import communicator, make_collectives

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardwise as sw
 from shardwise.errors import PeerSilent
 from shardwise.plan.strategy import PRESETS
-from shardwise.runtime.mesh import resolve_mesh
+from shardwise.tensor.mesh import resolve_mesh
 from shardwise.transport.communicator import communicator
 from shardwise.transport.health.monitor import Monitor, Patience
 from tests.ranks import on_ranks

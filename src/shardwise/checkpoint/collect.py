@@ -21,17 +21,17 @@ from shardwise.checkpoint.stores import Folder
 from shardwise.errors import CheckpointError
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.plan.units import keeps_its_class
-from shardwise.runtime.mesh import DataParallelMesh, all_ranks_of, resolve_mesh
 from shardwise.runtime.module import FSDPModule
-from shardwise.runtime.tensor import local_of, mesh_of, sharding_of
+from shardwise.tensor.mesh import DataParallelMesh, all_ranks_of, resolve_mesh
+from shardwise.tensor.sharding import local_of, mesh_of, sharding_of
 
 __all__ = [
     "Collected",
     "WriteJob",
-    "checkpoint_mesh",
     "check_name",
     "check_sharded",
     "check_storable",
+    "checkpoint_mesh",
     "collect",
     "errors_name",
     "parameter_names",

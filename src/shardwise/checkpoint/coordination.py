@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shardwise.checkpoint.slices import HostCopies
 from shardwise.errors import CheckpointDamaged, CheckpointError
-from shardwise.runtime.mesh import DataParallelMesh
-from shardwise.runtime.reductions import across
+from shardwise.tensor.mesh import DataParallelMesh
+from shardwise.tensor.reductions import across
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import (
     POLL_SECONDS,

@@ -13,7 +13,7 @@ from shardwise.checkpoint import tree
 from shardwise.checkpoint.collect import check_sharded, check_storable, parameter_names, tensors_of
 from shardwise.checkpoint.format import Spec
 from shardwise.errors import CheckpointError
-from shardwise.runtime.tensor import sharding_of
+from shardwise.tensor.sharding import sharding_of
 
 __all__ = ["LoadReport", "OptimizerStates", "Selection", "Target", "match_module"]
 

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.collect import (
     Collected,
     WriteJob,
-    checkpoint_mesh,
     check_name,
+    checkpoint_mesh,
     collect,
     errors_name,
     specs_of,
@@ -26,7 +26,7 @@ from shardwise.checkpoint.slices import slice_to_write
 from shardwise.checkpoint.stores import Folder, folder_at
 from shardwise.checkpoint.write import write
 from shardwise.errors import CheckpointError
-from shardwise.runtime.mesh import DataParallelMesh
+from shardwise.tensor.mesh import DataParallelMesh
 
 __all__ = ["Save", "save"]
 

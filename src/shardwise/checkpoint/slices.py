@@ -13,8 +13,9 @@ from shardwise._private import is_strided_shard
 from shardwise.checkpoint.checksums import BLOCK_BYTES
 from shardwise.plan.chunks import chunk_of
 from shardwise.plan.layout import Run
-from shardwise.runtime.mesh import DataParallelMesh
-from shardwise.runtime.tensor import OwnPart, local_of, own_part_of
+from shardwise.tensor.mesh import DataParallelMesh
+from shardwise.tensor.sharded_tensor import OwnPart, own_part_of
+from shardwise.tensor.sharding import local_of
 from shardwise.transport.device import wait_for_device
 
 __all__ = [

@@ -17,8 +17,8 @@ from shardwise.diagnose.engines import BackwardFn
 from shardwise.diagnose.exchange import RankExchange
 from shardwise.errors import PlanError
 from shardwise.runtime.attach import device_for
-from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.module import FSDPModule
+from shardwise.tensor.mesh import DataParallelMesh
 
 __all__ = ["LossFn", "Outcome", "Reference", "Training"]
 

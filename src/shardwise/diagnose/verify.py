@@ -28,7 +28,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.strategy import STRATEGIES, Strategy, resolve_strategy
 from shardwise.plan.units import Units
-from shardwise.runtime.mesh import all_ranks_of, resolve_mesh
+from shardwise.tensor.mesh import all_ranks_of, resolve_mesh
 from shardwise.transport.device import num_local_accelerators, own_device
 
 __all__ = ["resolve_strategies", "verify"]

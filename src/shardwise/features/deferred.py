@@ -15,11 +15,11 @@ from shardwise.errors import NotMaterialized
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import keeps_its_class, named_parameters
 from shardwise.runtime.attach import owner_of, show_as_sharded
-from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.module import FSDPModule
+from shardwise.tensor.mesh import DataParallelMesh
 
 if TYPE_CHECKING:
-    from shardwise.runtime.tensor import Sharding
+    from shardwise.tensor.sharding import Sharding
 
 __all__ = ["defer", "is_deferred", "when_sharded"]
 

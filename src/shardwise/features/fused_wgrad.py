@@ -23,8 +23,8 @@ from torch.nn.utils import parametrize
 
 from shardwise import _private
 from shardwise.runtime.engine import Runtime
+from shardwise.runtime.flat_parameters import FlatParameters
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.unit import FlatParameters
 
 __all__ = [
     "SlotEmbedding",

@@ -23,9 +23,11 @@ from shardwise._private import OpOverload, TorchDispatchMode
 from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
-from shardwise.runtime.attach import check_initialized, checksum, owner_of, replace_parameter
+from shardwise.runtime.attach import owner_of, replace_parameter
+from shardwise.runtime.checks import check_initialized, checksum
 from shardwise.runtime.memory import Pool
-from shardwise.runtime.tensor import draws, sharding_of, written_tensors
+from shardwise.tensor.operations import draws, written_tensors
+from shardwise.tensor.sharding import sharding_of
 from shardwise.transport.device import random_states, seed_generators, set_random_states
 
 __all__ = ["Initialization", "Materializer", "initialize"]

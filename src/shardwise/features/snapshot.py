@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.runtime.tensor import local_of
+from shardwise.tensor.sharding import local_of
 from shardwise.transport.device import random_states, set_random_states
 
 __all__ = ["ModelSnapshot", "OptimizerSnapshot"]

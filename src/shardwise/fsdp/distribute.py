@@ -13,7 +13,7 @@ from shardwise.errors import PlanError
 from shardwise.fsdp.names import clean_names
 from shardwise.fsdp.sharded_tensors import TorchShardedTensor, part_of
 from shardwise.fsdp.whole_mesh import as_parameter
-from shardwise.runtime.tensor import local_of, mesh_of, sharding_of
+from shardwise.tensor.sharding import local_of, mesh_of, sharding_of
 from shardwise.transport.process_group import broadcast_object, broadcast_tensors
 
 __all__ = ["group_of", "receive", "shard_like"]

@@ -39,7 +39,7 @@ from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.units import NEVER_CALLED
 from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.module import FSDPModule, handle_of, is_gathered, unit_of
-from shardwise.runtime.tensor import local_of, sharding_of
+from shardwise.tensor.sharding import local_of, sharding_of
 from shardwise.transport.process_group import broadcast_tensors
 
 __all__ = ["FullyShardedDataParallel"]

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.runtime.mesh import DataParallelMesh
-from shardwise.runtime.tensor import ShardedTensor, local_of, sharding_of
+from shardwise.tensor.mesh import DataParallelMesh
+from shardwise.tensor.sharded_tensor import ShardedTensor
+from shardwise.tensor.sharding import local_of, sharding_of
 
 __all__ = ["as_dtensor", "as_local", "use_local_states"]
 

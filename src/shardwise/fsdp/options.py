@@ -17,7 +17,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import resolve_strategy
-from shardwise.runtime.mesh import DataParallelMesh, resolve_mesh
+from shardwise.tensor.mesh import DataParallelMesh, resolve_mesh
 from shardwise.transport.process_group import accelerator_type
 
 __all__ = [

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import PlanError
 from shardwise.fsdp.errors import UnsupportedError, WrapperError
 from shardwise.runtime.module import FSDPModule
-from shardwise.runtime.tensor import sharding_of
+from shardwise.tensor.sharding import sharding_of
 
 __all__ = ["check_as_fsdp2"]
 

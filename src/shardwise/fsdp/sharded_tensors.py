@@ -12,9 +12,10 @@ from torch import Tensor
 from shardwise._private import ShardMetadata, TorchShardedTensor, new_sharded_tensor
 from shardwise.errors import PlanError
 from shardwise.plan.chunks import chunk_of
-from shardwise.runtime.distributed_checkpoint import Box
-from shardwise.runtime.mesh import DataParallelMesh
-from shardwise.runtime.tensor import ShardedTensor, Sharding
+from shardwise.tensor.distributed_checkpoint import Box
+from shardwise.tensor.mesh import DataParallelMesh
+from shardwise.tensor.sharded_tensor import ShardedTensor
+from shardwise.tensor.sharding import Sharding
 from shardwise.transport.process_group import backend_of, join_parts, rank_device
 
 __all__ = ["TorchShardedTensor", "in_chunks", "part_of", "shard_group"]

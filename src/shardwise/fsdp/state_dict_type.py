@@ -15,7 +15,8 @@ from shardwise.fsdp.errors import StateError
 from shardwise.fsdp.names import WRAPPED, clean_name
 from shardwise.fsdp.sharded_tensors import TorchShardedTensor, in_chunks
 from shardwise.fsdp.whole_mesh import on_whole_mesh
-from shardwise.runtime.tensor import ShardedTensor, sharding_of
+from shardwise.tensor.sharded_tensor import ShardedTensor
+from shardwise.tensor.sharding import sharding_of
 
 __all__ = [
     "clean_incompatible_keys",

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise._private import is_strided_shard, root_mesh
-from shardwise.runtime.tensor import local_of
+from shardwise.tensor.sharding import local_of
 
 __all__ = ["as_parameter", "on_whole_mesh"]
 

@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import StepError
-from shardwise.runtime.tensor import STEPS_IN_BACKWARD, sharding_of
+from shardwise.runtime.parameters import STEPS_IN_BACKWARD
+from shardwise.tensor.sharding import sharding_of
 
 __all__ = ["clip_grad_norm_"]
 

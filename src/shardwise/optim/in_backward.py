@@ -12,9 +12,9 @@ from shardwise.errors import PlanError, StepError
 from shardwise.features.step_in_backward import Stepper
 from shardwise.features.unused import UnusedParameters
 from shardwise.runtime.module import runtime_of_root
-from shardwise.runtime.parameters import FSDPParameter
+from shardwise.runtime.parameters import STEPS_IN_BACKWARD, FSDPParameter
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.tensor import STEPS_IN_BACKWARD, sharding_of
+from shardwise.tensor.sharding import sharding_of
 
 __all__ = ["StepsInBackward", "optimizer_in_backward"]
 

@@ -9,7 +9,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import FSDPModule, runtime_of_root
-from shardwise.runtime.reductions import across
+from shardwise.tensor.reductions import across
 
 __all__ = ["backward", "token_weight"]
 

@@ -1,212 +1,45 @@
 """Putting shards in the place of parameters: what `fully_shard` does to a model once."""
 
 import contextlib
-import warnings
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from shardwise._private import joined_mesh
+import shardwise.tensor.operations  # noqa: F401 - what can be done with shards
 from shardwise.errors import PlanError
-from shardwise.plan.layout import Layout, ParameterExtent, ParameterSpec
+from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan, keeps_its_class, named_parameters
 from shardwise.runtime import replaced
+from shardwise.runtime.checks import is_on_meta
 from shardwise.runtime.empty_steps import warn_of_empty_steps
 from shardwise.runtime.extensions import ExtendedParameters
+from shardwise.runtime.flat_parameters import FlatParameters
 from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.memory import Pools
-from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.parameters import FSDPParameter, ParameterOwner, split_shard
-from shardwise.runtime.reductions import across
-from shardwise.runtime.tensor import (
+from shardwise.runtime.unit import Unit
+from shardwise.tensor.mesh import DataParallelMesh
+from shardwise.tensor.sharded_tensor import sharding_for
+from shardwise.tensor.sharding import (
     ExtendedSharding,
     Sharding,
-    is_tensor_parallel,
     local_of,
-    sharding_for,
     sharding_of,
 )
-from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.transport.device import check_device
 
 __all__ = [
-    "check_initialized",
-    "check_not_renormalized",
-    "check_same_plan",
-    "check_same_sums",
-    "check_same_values",
-    "check_tensor_parallel",
-    "checksum",
     "device_for",
-    "is_on_meta",
     "make_unit",
     "move_buffers",
     "owner_of",
     "replace_parameter",
     "show_as_sharded",
 ]
-
-
-def check_initialized(root: nn.Module) -> None:
-    """Refuse parameters that have no shape yet.
-
-    Raises:
-        PlanError: names the first of them.
-    """
-    for name, parameter in root.named_parameters():
-        if nn.parameter.is_lazy(parameter):
-            raise PlanError(f"{name} has no shape yet; run one forward before fully_shard")
-
-
-def check_tensor_parallel(
-    root: nn.Module, mesh: DataParallelMesh, ignored: Collection[nn.Parameter]
-) -> None:
-    """Refuse DTensors whose mesh does not join that of ``axis``.
-
-    Raises:
-        PlanError: names the first of them.
-    """
-    for name, parameter in named_parameters(root, ignored=ignored):
-        if is_tensor_parallel(parameter):
-            _check_tensor_parallel(name, parameter, mesh)
-
-
-def _check_tensor_parallel(name: str, parameter: Tensor, mesh: DataParallelMesh) -> None:
-    assert isinstance(parameter, DTensor)
-    if {type(placement) for placement in parameter.placements} <= {Shard, Replicate}:
-        with contextlib.suppress(RuntimeError, TypeError):  # TypeError: a mesh without names
-            if mesh.mesh is not None:
-                joined_mesh(mesh.mesh, parameter.device_mesh)
-                return
-    raise PlanError(
-        f"{name} is a DTensor with {parameter.placements} on {parameter.device_mesh}; expected "
-        "placements of tensor parallelism on another dim of the mesh that fully_shard gets one of, "
-        "as in mesh = init_device_mesh(device, (2, 2), mesh_dim_names=('dp', 'tp')), "
-        "parallelize_module(model, mesh['tp'], ...), fully_shard(model, mesh=mesh['dp']); or pass "
-        "it in ignored_params"
-    )
-
-
-def check_not_renormalized(root: nn.Module, ignored: Collection[nn.Parameter]) -> None:
-    """Refuse embeddings that change their weight in forward, each rank the rows that it reads.
-
-    Raises:
-        PlanError: names the first of them.
-    """
-    planned = {id(parameter) for _, parameter in named_parameters(root, ignored=ignored)}
-    for name, module in root.named_modules():
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
-            continue
-        if id(module.weight) in planned:
-            raise PlanError(
-                f"{name or type(module).__name__}.weight: max_norm={module.max_norm} rescales rows "
-                "in forward, on each rank those that it reads, so ranks would hold different "
-                "values; pass max_norm=None and rescale rows between steps on every rank"
-            )
-
-
-def is_on_meta(root: nn.Module, ignored: Collection[nn.Parameter] = ()) -> bool:
-    """Whether the parameters of ``root``, except for those that are ignored, have no storage yet.
-
-    Raises:
-        PlanError: some have and some have not.
-    """
-    by_meta = {p.is_meta: name for name, p in named_parameters(root, ignored=ignored)}
-    if len(by_meta) > 1:
-        raise PlanError(
-            f"{by_meta[True]} is on the meta device and {by_meta[False]} is not; build the whole "
-            "model on the meta device and shard it with one call, or give it values first"
-        )
-    return True in by_meta
-
-
-def check_same_plan(plan: Plan, mesh: DataParallelMesh, *, warns: bool = False) -> None:
-    """Refuse to put together what ranks have cut in different ways.
-
-    Raises:
-        PlanError: names the first rank that differs; with ``warns`` it is a warning if only names
-            of parameters differ.
-    """
-    if not _can_compare(mesh):
-        return
-    plans = (plan, _without_names(plan)) if warns else (plan,)
-    digests = [torch.tensor(zlib.crc32(repr(one).encode())) for one in plans]
-    by_rank = across(digests, mesh, mesh.world)  # [ranks, plans]
-    different = by_rank != by_rank[0]
-    if not different.any():
-        return
-    rank = different.any(1).nonzero()[0].item()
-    message = (
-        f"ranks 0 and {rank} plan otherwise; call fully_shard with the same model and the same "
-        "arguments on every rank"
-    )
-    if different[:, -1].any():
-        raise PlanError(message)
-    warnings.warn(f"{message}. Only names of parameters differ", stacklevel=6)
-
-
-def _without_names(plan: Plan) -> Plan:
-    """``plan`` with parameters that have no names."""
-
-    def strip(spec: ParameterSpec) -> ParameterSpec:
-        return replace(spec, names=("",))
-
-    units = (
-        replace(
-            unit,
-            parameters=tuple(map(strip, unit.parameters)),
-            layouts=tuple(layout.with_parameters(strip) for layout in unit.layouts),
-        )
-        for unit in plan.units
-    )
-    return replace(plan, units=tuple(units))
-
-
-def check_same_values(
-    root: nn.Module, plan: Plan, mesh: DataParallelMesh, *, warns: bool = False
-) -> None:
-    """Refuse to shard different values: their shards would make up a weight of neither rank.
-
-    Raises:
-        PlanError: names a parameter and a rank; with ``warns`` it is a warning.
-    """
-    planned = {spec.name for unit in plan.units for spec in unit.parameters}
-    named = [
-        (name, parameter)
-        for name, parameter in named_parameters(root)
-        if name in planned and sharding_of(parameter) is None
-    ]
-    if not _can_compare(mesh):
-        return
-    try:
-        check_same_sums({name: checksum(parameter) for name, parameter in named}, mesh)
-    except PlanError as error:
-        if not warns:
-            raise
-        warnings.warn(f"{error}. Each rank keeps its part of its own values", stacklevel=6)
-
-
-def check_same_sums(
-    sums: Mapping[str, Tensor],
-    mesh: DataParallelMesh,
-    advice: str = "build the model from the same seed, or load the same weights, on every rank "
-    "before fully_shard",
-) -> None:
-    """Refuse `checksum`s, by parameter, that differ between ranks."""
-    if not sums or not _can_compare(mesh):
-        return
-    by_rank = across(list(sums.values()), mesh, mesh.world)  # [ranks, parameters]
-    differs = by_rank != by_rank[0]
-    for position in differs.any(0).nonzero().flatten().tolist()[:1]:
-        rank = differs[:, position].nonzero()[0].item()
-        raise PlanError(f"{list(sums)[position]} differs between ranks 0 and {rank}; {advice}")
 
 
 def device_for(
@@ -371,10 +204,6 @@ def show_as_sharded(root: nn.Module, plan: Plan, mesh: DataParallelMesh) -> Mapp
     return shown
 
 
-def _can_compare(mesh: DataParallelMesh) -> bool:
-    return mesh.num_ranks > 1 and mesh.group is not None and mesh.backend("cpu") != "fake"
-
-
 def owner_of(root: nn.Module, name: str) -> ParameterOwner:
     """Where the parameter ``name`` of ``root`` is held."""
     path, _, attribute = name.rpartition(".")
@@ -406,22 +235,3 @@ def replace_parameter(original: nn.Parameter, payload: Tensor) -> nn.Parameter:
         parameter = original
     parameter.__dict__.update(attributes)
     return parameter
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """A sum of the bits of ``tensor``: int64, a scalar."""
-    local = (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
-    if hasattr(local, "__tensor_flatten__"):  # it wraps others
-        names, _ = local.__tensor_flatten__()
-        return torch.stack([checksum(getattr(local, name)) for name in names]).sum()
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(local.itemsize, torch.int64)
-    flat = local.reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    integers = flat.view(integer)
-    if integers.device.type != "cpu":
-        return integers.sum(dtype=torch.int64)
-    # On the CPU torch's sum into another dtype copies what it sums. Even in chunks, such copies
-    # leave holes in the heap that the next does not fit into: of a start on the meta device, on
-    # one rank in four, by the size of a unit for each unit. NumPy's needs a few kilobytes.
-    return torch.tensor(integers.numpy().sum(dtype=np.int64))

@@ -8,7 +8,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.runtime.tensor import STEPS_IN_BACKWARD, sharding_of
+from shardwise.runtime.parameters import STEPS_IN_BACKWARD
+from shardwise.tensor.sharding import sharding_of
 
 __all__ = ["warn_of_empty_steps"]
 

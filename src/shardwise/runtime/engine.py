@@ -19,21 +19,19 @@ from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.plan.plan import Plan, UnitChoice
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime import hooks
-from shardwise.runtime.attach import (
-    check_same_sums,
-    make_unit,
-    move_buffers,
-)
+from shardwise.runtime.attach import make_unit, move_buffers
 from shardwise.runtime.casting import cast_tensors
+from shardwise.runtime.checks import check_same_sums
+from shardwise.runtime.flat_parameters import FlatParameters, plan_memory
 from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.memory import Pools
-from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.nested import tensors_left_in
 from shardwise.runtime.observer import StepObserver
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.structure import Structure
-from shardwise.runtime.unit import FlatParameters, Unit, plan_memory
+from shardwise.runtime.unit import Unit
 from shardwise.schedule.sequencer import Call, Outcome, schedule
+from shardwise.tensor.mesh import DataParallelMesh
 
 __all__ = ["HANDLE", "Handle", "Materializer", "Runtime"]
 
@@ -98,7 +96,7 @@ class Runtime:
             self.units = [self._make_unit(root, unit) for unit in plan.units]
         else:
             self.units = self._materialize(root, materializer)
-        plan_memory(self.units, schedule(plan))
+        plan_memory([unit.flats for unit in self.units], schedule(plan))
         move_buffers(root, device)
         self.scheduler = Scheduler(plan, self.units, mesh, device, observer)
         self._frozen = [

@@ -32,12 +32,12 @@ from shardwise.plan.chunks import chunk_shape
 from shardwise.plan.granularity import Dim
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.runtime import hooks
+from shardwise.runtime.flat_parameters import FlatParameters
 from shardwise.runtime.memory import Arena, aligned
-from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.parameters import FSDPParameter
-from shardwise.runtime.tensor import local_of
-from shardwise.runtime.unit import FlatParameters
 from shardwise.schedule.events import EventKind
+from shardwise.tensor.mesh import DataParallelMesh
+from shardwise.tensor.sharding import local_of
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import Collectives
 from shardwise.transport.device import copy_

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
+from shardwise.runtime.hooks import apply_gradient_hooks, run_accumulated_hooks
 from shardwise.runtime.memory import Pool, is_shared
 from shardwise.runtime.parameters import FSDPParameter, split_shard
-from shardwise.runtime.tensor import apply_gradient_hooks, run_accumulated_hooks
 from shardwise.transport.api import Work
 from shardwise.transport.device import copy_scaled_
 

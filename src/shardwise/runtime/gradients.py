@@ -13,8 +13,8 @@ from shardwise.plan.layout import Layout
 from shardwise.runtime.chunked_buffer import ChunkedBuffer, flat_buffer
 from shardwise.runtime.gradient_shards import GradientShard, ShardOffloader
 from shardwise.runtime.memory import CAN_SWAP, FlatBuffer, Pool
-from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.parameters import FSDPParameter
+from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.transport.api import Reduction, Work
 from shardwise.transport.communicator import Collectives
 from shardwise.transport.device import copy_, is_accelerator

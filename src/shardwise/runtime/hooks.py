@@ -25,10 +25,12 @@ from shardwise.runtime import nested
 from shardwise.schedule.passes import Outcome
 
 __all__ = [
+    "apply_gradient_hooks",
     "at_end_of_backward",
     "check_first_order",
     "current_task",
     "on_gradient",
+    "run_accumulated_hooks",
     "watch_outputs",
 ]
 
@@ -113,3 +115,17 @@ def _nodes_of(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
         base = tensor._base if tensor._is_view() else None
         if base is not None and base.grad_fn is not None:
             yield base.grad_fn
+
+
+def apply_gradient_hooks(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Apply the hooks that the user registered on ``parameter`` to its gradient."""
+    for hook in _private.gradient_hooks(parameter):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
+def run_accumulated_hooks(parameter: Tensor) -> None:
+    """Call the user's hooks for a gradient that has been accumulated."""
+    for hook in _private.accumulated_gradient_hooks(parameter):
+        hook(parameter)

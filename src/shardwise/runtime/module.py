@@ -19,14 +19,14 @@ from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.units import named_parameters
-from shardwise.runtime import compiler
+from shardwise.runtime import compiler, settings
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.gradients import ReduceHook
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.tensor import copy_of, sharding_of
 from shardwise.runtime.unit import Unit
 from shardwise.schedule.events import EventKind
+from shardwise.tensor.sharding import sharding_of
 
 __all__ = [
     "FSDPModule",
@@ -45,9 +45,6 @@ __all__ = [
 ]
 
 _METHODS = "_shardwise_methods"  # those that gather the unit as forward does
-_SETTINGS = "_shardwise_settings"  # what was set of a unit, by the function that applies it
-
-_Setting = Callable[[Scheduler, int, Any], None]
 
 
 def ledger(module: nn.Module) -> Ledger:
@@ -159,7 +156,7 @@ class FSDPModule(nn.Module):
             for parameter in self.parameters():  # some are torch's own DTensors, which cannot be
                 sharding = sharding_of(parameter)
                 if sharding is not None:
-                    copy_of(parameter, sharding, memo)
+                    sharding.copy_of(parameter, memo)
         elif id(runtime) not in memo:
             name = runtime.plan.units[handle.index].name
             raise PlanError(f"{name} is a unit inside a sharded model; copy the whole model")
@@ -206,7 +203,9 @@ class FSDPModule(nn.Module):
                 f"set_reshard_after_forward({reshard_after_forward!r}): expected True or False; "
                 "pass a number to fully_shard(reshard_after_forward=...)"
             )
-        _set(self, _set_reshard, reshard_after_forward, recurse=recurse)
+        settings.keep(
+            _units_in(self, recurse), settings.reshard_after_forward, reshard_after_forward
+        )
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -216,7 +215,9 @@ class FSDPModule(nn.Module):
         If not, they stay gathered for the next micro-batch, until a backward reduces. As in FSDP2,
         but for a unit that is reduced or changed, which is freed in any case.
         """
-        _set(self, _set_reshard_after_backward, reshard_after_backward, recurse=recurse)
+        settings.keep(
+            _units_in(self, recurse), settings.reshard_after_backward, reshard_after_backward
+        )
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -228,14 +229,14 @@ class FSDPModule(nn.Module):
         For accumulation with one reduction: set it to False before the first micro-batch and to
         True before the last. As in FSDP2; every rank has to call it.
         """
-        _set(self, _set_reduce, requires_gradient_sync, recurse=recurse)
+        settings.keep(_units_in(self, recurse), settings.reduce, requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over the outer axis of a two-dimensional mesh, too.
 
         While not, they add up in shards of the inner axis. As in FSDP2.
         """
-        _set(self, _set_all_reduce, requires_all_reduce, recurse=recurse)
+        settings.keep(_units_in(self, recurse), settings.all_reduce, requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's gradients, summed over its ranks, by ``factor``, not their number.
@@ -251,7 +252,7 @@ class FSDPModule(nn.Module):
         handle = self.__dict__.get(HANDLE)
         if handle is not None:
             self.__dict__[HANDLE] = _with_divisor(handle, factor)
-        _set(self, _set_divisor, factor)
+        settings.keep([self], settings.divisor, factor)
 
     def set_all_reduce_hook(
         self,
@@ -268,7 +269,7 @@ class FSDPModule(nn.Module):
             hook: called on the thread and stream of backward, in the same order on every rank.
             stream: taken, and not used.
         """
-        _set(self, _set_reduced_hook, hook)
+        settings.keep([self], settings.reduced_hook, hook)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
@@ -341,12 +342,11 @@ def handle_of(module: nn.Module) -> Handle:
 
 def mark(module: nn.Module, handle: Handle, methods: frozenset[str] = frozenset()) -> None:
     """Make ``module`` the unit of ``handle``, with what has been set of it before."""
-    settings = module.__dict__.get(_SETTINGS, {})
-    if _set_divisor in settings:
-        handle = _with_divisor(handle, settings[_set_divisor])
+    divisor = settings.kept(module, settings.divisor)
+    if divisor is not None:
+        handle = _with_divisor(handle, divisor)
     module.__dict__[HANDLE] = handle
-    for apply, value in settings.items():
-        apply(handle.runtime.scheduler, handle.index, value)
+    settings.apply_kept(module, handle)
     if not isinstance(module, FSDPModule):
         module.__class__ = _fsdp_class(type(module), methods)  # type: ignore[arg-type]
 
@@ -418,58 +418,14 @@ def _scheduler_of(module: nn.Module) -> Scheduler:
     return scheduler
 
 
-def _set(module: nn.Module, apply: _Setting, value: Any, *, recurse: bool = False) -> None:
-    """Apply ``value`` to ``module``, with ``recurse`` also to the units inside it.
-
-    The value is kept by the module, since a unit is made anew when the module around it is sharded,
-    and not before parameters on the meta device get storage.
-    """
-    for unit in module.modules() if recurse else (module,):
-        if isinstance(unit, FSDPModule):
-            unit.__dict__.setdefault(_SETTINGS, {})[apply] = value
-            handle = unit.__dict__.get(HANDLE)
-            if handle is not None:
-                apply(handle.runtime.scheduler, handle.index, value)
-
-
 def reduce_with(module: nn.Module, hook: ReduceHook) -> None:
     """Have ``hook`` reduce gradients of the unit ``module``; see `GradientBuffer.reduce_with`."""
-    _set(module, _set_reduce_hook, hook)
+    settings.keep([module], settings.reduce_hook, hook)
 
 
 def _with_divisor(handle: Handle, divisor: float) -> Handle:
     """``handle`` with what a call for a module around it has to know."""
     return replace(handle, choice=replace(handle.choice, gradient_divisor=divisor))
-
-
-def _set_reduce_hook(scheduler: Scheduler, index: int, value: ReduceHook) -> None:
-    scheduler.units[index].reduce_with(value)
-
-
-def _set_reshard_after_backward(scheduler: Scheduler, index: int, value: bool) -> None:
-    scheduler.sequencer.reshards_after_backward[index] = value
-
-
-def _set_reshard(scheduler: Scheduler, index: int, value: bool) -> None:
-    scheduler.sequencer.reshards[index] = value
-
-
-def _set_reduce(scheduler: Scheduler, index: int, value: bool) -> None:
-    scheduler.sequencer.reduce_grads[index] = value
-
-
-def _set_all_reduce(scheduler: Scheduler, index: int, value: bool) -> None:
-    scheduler.sequencer.all_reduce_grads[index] = value
-
-
-def _set_divisor(scheduler: Scheduler, index: int, value: float) -> None:
-    for gradients in scheduler.units[index].gradients:
-        gradients.divide_by(value)
-
-
-def _set_reduced_hook(scheduler: Scheduler, index: int, value: Callable[[Tensor], None]) -> None:
-    for gradients in scheduler.units[index].gradients:
-        gradients.shard.reduced_hook = value
 
 
 def change_precision(
@@ -509,20 +465,15 @@ def unit_of(module: nn.Module) -> Unit:
     return _scheduler_of(module).units[handle_of(module).index]
 
 
-def _units_in(module: nn.Module, *, recurse: bool) -> dict[Runtime, list[int]]:
-    """The units in ``module``; those that are over other ranks belong to another runtime."""
-    _scheduler_of(module)
-    found: dict[Runtime, list[int]] = {}
-    for inner in module.modules() if recurse else (module,):
-        if isinstance(inner, FSDPModule):
-            handle = handle_of(inner)
-            found.setdefault(handle.runtime, []).append(handle.index)
-    return found
+def _units_in(module: nn.Module, recurse: bool) -> "list[FSDPModule]":
+    inner = module.modules() if recurse else (module,)
+    return [unit for unit in inner if isinstance(unit, FSDPModule)]
 
 
 def runtimes_in(module: nn.Module) -> list[Runtime]:
     """What runs the units in ``module``: several, if some of them are models of their own."""
-    return list(_units_in(module, recurse=True))
+    _scheduler_of(module)
+    return list(dict.fromkeys(handle_of(unit).runtime for unit in _units_in(module, recurse=True)))
 
 
 def _refusal(method: str, way_out: str) -> PlanError:

@@ -10,9 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout, ParameterSpec
-from shardwise.runtime.tensor import ExtendedSharding, Sharding, local_of
+from shardwise.tensor.sharding import ExtendedSharding, Sharding, local_of
 
-__all__ = ["FSDPParameter", "ParameterOwner", "split_shard"]
+__all__ = ["STEPS_IN_BACKWARD", "FSDPParameter", "ParameterOwner", "split_shard"]
+
+STEPS_IN_BACKWARD = "_shardwise_steps_in_backward"  # of a parameter whose gradient is dropped there
 
 
 class ParameterOwner:

@@ -9,9 +9,8 @@ import torch
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.plan import Plan
 from shardwise.runtime import hooks
-from shardwise.runtime.attach import check_same_sums
+from shardwise.runtime.checks import check_same_sums
 from shardwise.runtime.ledger import Ledger, Record
-from shardwise.runtime.mesh import DataParallelMesh
 from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.recovery import Recovery
 from shardwise.runtime.unit import Unit
@@ -19,6 +18,7 @@ from shardwise.runtime.versions import ShardVersions
 from shardwise.runtime.write_back import ADVICE, changed_names, collect_changes, sums_of
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, Sequencer
+from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import Communicator, communicator
 from shardwise.transport.device import device_of

@@ -5,7 +5,7 @@ import warnings
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.runtime.tensor import sharding_of
+from shardwise.tensor.sharding import sharding_of
 
 __all__ = ["Structure"]
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise.runtime.attach import checksum
-from shardwise.runtime.mesh import DataParallelMesh
+from shardwise.runtime.checks import checksum
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
+from shardwise.tensor.mesh import DataParallelMesh
 
 __all__ = ["ADVICE", "Sums", "changed_names", "collect_changes", "sums_of"]
 

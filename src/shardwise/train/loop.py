@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.launch.world import World
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.module import runtime_of_root
-from shardwise.runtime.reductions import across
+from shardwise.tensor.reductions import across
 from shardwise.train.build import build_model, build_optimizer, build_scheduler, shard_model
 from shardwise.train.config import Config
 from shardwise.train.data import Sequences, open_corpus

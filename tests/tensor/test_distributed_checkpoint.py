@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from shardwise.plan.layout import Run
-from shardwise.runtime.distributed_checkpoint import boxes, chunks_of
+from shardwise.tensor.distributed_checkpoint import boxes, chunks_of
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())

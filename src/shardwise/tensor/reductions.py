@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise._private import foreach_norm
 from shardwise.plan.layout import Run
-from shardwise.runtime.mesh import DataParallelMesh
+from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.transport.api import RankGroup
 from shardwise.transport.communicator import communicator
 

@@ -1,0 +1,338 @@
+"""Operations of `ShardedTensor`s. All that are not here raise a `ShardedTensorError`.
+
+- *element-wise* operations, ``foreach`` and ``fused`` optimizer kernels included, work on the runs;
+- *reductions* over all dimensions (norm, sum, mean, max, min, all, any) and comparisons (equal,
+  allclose) combine the runs of all ranks, so every rank has to call them;
+- *copies* (clone, detach, zeros_like, to, copy_, assigning ``.data``) and ``redistribute``;
+- *random numbers in place* (normal_, uniform_, hence ``torch.nn.init``) equal those of one process:
+  every rank draws all of them and keeps its own.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwise._private import OpOverload, pytree
+from shardwise.errors import ShardedTensorError
+from shardwise.tensor.reductions import across, combine, norms
+from shardwise.tensor.sharded_tensor import Handler, ShardedTensor
+from shardwise.transport.device import random_states
+
+__all__ = ["draws", "written_tensors"]
+
+
+def draws(func: OpOverload) -> bool:
+    """Whether ``func`` fills a tensor with random numbers."""
+    return func.overloadpacket.__name__ in _RANDOM
+
+
+def written_tensors(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """The tensors that ``func`` changes."""
+    changed = [
+        args[position] if position < len(args) else kwargs.get(name)
+        for position, name in _written_arguments(func)
+    ]
+    return [x for x in pytree.tree_leaves(changed) if isinstance(x, Tensor)]
+
+
+@cache
+def _handler_of(func: OpOverload) -> Handler:
+    name = func.overloadpacket.__name__
+    if name in _HANDLERS:
+        return _HANDLERS[name]
+    if name.startswith(("_foreach_", "_fused_ada", "_fused_sgd")):
+        return _on_lists
+    return _on_runs if torch.Tag.pointwise in func.tags else _refuse
+
+
+@cache
+def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _refuse(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
+    leaves = pytree.tree_leaves((args, kwargs))
+    raise _refusal(func, next(x for x in leaves if isinstance(x, ShardedTensor)))
+
+
+def _refusal(
+    func: OpOverload, x: ShardedTensor, why: str = "needs more than the shard of this rank"
+) -> ShardedTensorError:
+    return ShardedTensorError(
+        f"{func} of {x._sharding.name} {tuple(x.shape)} {why}; use .full_tensor() for the whole, "
+        ".to_local() for this rank's elements, or `sw.gathered(model)`; if it was raised in a "
+        "forward, the module was not called through its unit"
+    )
+
+
+# -- element by element --------------------------------------------------------------------------
+
+
+def _on_runs(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call ``func`` on the runs of its arguments, which have to be cut in the same way."""
+    leaves, tree = [*args, *kwargs.values()], None
+    if any(isinstance(x, (list, tuple, dict)) for x in leaves):
+        leaves, tree = pytree.tree_flatten((list(args), dict(kwargs)))
+    first = next(x for x in leaves if isinstance(x, ShardedTensor))
+    written = written_tensors(func, args, kwargs) if func._schema.is_mutable else []
+    if not all(isinstance(x, ShardedTensor) for x in written):
+        raise _refusal(func, first, "would write a shard into a tensor that is not sharded")
+    local = [_to_run(func, x, first) for x in leaves]
+    if tree is None:  # as in every step of an optimizer: trees take as long as the rest
+        local_args = local[: len(args)]
+        local_kwargs = dict(zip(kwargs, local[len(args) :], strict=True))
+    else:
+        local_args, local_kwargs = tree.unflatten(local)
+    result = func(*local_args, **local_kwargs)
+    for x in written:
+        torch.autograd.graph.increment_version(x)
+    if written:
+        return written[0]
+    if isinstance(result, Tensor):
+        return ShardedTensor(result, first._sharding)
+    return pytree.tree_map_only(Tensor, lambda t: ShardedTensor(t, first._sharding), result)
+
+
+def _to_run(func: OpOverload, x: Any, first: ShardedTensor) -> Any:
+    """The elements of ``x`` that meet this rank's run of ``first``."""
+    if isinstance(x, ShardedTensor):
+        _check_matches(func, first, x)
+        return x._local_tensor
+    if isinstance(x, DTensor):
+        if x.numel() != 1:
+            raise _refusal(func, first, f"with a DTensor of {x.placements}")
+        x = x.full_tensor()
+    if not isinstance(x, Tensor) or x.ndim == 0:
+        return x
+    shape, run = first._sharding.shape, first._sharding.run
+    trailing = shape[len(shape) - x.ndim :]
+    broadcasts = x.ndim <= len(shape) and all(
+        size in (1, wanted) for size, wanted in zip(x.shape, trailing, strict=True)
+    )
+    if not broadcasts:
+        raise _refusal(func, first, f"with a tensor of shape {tuple(x.shape)}")
+    if x.numel() == 1:
+        return x.reshape(1)
+    return x.expand(shape).reshape(-1)[run.start : run.stop]
+
+
+def _alias(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> ShardedTensor:
+    """As `_on_runs`, which is slower: every `nn.Parameter` and every optimizer step calls this."""
+    return ShardedTensor(func(args[0]._local_tensor), args[0]._sharding)
+
+
+def _on_lists(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`foreach` and `fused` kernels: entry i of every list belongs to the same parameter."""
+    _check_lists(func, args)
+    result = func(*map(_locals_of, args), **{key: _locals_of(x) for key, x in kwargs.items()})
+    if func._schema.is_mutable:
+        for x in written_tensors(func, args, kwargs):
+            if isinstance(x, ShardedTensor):
+                torch.autograd.graph.increment_version(x)
+        return None
+    for local, x in zip(result, args[0], strict=True):
+        if isinstance(x, ShardedTensor) and local.shape != x._local_tensor.shape:
+            raise _refusal(func, x)
+    return [_wrap_as(local, x) for local, x in zip(result, args[0], strict=True)]
+
+
+def _wrap_as(local: Tensor, x: Tensor) -> Tensor:
+    """What a function of ``x`` made of the elements of ``x`` that are here."""
+    if isinstance(x, ShardedTensor):
+        return ShardedTensor(local, x._sharding)
+    if isinstance(x, DTensor):
+        return DTensor.from_local(
+            local, x.device_mesh, x.placements, shape=x.shape, stride=x.stride()
+        )
+    return local
+
+
+def _locals_of(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return [_locals_of(y) for y in x]
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def _check_lists(func: OpOverload, args: Sequence[Any]) -> None:
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and len(arg) == len(args[0])]
+    for entries in zip(*lists, strict=True):
+        first = next((x for x in entries if isinstance(x, ShardedTensor)), None)
+        if first is None:
+            continue
+        for x in entries:
+            if isinstance(x, ShardedTensor):
+                _check_matches(func, first, x)
+            elif isinstance(x, Tensor) and (x.numel() != 1 or x is entries[0]):
+                raise _refusal(func, first, f"with an unsharded tensor of shape {tuple(x.shape)}")
+
+
+def _check_matches(func: OpOverload, one: ShardedTensor, other: ShardedTensor) -> None:
+    if not one._sharding.matches(other._sharding):
+        name, shape = other._sharding.name, tuple(other.shape)
+        raise _refusal(func, one, f"with {name} {shape}, which is cut differently")
+
+
+def _view(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
+    x, shape = args[:2]
+    if tuple(shape) != tuple(x.shape):
+        raise _refusal(func, x)
+    if x.requires_grad and torch.is_grad_enabled():
+        # It would reveal the AccumulateGrad node, which never runs. Zero-bubble pipeline schedules
+        # and others find it through a view of the parameter's own shape.
+        raise ShardedTensorError(
+            f"{x._sharding.name}: autograd would record a view of a sharded parameter, which gets "
+            "its gradient from its unit and not from autograd. Take the view under "
+            "torch.no_grad(); register hooks with register_post_accumulate_grad_hook; for "
+            "zero-bubble and ZBV pipeline schedules use shardwise.pipeline.PipelineStage"
+        )
+    alias: Tensor = torch.ops.aten.alias(x)
+    return alias
+
+
+def _index_put(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``x[mask] = number``, with a mask that is cut as ``x`` is."""
+    indices, value = args[1:3]
+    is_mask = all(isinstance(x, ShardedTensor) and x.dtype is torch.bool for x in indices)
+    if len(indices) != 1 or not is_mask or value.numel() != 1:
+        _refuse(func, args, kwargs)
+    return _on_runs(func, args, kwargs)
+
+
+def _draw(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ShardedTensor:
+    """Fill a tensor with the random numbers that one process would draw.
+
+    Raises:
+        ShardedTensorError: the generators of ranks differ, so that each would draw something else.
+    """
+    x: ShardedTensor = args[0]
+    mesh, run = x._sharding.mesh, x._sharding.run
+    generator = kwargs.get("generator")
+    state = random_states(x.device)[-1] if generator is None else generator.get_state()
+    digest = torch.tensor(zlib.crc32(bytes(state.tolist())))
+    digests = across([digest], mesh, mesh.world).view(-1).tolist()
+    if mesh.backend("cpu") != "fake" and len(set(digests)) > 1:
+        raise ShardedTensorError(
+            f"{x._sharding.name}: {func} expects random generators in the same state on all ranks; "
+            "call torch.manual_seed with one seed on every rank before"
+        )
+    whole = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    func(whole, *args[1:], **kwargs)
+    x._local_tensor.copy_(whole.view(-1)[run.start : run.stop])
+    torch.autograd.graph.increment_version(x)
+    return x
+
+
+# -- reductions ----------------------------------------------------------------------------------
+
+_REDUCTIONS = {
+    "linalg_vector_norm": "norm", "norm": "norm", "sum": "sum", "mean": "mean", "max": "max",
+    "amax": "max", "min": "min", "amin": "min", "all": "all", "any": "any",
+}  # fmt: skip
+
+
+def _reduce(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """A reduction over all dimensions; one over some of them or with an index is refused."""
+    x: ShardedTensor = args[0]
+    kind, mesh = _REDUCTIONS[func.overloadpacket.__name__], x._sharding.mesh
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    dims = given.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims or range(x.ndim)
+    if len(func._schema.returns) > 1 or len({dim % max(1, x.ndim) for dim in dims}) < x.ndim:
+        raise _refusal(func, x)
+    dtype, order = given.get("dtype"), given.get("ord", given.get("p", 2.0))
+    run = x._local_tensor if dtype is None else x._local_tensor.to(dtype)
+    if kind == "norm":
+        result = norms([run], mesh, 2.0 if order is None else float(order))[0]
+    else:
+        result = combine(kind, run, x.numel(), mesh)
+    return result.view([1] * x.ndim) if given.get("keepdim") else result
+
+
+def _compare(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether two tensors are equal, or close, on all ranks."""
+    first = next(x for x in args[:2] if isinstance(x, ShardedTensor))
+    if func.overloadpacket.__name__ == "equal" and args[0].shape != args[1].shape:
+        return False
+    # A tensor of one element meets every element, of which this rank may have none.
+    one, other = (_to_run(func, x, first).expand(len(first._sharding.run)) for x in args[:2])
+    answer = torch.tensor(int(func(one, other, *args[2:], **kwargs)))
+    return bool(across([answer], first._sharding.mesh).all())
+
+
+def _foreach_norm(
+    _func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """The global norm of every tensor, in one exchange for each mesh and dtype."""
+    tensors, order = args[0], args[1] if len(args) > 1 else 2.0
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")  # noqa: PLR2004
+    results: dict[int, Tensor] = {}
+    groups: dict[tuple[int, torch.dtype], list[int]] = {}
+    for i, x in enumerate(tensors):
+        if isinstance(x, ShardedTensor):
+            groups.setdefault((id(x._sharding.mesh), x.dtype), []).append(i)
+        else:
+            norm = torch.linalg.vector_norm(x, order, dtype=dtype)
+            results[i] = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    for members in groups.values():
+        runs = [tensors[i]._local_tensor.to(dtype or tensors[i].dtype) for i in members]
+        found = norms(runs, tensors[members[0]]._sharding.mesh, order)
+        results.update(zip(members, found, strict=True))
+    return [results[i] for i in range(len(tensors))]
+
+
+def _foreach_max(_func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Any:
+    return [x.max() for x in args[0]]
+
+
+def _unscale(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
+    """GradScaler's kernel: a non-finite gradient on any rank skips the step on every rank."""
+    grads, found_inf, inverse_scale = args
+    meshes = {id(x._sharding.mesh): x._sharding.mesh for x in grads if isinstance(x, ShardedTensor)}
+    func(_locals_of(grads), found_inf, inverse_scale)
+    for mesh in meshes.values():
+        found_inf.copy_(across([found_inf.reshape(())], mesh).amax())
+
+
+_RANDOM = {
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_",
+    "uniform_",
+}  # fmt: skip
+
+# torch tags these as pointwise, but each rank would draw other numbers.
+_DRAWN_BY_RANK = {"bernoulli", "dropout", "native_dropout", "rand_like"}
+
+# torch does not tag these as pointwise, but they are, or they make a tensor of the same shape.
+_LIKE_POINTWISE = {
+    "_to_copy", "clone", "copy_", "detach_", "empty_like", "fill_", "full_like",
+    "lift_fresh", "masked_fill", "masked_fill_", "ones_like", "zero_", "zeros_like",
+}  # fmt: skip
+
+# Handlers by the name of the operator; what is not here is decided in `_handler_of`.
+_HANDLERS: dict[str, Handler] = {
+    **dict.fromkeys(_DRAWN_BY_RANK, _refuse),
+    **dict.fromkeys(_LIKE_POINTWISE, _on_runs),
+    **dict.fromkeys(("alias", "detach"), _alias),
+    **dict.fromkeys(_RANDOM, _draw),
+    **dict.fromkeys(_REDUCTIONS, _reduce),
+    **dict.fromkeys(("allclose", "equal"), _compare),
+    **dict.fromkeys(("view", "_unsafe_view", "expand"), _view),
+    **dict.fromkeys(("index_put", "index_put_"), _index_put),
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+    "_foreach_max": _foreach_max,
+    "_foreach_norm": _foreach_norm,
+}
+
+
+ShardedTensor.handler_of = staticmethod(_handler_of)

@@ -1,0 +1,281 @@
+"""A DTensor of which each rank stores one run of elements: a parameter, gradient or state.
+
+Its placement is `RaggedShard`, which says the runs. ``.shape``, ``.ndim`` and ``.numel()`` describe
+the whole tensor; ``to_local()`` is what this rank stores of it, 1-D. What can be done with it is in
+`tensor.operations`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from shardwise._private import OpOverload, new_dtensor, use_foreach_for
+from shardwise.errors import ShardedTensorError
+from shardwise.plan.chunks import chunk_of
+from shardwise.plan.granularity import Dim
+from shardwise.plan.layout import Layout, ParameterExtent, Run
+from shardwise.plan.units import UnitPlan
+from shardwise.tensor.distributed_checkpoint import chunks_of, items_of
+from shardwise.tensor.mesh import DataParallelMesh
+from shardwise.tensor.reductions import gather_runs
+from shardwise.tensor.sharding import ChunkSharding, ExtendedSharding, Sharding, sharding_of
+
+__all__ = [
+    "Handler",
+    "OwnPart",
+    "RaggedShard",
+    "RunSharding",
+    "ShardedTensor",
+    "own_part_of",
+    "sharding_for",
+]
+
+Handler = Callable[[OpOverload, Sequence[Any], Mapping[str, Any]], Any]
+
+
+class RaggedShard(Placement):
+    """Each rank of a mesh dimension stores a run of the row-major elements, which may cut rows."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        super().__init__()
+        self.runs = tuple(runs)  # by shard
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RaggedShard) and self.runs == other.runs
+
+    def __hash__(self) -> int:
+        return hash(self.runs)
+
+    def __repr__(self) -> str:
+        return f"RaggedShard({', '.join(f'{run.start}:{run.stop}' for run in self.runs)})"
+
+    __str__ = __repr__
+
+
+class RunSharding(Sharding):
+    """Runs of elements, in `ShardedTensor`s."""
+
+    _uses_groups = False
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The elements that each rank stores."""
+        return self.layout.runs(self.extent)
+
+    @property
+    def run(self) -> Run:
+        """The elements that this rank stores."""
+        return self.layout.run(self.extent, self.mesh.rank)
+
+    def wrap(self, local: Tensor) -> DTensor:
+        return ShardedTensor(local, self)
+
+    def own_part_of(self, whole: Tensor) -> Tensor:
+        return whole.reshape(-1)[self.run.start : self.run.stop]
+
+    def is_cut_as(self, other: Sharding) -> bool:
+        return isinstance(other, RunSharding) and self.runs == other.runs
+
+    def describes(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, ShardedTensor) and tensor.sharding.matches(self)
+
+    @property
+    def _inner_placement(self) -> Placement:
+        return RaggedShard(self.runs)
+
+
+class ShardedTensor(DTensor):
+    """A tensor of ``sharding.shape`` of which this rank stores ``local`` [run].
+
+    Made by `shardwise.fully_shard`. ``requires_grad``, names and ``.grad`` are as for any tensor.
+    """
+
+    _sharding: RunSharding
+    # Set by `tensor.operations`, which needs this class.
+    handler_of: ClassVar[Callable[[OpOverload], Handler]]
+
+    @staticmethod
+    def __new__(
+        cls: "type[ShardedTensor]",
+        local: Tensor,
+        sharding: RunSharding,
+        *,
+        requires_grad: bool = False,
+    ) -> "ShardedTensor":
+        assert local.shape == (len(sharding.run),), f"{sharding.name}: {tuple(local.shape)}"
+        self: ShardedTensor = new_dtensor(cls, local, sharding.spec(local), requires_grad)
+        self._sharding = sharding
+        return self
+
+    def __init__(self, *_args: object, **_kwargs: object) -> None:
+        """Everything is done by ``__new__``; DTensor's own takes long."""
+
+    def to_local(self, *, grad_placements: object = None) -> Tensor:  # noqa: ARG002
+        """This rank's elements, 1-D: a run of the row-major tensor, sharing its memory."""
+        return self._local_tensor
+
+    def full_tensor(self, *, grad_placements: object = None) -> Tensor:  # noqa: ARG002
+        """Gather the whole tensor; every rank has to call this."""
+        with torch.no_grad():
+            runs, mesh = self._sharding.runs, self._sharding.mesh
+            local = self._local_tensor.detach()
+            if len(runs) == 1:
+                return local.clone().view(self._sharding.shape)
+            padded = gather_runs(local, runs, mesh, self._sharding.label)
+            pieces = [row[: len(run)] for row, run in zip(padded, runs, strict=True)]
+            return torch.cat(pieces).view(self._sharding.shape)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **_options: object,
+    ) -> DTensor:
+        """A DTensor with other ``placements`` on ``device_mesh``; every rank has to call this."""
+        mesh = self.device_mesh if device_mesh is None else device_mesh
+        wanted = [Replicate()] * mesh.ndim if placements is None else list(placements)
+        if mesh == self.device_mesh and tuple(wanted) == self.placements:
+            return self
+        return distribute_tensor(self.full_tensor(), mesh, wanted, src_data_rank=None)
+
+    @property
+    def sharding(self) -> RunSharding:
+        """Which elements are on which rank."""
+        return self._sharding
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor without its history; assigning a sharded or a whole tensor copies it."""
+        data: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Copy instead of taking the memory of ``value``, for the shard is a view of a buffer."""
+        expected, got = ((x.dtype, tuple(x.shape)) for x in (self, value))
+        if got != expected:
+            raise ShardedTensorError(
+                f"{self._sharding.name}.data: expected a tensor of {expected[0]} {expected[1]}, "
+                f"got {got[0]} {got[1]}; convert the model before fully_shard"
+            )
+        with torch.no_grad():
+            self.detach().copy_(value)
+
+    def _refuse_memory(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise ShardedTensorError(
+            f"{self._sharding.name}: this rank has no memory of the whole tensor; call "
+            ".full_tensor() first, or save the model inside `with sw.gathered(model):`, or with "
+            "sw.save, which gathers nothing"
+        )
+
+    # Libraries that save or share tensors, such as safetensors and transformers, ask for these.
+    untyped_storage = storage = numpy = tolist = __array__ = __reduce_ex__ = _refuse_memory
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        run, mesh = self._sharding.run, self._sharding.mesh
+        return (
+            f"ShardedTensor({self._sharding.name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"device={self.device}, elements {run.start}:{run.stop} on rank {mesh.rank} of "
+            f"{mesh.size})"
+        )
+
+    # The protocol of `torch.distributed.checkpoint` for tensors that are on several ranks.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[object]:  # noqa: A002
+        return items_of(fqn, self.shape, self._sharding.run, self._local_tensor)
+
+    def __create_chunk_list__(self) -> list[object]:
+        return [chunk for chunk, _ in self._chunks()]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return next(part for chunk, part in self._chunks() if chunk.offsets == index.offset)
+
+    def _chunks(self) -> list[tuple[Any, Tensor]]:
+        return chunks_of(self.shape, self._sharding.run, self._local_tensor.detach())
+
+    def __tensor_flatten__(self) -> tuple[list[str], RunSharding]:
+        return ["_local_tensor"], self._sharding
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, Tensor],
+        sharding: RunSharding,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+    ) -> "ShardedTensor":
+        return ShardedTensor(inner["_local_tensor"], sharding)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self._sharding.copy_of(self, memo)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: OpOverload,
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return cls.handler_of(func)(func, args, kwargs or {})
+
+
+use_foreach_for(ShardedTensor)
+
+
+def sharding_for(
+    unit: UnitPlan,
+    layout: Layout,
+    extent: ParameterExtent,
+    mesh: DataParallelMesh,
+    original: Tensor,
+) -> Sharding:
+    """How the parameter of ``extent`` is distributed, which is ``original`` now."""
+    place = f"elements {extent.offset}:{extent.stop} of buffer {unit.layouts.index(layout)}"
+    label = f"{place} of {unit.label}"
+    in_chunks = isinstance(extent.parameter.granularity, Dim)
+    before = sharding_of(original)
+    if before is not None:
+        inner = before.tensor_parallel
+    else:
+        inner = original._spec if isinstance(original, DTensor) else None
+    kind = ExtendedSharding if extent.parameter.is_extended else ChunkSharding
+    return (kind if in_chunks else RunSharding)(layout, extent, mesh, label, inner)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """The elements of a tensor that this rank stores, as do ``num_replicas - 1`` other ranks."""
+
+    run: Run
+    replica: int
+    num_replicas: int
+
+
+def own_part_of(tensor: Tensor) -> OwnPart | None:
+    """What is here of ``tensor``; None if it is no DTensor, or if its elements here are no run."""
+    if isinstance(tensor, ShardedTensor):
+        mesh = tensor.sharding.mesh
+        num_replicas = mesh.num_ranks // mesh.size
+        replica = mesh.column.index if num_replicas > 1 else 0
+        return OwnPart(tensor.sharding.run, replica, num_replicas)
+    coordinate = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else None
+    if coordinate is None or not isinstance(tensor, DTensor):
+        return None
+    run, replica, num_replicas = Run(0, tensor.numel()), 0, 1
+    for placement, size, index in zip(
+        tensor.placements, tensor.device_mesh.shape, coordinate, strict=True
+    ):
+        if placement.is_replicate():
+            replica, num_replicas = replica * size + index, num_replicas * size
+        elif placement == Shard(0) and run == Run(0, tensor.numel()):
+            rows, row = chunk_of(tensor.shape[0], size, index), prod(tensor.shape[1:])
+            run = Run(rows.start * row, rows.stop * row)
+        else:
+            return None
+    return OwnPart(run, replica, num_replicas)

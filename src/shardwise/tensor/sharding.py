@@ -1,0 +1,300 @@
+"""Where the elements of a parameter are: which rank stores what, and as which DTensor."""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils.dlpack import from_dlpack
+
+from shardwise._private import (
+    AsyncCollectiveTensor,
+    DTensorSpec,
+    TensorMeta,
+    joined_mesh,
+    new_dtensor,
+    strided_shard,
+)
+from shardwise.plan.chunks import chunk_of, chunk_shape
+from shardwise.plan.granularity import Dim
+from shardwise.plan.layout import Layout, ParameterExtent
+from shardwise.tensor.mesh import DataParallelMesh
+
+__all__ = [
+    "ChunkSharding",
+    "ExtendedSharding",
+    "Sharding",
+    "is_tensor_parallel",
+    "local_of",
+    "mesh_of",
+    "sharding_of",
+]
+
+_SHARDING = "_sharding"  # a parameter's attribute
+
+
+@dataclass(frozen=True, eq=False)
+class Sharding(ABC):
+    """Where the elements of one parameter are; shared by its gradient and its optimizer states.
+
+    `RunSharding` is of runs of elements, `ChunkSharding` of chunks of a dim, and `ExtendedSharding`
+    of chunks of classes that say themselves what is gathered of them.
+    """
+
+    layout: Layout
+    extent: ParameterExtent
+    mesh: DataParallelMesh
+    label: str  # the same on ranks that give the parameter other names
+    tensor_parallel: DTensorSpec | None = None  # of a parameter that was a DTensor before
+    _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
+
+    _uses_groups: ClassVar[bool]  # whether torch's operators run collectives on these tensors
+
+    @abstractmethod
+    def wrap(self, local: Tensor) -> DTensor:
+        """The tensor of which this rank stores ``local``, 1-D."""
+
+    @abstractmethod
+    def own_part_of(self, whole: Tensor) -> Tensor:
+        """What this rank stores of ``whole``."""
+
+    @abstractmethod
+    def is_cut_as(self, other: "Sharding") -> bool:
+        """Whether tensors of both have the same elements in the shards of the same number."""
+
+    @abstractmethod
+    def describes(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is distributed in this way."""
+
+    @property
+    @abstractmethod
+    def _inner_placement(self) -> Placement:
+        """On the mesh dimension over which parameters are sharded."""
+
+    @property
+    def name(self) -> str:
+        return self.extent.parameter.name
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.extent.parameter.shape)
+
+    def mark(self, parameter: Tensor) -> None:
+        """Have `sharding_of` find this."""
+        vars(parameter)[_SHARDING] = self
+
+    def mark_if_described(self, parameter: Tensor) -> None:
+        """Have `sharding_of` find this again, if ``parameter`` is distributed in this way."""
+        if sharding_of(parameter) is None and self.describes(parameter):
+            self.mark(parameter)
+
+    def empty(self, dtype: torch.dtype, device: torch.device) -> DTensor:
+        """A tensor with undefined values."""
+        num_owned = self.layout.num_owned(self.extent, self.mesh.rank)
+        return self.wrap(torch.empty(num_owned, dtype=dtype, device=device))
+
+    def rebind(self, tensor: Tensor, local: Tensor) -> None:
+        """Have ``tensor`` store its elements in ``local``, of the same shape and dtype."""
+        assert isinstance(tensor, DTensor)
+        before = tensor._local_tensor
+        assert (local.shape, local.dtype) == (before.shape, before.dtype)
+        tensor._local_tensor = local
+
+    def matches(self, other: "Sharding") -> bool:
+        """Whether tensors of both have the same elements on the same ranks."""
+        return self is other or (
+            self.mesh.is_same(other.mesh) and self.shape == other.shape and self.is_cut_as(other)
+        )
+
+    def copy_of(self, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        """What `copy.deepcopy` makes of ``tensor``."""
+        if id(tensor) not in memo:
+            twin: Tensor = self.wrap(self.copy_of_local(tensor))
+            if isinstance(tensor, nn.Parameter):
+                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+                self.mark(twin)
+            memo[id(tensor)] = twin
+        known: Tensor = memo[id(tensor)]
+        return known
+
+    def copy_of_local(self, tensor: Tensor) -> Tensor:
+        """A copy of what this rank stores of ``tensor``, for `wrap`."""
+        return local_of(tensor).detach().clone().reshape(-1)
+
+    def dense(self, local: Tensor) -> Tensor:
+        """The parameter that modules compute with, of which ``local`` is the memory."""
+        return local
+
+    def local_of_dense(self, dense: Tensor) -> Tensor:
+        """The reverse, also for gradients."""
+        return dense
+
+    def spec(self, local: Tensor) -> DTensorSpec:
+        """What torch's DTensor knows of a tensor of which this rank stores ``local``."""
+        known = self._specs.get(local.dtype)
+        if known is None:
+            known = self._specs[local.dtype] = self._new_spec(local)
+        return known
+
+    def _new_spec(self, local: Tensor) -> DTensorSpec:
+        strides = torch.empty(self.shape, device="meta").stride()
+        meta = TensorMeta(self.shape, strides, local.dtype)
+        mesh = self.mesh.device_mesh(local.device.type, has_groups=self._uses_groups)
+        return DTensorSpec(mesh, self._placements(mesh.ndim), tensor_meta=meta)
+
+    def _placements(self, num_dims: int) -> tuple[Placement, ...]:
+        is_cut = self.mesh.size > 1 or self.mesh.num_ranks == 1
+        inner: Placement = self._inner_placement if is_cut else Replicate()
+        outer = inner if self.mesh.size == self.mesh.num_ranks else Replicate()
+        return (outer, inner)[-num_dims:]
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "Sharding":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A parameter that was pickled is on its own; process groups cannot be pickled."""
+        return type(None), ()
+
+
+class ChunkSharding(Sharding):
+    """Chunks of a dim, in torch's own DTensors: those of FSDP2.
+
+    With tensor parallelism, ``extent`` is of this rank's part of the parameter.
+    """
+
+    _uses_groups = True
+
+    @property
+    def shape(self) -> torch.Size:
+        return super().shape if self.tensor_parallel is None else self.tensor_parallel.shape
+
+    def _new_spec(self, local: Tensor) -> DTensorSpec:
+        inner = self.tensor_parallel
+        if inner is None:
+            return super()._new_spec(local)
+        outer = self.mesh.device_mesh(local.device.type, has_groups=True)
+        num_inner = prod(
+            inner.mesh.size(i)
+            for i, placement in enumerate(inner.placements)
+            if isinstance(placement, Shard) and placement.dim == self._dim
+        )
+        placements = [
+            strided_shard(self._dim, num_inner) if num_inner > 1 and one.is_shard() else one
+            for one in self._placements(outer.ndim)
+        ]
+        meta = TensorMeta(self.shape, inner.stride, local.dtype)
+        mesh = joined_mesh(outer, inner.mesh)
+        return DTensorSpec(mesh, (*placements, *inner.placements), tensor_meta=meta)
+
+    def dense(self, local: Tensor) -> Tensor:
+        inner = self.tensor_parallel
+        if inner is None:
+            return local
+        meta = TensorMeta(self.shape, inner.stride, local.dtype)
+        spec = DTensorSpec(inner.mesh, inner.placements, tensor_meta=meta)
+        dense: DTensor = new_dtensor(DTensor, local, spec, requires_grad=False)
+        return dense
+
+    def local_of_dense(self, dense: Tensor) -> Tensor:
+        inner = self.tensor_parallel
+        if inner is None or not isinstance(dense, DTensor):
+            return dense
+        if dense.placements != inner.placements:  # partial sums, as those of a gradient may be
+            dense = dense.redistribute(inner.mesh, inner.placements)
+        local = dense._local_tensor
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+    def wrap(self, local: Tensor) -> DTensor:
+        if local.storage_offset():
+            local = _with_own_storage(local)
+        chunk = local.view(chunk_shape(self.extent.parameter, self.mesh.size, self.mesh.rank))
+        wrapped: DTensor = new_dtensor(DTensor, chunk, self.spec(chunk), requires_grad=False)
+        return wrapped
+
+    def own_part_of(self, whole: Tensor) -> Tensor:
+        run = chunk_of(whole.shape[self._dim], self.mesh.size, self.mesh.rank)
+        return whole.narrow(self._dim, run.start, len(run))
+
+    def is_cut_as(self, other: Sharding) -> bool:
+        sizes = self.mesh.size, other.mesh.size
+        return isinstance(other, ChunkSharding) and self._dim == other._dim and len(set(sizes)) == 1
+
+    def describes(self, tensor: Tensor) -> bool:
+        spec = next(iter(self._specs.values()))
+        return isinstance(tensor, DTensor) and (
+            (tensor.shape, tensor.device_mesh, tensor.placements)
+            == (self.shape, spec.mesh, spec.placements)
+        )
+
+    @property
+    def _dim(self) -> int:
+        granularity = self.extent.parameter.granularity
+        assert isinstance(granularity, Dim)
+        return granularity.dim
+
+    @property
+    def _inner_placement(self) -> Placement:
+        return Shard(self._dim)
+
+
+class ExtendedSharding(ChunkSharding):
+    """Chunks that are tensors of the parameter's own class; its gradient and states are plain."""
+
+    def wrap(self, local: Tensor) -> DTensor:
+        if type(local) is Tensor:
+            return super().wrap(local)
+        wrapped: DTensor = new_dtensor(DTensor, local, self.spec(local), requires_grad=False)
+        return wrapped
+
+    def stored_part_of(self, whole: Tensor) -> DTensor:
+        """What this rank stores of ``whole``, by the operations that FSDP2 asks of such a class."""
+        size, rank = self.mesh.size, self.mesh.rank
+        chunks = torch.chunk(whole.detach(), size, dim=self._dim)
+        local = whole.new_zeros(chunks[0].shape)
+        length = chunks[rank].shape[self._dim] if rank < len(chunks) else 0
+        if length:
+            local.narrow(self._dim, 0, length).copy_(chunks[rank])
+        return self.wrap(local.narrow(self._dim, 0, length))
+
+    def copy_of_local(self, tensor: Tensor) -> Tensor:
+        return copy.deepcopy(local_of(tensor).detach())
+
+
+def _with_own_storage(flat: Tensor) -> Tensor:
+    """The same memory from the beginning of a Storage; with an offset, DTensors cannot be pickled.
+
+    DLPack is the public way to such a Storage, which keeps the other alive.
+    """
+    if flat.is_meta or not flat.numel():
+        return flat.new_empty(flat.shape)
+    return from_dlpack(flat.detach().view(torch.uint8)).view(flat.dtype)
+
+
+def is_tensor_parallel(parameter: Tensor) -> bool:
+    """Whether ``parameter`` is a DTensor that `fully_shard` has not distributed."""
+    return isinstance(parameter, DTensor) and sharding_of(parameter) is None
+
+
+def sharding_of(parameter: Tensor) -> Sharding | None:
+    """How `fully_shard` distributed ``parameter``; None if it did not."""
+    found = vars(parameter).get(_SHARDING)
+    assert found is None or isinstance(found, Sharding)
+    return found
+
+
+def mesh_of(parameters: Iterable[Tensor]) -> DataParallelMesh | None:
+    """The ranks that share a model with ``parameters``, experts among them; None: not sharded."""
+    found = (sharding_of(parameter) for parameter in parameters)
+    meshes = (one.mesh for one in found if one is not None)
+    return max(meshes, key=lambda mesh: mesh.num_ranks, default=None)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank stores of a DTensor, itself; its ``to_local()`` may be a view of it."""
+    assert isinstance(tensor, DTensor)
+    return tensor._local_tensor
