@@ -1,4 +1,4 @@
-"""No allocator call after the second step but for gradients: the pool has what else a step takes.
+"""No allocator call after the second step but for gradients, and the same addresses in each step.
 
 What whole gradients take is there in backward alone, for then activations go.
 """
@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
@@ -57,6 +58,8 @@ def _train(
     model = SHAPES[name].build()
     sw.fully_shard(model, units=SHAPES[name].units, strategy=preset, **options)
     pools = runtime_of(model).pools
+    addresses = _watch_addresses(model)
+    before_step: list[int] = []
     for step in range(1, 9):
         for _ in range(turns):
             with _counted() as forward:
@@ -75,8 +78,27 @@ def _train(
             _ = model(torch.ones(1, 16)) if turns > 1 else None
         assert step <= settled or evaluation == _Allocated([], []), f"{what}: {evaluation}"
         model.zero_grad()
+        assert step <= settled or addresses == before_step, f"{what}: gathered elsewhere"
+        before_step, addresses[:] = list(addresses), []
     assert pools.gathered.allocated_bytes == pools.gradients.held_bytes == 0
     assert pools.outer_gradients.held_bytes == 0
+
+
+def _watch_addresses(model: nn.Module) -> list[int]:
+    """A list that is filled with the addresses of parameters when modules use them."""
+    addresses: list[int] = []
+
+    def record(module: nn.Module) -> None:
+        addresses.extend(parameter.data_ptr() for parameter in module.parameters(recurse=False))
+
+    def in_forward(module: nn.Module, _: object, output: Tensor) -> None:
+        record(module)
+        if output.requires_grad:
+            output.register_hook(lambda _: record(module))  # type: ignore[no-untyped-call]
+
+    for module in model.modules():
+        module.register_forward_hook(in_forward)
+    return addresses
 
 
 @dataclass(frozen=True)

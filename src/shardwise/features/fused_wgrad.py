@@ -12,16 +12,23 @@ autocast, in functorch, of complex numbers, and of embeddings on a GPU.
 """
 
 import weakref
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from shardwise import _private
+from shardwise.features.slot_functions import (
+    CompiledEmbedding,
+    CompiledLinear,
+    Saved,
+    SlotEmbeddingFunction,
+    SlotLinearFunction,
+    offer_of,
+    offer_slot,
+)
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.flat_parameters import FlatParameters
 from shardwise.runtime.scheduler import Scheduler
@@ -35,11 +42,7 @@ __all__ = [
     "replace_layers",
 ]
 
-_OFFER = "_shardwise_slot"
 _LEAST_ELEMENTS = 1 << 16  # a Python function costs autograd more than copying fewer does
-
-# Where to compute a gradient, and whether it is to be added to one that is there.
-SlotOffer = Callable[[], tuple[Tensor, bool] | None]
 
 
 def replace_layers(root: nn.Module) -> None:
@@ -54,8 +57,9 @@ def offer_slots(runtime: Runtime) -> None:
     for index, unit in enumerate(runtime.units):
         for flat in unit.flats:
             for position, parameter in enumerate(flat.parameters):
-                claim = partial(_claim_slot, scheduler, index, weakref.ref(flat), position)
-                offer_slot(parameter.dense, claim)
+                if parameter.dense.numel() >= _LEAST_ELEMENTS:
+                    claim = partial(_claim_slot, scheduler, index, weakref.ref(flat), position)
+                    offer_slot(parameter.dense, claim)
 
 
 def let_compute_in_slot(module: nn.Module) -> None:
@@ -82,12 +86,6 @@ def _claim_slot(
     return scheduler.units[index].claim_gradient(flat, position, in_slot=in_slot)
 
 
-def offer_slot(weight: nn.Parameter, offer: SlotOffer) -> None:
-    """Have ``offer`` asked in backward for memory like ``weight``; None: there is none now."""
-    if weight.numel() >= _LEAST_ELEMENTS:
-        weight.__dict__[_OFFER] = offer
-
-
 def computes_in_slot(module: nn.Module | None) -> bool:
     """Whether a module asks its weight for memory in backward."""
     if isinstance(module, SlotEmbedding):
@@ -100,15 +98,19 @@ class SlotLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (its name in nn.Linear)
         weight: Tensor = self.weight
-        offer = _offer_of(weight)
+        offer: Any = offer_of(weight)
         is_real = input.dtype == weight.dtype and not weight.is_complex()
         if offer is None or not is_real or not _is_plain(input, weight):
             return super().forward(input)
+        output: Tensor
+        if torch.compiler.is_compiling():
+            output = CompiledLinear.apply(input, weight, self.bias, offer)  # type: ignore[no-untyped-call]
+            return output
         before = None
         if input.requires_grad and _private.has_saved_tensors_hooks():
-            input = _Saved.apply(input, weight)  # type: ignore[no-untyped-call]  # noqa: A001
+            input = Saved.apply(input, weight)  # type: ignore[no-untyped-call]  # noqa: A001
             before = input.grad_fn
-        output: Tensor = _Linear.apply(input, weight, self.bias, offer, before)  # type: ignore[no-untyped-call]
+        output = SlotLinearFunction.apply(input, weight, self.bias, offer, before)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -117,11 +119,12 @@ class SlotEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (its name in nn.Embedding)
         weight: Tensor = self.weight
-        offer = _offer_of(weight)
+        offer: Any = offer_of(weight)
         if offer is None or not self.is_plain or not _is_plain(input, weight):
             return super().forward(input)
         padding = -1 if self.padding_idx is None else self.padding_idx
-        output: Tensor = _Embedding.apply(input, weight, padding, offer)  # type: ignore[no-untyped-call]
+        kind: Any = CompiledEmbedding if torch.compiler.is_compiling() else SlotEmbeddingFunction
+        output: Tensor = kind.apply(input, weight, padding, offer)
         return output
 
     @property
@@ -142,96 +145,6 @@ def _slot_class(kind: Any, plain: Any, in_slot: Any) -> Any:
     return type(kind.__name__, (in_slot, kind), names)
 
 
-class _Saved(torch.autograd.Function):
-    """What a product's backward needs, saved before the product, as torch's own does.
-
-    Or a checkpoint, which stops computing again when it has all that was saved, would compute the
-    last product of a block for nothing.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0], None
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offer: SlotOffer, before: Any
-    ) -> Tensor:
-        """``before``: the node of `_Saved`, if that has saved them."""
-        if before is None:
-            ctx.save_for_backward(x, weight)
-        ctx.offer, ctx.before = offer, before
-        return functional.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients  # [..., outputs]
-        saved = ctx if ctx.before is None else ctx.before
-        x, weight = saved.saved_tensors  # [..., inputs], [outputs, inputs]
-        rows = gradient.reshape(-1, weight.shape[0])
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        needs_x = needs_x and _is_wanted(ctx.next_functions[0][0])
-        needs_weight = needs_weight and _is_wanted(ctx.next_functions[1][0])
-        of_weight = None
-        if needs_weight:
-            offered = ctx.offer() if _goes_to_grad(ctx.next_functions[1][0]) else None
-            inputs = x.reshape(-1, weight.shape[1])
-            if offered is None:
-                of_weight = rows.t() @ inputs
-            else:
-                slot, is_begun = offered
-                if is_begun:
-                    slot.addmm_(rows.t(), inputs)
-                else:
-                    of_weight = torch.mm(rows.t(), inputs, out=slot)
-        of_x = gradient @ weight if needs_x else None
-        return of_x, of_weight, rows.sum(0) if needs_bias else None, None, None
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, padding: int, offer: SlotOffer) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.padding, ctx.offer, ctx.num_rows = padding, offer, weight.shape[0]
-        return functional.embedding(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients  # [..., width]
-        (x,) = ctx.saved_tensors  # [...]
-        offered = ctx.offer() if _goes_to_grad(ctx.next_functions[1][0]) else None
-        if offered is None:
-            whole: Tensor = torch.ops.aten.embedding_dense_backward(
-                gradient, x, ctx.num_rows, ctx.padding, False
-            )
-            return None, whole, None, None
-        slot, is_begun = offered
-        if not is_begun:
-            slot.zero_()
-        numbers, places = x.unique(return_inverse=True)
-        # Summed on their own first: small ones would get lost in a large one, in bfloat16.
-        total = torch.promote_types(slot.dtype, torch.float32)
-        sums = gradient.new_zeros(len(numbers), slot.shape[1], dtype=total)
-        sums.index_add_(0, places.flatten(), gradient.reshape(-1, slot.shape[1]).to(total))
-        sums[numbers == ctx.padding] = 0
-        slot.index_add_(0, numbers, sums.to(slot.dtype))
-        return None, None if is_begun else slot, None, None
-
-
-def _offer_of(weight: Tensor) -> SlotOffer | None:
-    if torch.compiler.is_compiling():
-        return None
-    offer: SlotOffer | None = weight.__dict__.get(_OFFER)
-    return offer
-
-
 def _is_plain(x: Tensor, weight: Tensor) -> bool:
     return (
         torch.is_grad_enabled()
@@ -240,22 +153,3 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
         and not torch.is_autocast_enabled(x.device.type)
         and not _private.is_transformed_by_functorch()
     )
-
-
-def _is_wanted(node: Any) -> bool:
-    """Whether this backward reaches ``node``; one to some tensors only, of a pipeline, may not."""
-    try:
-        return _private.will_execute(node)
-    except RuntimeError:  # so says torch in `torch.autograd.grad`, which returns what comes there
-        return True
-
-
-def _goes_to_grad(node: Any) -> bool:
-    """Whether autograd will hand a gradient to ``node``, an AccumulateGrad, and to nothing else."""
-    weight = getattr(node, "variable", None)
-    if torch.is_grad_enabled() or weight is None or _private.gradient_hooks(weight):
-        return False
-    try:
-        return _private.will_execute(node)
-    except RuntimeError:  # so says torch in `torch.autograd.grad`, which returns it
-        return False

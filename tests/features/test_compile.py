@@ -1,0 +1,142 @@
+"""`torch.compile` around and inside units: what breaks, and which gradients come in slots."""
+
+import copy
+from collections import defaultdict
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.runtime.gradients import GradientBuffer
+from tests.ranks import on_ranks
+from tests.runtime.one_process import assert_equal_models, own_part
+
+WIDTH = 256  # a weight is large enough for a slot
+VOCABULARY = 300
+BACKENDS = ["aot_eager", "inductor"]
+WAYS = ("once", "checkpoint", "twice", "penalty")  # the last two use a weight twice
+
+
+class Block(nn.Module):
+    """Uses its weights as ``way`` says."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.norm = nn.LayerNorm(WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "checkpoint":
+            y: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        else:
+            y = self.inner(x)
+        return y
+
+    def inner(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.second(self.first(self.norm(x)).relu())
+        if self.way == "twice":
+            y = self.second(y)
+        if self.way == "penalty":
+            y = y + self.second.weight.square().mean()
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self, ways: tuple[str, ...]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(way) for way in ways)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def build(kind: type[Model], *ways: str) -> tuple[nn.Module, nn.Module]:
+    """A model of blocks that are units, and the same in one process."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    reference = kind(ways).double()
+    return sw.fully_shard(copy.deepcopy(reference), units=Block), reference
+
+
+def weights_in_slots(model: nn.Module, reference: nn.Module) -> set[str]:
+    """Those whose gradients come in their slots; all are compared with those of one process."""
+    found: defaultdict[str, set[bool]] = defaultdict(set)
+    write = GradientBuffer.write
+
+    def watch(gradients: GradientBuffer, position: int, gradient: Tensor) -> None:
+        slot = gradients._buffer.views[position]
+        name = gradients.parameters[position].name
+        found[name].add(gradient.data_ptr() == slot.data_ptr())
+        write(gradients, position, gradient)
+
+    for step in range(2):
+        tokens = torch.randint(0, VOCABULARY, (4, 5))
+        with mock.patch.object(GradientBuffer, "write", watch):
+            model(own_part(tokens)).square().mean().backward()
+        reference(tokens).square().mean().backward()
+        assert_equal_models(model, reference, step)
+    assert all(len(ways) == 1 for ways in found.values()), "the same in each step"
+    return {name for name, is_in_slot in found.items() if is_in_slot == {True}}
+
+
+@on_ranks(2, deadline=120.0)
+@pytest.mark.parametrize(
+    ("ways", "backend"),
+    [
+        (("once", "checkpoint"), "aot_eager"),
+        *(pytest.param(WAYS, name, marks=pytest.mark.thorough) for name in BACKENDS),
+    ],
+)
+def test_compiled_blocks_compute_in_slots(ways: tuple[str, ...], backend: str) -> None:
+    """Of several uses in one graph, the compiler adds gradients: in the slot or out of it."""
+    model, reference = build(Model, *ways)
+    eager = weights_in_slots(model, reference)
+    layers = {f"blocks.{i}.{name}.weight" for i in range(len(ways)) for name in ("first", "second")}
+    assert eager == {"embedding.weight", *layers} - {"blocks.3.second.weight"}
+    model, reference = build(Model, *ways)
+    for block in model.get_submodule("blocks").children():
+        block.compile(fullgraph=True, backend=backend)
+    added = {"blocks.2.second.weight", "blocks.3.second.weight"}
+    assert weights_in_slots(model, reference) - added == eager - added
+
+
+class Unrolled(Model):
+    """Computes between its units, without a loop, whose frame Dynamo would not compile."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        x = self.blocks[0](x).tanh()
+        y: Tensor = self.head(self.blocks[1](x))
+        return y
+
+
+@on_ranks(2, deadline=120.0)
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
+)
+def test_a_compiled_model_breaks_at_its_units_alone(backend: str) -> None:
+    """A weight that is used in two graphs loses its slot: neither can add to the other's."""
+    model, reference = build(Unrolled, "once", "once")
+    eager = weights_in_slots(model, reference)
+    model, reference = build(Unrolled, "once", "once")
+    counters.clear()
+    counting = CompileCounterWithBackend(backend)
+    model.forward = torch.compile(model.forward, backend=counting)
+    assert weights_in_slots(model, reference) == eager - {"embedding.weight"}
+    assert counting.frame_count == 4, "the embedding, both blocks, between them, and the head"
+    breaks = counters["graph_break"]
+    assert sum(breaks.values()) == 2
+    assert all("FSDPModule.__call__" in reason for reason in breaks)
