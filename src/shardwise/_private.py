@@ -46,6 +46,7 @@ __all__ = [
     "current_graph_task",
     "default_store",
     "eval_frame",
+    "flat_mesh",
     "foreach_norm",
     "gradient_hooks",
     "group_timeout",
@@ -83,6 +84,7 @@ REQUIRED = (
     "torch._C._will_engine_execute_node",
     "torch.Tensor._dtensor__new__",
     "torch.distributed.device_mesh.DeviceMesh._concatenate",
+    "torch.distributed.device_mesh.DeviceMesh._flatten",
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
     "torch.Tensor._use_count",
     (
@@ -149,6 +151,11 @@ def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
         RuntimeError: they are not.
     """
     return DeviceMesh._concatenate([outer, inner])
+
+
+def flat_mesh(mesh: DeviceMesh, dims: Sequence[str]) -> DeviceMesh:
+    """``dims`` of ``mesh`` as one dim, with a process group of its own if they are several."""
+    return mesh[dims[0]] if len(dims) == 1 else mesh[tuple(dims)]._flatten("_".join(dims))
 
 
 def register_fully_shard(module: Any) -> None:

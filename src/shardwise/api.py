@@ -40,7 +40,7 @@ from shardwise.runtime.engine import Handle, Runtime
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.module import FSDPModule, handle_of, mark
 from shardwise.runtime.replaced import restore_ties
-from shardwise.tensor.mesh import DataParallelMesh, resolve_mesh
+from shardwise.tensor.mesh import DataParallelMesh, data_parallel_part, resolve_mesh
 from shardwise.tensor.sharding import is_tensor_parallel, sharding_of
 
 __all__ = ["fully_shard"]
@@ -119,7 +119,9 @@ def fully_shard(
             different seeds for example, so that their shards make up a weight of none of them, or
             if parameters are added later, which no rank shares: ``"error"``, or ``"warn"``, for
             FSDP2 keeps each rank's own.
-        dp_mesh_dims: FSDP2's; refused.
+        dp_mesh_dims: FSDP2's `DataParallelMeshDims`: the dims of ``mesh`` to shard over, and to
+            repeat the model over. The parameters are DTensors on all of ``mesh`` then, replicated
+            on these dims.
 
     Raises:
         PlanError: the arguments do not fit the model or each other.
@@ -128,14 +130,18 @@ def fully_shard(
     """
     if unused not in UNUSED:
         raise PlanError(f"unused={unused!r}: expected one of {', '.join(UNUSED)}")
+    dims: tuple[str, ...] = ()
     if dp_mesh_dims is not None:
-        raise PlanError("dp_mesh_dims: pass these dimensions only, as in mesh=mesh['shard']")
+        dims = (*dp_mesh_dims.replicate_names, *dp_mesh_dims.shard_names)
+        mesh = data_parallel_part(mesh, dp_mesh_dims.shard_names, dp_mesh_dims.replicate_names)
+        if strategy is None and not dp_mesh_dims.shard_names:
+            strategy = "ddp"
     if strategy is None:
         strategy = "hsdp" if mesh is not None and mesh.ndim > 1 else "fsdp"
     resolved = resolve_strategy(strategy)
     shard = partial(
         _shard,
-        mesh=resolve_mesh(mesh, resolved, sharding_factor),
+        mesh=replace(resolve_mesh(mesh, resolved, sharding_factor), dims=dims),
         strategy=resolved,
         units=units,
         prefetch=prefetch,

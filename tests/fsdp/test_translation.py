@@ -228,7 +228,6 @@ def test_fully_shard_of_the_drop_in_keeps_dtypes() -> None:
         (lambda: wrapped().register_comm_hook(None, 3), "expected a callable hook, got 3"),
         (lambda: f.fully_shard({nn.Linear(2, 2)}), "takes a torch.nn.Module .*, got set"),  # type: ignore[type-var]
         (lambda: f.fully_shard([nn.Linear(2, 2), NO_MODULE]), "takes a torch.nn.M.*, got int"),
-        (lambda: sw.fully_shard(nn.Linear(2, 2), dp_mesh_dims=1), "dp_mesh_dims: .*mesh"),
         (
             lambda: sw.fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: Shard(2)),
             r"shard_placement_fn: weight \(2, 2\): expected None or Shard of one of its dims",

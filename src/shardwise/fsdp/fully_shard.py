@@ -14,6 +14,7 @@ from shardwise.features.deferred import when_sharded
 from shardwise.fsdp.refusals import check_as_fsdp2
 from shardwise.plan.granularity import Granularities
 from shardwise.runtime.module import FSDPModule, handle_of, register_forward_method
+from shardwise.tensor.mesh import data_parallel_part
 
 __all__ = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
@@ -36,7 +37,11 @@ def fully_shard(
     """
     modules = module if isinstance(module, Sequence) else (module,)
     if granularity is None:
-        check_as_fsdp2(modules, mesh, shard_placement_fn, ignored_params or ())
+        dims = options.get("dp_mesh_dims")
+        of_data = mesh
+        if dims is not None:
+            of_data = data_parallel_part(mesh, dims.shard_names, dims.replicate_names)
+        check_as_fsdp2(modules, of_data, shard_placement_fn, ignored_params or ())
     api.fully_shard(
         module,
         mesh=mesh,

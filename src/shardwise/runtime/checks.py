@@ -52,8 +52,23 @@ def check_tensor_parallel(
         PlanError: names the first of them.
     """
     for name, parameter in named_parameters(root, ignored=ignored):
-        if is_tensor_parallel(parameter):
+        if mesh.dims and sharding_of(parameter) is None:
+            _check_replicated(name, parameter, mesh)
+        elif is_tensor_parallel(parameter):
             _check_tensor_parallel(name, parameter, mesh)
+
+
+def _check_replicated(name: str, parameter: Tensor, mesh: DataParallelMesh) -> None:
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        placements = dict(zip(names, parameter.placements, strict=False))
+        if all(placements.get(dim) == Replicate() for dim in mesh.dims):
+            return
+    raise PlanError(
+        f"{name}: with dp_mesh_dims, expected a DTensor that is Replicate() on {mesh.dims}, got "
+        f"{getattr(parameter, 'placements', 'a plain tensor')}; use distribute_tensor on the mesh "
+        "that fully_shard gets, or leave dp_mesh_dims out and pass mesh['dp']"
+    )
 
 
 def _check_tensor_parallel(name: str, parameter: Tensor, mesh: DataParallelMesh) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise._private import mesh_without_groups
+from shardwise._private import flat_mesh, joined_mesh, mesh_without_groups
 from shardwise.errors import PlanError
 from shardwise.plan.strategy import STRATEGIES, Strategy
 from shardwise.transport.api import Operation, RankGroup, Stage
@@ -47,6 +48,7 @@ class DataParallelMesh:
     shards: RankGroup  # those whose shards make the model with this one's, in order of shards
     on_cpu: bool = False  # the user passed a mesh of CPUs
     mesh: DeviceMesh | None = None  # the user's, if there was one
+    dims: tuple[str, ...] = ()  # what it is of the mesh on which parameters are replicated DTensors
     _meshes: dict[tuple[str, bool], DeviceMesh] = field(default_factory=dict)
 
     def device_mesh(self, device_type: str, *, has_groups: bool = False) -> DeviceMesh:
@@ -177,6 +179,25 @@ def resolve_mesh(
     members = list(range(mesh.size())) if group is None else dist.get_process_group_ranks(group)
     numbered = [[members.index(rank) for rank in row] for row in rows]
     return _groups(numbered, group, strategy, on_cpu=mesh.device_type == "cpu", mesh=mesh)
+
+
+def data_parallel_part(
+    mesh: DeviceMesh | None, shard: Sequence[str], replicate: Sequence[str]
+) -> DeviceMesh:
+    """The mesh of the ranks that shard, and of those that repeat, along some dims of ``mesh``.
+
+    Raises:
+        PlanError: it has no such dims.
+    """
+    names = (mesh and mesh.mesh_dim_names) or ()
+    unknown = [name for name in (*shard, *replicate) if name not in names]
+    if mesh is None or unknown:
+        raise PlanError(
+            f"dp_mesh_dims: {', '.join(unknown)} not found in mesh.mesh_dim_names {names}; pass "
+            "the mesh of the parameters, and names of its dims"
+        )
+    parts = [flat_mesh(mesh, dims) for dims in (replicate, shard) if dims]
+    return parts[0] if len(parts) == 1 else joined_mesh(*parts)
 
 
 def all_ranks_of(mesh: DeviceMesh) -> DataParallelMesh:

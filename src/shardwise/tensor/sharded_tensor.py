@@ -241,7 +241,7 @@ def sharding_for(
     in_chunks = isinstance(extent.parameter.granularity, Dim)
     before = sharding_of(original)
     if before is not None:
-        inner = before.tensor_parallel
+        inner = before.dense_spec
     else:
         inner = original._spec if isinstance(original, DTensor) else None
     kind = ExtendedSharding if extent.parameter.is_extended else ChunkSharding

@@ -4,6 +4,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any, ClassVar
 
@@ -50,7 +51,7 @@ class Sharding(ABC):
     extent: ParameterExtent
     mesh: DataParallelMesh
     label: str  # the same on ranks that give the parameter other names
-    tensor_parallel: DTensorSpec | None = None  # of a parameter that was a DTensor before
+    dense_spec: DTensorSpec | None = None  # of a parameter that was a DTensor before
     _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
 
     _uses_groups: ClassVar[bool]  # whether torch's operators run collectives on these tensors
@@ -83,6 +84,19 @@ class Sharding(ABC):
     @property
     def shape(self) -> torch.Size:
         return torch.Size(self.extent.parameter.shape)
+
+    @cached_property
+    def tensor_parallel(self) -> DTensorSpec | None:
+        """``dense_spec`` without the dims of its mesh that are ``mesh``; None if no other is."""
+        spec, taken = self.dense_spec, self.mesh.dims
+        if spec is None or not taken:
+            return spec
+        dims = zip(spec.mesh.mesh_dim_names or (), spec.placements, strict=True)
+        kept = {name: placement for name, placement in dims if name not in taken}
+        if not kept:
+            return None
+        mesh = spec.mesh[tuple(kept)]
+        return DTensorSpec(mesh, tuple(kept.values()), tensor_meta=spec.tensor_meta)
 
     def mark(self, parameter: Tensor) -> None:
         """Have `sharding_of` find this."""
@@ -192,20 +206,26 @@ class ChunkSharding(Sharding):
         return DTensorSpec(mesh, (*placements, *inner.placements), tensor_meta=meta)
 
     def dense(self, local: Tensor) -> Tensor:
-        inner = self.tensor_parallel
-        if inner is None:
+        before = self.dense_spec
+        if before is None:
             return local
-        meta = TensorMeta(self.shape, inner.stride, local.dtype)
-        spec = DTensorSpec(inner.mesh, inner.placements, tensor_meta=meta)
+        meta = TensorMeta(self.shape, before.stride, local.dtype)
+        spec = DTensorSpec(before.mesh, before.placements, tensor_meta=meta)
         dense: DTensor = new_dtensor(DTensor, local, spec, requires_grad=False)
         return dense
 
     def local_of_dense(self, dense: Tensor) -> Tensor:
-        inner = self.tensor_parallel
-        if inner is None or not isinstance(dense, DTensor):
+        spec = self.dense_spec
+        if spec is None or not isinstance(dense, DTensor):
             return dense
-        if dense.placements != inner.placements:  # partial sums, as those of a gradient may be
-            dense = dense.redistribute(inner.mesh, inner.placements)
+        taken, names = self.mesh.dims, spec.mesh.mesh_dim_names or ()
+        # A gradient may be partial sums. Those of our own ranks are reduced with the shards.
+        wanted = tuple(
+            dense.placements[dim] if taken and names[dim] in taken else placement
+            for dim, placement in enumerate(spec.placements)
+        )
+        if dense.placements != wanted:
+            dense = dense.redistribute(spec.mesh, wanted)
         local = dense._local_tensor
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
