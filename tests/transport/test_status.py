@@ -30,23 +30,6 @@ collectives = st.builds(
     slot_bytes=counts,
     ranks=st.lists(st.integers(0, 9), max_size=4).map(tuple),
 )
-queue_states = st.builds(
-    QueueState,
-    issued=counts,
-    running=st.none() | collectives,
-    ended=st.lists(collectives.map(lambda collective: collective.tag), max_size=16).map(tuple),
-)
-reports = st.builds(
-    Report,
-    epoch=counts,
-    looks=counts,
-    step=counts,
-    where=texts,
-    queues=st.lists(queue_states, max_size=2).map(tuple),
-    error=texts,
-    failure=st.sampled_from(["", *_ERRORS]),
-    entered=st.lists(st.tuples(counts, texts), max_size=3).map(tuple),
-)
 
 
 def program(number: int, num_ranks: int = 2) -> CollectiveId:
@@ -112,13 +95,6 @@ def test_a_queue_has_begun_what_runs_and_what_ended() -> None:
 
 
 # -- reports ---------------------------------------------------------------------------------------
-
-
-@given(reports)
-def test_a_report_survives_json(original: Report) -> None:
-    text = original.to_json()
-    assert Report.from_json(text) == original
-    assert Report.from_json(text.encode()) == original
 
 
 def test_a_rank_sees_the_last_report_of_each_rank() -> None:

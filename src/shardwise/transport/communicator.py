@@ -85,7 +85,7 @@ class Communicator:
         self._monitored = [q for q in (self.gather, self.reduce) if q.is_monitored]
         self._monitor: Monitor | None = None
         if self._monitored and world.parent is not None:
-            store, name = _store(self.patience), f"{world.parent.group_name}/{device.type}"
+            store, name = _store(self.patience), f"{world.parent.group_name}/{self.gather.name}"
             look = weakref.WeakMethod(self._look_at_device)
             self._monitor = Monitor(store, name, self.rank, self.num_ranks, self.patience, look)
         self.epoch = 0  # how often the ranks were brought back into step
@@ -190,13 +190,7 @@ class Communicator:
     def _synchronize(self) -> None:
         """Exchange reports with all ranks, and end what only some of them have begun."""
         assert self._monitor is not None
-        if isinstance(self.gather, HostCollectives):  # which notices at once that a rank is gone
-            tag = CollectiveId(self.epoch, "swap reports", 0).tag
-            own = self._report().to_json().encode()
-            payloads = self.gather.point_to_point.swap_bytes(own, tag)
-            reports = [Report.from_json(payload) for payload in payloads]
-        else:
-            reports = self._monitor.meet(self._report())
+        reports = self._monitor.meet(self._report())
         for number, queue in enumerate(self._monitored):
             queue.restart([report.queues[number] for report in reports])
 

@@ -53,7 +53,7 @@ class ProcessGroupCollectives:
         # Weakly: this object is kept for as long as the group is.
         self._parent = None if world.parent is None else weakref.ref(world.parent)
         self._backend = backend
-        self._name = name
+        self.name = name
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by ranks
         self.stream = DeviceStream(device)
         self._second_stream = DeviceStream(device)
@@ -150,7 +150,7 @@ class ProcessGroupCollectives:
         if group.size == 1:
             return None
         if group.ranks not in self._groups:
-            name = f"{self._name}/{self._epoch}" if self._epoch else self._name
+            name = f"{self.name}/{self._epoch}" if self._epoch else self.name
             self._groups[group.ranks] = new_group(group, self._backend, name)
         return self._groups[group.ranks]
 

@@ -8,6 +8,7 @@ by its own clock alone.
 """
 
 import contextlib
+import pickle
 import threading
 import time
 import weakref
@@ -71,14 +72,12 @@ class Monitor:
 
     def publish(self, report: Report) -> None:
         """Show ``report`` to the others."""
-        with _store_errors():
-            self._store.set(self._reports[self._rank], report.to_json())
+        self._set(self._reports[self._rank], report)
 
     def check_reports(self, epoch: int) -> None:
         """Raise the error of `verdict`, if there is one."""
         contents = self._read(self._reports)
-        reports = [None if content is None else Report.from_json(content) for content in contents]
-        error = verdict(reports, epoch)
+        error = verdict([None if one is None else pickle.loads(one) for one in contents], epoch)
         if error is not None:
             raise error
 
@@ -110,11 +109,15 @@ class Monitor:
     def meet(self, report: Report) -> list[Report]:
         """Wait for all ranks to call this in the same epoch; the report of each."""
         keys = [f"{key}/epoch {report.epoch}" for key in self._reports]
+        self._set(keys[self._rank], report)
         with _store_errors():
-            self._store.set(keys[self._rank], report.to_json())
             while not self._store.check(keys):
                 time.sleep(_MEET_SECONDS)
-            return [Report.from_json(self._store.get(key)) for key in keys]
+            return [pickle.loads(self._store.get(key)) for key in keys]
+
+    def _set(self, key: str, report: Report) -> None:
+        with _store_errors():
+            self._store.set(key, pickle.dumps(report))  # type: ignore[arg-type] # bytes do
 
     def _read(self, keys: Sequence[str]) -> list[bytes | None]:
         with _store_errors():

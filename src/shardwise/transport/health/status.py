@@ -9,10 +9,8 @@ have begun will end, however slow the network), and no queue is about to begin o
 does may be waiting for a processor.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from shardwise.errors import PeerAborted, PeerLost, PeerSilent, RanksDiverged, StepError
 from shardwise.transport.api import CollectiveId
@@ -54,23 +52,6 @@ class Report:
     failure: str = ""  # the name of its class
     error: str = ""
     entered: tuple[tuple[int, str], ...] = ()  # the last calls of units in this step, numbered
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str | bytes) -> "Report":
-        fields = json.loads(text)
-        fields["entered"] = tuple(map(tuple, fields["entered"]))
-        fields["queues"] = tuple(
-            QueueState(**{**q, "running": _collective(q["running"]), "ended": tuple(q["ended"])})
-            for q in fields["queues"]
-        )
-        return Report(**fields)
-
-
-def _collective(fields: dict[str, Any] | None) -> CollectiveId | None:
-    return None if fields is None else CollectiveId(**{**fields, "ranks": tuple(fields["ranks"])})
 
 
 def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:

@@ -45,6 +45,7 @@ class HostCollectives:
     def __init__(self, world: RankGroup, name: str) -> None:
         # Without its parent: this object is kept for as long as that is.
         self.world = RankGroup(world.ranks, world.own_rank)
+        self.name = name
         self._own = world.own_rank
         self.point_to_point = PointToPoint(world, name)
         self._sums = Summation(self.point_to_point)

@@ -8,6 +8,7 @@ which ranks share through the store of their group.
 import contextlib
 import ctypes
 import os
+import pickle
 import secrets
 import socket
 import struct
@@ -25,7 +26,6 @@ __all__ = ["Host", "Identity", "accept", "connect", "find_peers", "listen"]
 
 _SECRET_BYTES = 32
 _GREETING = struct.Struct(f"<q{_SECRET_BYTES}s")  # rank, secret of the rank that is greeted
-_IDENTITY = struct.Struct(f"<q{_SECRET_BYTES}s32s")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _TIMEOUT_SECONDS = 60.0
 
@@ -68,8 +68,8 @@ def find_peers(
     with contextlib.ExitStack() as cleanup:
         listener = listen(num_ranks)
         name = b"" if listener is None else cleanup.enter_context(listener).getsockname()
-        identity = _IDENTITY.pack(ctypes.addressof(in_memory), secret, name)
-        identities = [Identity(*_IDENTITY.unpack(one)) for one in share("identity", identity)]
+        identity = pickle.dumps(Identity(ctypes.addressof(in_memory), secret, name))
+        identities = [pickle.loads(one) for one in share("identity", identity)]
         sockets = connect(own, identities)
         connected = share("connected", bytes(rank in sockets for rank in ranks))
         if listener is not None:
@@ -112,7 +112,7 @@ def connect(own: int, identities: Sequence[Identity]) -> dict[int, socket.socket
             cleanup.enter_context(contextlib.suppress(OSError))
             connection = cleanup.enter_context(_new_socket())
             connection.settimeout(_TIMEOUT_SECONDS)
-            connection.connect(identity.name.rstrip(b"\0"))
+            connection.connect(identity.name)
             if _is_own_user(connection):
                 connection.sendall(_GREETING.pack(own, identity.secret))
                 cleanup.pop_all()

@@ -35,7 +35,7 @@ class PointToPoint:
 
     def __init__(self, world: RankGroup, name: str) -> None:
         assert world.parent is not None
-        self._own, self._ranks = world.own_rank, range(world.size)
+        self._own = world.own_rank
         self.num_exchanges = 0
         self.sent_bytes = 0
         self.timeout = group_timeout(world.parent)
@@ -89,17 +89,6 @@ class PointToPoint:
                         use(piece)
         self._raise(lost)
 
-    def swap_bytes(self, own: bytes, tag: int) -> list[bytes]:
-        """Every rank's bytes, by rank.
-
-        Raises:
-            PeerLost: as `exchange`.
-        """
-        sizes = self._swap(torch.tensor([len(own)], device="cpu"), tag)[:, 0].tolist()
-        padded = bytearray(own.ljust(max(sizes), b"\0"))
-        rows = self._swap(torch.frombuffer(padded, dtype=torch.uint8), tag).tolist()
-        return [bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
-
     def swap_messages(
         self, group: RankGroup, content: bytes, tag: int, descriptor: int = -1
     ) -> dict[int, Message]:
@@ -130,12 +119,6 @@ class PointToPoint:
         """Note an exchange in which this rank sent so many."""
         self.num_exchanges += 1
         self.sent_bytes += num_bytes
-
-    def _swap(self, own: Tensor, tag: int) -> Tensor:
-        """[ranks, n] of every rank's ``own`` [n]."""
-        rows = own.repeat(len(self._ranks), 1)
-        self.exchange({rank: (own, rows[rank]) for rank in self._ranks if rank != self._own}, tag)
-        return rows
 
     @contextlib.contextmanager
     def _offering(
