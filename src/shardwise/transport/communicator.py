@@ -83,11 +83,6 @@ class Communicator:
         self.gather = make_collectives(world, device, "gather")
         self.reduce = make_collectives(world, device, "reduce")
         self._monitored = [q for q in (self.gather, self.reduce) if q.is_monitored]
-        self._monitor: Monitor | None = None
-        if self._monitored and world.parent is not None:
-            store, name = _store(self.patience), f"{world.parent.group_name}/{self.gather.name}"
-            look = weakref.WeakMethod(self._look_at_device)
-            self._monitor = Monitor(store, name, self.rank, self.num_ranks, self.patience, look)
         self.epoch = 0  # how often the ranks were brought back into step
         self.is_broken = False  # an error has reached the ranks since they were last in step
         self._lost: PeerLost | None = None  # for good
@@ -99,6 +94,16 @@ class Communicator:
         self.where = "before the first step"
         # Step, number of the call in it, and unit.
         self._entered: deque[tuple[int, int, str]] = deque(maxlen=RECENT_UNITS)
+        self._monitor = self._new_monitor(world)
+
+    def _new_monitor(self, world: RankGroup) -> Monitor | None:
+        if not self._monitored or world.parent is None:
+            return None
+        store, name = _store(self.patience), f"{world.parent.group_name}/{self.gather.name}"
+        monitor = Monitor(store, name, self.rank, self.num_ranks, self.patience)
+        if not isinstance(self.gather, HostCollectives):  # on a device no host waits
+            monitor.call_at_each_beat(self._look_at_device)
+        return monitor
 
     @property
     def world(self) -> RankGroup:
@@ -124,6 +129,7 @@ class Communicator:
             PeerLost: another rank is gone, or gives no sign of life.
         """
         self._raise_found()
+        awaited = "" if work.collective is None else work.collective.label
         looks = 0
         last: tuple[QueueState, ...] = ()
         while not work.wait(self.patience.poll_seconds):
@@ -132,9 +138,7 @@ class Communicator:
             is_over = any(_ends(state, work.collective) for state in states)
             looks = looks + 1 if states == last and not is_over else 0
             last = states
-            error = self._look_around(
-                looks, "" if work.collective is None else work.collective.label
-            )
+            error = self._look_around(looks, awaited)
             if error is not None:
                 self._give_up(error)
                 raise error
@@ -199,7 +203,7 @@ class Communicator:
 
         Nothing of this takes place in a step, where the host waits for no collective.
         """
-        if self.is_broken or isinstance(self.gather, HostCollectives):
+        if self.is_broken:
             return
         states, was_stuck = self._queues(), self._stuck
         running = [state.running.label for state in states if state.running is not None]

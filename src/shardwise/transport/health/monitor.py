@@ -39,19 +39,10 @@ class Patience:
 class Monitor:
     """The reports and heartbeats of one group's ranks, in a store that all of them can read.
 
-    Every method raises a PeerLost if the process that holds the store does not answer. The thread
-    of the heartbeat calls ``look`` each time, if that still exists.
+    Every method raises a PeerLost if the process that holds the store does not answer.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        rank: int,
-        size: int,
-        patience: Patience,
-        look: Callable[[], Callable[[], None] | None] = lambda: None,
-    ) -> None:
+    def __init__(self, store: Store, name: str, rank: int, size: int, patience: Patience) -> None:
         self._store = store
         self._rank = rank
         self._patience = patience
@@ -59,16 +50,21 @@ class Monitor:
         self._beats = [f"shardwise/{name}/heartbeat/{other}" for other in range(size)]
         self._seen: dict[int, tuple[bytes, float]] = {}  # a counter, and since when it is that
         self._looked = 0.0
+        self._calls: list[weakref.WeakMethod[Callable[[], None]]] = []
         store.set(self._beats[rank], "0")
         done = threading.Event()
         thread = threading.Thread(
             target=_beat,
-            args=(store, self._beats[rank], done, patience.beat_seconds, look),
+            args=(store, self._beats[rank], done, patience.beat_seconds, self._calls),
             name="shardwise-heartbeat",
             daemon=True,
         )
         thread.start()
         weakref.finalize(self, _end, done, thread)  # also before the interpreter ends
+
+    def call_at_each_beat(self, method: Callable[[], None]) -> None:
+        """Call ``method`` on the thread of the heartbeat, for as long as its object exists."""
+        self._calls.append(weakref.WeakMethod(method))
 
     def publish(self, report: Report) -> None:
         """Show ``report`` to the others."""
@@ -137,17 +133,22 @@ def _beat(
     key: str,
     done: threading.Event,
     seconds: float,
-    look: Callable[[], Callable[[], None] | None],
+    calls: Sequence["weakref.WeakMethod[Callable[[], None]]"],
 ) -> None:
     count = 0
     with contextlib.suppress(RuntimeError):  # the store is gone, and so is the job
         while not done.wait(seconds):
             count += 1
             store.set(key, str(count))
-            look_now = look()
-            if look_now is not None:
-                look_now()
-            del look_now  # and what it belongs to
+            for call in calls:
+                _call(call)
+
+
+def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
+    """In a function, for the thread would keep the object between two beats."""
+    bound = method()
+    if bound is not None:
+        bound()
 
 
 def _end(done: threading.Event, thread: threading.Thread) -> None:
