@@ -167,7 +167,8 @@ def configuration(directory: Path, steps: int, options: dict[str, str]) -> Any:
     config.validator.enable = False
     config.debug.seed = 0
     config.dump_folder = str(directory)
-    config.compile.enable = options.pop("compile", "") == "yes"
+    config.compile.backend = options.pop("compile", "")
+    config.compile.enable = bool(config.compile.backend)
     config.checkpoint.enable = options.pop("checkpoint", "") == "yes"
     config.checkpoint.interval = 2
     config.tokenizer = Built(lambda **_: None)
