@@ -23,14 +23,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.pipelining.stage as torch_stage
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed._composable import fsdp as composable_fsdp
 from torch.distributed.pipelining import schedules
 from torch.nn.functional import scaled_dot_product_attention
 
-import shardwise.fsdp
+from shardwise.fsdp.frameworks import replace_torch_fsdp
 from shardwise.pipeline import PipelineStage
 
 SEQUENCE, VOCABULARY = 32, 2000
@@ -56,13 +54,6 @@ class Cpu:
 
     def memory_stats(self, _device: Any = None) -> dict[str, int]:
         return {}
-
-
-def put_shardwise_in_place_of_fsdp2() -> None:
-    for module in (fsdp, composable_fsdp, torch_stage):
-        for name in ("fully_shard", "FSDPModule", "MixedPrecisionPolicy", "CPUOffloadPolicy"):
-            if hasattr(module, name):
-                setattr(module, name, getattr(shardwise.fsdp, name))
 
 
 def run_on_cpu(uses_torch: bool) -> None:
@@ -185,7 +176,13 @@ def configuration(directory: Path, steps: int, options: dict[str, str]) -> Any:
 def main(engine: str, directory: Path, *options: str) -> None:
     torch.set_num_threads(1)
     if engine == "shardwise":
-        put_shardwise_in_place_of_fsdp2()
+        with replace_torch_fsdp():
+            train(engine, directory, *options)
+    else:
+        train(engine, directory, *options)
+
+
+def train(engine: str, directory: Path, *options: str) -> None:
     run_on_cpu(uses_torch=engine == "torch")
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.trainer import Trainer

@@ -80,6 +80,7 @@ class FullyShardedDataParallel(nn.Module):
     BackwardPrefetch = api.BackwardPrefetch
     MixedPrecision = api.MixedPrecision
     StateDictType = api.StateDictType
+    _has_params = False  # of flat ones, which accelerate asks for with mixed precision
 
     def __init__(
         self,

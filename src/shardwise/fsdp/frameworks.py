@@ -1,0 +1,64 @@
+"""For frameworks that import PyTorch's FSDP themselves: accelerate, Lightning, torchtitan, ..."""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed import fsdp
+from torch.distributed.fsdp import sharded_grad_scaler
+
+from shardwise.fsdp.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from shardwise.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from shardwise.fsdp.sharded_grad_scaler import ShardedGradScaler
+from shardwise.runtime.module import FSDPModule, UnshardHandle
+
+__all__ = ["replace_torch_fsdp"]
+
+# PyTorch's and ours. Option classes and wrap policies are the same in both.
+_PAIRS: tuple[tuple[Any, Any], ...] = (
+    (fsdp.FSDPModule, FSDPModule),
+    (fsdp.FullyShardedDataParallel, FullyShardedDataParallel),
+    (fsdp.UnshardHandle, UnshardHandle),
+    (fsdp.fully_shard, fully_shard),
+    (fsdp.register_fsdp_forward_method, register_fsdp_forward_method),
+    (fsdp.share_comm_ctx, share_comm_ctx),
+    (sharded_grad_scaler.ShardedGradScaler, ShardedGradScaler),
+)
+
+_MODULES = (
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
+    "torch.distributed.fsdp.sharded_grad_scaler",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed.pipelining.stage",
+)
+
+
+@contextmanager
+def replace_torch_fsdp(*modules: str) -> Iterator[None]:
+    """Within the block, code that imports FSDP1 or FSDP2 from PyTorch gets this package's::
+
+        with replace_torch_fsdp():
+            model, optimizer = accelerator.prepare(model, optimizer)
+            ...
+
+    It changes attributes of PyTorch's modules, for all threads of this process, and restores them
+    at the end of the block. Keep it open while the framework trains, saves and loads.
+
+    Args:
+        modules: names of modules of the framework that import FSDP when they are imported, such as
+            ``"transformers.distributed.fsdp"``: they have PyTorch's already.
+    """
+    replaced = []
+    for module in map(importlib.import_module, (*_MODULES, *modules)):
+        for name, value in list(vars(module).items()):
+            for theirs, ours in _PAIRS:
+                if value is theirs:
+                    replaced.append((module, name, value))
+                    setattr(module, name, ours)
+    try:
+        yield
+    finally:
+        for module, name, value in replaced:
+            setattr(module, name, value)

@@ -1,0 +1,97 @@
+"""Frameworks that shard models themselves train with shardwise as with PyTorch's FSDP.
+
+Lightning is no dependency of the tests: ``pip install lightning`` to run its part.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.fsdp
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_sharded_data_parallel as torchs_module
+
+import shardwise.fsdp
+from shardwise.fsdp.frameworks import replace_torch_fsdp
+from tests.cli.commands import environment
+
+_ROOT = Path(__file__).parents[2]
+
+
+def thorough(test: Any) -> Any:
+    """Each program takes seconds to start."""
+    return pytest.mark.thorough(pytest.mark.timeout(600)(test))
+
+
+def test_torch_is_as_it_was_after_the_block() -> None:
+    before = dict(vars(torch.distributed.fsdp))
+    with replace_torch_fsdp():
+        for name in ("FSDPModule", "FullyShardedDataParallel", "fully_shard"):
+            assert getattr(torch.distributed.fsdp, name) is getattr(shardwise.fsdp, name)
+        found = vars(torchs_module)["FullyShardedDataParallel"]
+        assert found is shardwise.fsdp.FullyShardedDataParallel
+        with replace_torch_fsdp():
+            pass
+        assert vars(torch.distributed.fsdp)["FSDPModule"] is shardwise.fsdp.FSDPModule
+    assert dict(vars(torch.distributed.fsdp)) == before
+
+
+def run(script: str, out: Path, engine: str, *options: str, num_ranks: int = 2) -> Any:
+    """What a program with this ``--engine`` wrote to OUT/ENGINE.json."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    program = [str(_ROOT / "examples" / script), str(out), "--engine", engine, *options]
+    out.mkdir(exist_ok=True)
+    finished = subprocess.run(
+        [sys.executable, *torchrun, *program],
+        env={**environment(), "PYTHONPATH": str(_ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-6000:]
+    return json.loads((out / f"{engine}.json").read_text())
+
+
+@thorough
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_transformers_distributed_config(tp_size: int, tmp_path: Path) -> None:
+    """The losses, and the model that `save_pretrained` wrote."""
+    losses, models = {}, {}
+    for engine in ("torch", "shardwise"):
+        options = "--tp", str(tp_size)
+        script = "hf/distributed_config.py"
+        losses[engine] = run(script, tmp_path, engine, *options, num_ranks=2 * tp_size)
+        models[engine] = load_file(tmp_path / engine / "model.safetensors")
+    assert losses["shardwise"] == pytest.approx(losses["torch"], rel=1e-5)
+    assert models["shardwise"].keys() == models["torch"].keys()
+    for name, expected in models["torch"].items():
+        torch.testing.assert_close(models["shardwise"][name], expected, rtol=1e-3, atol=1e-5)
+
+
+@thorough
+@pytest.mark.parametrize(("version", "judge"), [(1, "ddp"), (2, "torch")])
+def test_accelerate_fsdp_plugin(version: int, judge: str, tmp_path: Path) -> None:
+    """PyTorch's FSDP1 needs a GPU under accelerate, so DDP judges that version."""
+    ours, theirs = (
+        run("hf/accelerate_fsdp.py", tmp_path, engine, "--version", str(version))
+        for engine in ("shardwise", judge)
+    )
+    assert len(ours) == 6
+    for one, expected in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(expected, rel=1e-5)
+
+
+@thorough
+@pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None, reason="lightning is not installed"
+)
+def test_lightning(tmp_path: Path) -> None:
+    expected = run("lightning/fit.py", tmp_path, "torch")  # FSDP2
+    assert len(expected) == 6
+    for strategy in ("model_parallel", "fsdp"):
+        ours = run("lightning/fit.py", tmp_path / strategy, "shardwise", "--strategy", strategy)
+        assert ours == pytest.approx(expected, rel=1e-5)
