@@ -182,6 +182,15 @@ def test_a_module_that_returns_its_parameter() -> None:
         assert net.value.grad.full_tensor() == 6.0 * step
 
 
+@on_ranks(2)
+def test_a_module_that_is_wrapped_again() -> None:
+    net = make_net(0)
+    first = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    first(batch(0, 0)).sum().backward()
+    again = FSDP(net)
+    assert torch.equal(again(batch(1, 0)), first(batch(1, 0)))
+
+
 def test_states_without_groups() -> None:
     net = wrapped()
     optimizer = torch.optim.Adam(net.parameters())

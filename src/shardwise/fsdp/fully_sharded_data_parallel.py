@@ -169,6 +169,8 @@ class FullyShardedDataParallel(nn.Module):
                 stacklevel=2,
             )
             return
+        if isinstance(module, FSDPModule):
+            return  # wrapped before, as to train it; stays sharded as it is
         with left_alone(self._ignored_modules):
             fully_shard(
                 module,
