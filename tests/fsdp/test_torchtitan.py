@@ -59,7 +59,9 @@ def test_losses_are_those_of_fsdp2(tmp_path: Path, options: list[str]) -> None:
         assert one == pytest.approx(other, rel=1e-6)
 
 
-@pytest.mark.parametrize("option", ["compile=aot_eager", "spmd_backend=full_dtensor"])
+@pytest.mark.parametrize(
+    "option", ["compile=aot_eager", "compile=inductor", "spmd_backend=full_dtensor"]
+)
 def test_losses_of_two_ranks_are_those_of_fsdp2(tmp_path: Path, option: str) -> None:
     expected = losses("torch", tmp_path / "torch", option, ranks=2)
     found = losses("shardwise", tmp_path / "shardwise", option, ranks=2)
