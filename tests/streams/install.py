@@ -257,6 +257,8 @@ def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, excha
     patch.setattr(transport_device, "torch", torch_on(installed))
     # Streams of another simulation would be found there.
     patch.setattr(communicator, "_communicators", weakref.WeakKeyDictionary())
+    patch.setattr(communicator, "Monitor", _Monitor)
+    patch.setattr(communicator, "_store", lambda _patience: None)
     patch.setattr(process_group, "new_registered_group", new_group)
     patch.setattr(process_group, "new_nccl_group", new_group)
     patch.setattr(process_group, "dist", _Distributed())
@@ -285,6 +287,19 @@ def _poison_pools(patch: pytest.MonkeyPatch) -> None:
 
     for kind in (Pool, Arena):
         patch_pool(kind)
+
+
+class _Monitor:
+    """A `Monitor` of ranks among which nothing goes wrong."""
+
+    def __init__(self, *_args: Any) -> None:
+        pass
+
+    def publish(self, _report: Any) -> None:
+        pass
+
+    def call_at_each_beat(self, _look: Any) -> None:
+        pass
 
 
 class _Distributed:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import models
-from tests.models import Block, Case
+from tests.models import Block, Case, Stack
 
 __all__ = ["CASES", "build"]
 
@@ -43,6 +43,7 @@ class Wide(nn.Module):
 
 
 CASES = models.CASES | {
+    "small": Case(lambda: Stack(depth=2), Block),
     "alternating": Case(Alternating, Block),
     "wide": Case(Wide, Block, batch=lambda size: torch.randn(size, _WIDE, dtype=torch.float64)),
 }

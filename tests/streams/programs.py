@@ -33,18 +33,18 @@ __all__ = [
 DEVICE = torch.device("cuda", 1)
 BATCH = 12
 _SHOWN = 5  # problems
-_WARM_UP = 2  # steps
+_WARM_UP = 1  # steps
 
 
 @dataclass(frozen=True)
 class Program:
     """A model, how it is sharded, and what a step is."""
 
-    name: str = "stack"
+    name: str = "small"
     strategy: str = "fsdp"
     prefetch: int = 1
     accumulate: int = 1
-    steps: int = 3
+    steps: int = 2
     offload: str | None = None  # "all", or "copies": the device keeps copies of the shards
     low_precision: bool = False
     is_permuted: bool = False  # the mesh has the ranks in another order

@@ -171,7 +171,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_host = [place for place in places if not place.is_device]
         if len(on_host) != 1:
             return False
-        return on_host[0] != PINNED or not is_async or dst.dtype != src.dtype
+        return on_host[0] != PINNED or not is_async  # with a cast, which the device does
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,7 +91,8 @@ class StrictGroup:
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> "_Done":
         self._check("all_reduce", tensors, options, _DTYPES)
-        return self._run("all_reduce", tensors, tensors, self._reduce)
+        operation = dist.ReduceOp.SUM if options is None else options.reduceOp
+        return self._run("all_reduce", tensors, tensors, partial(self._reduce, operation))
 
     # -- what NCCL requires ------------------------------------------------------------------------
 
@@ -176,12 +178,14 @@ class StrictGroup:
 
     def _scatter(self, whole: Tensor, output: Tensor) -> None:
         total = whole.clone()
-        self._reduce(total, total)
+        self._reduce(dist.ReduceOp.SUM, total, total)
         output.copy_(total.view(self.size(), -1)[self._own].view(output.shape))
 
-    def _reduce(self, _tensor: Tensor, output: Tensor) -> None:
+    def _reduce(self, operation: Any, _tensor: Tensor, output: Tensor) -> None:
         if self._gloo is not None:
-            self._gloo.allreduce([output]).wait()
+            options = dist.AllreduceOptions()
+            options.reduceOp = operation
+            self._gloo.allreduce([output], options).wait()
 
 
 class _Done:

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,16 @@ from shardwise.runtime.module import runtime_of_root
 from shardwise.transport.api import Work
 from shardwise.transport.device import DeviceStream, is_accelerator
 
+if TYPE_CHECKING:
+    from shardwise.runtime.engine import Runtime
+
 __all__ = ["offload_activations"]
 
 _WORTH_BYTES = 1 << 12  # a copy of less takes longer than its memory matters
+# To the host and back. To make them takes a synchronization, so a model keeps them.
+_streams: "weakref.WeakKeyDictionary[Runtime, tuple[DeviceStream, DeviceStream]]" = (
+    weakref.WeakKeyDictionary()
+)
 _IN_FLIGHT = 2  # tensors that may be on their way to the host while forward goes on
 
 
@@ -56,7 +64,10 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
         for flat in unit.flats
         for view in flat.views[:1]
     }
-    mover = _Mover(runtime.pools.device)
+    if runtime not in _streams:
+        device = runtime.pools.device
+        _streams[runtime] = DeviceStream(device), DeviceStream(device)
+    mover = _Mover(runtime.pools.device, *_streams[runtime])
 
     def pack(tensor: Tensor) -> "_Moved | _Left":
         small = tensor.numel() * tensor.element_size() < _WORTH_BYTES
@@ -81,12 +92,14 @@ class _Left:
 
 
 class _Mover:
-    """Copies of one `offload_activations`, in each direction on a stream of their own."""
+    """Copies of one `offload_activations`, in each direction on a stream of its own."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, to_host: DeviceStream, to_device: DeviceStream
+    ) -> None:
         self.device = device
         self._has_streams = is_accelerator(device)
-        self._to_host, self._to_device = DeviceStream(device), DeviceStream(device)
+        self._to_host, self._to_device = to_host, to_device
         self._leaving: deque[tuple[Tensor, Work]] = deque()  # whose memory is still read
         self._last: Callable[[], _Moved | None] = lambda: None
 

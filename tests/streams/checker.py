@@ -1,0 +1,88 @@
+"""Runs a program on the simulated devices of one or several ranks and says what is wrong."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.streams.install import simulated
+from tests.streams.models import build
+from tests.streams.programs import Program, digest, train
+from tests.streams.simulation import Collective, Found, Problem, Simulation
+
+__all__ = ["Seed", "Verdict", "check", "check_ranks"]
+
+Seed = Callable[[Simulation], AbstractContextManager[None]]  # a bug, while it is entered
+
+
+def no_bug(_simulation: Simulation) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found on one rank."""
+
+    found: tuple[Found, ...]
+    digest: int  # of the shards at the end
+    collectives: tuple[Collective, ...]
+
+    @property
+    def problems(self) -> set[Problem]:
+        return {one.problem for one in self.found}
+
+
+def check(
+    program: Program,
+    rank: int = 0,
+    num_ranks: int = 2,
+    seed: Seed = no_bug,
+) -> Verdict:
+    """Run ``program`` as one rank of many, without the others.
+
+    Each collective gives what it would if all ranks had sent the same.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    simulation = Simulation()
+    try:
+        with simulated(simulation, exchanges=False), seed(simulation):
+            model = train(program, simulation, build(program.name))
+            bits = digest(model)
+            del model
+    finally:
+        dist.destroy_process_group()
+    return Verdict(tuple(simulation.found), bits, tuple(simulation.collectives))
+
+
+def check_ranks(
+    program: Program,
+    num_ranks: int = 2,
+    seed: Seed = no_bug,
+    of: Sequence[int] = (0, 1),
+) -> list[Verdict]:
+    """`check` some ranks, one after the other, and their collectives against each other."""
+    verdicts = {rank: check(program, rank, num_ranks, seed) for rank in of}
+    return [_with_order(verdict, rank, verdicts) for rank, verdict in verdicts.items()]
+
+
+def _with_order(verdict: Verdict, rank: int, verdicts: Mapping[int, Verdict]) -> Verdict:
+    found = list(verdict.found)
+    for other, theirs in verdicts.items():
+        both = {rank, other}
+        pairs = zip(_among(verdict, both), _among(theirs, both), strict=False)
+        different = [pair for pair in pairs if pair[0] != pair[1]]
+        if different:
+            own, wanted = different[0]
+            found.append(
+                Found(Problem.ORDER, f"ranks {rank} and {other} launch {own} and {wanted}")
+            )
+        elif len(_among(verdict, both)) != len(_among(theirs, both)):
+            found.append(Found(Problem.ORDER, f"ranks {rank} and {other} launch unequal numbers"))
+    return Verdict(tuple(found), verdict.digest, verdict.collectives)
+
+
+def _among(verdict: Verdict, ranks: set[int]) -> list[Collective]:
+    """The collectives in which all of ``ranks`` take part, whatever their group."""
+    return [one for one in verdict.collectives if ranks <= set(one.ranks)]

@@ -1,0 +1,365 @@
+"""Bugs of shardwise, to be put into it one at a time: the checker has to find each of them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.features import activation_offload, offload
+from shardwise.features.offload import HostOffloader
+from shardwise.features.unused import UsedParameterSync
+from shardwise.runtime.flat_parameters import FlatParameters
+from shardwise.runtime.gradient_shards import GradientShard
+from shardwise.runtime.gradients import GradientBuffer
+from shardwise.runtime.memory import Pool
+from shardwise.runtime.scheduler import Scheduler
+from shardwise.runtime.unit import Unit
+from shardwise.schedule.events import EventKind
+from shardwise.tensor import reductions
+from shardwise.tensor.sharding import local_of
+from shardwise.transport import device as transport_device, process_group
+from shardwise.transport.api import RankGroup
+from shardwise.transport.device import DeviceStream, DeviceWork
+from tests.streams.clock import Event, Stream
+from tests.streams.programs import DEVICE, Program
+from tests.streams.simulation import Problem, Simulation
+
+__all__ = ["BUGS", "Bug"]
+
+PLAIN = Program()
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """What is patched, the program that shows it, and what is found then.
+
+    ``problem`` is None if the numbers at the end are wrong, and that is all.
+    """
+
+    install: Callable[[Simulation], Any]
+    problem: Problem | None
+    program: Program = PLAIN
+    num_ranks: int = 2
+    rank: int = 0  # on which it is found
+
+
+@contextmanager
+def patched(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
+    original = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
+    setattr(owner, name, wrap(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def instead(function: Any) -> Wrap:
+    return lambda _original: function
+
+
+def then(action: Callable[..., Any]) -> Wrap:
+    """Call ``action(self)`` after the original."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def both(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            action(self)
+            return result
+
+        return both
+
+    return wrap
+
+
+def without_waits(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Whatever it waits for on the device, it does not."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with patched(DeviceWork, "wait_on_device", instead(lambda _work: None)):
+            return original(*args, **kwargs)
+
+    return run
+
+
+def on_stream(stream: Stream) -> Wrap:
+    """Run it on another stream, which waits for nothing."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with stream:
+                return original(*args, **kwargs)
+
+        return run
+
+    return wrap
+
+
+# -- streams and events ---------------------------------------------------------------------------
+
+
+def lane_does_not_wait(_simulation: Simulation) -> Any:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @contextmanager
+        def enqueue(self: DeviceStream, *after: Any) -> Iterator[Any]:
+            with ExitStack() as stack:
+                with patched(Stream, "wait_event", instead(lambda _stream, _event: None)):
+                    work = stack.enter_context(original(self, *after))
+                yield work
+
+        return enqueue
+
+    return patched(DeviceStream, "enqueue", wrap)
+
+
+def event_before_the_job(_simulation: Simulation) -> Any:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @contextmanager
+        def enqueue(self: Any, *after: Any) -> Iterator[Any]:
+            with original(self, *after) as work:
+                if self._stream is None:  # of the host
+                    yield work
+                    return
+                early: Event = self._stream.record_event()
+                yield work
+            work.times[1].event.clock = early.clock
+
+        return enqueue
+
+    return patched(DeviceStream, "enqueue", wrap)
+
+
+def current_stream_of_another_device(simulation: Simulation) -> Any:
+    modules: Any = vars(transport_device)["torch"]
+    return patched(
+        modules.accelerator,
+        "current_stream",
+        instead(lambda _device=None: simulation.current_stream()),
+    )
+
+
+# -- gathers --------------------------------------------------------------------------------------
+
+
+def gather_is_not_awaited(_simulation: Simulation) -> Any:
+    return patched(Unit, "await_gather", without_waits)
+
+
+def free_does_not_await_a_gather_in_vain(_simulation: Simulation) -> Any:
+    return patched(Unit, "free", without_waits)
+
+
+def shard_is_copied_on_another_stream(simulation: Simulation) -> Any:
+    side = simulation.new_stream(DEVICE)
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, to: on_stream(side)(original(self, to))
+
+    return patched(FlatParameters, "_copy_shard", wrap)
+
+
+def chunks_are_unpacked_at_once(_simulation: Simulation) -> Any:
+    unpack = FlatParameters.finish_gather
+    stack = ExitStack()
+    stack.enter_context(patched(FlatParameters, "launch_gather", then(unpack)))
+    stack.enter_context(patched(FlatParameters, "finish_gather", instead(lambda _flat: None)))
+    return stack
+
+
+# -- reductions -----------------------------------------------------------------------------------
+
+
+def reduction_is_not_awaited(_simulation: Simulation) -> Any:
+    return patched(Unit, "collect", without_waits)
+
+
+def buffer_is_released_at_reduce(_simulation: Simulation) -> Any:
+    return patched(GradientBuffer, "launch_reduce", then(lambda buffer: buffer._close()))
+
+
+def scratch_is_freed_at_reduce(_simulation: Simulation) -> Any:
+    return patched(GradientBuffer, "launch_reduce", then(lambda buffer: buffer._free_scratch()))
+
+
+def gradient_is_written_after_reduce(_simulation: Simulation) -> Any:
+    def write(buffer: GradientBuffer) -> None:
+        buffer._buffer.views[0].add_(1)
+
+    return patched(GradientBuffer, "launch_reduce", then(write))
+
+
+def gradients_are_allocated_on_another_stream(simulation: Simulation) -> Any:
+    return patched(GradientShard, "memory", on_stream(simulation.new_stream(DEVICE)))
+
+
+def gradients_are_read_by_the_host(_simulation: Simulation) -> Any:
+    def read(unit: Unit) -> None:
+        for parameter in unit.parameters:
+            if parameter.sharded.grad is not None:
+                local_of(parameter.sharded.grad).sum().item()
+
+    return patched(Unit, "collect", then(read))
+
+
+# -- host memory ----------------------------------------------------------------------------------
+
+
+def offloader_copies_nothing(_simulation: Simulation) -> Any:
+    return patched(HostOffloader, "to_device", instead(lambda _self, _to, _of: lambda: None))
+
+
+def copy_to_device_is_not_awaited(_simulation: Simulation) -> Any:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def to_device(self: HostOffloader, to: Tensor, of: Tensor) -> Callable[[], None]:
+            original(self, to, of)
+            return lambda: None
+
+        return to_device
+
+    return patched(HostOffloader, "to_device", wrap)
+
+
+def host_does_not_synchronize(_simulation: Simulation) -> Any:
+    return patched(DeviceWork, "synchronize", instead(lambda _work: None))
+
+
+def copies_block(_simulation: Simulation) -> Any:
+    return patched(offload, "copy_", instead(lambda dst, src: dst.copy_(src)))
+
+
+def gradients_are_offloaded_to_pageable_memory(_simulation: Simulation) -> Any:
+    def unpin(offloader: Any) -> None:
+        offloader._is_pinned = False
+        offloader.staging = Pool(torch.device("cpu"))
+
+    return patched(HostOffloader, "__init__", then(unpin))
+
+
+def activations_are_not_awaited(_simulation: Simulation) -> Any:
+    return patched(activation_offload._Moved, "take", without_waits)
+
+
+def activations_are_dropped_while_they_are_copied(_simulation: Simulation) -> Any:
+    def finish(mover: Any, _num_left: int = 0) -> None:
+        mover._leaving.clear()
+
+    return patched(activation_offload._Mover, "finish", instead(finish))
+
+
+# -- what NCCL takes, and one order on all ranks --------------------------------------------------
+
+
+def sums_are_in_host_memory(_simulation: Simulation) -> Any:
+    def allocate(_pool: Pool, size: int, dtype: torch.dtype, _owner: str = "") -> Tensor:
+        return torch.zeros(size, dtype=dtype)
+
+    return patched(Pool, "allocate_tensor", instead(allocate))
+
+
+def groups_sort_their_ranks(_simulation: Simulation) -> Any:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda group, *args: original(
+            replace(group, ranks=tuple(sorted(group.ranks))), *args
+        )
+
+    return patched(process_group, "new_group", wrap)
+
+
+def sum_is_at_the_first_slot(_simulation: Simulation) -> Any:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            with patched(RankGroup, "index", instead(property(lambda _group: 0))):
+                return original(*args, **kwargs)
+
+        return launch
+
+    return patched(GradientBuffer, "launch_reduce", wrap)
+
+
+def norms_are_not_awaited(_simulation: Simulation) -> Any:
+    return patched(reductions, "gather_runs", without_waits)
+
+
+def one_rank_swaps_two_gathers(_simulation: Simulation) -> Any:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def perform(self: Any, events: Any) -> None:
+            events = list(events)
+            for i in range(len(events) - 1):
+                if events[i].kind is events[i + 1].kind is EventKind.GATHER:
+                    events[i], events[i + 1] = events[i + 1], events[i]
+            original(self, events)
+
+        return perform
+
+    return patched(Scheduler, "_perform", wrap if dist.get_rank() == 1 else lambda one: one)
+
+
+def one_rank_does_not_agree_on_unused(_simulation: Simulation) -> Any:
+    def init(self: Any, _parameters: Any, used: Any, *_others: Any) -> None:
+        self._own, self._pending = [True] * len(used), None
+
+    wrap: Wrap = instead(init) if dist.get_rank() == 1 else lambda one: one
+    return patched(UsedParameterSync, "__init__", wrap)
+
+
+_OFFLOAD = Program(offload="all")
+_ACTIVATIONS = Program("wide", offloads_activations=True)
+_HSDP = Program(strategy="hsdp")
+
+BUGS = {
+    "lane does not wait": Bug(lane_does_not_wait, Problem.RACE),
+    "event before the job": Bug(event_before_the_job, Problem.RACE),
+    "current stream of another device": Bug(current_stream_of_another_device, Problem.RACE),
+    "gather is not awaited": Bug(gather_is_not_awaited, Problem.RACE),
+    "free does not await a gather in vain": Bug(
+        free_does_not_await_a_gather_in_vain,
+        Problem.EARLY_FREE,
+        Program("alternating", prefetch=3, granularity="dim"),
+    ),
+    "shard is copied on another stream": Bug(shard_is_copied_on_another_stream, Problem.RACE),
+    "chunks are unpacked at once": Bug(
+        chunks_are_unpacked_at_once, Problem.RACE, Program(granularity="dim")
+    ),
+    "reduction is not awaited": Bug(
+        reduction_is_not_awaited, Problem.RACE, Program(unused="zeros")
+    ),
+    "buffer is released at reduce": Bug(buffer_is_released_at_reduce, Problem.EARLY_FREE),
+    "scratch is freed at reduce": Bug(
+        scratch_is_freed_at_reduce, Problem.RACE, Program(accumulate=2)
+    ),
+    "gradient is written after reduce": Bug(gradient_is_written_after_reduce, Problem.RACE),
+    "gradients are allocated on another stream": Bug(
+        gradients_are_allocated_on_another_stream, Problem.EARLY_FREE
+    ),
+    "gradients are read by the host": Bug(gradients_are_read_by_the_host, Problem.SYNC),
+    "offloader copies nothing": Bug(offloader_copies_nothing, None, _OFFLOAD),
+    "copy to device is not awaited": Bug(copy_to_device_is_not_awaited, Problem.RACE, _OFFLOAD),
+    "refreshed copies are not awaited": Bug(
+        copy_to_device_is_not_awaited, Problem.RACE, Program(offload="copies")
+    ),
+    "host does not synchronize": Bug(host_does_not_synchronize, Problem.HOST_RACE, _OFFLOAD),
+    "copies block": Bug(copies_block, Problem.SYNC, _OFFLOAD),
+    "gradients are offloaded to pageable memory": Bug(
+        gradients_are_offloaded_to_pageable_memory, Problem.SYNC, _OFFLOAD
+    ),
+    "activations are not awaited": Bug(activations_are_not_awaited, Problem.RACE, _ACTIVATIONS),
+    "activations are dropped while they are copied": Bug(
+        activations_are_dropped_while_they_are_copied, Problem.EARLY_FREE, _ACTIVATIONS
+    ),
+    "sums are in host memory": Bug(sums_are_in_host_memory, Problem.NCCL, _OFFLOAD),
+    "groups sort their ranks": Bug(
+        groups_sort_their_ranks, Problem.NCCL, replace(_HSDP, is_permuted=True), 4
+    ),
+    "sum is at the first slot": Bug(
+        sum_is_at_the_first_slot, Problem.NCCL, Program(low_precision=True), rank=1
+    ),
+    "norms are not awaited": Bug(norms_are_not_awaited, Problem.RACE, Program(clip=1.0)),
+    "one rank swaps two gathers": Bug(
+        one_rank_swaps_two_gathers, Problem.ORDER, Program(prefetch=2)
+    ),
+    "one rank does not agree on unused": Bug(one_rank_does_not_agree_on_unused, Problem.ORDER),
+}
