@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.errors import PlanError
-from shardwise.runtime.attach import device_for
+from shardwise.runtime import attach
 from shardwise.transport.api import Work
 from shardwise.transport.device import (
     CommStream,
@@ -310,11 +310,11 @@ def test_the_backend_says_whether_a_group_is_of_accelerators(
     assert accelerator_type(None) is None
 
 
-def test_apples_gpu_is_refused_with_a_reason() -> None:
-    root: Any = mock.Mock()
-    root.parameters.return_value = [mock.Mock(device=torch.device("mps"))]
+def test_apples_gpu_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = mock.Mock(device=torch.device("mps"))
+    monkeypatch.setattr(attach, "named_parameters", lambda *_, **__: [("weight", weight)])
     with pytest.raises(PlanError, match=r"is on mps, where .* no address .*model\.to\('cpu'\)"):
-        device_for(root, mock.Mock(accelerator=None))
+        attach.device_for(nn.Linear(2, 2), mock.Mock(accelerator=None))
 
 
 def test_random_states_are_those_of_the_devices_own_module(
