@@ -12,12 +12,11 @@ from torch import Tensor
 from shardwise.features import activation_offload, offload
 from shardwise.features.offload import HostOffloader
 from shardwise.features.unused import UsedParameterSync
-from shardwise.runtime.flat_parameters import FlatParameters
 from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.unit import Unit
+from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.schedule.events import EventKind
 from shardwise.tensor import reductions
 from shardwise.tensor.sharding import local_of

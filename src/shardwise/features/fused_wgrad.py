@@ -30,8 +30,8 @@ from shardwise.features.slot_functions import (
     offer_slot,
 )
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.flat_parameters import FlatParameters
 from shardwise.runtime.scheduler import Scheduler
+from shardwise.runtime.unit import FlatParameters
 
 __all__ = [
     "SlotEmbedding",

@@ -17,11 +17,10 @@ from shardwise.runtime import replaced
 from shardwise.runtime.checks import is_on_meta
 from shardwise.runtime.empty_steps import warn_of_empty_steps
 from shardwise.runtime.extensions import ExtendedParameters
-from shardwise.runtime.flat_parameters import FlatParameters
 from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.parameters import FSDPParameter, ParameterOwner, split_shard
-from shardwise.runtime.unit import Unit
+from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import sharding_for
 from shardwise.tensor.sharding import (

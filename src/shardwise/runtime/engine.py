@@ -22,14 +22,13 @@ from shardwise.runtime import hooks
 from shardwise.runtime.attach import make_unit, move_buffers
 from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.checks import check_same_sums
-from shardwise.runtime.flat_parameters import FlatParameters, plan_memory
 from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.nested import tensors_left_in
 from shardwise.runtime.observer import StepObserver
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.structure import Structure
-from shardwise.runtime.unit import Unit
+from shardwise.runtime.unit import FlatParameters, Unit, plan_memory
 from shardwise.schedule.sequencer import Call, Outcome, schedule
 from shardwise.tensor.mesh import DataParallelMesh
 

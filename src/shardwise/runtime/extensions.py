@@ -32,9 +32,9 @@ from shardwise.plan.chunks import chunk_shape
 from shardwise.plan.granularity import Dim
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.runtime import hooks
-from shardwise.runtime.flat_parameters import FlatParameters
 from shardwise.runtime.memory import Arena, aligned
 from shardwise.runtime.parameters import FSDPParameter
+from shardwise.runtime.unit import FlatParameters
 from shardwise.schedule.events import EventKind
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharding import local_of

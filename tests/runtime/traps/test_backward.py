@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.runtime.flat_parameters import FlatParameters
 from shardwise.runtime.memory import Arena, FlatBuffer, Pool
+from shardwise.runtime.unit import FlatParameters
 from shardwise.transport.host.collectives import HostCollectives
 from tests.models import CASES, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks
