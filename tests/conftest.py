@@ -1,6 +1,5 @@
 """Fixtures of every test: ranks that end with the session, and a check for what is left running."""
 
-import sys
 import zlib
 from collections.abc import Iterator
 
@@ -12,10 +11,6 @@ from tests.ranks import close_pools
 
 # The helpers of tests assert as well; named before any of them is imported by a test.
 pytest.register_assert_rewrite("tests")
-
-# Rewriting the assertions of all modules takes ten seconds, and every rank imports them again: it
-# is done once, even if the environment asks for no bytecode.
-sys.dont_write_bytecode = False
 
 # A busy machine makes any example slow, which says nothing about the code.
 hypothesis.settings.register_profile(

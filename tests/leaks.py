@@ -19,7 +19,7 @@ LEAVE_SECONDS = 1.0  # what a test has ended may need a moment to be gone
 @contextmanager
 def fail_on_leaks(leave_seconds: float = LEAVE_SECONDS) -> Iterator[None]:
     """Fail if the block leaves a process, or a thread that keeps Python from ending, behind."""
-    threads, processes = _live_threads(), _live_children()
+    threads, processes = _live_threads(), _live_processes()
     yield
     left = _wait_until_empty(lambda: _describe_new(threads, processes), leave_seconds)
     if left:
@@ -28,8 +28,10 @@ def fail_on_leaks(leave_seconds: float = LEAVE_SECONDS) -> Iterator[None]:
 
 def _describe_new(threads: set[threading.Thread], processes: set[int]) -> list[str]:
     new_threads = [f"thread {thread.name!r}" for thread in _live_threads() - threads]
-    new_processes = _live_children() - processes - pool_processes()
-    return new_threads + [f"process {pid}: {_command_of(pid)}" for pid in new_processes]
+    new_processes = _live_processes() - processes
+    children = [pid for pid in new_processes if _parent_of(pid) == os.getpid() and _command_of(pid)]
+    left = sorted({*children} - pool_processes())
+    return new_threads + [f"process {pid}: {_command_of(pid)}" for pid in left]
 
 
 def _wait_until_empty(find: Callable[[], list[str]], seconds: float) -> list[str]:
@@ -43,13 +45,12 @@ def _live_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if not thread.daemon}
 
 
-def _live_children() -> set[int]:
-    """This process's children, where there is a /proc; elsewhere none are known.
+def _live_processes() -> set[int]:
+    """All of this machine, where there is a /proc; elsewhere none are known.
 
-    Asked one by one: the kernel's own list, /proc/self/task/*/children, may leave some out.
+    The kernel's list of children, /proc/self/task/*/children, may leave some out.
     """
-    pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
-    return {pid for pid in pids if _parent_of(pid) == os.getpid() and _command_of(pid)}
+    return {int(path.name) for path in Path("/proc").glob("[0-9]*")}
 
 
 def _parent_of(pid: int) -> int | None:

@@ -10,13 +10,14 @@ import signal
 import time
 from multiprocessing.connection import Pipe
 from pathlib import Path
+from typing import Any
 
-from tests import rank_process
 from tests.forked import start_forked
 
 STACKS_SECONDS = 2.0
 POLL_SECONDS = 0.05
 OUTPUT_TAIL_BYTES = 4000
+MODULE_OF_RANKS = Path(__file__).with_name("rank_process.py")
 
 
 class RankProcess:
@@ -29,7 +30,7 @@ class RankProcess:
         self.socket, theirs = Pipe()
         arguments = (theirs, self.stacks, self.output, rank, world_size)
         with theirs:
-            self.process = start_forked(rank_process.run, *arguments)
+            self.process = start_forked(_run, *arguments)
         self.output_start = 0
 
     @property
@@ -94,6 +95,14 @@ class RankProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
 
+def _run(*arguments: Any) -> None:
+    """The main function of the process."""
+    # Imported there alone: it takes seconds, also in a process that only hands tests to others.
+    from tests import rank_process  # noqa: PLC0415
+
+    rank_process.run(*arguments)
+
+
 def _wait_for_end_of_growth(path: Path, before: int) -> int:
     """The size of a file that another process is writing, once it has stopped growing."""
     end = time.monotonic() + STACKS_SECONDS
@@ -108,5 +117,5 @@ def _wait_for_end_of_growth(path: Path, before: int) -> int:
 def _own_stacks(stacks: str) -> str:
     """The frames of the test and of torch, without those of the harness that calls them."""
     threads = [thread for thread in stacks.strip().split("\n\n") if "read_requests" not in thread]
-    harness = '\n  File "' + rank_process.__file__
+    harness = f'\n  File "{MODULE_OF_RANKS}'
     return "\n\n".join(thread.split(harness)[0] for thread in threads)
