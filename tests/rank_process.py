@@ -117,7 +117,7 @@ def call(request: bytes) -> bytes:
     # well under a millisecond instead of 100, so that a call's groups and models go at once.
     gc.collect()
     gc.freeze()
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     try:
         return pickle.dumps(function(*arguments))
     finally:

@@ -1,6 +1,8 @@
 """What one process on the global batch computes, and how ranks compare with it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -74,25 +76,74 @@ def assert_close(actual: Tensor | None, expected: Tensor | None, what: str) -> N
         assert expected is None, f"{what}: got None, expected {expected}"
         return
     assert actual.shape == expected.shape, what
-    scale = max(1.0, expected.double().norm().item())
+    whole, parts = expected, 1
     if isinstance(actual, ShardedTensor):
         run = actual.sharding.run
-        scale /= actual.sharding.mesh.size  # so that all parts together are within the tolerance
+        parts = actual.sharding.mesh.size
         actual, expected = actual.to_local(), expected.flatten()[run.start : run.stop]
     elif isinstance(actual, DTensor) and {*map(type, actual.placements)} <= {Shard, Replicate}:
         mesh, placements = actual.device_mesh, actual.placements
-        scale /= mesh.size()
+        parts = mesh.size()
         cut = distribute_tensor(expected.detach(), mesh, placements, src_data_rank=None)
         actual, expected = actual.to_local(), cut.to_local()
         assert actual.shape == expected.shape, what
-    actual = full(actual)
-    error = (actual.double() - expected.double()).norm().item()
+    difference = full(actual).detach().double() - expected.detach().double()
+    error = torch.linalg.vector_norm(difference).item()
+    if error <= TOLERANCE / parts:  # so that all parts together are within the tolerance
+        return
+    scale = max(1.0, whole.double().norm().item()) / parts
     assert error <= TOLERANCE * scale, f"{what}: off by {error:.2e} of {scale:.2e}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one process computes in a step, before its update."""
+
+    batches: Sequence[Tensor]
+    losses: Sequence[Tensor]
+    parameters: Mapping[str, nn.Parameter]  # with their gradients
+    norm: Tensor | None  # of all gradients, where they are clipped
+
+
+@lru_cache(maxsize=64)
+def train_alone(
+    name: str,
+    steps: int,
+    accumulate: int,
+    make_optimizer: MakeOptimizer,
+    set_to_none: bool,
+    clip: float | None,
+) -> Sequence[Step]:
+    """Train a case in one process: ``steps`` of them, and the parameters after the last one."""
+    case, model = CASES[name], build(name)
+    optimizer = make_optimizer(model.parameters())
+    recorded = []
+    for _ in range(steps):
+        batches = [case.batch(BATCH) for _ in range(accumulate)]
+        losses = []
+        for batch in batches:
+            loss = case.loss(model(batch.clone())) / accumulate
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        parameters = _copies(model)
+        norm = None if clip is None else nn.utils.clip_grad_norm_(model.parameters(), clip)
+        recorded.append(Step(batches, losses, parameters, norm))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+    return [*recorded, Step((), (), _copies(model), None)]
+
+
+def _copies(model: nn.Module) -> dict[str, nn.Parameter]:
+    copies = {}
+    for name, parameter in model.named_parameters():
+        copies[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        copies[name].grad = None if parameter.grad is None else parameter.grad.clone()
+    return copies
 
 
 def assert_equal_training(
     name: str,
-    steps: int = 3,
+    steps: int = 2,
     accumulate: int = 1,
     make_optimizer: MakeOptimizer = adamw,
     set_to_none: bool = True,
@@ -101,37 +152,37 @@ def assert_equal_training(
 ) -> nn.Module:
     """Train a case sharded and in one process; compare loss, gradients and parameters."""
     case = CASES[name]
-    reference, model = build(name), build(name)
+    *recorded, last = train_alone(name, steps, accumulate, make_optimizer, set_to_none, clip)
+    model = build(name)
     sw.fully_shard(model, **{"units": case.units, **options})
-    optimizers = [make_optimizer(m.parameters()) for m in (reference, model)]
-    for step in range(steps):
-        for _ in range(accumulate):
-            batch = case.batch(BATCH)
-            expected = case.loss(reference(batch.clone())) / accumulate
-            expected.backward()  # type: ignore[no-untyped-call]
+    optimizer = make_optimizer(model.parameters())
+    for number, step in enumerate(recorded):
+        for batch, expected in zip(step.batches, step.losses, strict=True):
             loss = case.loss(model(own_part(batch))) / accumulate
             loss.backward()  # type: ignore[no-untyped-call]
-            assert_close(mean_over_ranks(loss), expected.detach(), f"loss of step {step}")
-        assert_equal_models(model, reference, step)
+            assert_close(mean_over_ranks(loss), expected, f"loss of step {number}")
+        assert_equal_parameters(model, step.parameters, number)
         if clip is not None:
             clipped = sw.clip_grad_norm_(model.parameters(), clip)
-            wanted = nn.utils.clip_grad_norm_(reference.parameters(), clip)
-            assert_close(full(clipped), wanted, "norm")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=set_to_none)
-    assert_equal_models(model, reference, steps)
-    whole = [
-        (p.detach(), q.detach())
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True)
-    ]
+            assert_close(full(clipped), step.norm, "norm")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+    assert_equal_parameters(model, last.parameters, steps)
+    whole = [*zip(model.parameters(), last.parameters.values(), strict=True)]
     for parameter, wanted in (whole[0], whole[-1]):  # the others have been compared by parts
-        assert_close(full(parameter), wanted, "the whole of one at the end")
+        assert_close(full(parameter.detach()), wanted.detach(), "the whole of one at the end")
     return model
 
 
 def assert_equal_models(model: nn.Module, reference: nn.Module, step: int) -> None:
-    pairs = zip(model.named_parameters(), reference.named_parameters(), strict=True)
+    assert_equal_parameters(model, dict(reference.named_parameters()), step)
+
+
+def assert_equal_parameters(
+    model: nn.Module, reference: Mapping[str, nn.Parameter], step: int
+) -> None:
+    """And their gradients."""
+    pairs = zip(model.named_parameters(), reference.items(), strict=True)
     for (name, parameter), (expected_name, expected) in pairs:
         assert name == expected_name
         assert parameter.shape == expected.shape

@@ -30,7 +30,7 @@ COMBINED = ("stack", "gpt", "unused and reused", "tied", "lora")
     [*((name, 2) for name in CASES), *covered_first(product(CASES, (3, 1, 4)))],
 )
 def test_training_equals_one_process(name: str) -> None:
-    assert_equal_training(name)
+    assert_equal_training(name, steps=3)
 
 
 @on_ranks(2)
