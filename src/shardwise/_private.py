@@ -34,6 +34,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _in_clipping
 from torch.utils._python_dispatch import TorchDispatchMode  # its public alias has no c10d operators
 
 __all__ = [
+    "COMPOSABLE_FSDP",
     "AsyncCollectiveTensor",
     "DTensorSpec",
     "OpOverload",
@@ -99,6 +100,7 @@ REQUIRED = (
     "torch.distributed.distributed_c10d._new_process_group_helper",
     "torch.distributed.distributed_c10d._world",
 )
+COMPOSABLE_FSDP = "torch.distributed._composable.fsdp"  # where older programs import FSDP2 from
 OPTIONAL = ("torch.UntypedStorage._swap_data_ptr_",)  # new in 2.13; `resize_` does the same, slower
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed import fsdp
 from torch.distributed.fsdp import sharded_grad_scaler
 
+from shardwise._private import COMPOSABLE_FSDP
 from shardwise.fsdp.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardwise.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from shardwise.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -30,7 +31,7 @@ _MODULES = (
     "torch.distributed.fsdp",
     "torch.distributed.fsdp.fully_sharded_data_parallel",
     "torch.distributed.fsdp.sharded_grad_scaler",
-    "torch.distributed._composable.fsdp",
+    COMPOSABLE_FSDP,
     "torch.distributed.pipelining.stage",
 )
 
