@@ -3,6 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
+# Each process takes one half of the files, in order, and then what the other has left: what a
+# module's tests share is made once. With PART=3/20, that part of `make thorough` as well.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal $(if $(PART),--part $(PART))
+
 .PHONY: train test thorough check bench fuzz soak conformance clean
 .DELETE_ON_ERROR:
 
@@ -10,10 +14,10 @@ train: $(READY)  ## train a small model on the standard library's source, on thi
 	$(BIN)/shardwise train configs/stdlib.toml
 
 test: $(READY)  ## every property once (tests/README.md)
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST) $(if $(PART),-m "thorough or not thorough")
 
 thorough: $(READY)  ## the combinations that `make test` leaves out; PART=3/20 for some of them
-	$(BIN)/python -m pytest -n 2 -m thorough $(if $(PART),--part $(PART))
+	$(PYTEST) -m thorough
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--part",
         metavar="K/N",
         type=_read_part,
-        help="run only part K of N parts of the tests, K from 0 to N-1 (by a hash of their ids)",
+        help="of the thorough tests run only part K of N, K from 0 to N-1 (by a hash of their ids)",
     )
 
 
@@ -45,11 +45,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if part is None:
         return
     number, parts = part
-    inside = [zlib.crc32(item.nodeid.encode()) % parts == number for item in items]
-    config.hook.pytest_deselected(
-        items=[item for item, is_inside in zip(items, inside, strict=True) if not is_inside]
-    )
-    items[:] = [item for item, is_inside in zip(items, inside, strict=True) if is_inside]
+    chosen: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        is_outside = zlib.crc32(item.nodeid.encode()) % parts != number
+        is_left_out = is_outside and item.get_closest_marker("thorough") is not None
+        (left_out if is_left_out else chosen).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = chosen
 
 
 def _read_part(text: str) -> tuple[int, int]:
