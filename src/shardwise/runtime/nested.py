@@ -26,7 +26,7 @@ def tensors_left_in(module: nn.Module, mark: str) -> Iterator[Tensor]:
     """
     yield from (buffer for buffer in module._buffers.values() if buffer is not None)
     for name, value in vars(module).items():
-        if name not in _OF_EVERY_MODULE and not isinstance(value, _LEAVES):
+        if name not in _OF_EVERY_MODULE and name != mark and not isinstance(value, _LEAVES):
             yield from _tensors_within(value, depth=3)
     for child in module.children():
         if mark not in vars(child):

@@ -1,0 +1,313 @@
+"""``python -m benchmarks.host``: what a unit costs the host in a step, compared with FSDP2.
+
+A GPU idles where the host does not launch its work in time. This measures the host alone, on a CPU:
+units of tiny layers, whose kernels take next to nothing, and a process group of as many ranks as
+are asked for, whose collectives are counted and do nothing. Streams and events do nothing either
+and are counted; all engines use them. shardwise takes the path of an accelerator: it orders
+everything by events, records events for its ledger, and allocates as it would there. **Not
+measured: the driver's part of a call, and the watch over other ranks that shardwise keeps on NCCL.
+Copies, which a GPU does asynchronously, are on the host here, and FSDP2's grow with the ranks.**
+
+The engines take turns in one process per number of ranks. Times are CPU times, medians over rounds.
+
+Columns, per unit and step: *µs* are those of *forward*, *backward* and *update* (fused AdamW and
+`zero_grad`); *kernels* are operators that are neither views nor allocations; *allocations* are
+calls of torch's allocator; *stream calls* record events and wait for them on a stream; in *syncs*
+the host would wait for the device.
+"""
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from multiprocessing import get_context
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks import make_parser
+from shardwise._private import TorchDispatchMode
+from shardwise.bench import harness
+from shardwise.bench.engines import ENGINES
+from shardwise.bench.harness import Figures, Round
+from shardwise.bench.work import Trainee, Work
+from shardwise.transport import device as transport_device
+
+BASE = "fsdp2"
+COMPARED = ("alone", BASE, "shardwise-fsdp", "shardwise-fsdp-dim")  # rows of `shardwise bench`
+WIDTH = 8
+WARM_UP = 3  # rounds
+CALLS: Counter[str] = Counter()  # of this process
+
+_NO_KERNELS = {
+    "aten::detach",
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::lift_fresh",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::resize_",
+    "aten::set_",
+}
+_SYNCS = {  # the host needs their result, or its size
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::masked_select",
+    "aten::nonzero",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is measured."""
+
+    num_ranks: int
+    units: int
+    layers: int  # of a unit: each has a weight and a bias
+    bf16: bool
+    rounds: int
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Parse the command line, measure, print."""
+    parser = make_parser("host", __doc__, rounds=60)
+    parser.add_argument("--ranks", default="8,64,1024,16384", help="posed as, by comma")
+    parser.add_argument("--units", type=int, default=50)
+    parser.add_argument("--layers", type=int, default=1, help="of each unit")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    options = parser.parse_args(words)
+    rows: dict[str, Figures] = {}
+    rounds: dict[int, list[Round]] = {}
+    for num_ranks in map(int, options.ranks.split(",")):
+        is_bf16 = options.dtype == "bf16"
+        setting = Setting(num_ranks, options.units, options.layers, is_bf16, options.rounds)
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            rounds[num_ranks], counts = process.submit(measure, setting).result()
+        for engine in COMPARED:
+            ratio = harness.ratio(rounds[num_ranks], engine, BASE).median
+            rows[f"{num_ranks} ranks: {engine}"] = {
+                **harness.medians(rounds[num_ranks], engine),
+                **counts[engine],
+                "ratio": ratio,
+            }
+    columns = (
+        ("µs", "seconds", microseconds),
+        (f"of {BASE}", "ratio", "{:.2f}".format),
+        *((name, name, microseconds) for name in ("forward", "backward", "update")),
+        *((name.replace("_", " "), name, "{:.1f}".format) for name in COUNTED),
+    )
+    title = f"the host's part of a step, per unit: {options.units} units, {options.dtype}"
+    times = {str(ranks): [round_.cases for round_ in each] for ranks, each in rounds.items()}
+    harness.publish(title, columns, rows, options.out, rounds=times)
+
+
+def microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f}"
+
+
+# -- a process that poses as one of many ranks -----------------------------------------------------
+
+
+def measure(setting: Setting) -> tuple[list[Round], dict[str, Figures]]:
+    """The rounds, and what each engine calls in a step; all per unit."""
+    torch.set_num_threads(1)
+    with posing_as_one_of(setting.num_ranks):
+        work = make_work(setting)
+        trainees = {engine: ENGINES[engine].start(work) for engine in COMPARED}
+        batch = work.batch(0, 0)
+        cases = {
+            engine: partial(time_step, trainee, batch, setting.units)
+            for engine, trainee in trainees.items()
+        }
+        gc.freeze()  # or collecting would go through all that is there
+        title = f"{setting.num_ranks} ranks"
+        rounds = harness.interleave(cases, setting.rounds, title=title, warm_up=WARM_UP)
+        counts = {
+            engine: count_calls(partial(trainee.step, batch), setting.units)
+            for engine, trainee in trainees.items()
+        }
+    return harness.merge([rounds]), counts
+
+
+def make_work(setting: Setting) -> Work:
+    def build() -> nn.Module:
+        return nn.Sequential(*(_Unit(setting.layers) for _ in range(setting.units)))
+
+    def draw(generator: torch.Generator) -> Tensor:
+        return torch.randn(1, WIDTH, generator=generator)
+
+    return Work(build, _Unit, draw, lambda model, x: model(x).float().sum(), bf16=setting.bf16)
+
+
+class _Unit(nn.Sequential):
+    def __init__(self, layers: int) -> None:
+        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+
+
+def time_step(trainee: Trainee, batch: Tensor, units: int, _number: int = 0) -> Figures:
+    """CPU seconds of a step and of its parts, per unit; garbage is collected between steps."""
+    gc.collect()
+    gc.disable()
+    times = [time.process_time()]
+    loss = trainee.loss(batch)
+    times.append(time.process_time())
+    loss.backward()  # type: ignore[no-untyped-call]
+    times.append(time.process_time())
+    trainee.optimizer.step()
+    trainee.optimizer.zero_grad()
+    times.append(time.process_time())
+    gc.enable()
+    forward, backward, update = ((b - a) / units for a, b in pairwise(times))
+    return {
+        "seconds": forward + backward + update,
+        "forward": forward,
+        "backward": backward,
+        "update": update,
+    }
+
+
+# -- what is called in a step ----------------------------------------------------------------------
+
+COUNTED = ("operators", "kernels", "allocations", "collectives", "stream_calls", "syncs")
+
+
+def count_calls(step: Callable[[], object], units: int) -> Figures:
+    CALLS.clear()
+    with _Operators():  # type: ignore[no-untyped-call]
+        step()
+    counts = Counter(CALLS)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    memory = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    counts["allocations"] = sum(event.nbytes() > 0 for event in memory)
+    return {name: counts[name] / units for name in COUNTED}
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is not Tensor and kind is not nn.Parameter for kind in types):
+            return NotImplemented  # a DTensor, whose parts come here as well
+        name = func._schema.name
+        CALLS["operators"] += 1
+        CALLS["kernels"] += not (func.is_view or name in _NO_KERNELS)
+        CALLS["syncs"] += name in _SYNCS
+        return func(*args, **(kwargs or {}))
+
+
+# -- ranks and streams that are not there ----------------------------------------------------------
+
+
+@contextmanager
+def posing_as_one_of(num_ranks: int) -> Iterator[None]:
+    """The first of ``num_ranks``, on an "accelerator" of memory of the host."""
+    dist.Backend.register_backend(
+        "fake",
+        lambda options, _: _Group(options.group_rank, options.group_size),  # type: ignore[call-arg]
+        extended_api=True,
+        devices=["cpu"],
+    )
+    kinds = {"cpu": _Accelerator}
+    streams: dict[str, Any] = {"Stream": _Stream, "Event": _Event, "_current_stream": _Stream()}
+    with mock.patch.multiple(torch.cpu, **streams), mock.patch.dict(transport_device.KINDS, kinds):
+        dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+        yield
+        dist.destroy_process_group()
+
+
+class _Group(dist.ProcessGroup):
+    def _count(self, *_args: object, **_options: object) -> "_Done":
+        CALLS["collectives"] += 1
+        return _Done()
+
+    all_gather_single = _allgather_base = _count
+    reduce_scatter_single = _reduce_scatter_base = _count
+    allreduce = barrier = _count
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's)
+        return "fake"
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+
+class _Done(dist.Work):
+    def wait(self, *_args: object) -> bool:
+        return True
+
+
+class _Event:
+    def record(self, _stream: object = None) -> None:
+        CALLS["stream_calls"] += 1
+
+    def wait(self, _stream: object = None) -> None:
+        CALLS["stream_calls"] += 1
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        CALLS["syncs"] += 1
+
+    def elapsed_time(self, _other: object) -> float:
+        return 0.0
+
+
+class _Stream:
+    def __init__(self, priority: int = 0) -> None:
+        pass
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = _Event() if event is None else event
+        event.record(self)
+        return event
+
+    def wait_event(self, _event: _Event) -> None:
+        CALLS["stream_calls"] += 1
+
+    def wait_stream(self, _other: object) -> None:
+        CALLS["stream_calls"] += 2  # an event is recorded and waited for
+
+    def synchronize(self) -> None:
+        CALLS["syncs"] += 1
+
+
+class _Accelerator(transport_device.Accelerator):
+    """`Accelerator` with the streams of this file, as FSDP2 finds them in `torch.cpu`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch_device = device
+        self._origin: Any = _Event()
+        self._origin_seconds = 0.0
+
+    def new_stream(self) -> Any:
+        return torch.cpu.Stream()
+
+    def current_stream(self) -> Any:
+        return torch.cpu.current_stream(self.torch_device)
+
+    def use(self, stream: Any) -> Any:
+        return torch.cpu.stream(stream)
+
+    def record(self, stream: Any) -> Any:
+        event: Any = _Event()
+        event.record(stream)
+        return transport_device.StreamEvent(event, self._origin, self._origin_seconds)
+
+
+if __name__ == "__main__":
+    main()
