@@ -19,6 +19,8 @@ from tests.diagnose.judging import judge
 from tests.ranks import on_ranks
 
 NAME = "blocks.1.mlp.0.weight"
+# Without "moe", of which ranks use other parameters: FSDP2 cannot train it.
+TENSOR_PARALLEL = ["gpt", "conv", "encoder-decoder", "lora", *FAMILIES]
 
 
 @on_ranks(2)
@@ -33,10 +35,36 @@ def test_engines_are_right(name: str, model: str) -> None:
 @pytest.mark.thorough
 @on_ranks(2, deadline=120.0)
 @pytest.mark.parametrize("model", list(FAMILIES))
-@pytest.mark.parametrize("name", ["shardwise", "fsdp2"])
+@pytest.mark.parametrize("name", list(ENGINES))
 def test_there_is_no_false_alarm_on_hugging_face_models(name: str, model: str) -> None:
     found = judge(model, engine=ENGINES[name])
     assert found.ok, found.explanation
+
+
+@on_ranks(4, deadline=120.0)
+@pytest.mark.parametrize("name", ["shardwise", "fsdp2"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *TENSOR_PARALLEL[:1],
+        *(pytest.param(one, marks=pytest.mark.thorough) for one in TENSOR_PARALLEL[1:]),
+    ],
+)
+def test_engines_with_tensor_parallelism_are_right(name: str, model: str) -> None:
+    divided: list[nn.Parameter] = []
+
+    def engine(model: nn.Module, mesh: DeviceMesh | None, units: Any) -> Any:
+        made = ENGINES[name](model, mesh, units)
+        divided.extend(p for p in model.parameters() if p.device_mesh.ndim == 2)  # type: ignore[attr-defined]
+        return made
+
+    found = judge(model, engine=engine, mesh=dp2_tp2())
+    assert found.ok, found.explanation
+    assert divided or model == "gpt2"  # which has no layers of nn.Linear but its tied head
+
+
+def dp2_tp2() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def in_tensors(model: nn.Module, mesh: DeviceMesh | None, _units: Any) -> nn.Module:
@@ -50,12 +78,11 @@ def in_tensors(model: nn.Module, mesh: DeviceMesh | None, _units: Any) -> nn.Mod
 
 
 @on_ranks(4)
-def test_a_mesh_may_have_other_dims() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    found = judge("gpt", engine=in_tensors, mesh=mesh)
+def test_a_function_makes_a_model_parallel() -> None:
+    found = judge("gpt", engine=in_tensors, mesh=dp2_tp2())
     assert found.ok, found.explanation
     with pytest.raises(sw.PlanError, match="pass engine=FILE:FUNCTION"):
-        judge("gpt", engine=ENGINES["fsdp2"], mesh=mesh)
+        judge("gpt", engine=ENGINES["ddp"], mesh=dp2_tp2())
 
 
 def _changed(change: Any) -> Any:

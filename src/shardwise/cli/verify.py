@@ -37,7 +37,8 @@ def verify(
         typer.Option(
             metavar="DIMS",
             help="With --engine: names and sizes of the mesh's dims, such as dp2,tp2. Those whose "
-            "names begin with dp, efsdp and ep split the batch.",
+            "names begin with dp, efsdp and ep split the batch; over tp, shardwise and fsdp2 "
+            "divide linear layers.",
         ),
     ] = None,
     steps: Annotated[

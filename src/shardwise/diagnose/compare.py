@@ -22,6 +22,11 @@ __all__ = ["Judge"]
 # an error by. The divisor is at least this share of the norm of all gradients together.
 SMALL = 1e-3
 
+NOT_REACHED = (
+    "no backward reached it: it is frozen or detached there, or a zero-bubble schedule asked for "
+    "the gradients of shards, which forward did not use"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Judge:
@@ -128,8 +133,10 @@ def _presence(wanted: Tensor | None, missing: Sequence[int], num_ranks: int) -> 
         return 0.0, ""
     if wanted is None:
         return math.inf, "is a tensor, expected None"
-    where = "" if len(missing) == num_ranks else f" on ranks {list(missing)}"
-    return math.inf, f"is None{where}, expected {list(wanted.shape)}"
+    expected = f"expected {list(wanted.shape)}"
+    if len(missing) == num_ranks:
+        return math.inf, f"is None, {expected}: {NOT_REACHED}"
+    return math.inf, f"is None on ranks {list(missing)}, {expected}"
 
 
 def _distance(tensor: Tensor, wanted: Tensor, least: float) -> float:

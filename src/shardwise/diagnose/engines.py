@@ -1,11 +1,18 @@
 """Engines that `verify` can judge besides this one: torch's, or any that a function sets up."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.api import fully_shard
@@ -29,18 +36,19 @@ Engine = Callable[[nn.Module, DeviceMesh | None, Units], Any]
 
 
 def _shardwise(model: nn.Module, mesh: DeviceMesh | None, units: Units) -> nn.Module:
-    return fully_shard(model, mesh=_data_parallel(mesh), units=units)
+    return fully_shard(model, mesh=_divide_tensors(model, mesh), units=units)
 
 
 def _fsdp2(model: nn.Module, mesh: DeviceMesh | None, units: Units) -> nn.Module:
+    data_parallel = _divide_tensors(model, mesh)
     for name in reversed(choose_units(model, units)):  # those inside a unit first
-        fsdp2_fully_shard(model.get_submodule(name), mesh=_data_parallel(mesh))
+        fsdp2_fully_shard(model.get_submodule(name), mesh=data_parallel)
     return model
 
 
 def _ddp(model: nn.Module, mesh: DeviceMesh | None, _units: Units) -> nn.Module:
-    dims = _data_parallel(mesh)
-    group = None if dims is None else dims.get_group()
+    _check_dims(mesh)
+    group = None if mesh is None else mesh.get_group()
     return DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
 
 
@@ -84,11 +92,40 @@ def splits_batch(dim: str) -> bool:
     return dim.startswith("dp") or dim in ("efsdp", "ep")
 
 
-def _data_parallel(mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """``mesh``, all of whose dims have to be of data parallelism."""
-    if mesh is None or all(name.startswith("dp") for name in mesh.mesh_dim_names or ("",)):
+def _divide_tensors(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """Divide linear layers among the ranks of the dim "tp", if there is one.
+
+    Each rank computes some of a layer's outputs, and gets all of them: that is right for any model
+    which calls its layers. Tied weights stay whole.
+
+    Returns:
+        The part of ``mesh`` for data parallelism.
+    """
+    _check_dims(mesh, "tp")
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    if mesh is None or "tp" not in names:
         return mesh
-    raise PlanError(
-        f"{mesh}: this engine shards over dims of data parallelism (dp...) alone; pass "
-        "engine=FILE:FUNCTION, a function that makes the model parallel over the others"
-    )
+    uses: Counter[Tensor] = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+    layers: dict[str, ParallelStyle] = {
+        name: ColwiseParallel(output_layouts=Replicate())
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and uses[module.weight] == 1
+    }
+    parallelize_module(model, mesh["tp"], layers)
+    dims = data_dims(mesh)
+    return mesh[dims if len(dims) > 1 else dims[0]]
+
+
+def _check_dims(mesh: DeviceMesh | None, *others: str) -> None:
+    """Check that the dims of ``mesh`` are of data parallelism, or some of ``others``.
+
+    Raises:
+        PlanError: one is not.
+    """
+    names = () if mesh is None else mesh.mesh_dim_names or ("",)
+    if not all(name.startswith("dp") or name in others for name in names):
+        known = " and ".join(("of data parallelism (dp...)", *others))
+        raise PlanError(
+            f"{mesh}: this engine takes dims {known} alone; pass engine=FILE:FUNCTION, a function "
+            "that makes the model parallel over the others"
+        )
