@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -298,3 +299,13 @@ def test_keys_of_loading_are_those_of_the_module() -> None:
 def test_containers_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="do not implement forward"):
         FSDP(nn.ModuleList([nn.Linear(2, 2)]))
+
+
+def test_modules_on_the_cpu_of_an_accelerator_machine_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    with pytest.warns(UserWarning, match="passed-in `module` is on CPU.* pass device_id"):
+        FSDP(nn.Linear(2, 2))
+    with warnings.catch_warnings(action="error"):
+        FSDP(nn.Linear(2, 2), device_id=torch.device("cpu"))

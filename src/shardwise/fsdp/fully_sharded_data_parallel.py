@@ -159,6 +159,8 @@ class FullyShardedDataParallel(nn.Module):
         materialize(module, param_init_fn, device, self._ignored_params)
         if device is not None:
             move(module, device, self._ignored_modules, self._ignored_params)
+        else:
+            _warn_if_on_cpu(_unsharded_states(module, self._ignored_params))
         if sync_module_states:
             broadcast_tensors(_unsharded_states(module, self._ignored_params), group)
         self._modules[WRAPPED] = module
@@ -395,6 +397,15 @@ def _device_of(module: nn.Module, device: torch.device | None) -> torch.device:
     """Where ``module`` computes: on ``device``, or where it is, or on this rank's accelerator."""
     own = next((p.device for p in module.parameters() if not p.is_meta), None)
     return device or own or torch.get_default_device()
+
+
+def _warn_if_on_cpu(states: list[Tensor]) -> None:
+    if states and states[0].is_cpu and torch.accelerator.device_count():
+        warnings.warn(
+            "The passed-in `module` is on CPU and so are its shards, although this machine has an "
+            "accelerator; pass device_id to move it there first, or torch.device('cpu') to keep it",
+            stacklevel=3,
+        )
 
 
 def _unsharded_states(module: nn.Module, ignored: set[nn.Parameter]) -> list[Tensor]:
