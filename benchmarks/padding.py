@@ -110,7 +110,7 @@ def as_specs(shapes: Shapes, granularity: Granularity) -> list[ParameterSpec]:
 def with_common_multiple(specs: list[ParameterSpec], ranks: int) -> int:
     """The length of shards that are whole numbers of every granule."""
     granules = [min(spec.granule_elements, spec.num_elements) for spec in specs]
-    multiple = lcm(4, *granules)
+    multiple = lcm(8, *granules)
     elements = sum(spec.num_elements for spec in specs)
     return -(-elements // (ranks * multiple)) * multiple
 

@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 
 from shardwise.plan.granularity import Granularity, block
 from shardwise.plan.layout import (
+    Cast,
     Layout,
     ParameterExtent,
     ParameterSpec,
@@ -45,17 +46,13 @@ def coarse_parameter_lists(draw: st.DrawFn) -> list[ParameterSpec]:
 WORLD_SIZES = st.integers(1, 9) | st.integers(1, 1000)
 ALIGNMENTS = st.sampled_from([1, 4, 16, 128])
 LAYOUTS = st.builds(
-    lambda parameters, world_size, alignment: lay_out(
-        parameters, world_size, alignment_bytes=alignment
-    ),
+    lambda parameters, world_size, alignment: lay_out(parameters, world_size, alignment=alignment),
     parameter_lists(),
     WORLD_SIZES,
     ALIGNMENTS,
 )
 COARSE_LAYOUTS = st.builds(
-    lambda parameters, world_size, alignment: lay_out(
-        parameters, world_size, alignment_bytes=alignment
-    ),
+    lambda parameters, world_size, alignment: lay_out(parameters, world_size, alignment=alignment),
     coarse_parameter_lists(),
     WORLD_SIZES,
     ALIGNMENTS,
@@ -85,10 +82,9 @@ def test_slots_keep_their_order_and_do_not_overlap(layout: Layout) -> None:
 
 @given(parameter_lists(), WORLD_SIZES, ALIGNMENTS)
 def test_padding_is_alignment_alone(
-    parameters: list[ParameterSpec], world_size: int, alignment_bytes: int
+    parameters: list[ParameterSpec], world_size: int, alignment: int
 ) -> None:
-    layout = lay_out(parameters, world_size, alignment_bytes=alignment_bytes)
-    alignment = max(1, alignment_bytes // layout.itemsize)
+    layout = lay_out(parameters, world_size, alignment=alignment)
     gaps = [two.offset - one.stop for one, two in pairwise(layout.extents)]
     assert all(0 <= gap < alignment for gap in gaps)
     assert all(extent.offset % alignment == 0 for extent in layout.extents)
@@ -144,7 +140,7 @@ def test_bytes_follow_elements(layout: Layout) -> None:
 
 
 def test_the_numbers_of_the_drawing() -> None:
-    layout = lay_out([spec("W1", 5, 3), spec("W2", 2, 4), spec("b", 3)], 2, alignment_bytes=4)
+    layout = lay_out([spec("W1", 5, 3), spec("W2", 2, 4), spec("b", 3)], 2, alignment=1)
     assert layout.shard_elements == 13
     assert layout.num_elements == 26
     assert layout.padding_elements == 0
@@ -157,10 +153,9 @@ def test_the_numbers_of_the_drawing() -> None:
 
 @given(coarse_parameter_lists(), WORLD_SIZES, ALIGNMENTS)
 def test_no_granule_is_cut(
-    parameters: list[ParameterSpec], world_size: int, alignment_bytes: int
+    parameters: list[ParameterSpec], world_size: int, alignment: int
 ) -> None:
-    layout = lay_out(parameters, world_size, alignment_bytes=alignment_bytes)
-    alignment = max(1, alignment_bytes // layout.itemsize)
+    layout = lay_out(parameters, world_size, alignment=alignment)
     assert sorted(p.name for p in parameters) == sorted(s.parameter.name for s in layout.extents)
     assert layout.shard_elements % alignment == 0
     for extent in layout.extents:
@@ -179,7 +174,7 @@ def test_the_numbers_of_the_drawing_by_row() -> None:
         spec("W2", 2, 4, granularity="tensor"),
         spec("b", 3),
     ]
-    layout = lay_out(parameters, 2, alignment_bytes=4)
+    layout = lay_out(parameters, 2, alignment=1)
     assert (layout.shard_elements, layout.num_elements, layout.padding_elements) == (14, 28, 2)
     assert [extent.offset for extent in layout.extents] == [2, 17, 25]
     w1, w2, b = layout.extents
@@ -191,22 +186,22 @@ def test_the_numbers_of_the_drawing_by_row() -> None:
 def test_slots_are_by_offset_whatever_the_order_of_the_module() -> None:
     names = ["a", "b", "c"]
     parameters = [
-        spec("a", 4, granularity="tensor"),
-        spec("b", 12, granularity="tensor"),
-        spec("c", 8, granularity="tensor"),
+        spec("a", 8, granularity="tensor"),
+        spec("b", 24, granularity="tensor"),
+        spec("c", 16, granularity="tensor"),
     ]
     layout = lay_out(parameters, 2)
-    assert layout.padding_elements == 0, "4 and 8 elements beside 12"
+    assert layout.padding_elements == 0, "8 and 16 elements beside 24"
     assert [extent.parameter.name for extent in layout.extents] != names
     assert [extent.offset for extent in layout.extents] == sorted(s.offset for s in layout.extents)
 
 
 def test_granules_and_alignment_go_together() -> None:
-    """Rows of 5 float32 are cut at multiples of 16 bytes, so four of them stay together."""
-    layout = lay_out([spec("a", 16, 5, granularity="row")], 2)
-    assert [len(run) for run in layout.runs(layout.extents[0])] == [40, 40]
-    layout = lay_out([spec("a", 12, 5, granularity="row")], 2)
-    assert sorted(len(run) for run in layout.runs(layout.extents[0])) == [20, 40]
+    """Rows of 5 are cut at multiples of 8 elements, so eight of them stay together."""
+    layout = lay_out([spec("a", 32, 5, granularity="row")], 2)
+    assert [len(run) for run in layout.runs(layout.extents[0])] == [80, 80]
+    layout = lay_out([spec("a", 24, 5, granularity="row")], 2)
+    assert sorted(len(run) for run in layout.runs(layout.extents[0])) == [40, 80]
 
 
 def test_two_buffers_where_one_would_cost_much() -> None:
@@ -238,22 +233,31 @@ def test_one_buffer_where_two_would_save_little(
     assert all(lay_out([parameter], ranks).padding_elements == 0 for parameter in parameters)
 
 
-def test_default_alignment_is_16_bytes() -> None:
-    layout = lay_out([spec("a", 3), spec("b", 5)], world_size=2)
-    assert [extent.offset for extent in layout.extents] == [0, 4]
-    assert layout.shard_elements == 8
+@pytest.mark.parametrize(("dtype", "alignment"), [("uint8", 16), ("bfloat16", 8), ("float32", 8)])
+def test_default_alignment_is_16_bytes_and_8_elements(dtype: str, alignment: int) -> None:
+    layout = lay_out([spec("a", 3, dtype=dtype), spec("b", 5, dtype=dtype)], world_size=2)
+    assert [extent.offset for extent in layout.extents] == [0, alignment]
+    assert layout.shard_elements == alignment
+
+
+def test_mixed_precision_does_not_move_cuts() -> None:
+    plain = [spec("a", 3, 5), spec("b", 7)]
+    cast = [replace(one, cast=Cast("bfloat16", 2, "float32", 4)) for one in plain]
+    layout, other = lay_out(plain, 3), lay_out(cast, 3)
+    for extent, same in zip(layout.extents, other.extents, strict=True):
+        assert layout.runs(extent) == other.runs(same)
 
 
 def test_fewer_elements_than_ranks() -> None:
     layout = lay_out([spec("a", 5)], world_size=1000)
     (extent,) = layout.extents
-    assert [len(run) for run in layout.runs(extent)] == [4, 1] + 998 * [0]
-    assert layout.padding_elements == 3995
+    assert [len(run) for run in layout.runs(extent)] == [5] + 999 * [0]
+    assert layout.padding_elements == 7995
 
 
 @pytest.mark.parametrize(("shape", "elements"), [((), 1), ((0,), 0), ((3, 0, 2), 0)])
 def test_scalar_and_zero_size(shape: tuple[int, ...], elements: int) -> None:
-    layout = lay_out([spec("a", *shape)], world_size=3, alignment_bytes=4)
+    layout = lay_out([spec("a", *shape)], world_size=3, alignment=1)
     assert [len(run) for run in layout.runs(layout.extents[0])] == (
         [1, 0, 0] if elements else [0] * 3
     )

@@ -80,10 +80,10 @@ def test_the_numbers_of_one_process() -> None:
 
 
 def test_the_numbers_of_one_rank() -> None:
-    """21 elements are 2 x 12, 20 (15, padded to 16, and 5) are 2 x 12, at 16 bytes a step."""
+    """21 elements, and 20 (15, padded to 16, and 5), are 2 x 16, at 8 elements a step."""
     plan = make_plan(Model(), world_size=2, units=Block)
-    assert [unit.shard_bytes for unit in plan.units] == [48, 48, 48]
-    assert plan.shard_bytes == plan.gradient_shard_bytes == 3 * 48
+    assert [unit.shard_bytes for unit in plan.units] == [64, 64, 64]
+    assert plan.shard_bytes == plan.gradient_shard_bytes == 3 * 64
 
 
 def test_one_rank_keeps_everything_and_its_padding() -> None:

@@ -72,7 +72,7 @@ def test_matrices_by_row_and_the_rest_by_element() -> None:
 @on_ranks(3)
 def test_units_with_two_buffers() -> None:
     with patch.object(layout, "SPLIT_BYTES", 0):  # small models would save too little
-        for name in ("sequential", "conv", "tied"):
+        for name in ("stack", "conv", "tied"):
             model = assert_equal_training(name, granularity="row")
             assert any(len(unit.layouts) > 1 for unit in runtime_of(model).plan.units), name
             assert_equal_training(name, granularity="row", accumulate=2, unused="zeros")
@@ -87,7 +87,7 @@ def test_other_strategies(strategy: str) -> None:
 
 @on_ranks(3)
 def test_a_rank_holds_whole_rows() -> None:
-    """Rows of 7 in float64: starts are at multiples of 16 bytes, so two rows stay together."""
+    """Rows of 7: starts are at multiples of 8 elements, so eight rows stay together."""
     model = nn.Sequential(nn.Linear(7, 50), nn.Linear(50, 7)).double()
     expected = [p.detach().clone() for p in model.parameters()]
     sw.fully_shard(model, granularity={"*.weight": "row"})

@@ -94,14 +94,14 @@ def test_the_example_written_out(prefetch: int) -> None:
 
 
 def test_bytes_of_the_example() -> None:
-    """12 elements of 4 bytes a unit; a rank keeps 2 x 16 bytes of them after padding."""
+    """12 elements of 4 bytes a unit; a rank keeps 2 x 32 bytes of them after padding."""
     plan = make_plan(Root(), world_size=2, units=Block)
     moved = {(event.kind, event.bytes) for event in schedule(plan)}
     assert moved == {
-        (EventKind.GATHER, 64),
-        (EventKind.FREE, 64),
-        (EventKind.REDUCE, 64),
-        (EventKind.FINISH_REDUCE, 32),
+        (EventKind.GATHER, 128),
+        (EventKind.FREE, 128),
+        (EventKind.REDUCE, 128),
+        (EventKind.FINISH_REDUCE, 64),
         (EventKind.WAIT, 0),
         (EventKind.FORWARD, 0),
         (EventKind.BACKWARD, 0),

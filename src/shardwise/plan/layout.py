@@ -252,23 +252,26 @@ class Layout:
         return first % granule == 0 and (cuts <= 1 or self.shard_elements % granule == 0)
 
 
-def alignment_of(parameter: ParameterSpec, alignment_bytes: int = 16) -> int:
-    """Elements, of a parameter and of all of its dtypes."""
+def alignment_of(parameter: ParameterSpec) -> int:
+    """In elements: 16 bytes of every dtype, and the same for all of 2 bytes and more.
+
+    So mixed precision does not move the cuts, and states of one rank fit with any.
+    """
     cast = parameter.cast
     itemsizes = (cast.compute_itemsize, cast.reduce_itemsize) if cast else ()
     itemsize: int = min((parameter.itemsize, *itemsizes))
-    return max(1, alignment_bytes // itemsize)
+    return max(8, 16 // itemsize)
 
 
 def lay_out(
-    parameters: Sequence[ParameterSpec], world_size: int, *, alignment_bytes: int = 16
+    parameters: Sequence[ParameterSpec], world_size: int, *, alignment: int | None = None
 ) -> Layout:
     """Place ``parameters`` (of one dtype) in a flat buffer over ``world_size`` ranks.
 
     They keep their order unless another order saves padding, which it never does with element
     granularity. Cuts are at multiples of the granule and of the alignment.
     """
-    alignment = alignment_of(parameters[0], alignment_bytes)
+    alignment = alignment or alignment_of(parameters[0])
     pieces = tuple(_piece(parameter, alignment) for parameter in parameters if parameter.num_bytes)
     packing = pack(pieces, world_size)
     offsets = (offset * alignment for offset in packing.offsets)
