@@ -27,10 +27,9 @@ from shardwise.bench import harness
 from shardwise.bench.harness import Figures
 from shardwise.launch.world import World
 from shardwise.runtime.module import runtime_of_root
-from shardwise.train.build import build_plan
+from shardwise.train.build import build_plan, rank_footprint
 from shardwise.train.config import Config
 from shardwise.train.loop import Trainer
-from shardwise.train.memory import forecast_step
 from shardwise.train.sinks import Record
 
 MODELS = {
@@ -129,7 +128,7 @@ def measure(
     rounds = harness.interleave(cases, options.rounds, warm_up=WARM_UP, title="", visible=False)
     rounds = harness.merge(world.gather(rounds))
     transient = max(world.gather(runtime_of_root(trainer.model).pools.peak_bytes))
-    forecast = forecast_step(build_plan(trainer.model, config), config, "cpu").transient_bytes
+    forecast = rank_footprint(build_plan(trainer.model, config), config, "cpu").transient
     off = max(abs(loss / right - 1.0) for loss, right in zip(losses, expected, strict=True))
     loss_units, memory_off = off / UNITS[switches[0]], transient / forecast - 1.0
     is_far = not loss_units <= LOSS_OFF[switches[0]]  # or not a number

@@ -19,13 +19,13 @@ COMMAND_LINES = {
     "set train.global_batch to 6 or 9",
     "{tiny} --set train.micro_batch=3": "set train.global_batch to 6 or 12, "
     "or train.micro_batch to 2",
-    "{tiny} --set train.stpes=3": "unknown key 'train.stpes'; did you mean train.steps?",
+    "{tiny} --set train.stpes=3": "unknown key 'train.stpes'; did you mean 'train.steps'?",
     "{tiny} --set train.steps": "expected section.key=value",
     "{tiny} --set train.steps=few": "train.steps: expected a valid integer, got 'few'",
     "{tiny} --set train.steps=0": "train.steps: expected a number greater than or equal to 1",
     "{tiny} --set shard.nproc=0": "shard.nproc: expected a number greater than or equal to 1",
-    "{tiny} --set shard.units=Blok": "shard.units='Blok': no module has this class; "
-    "did you mean Block?",
+    "{tiny} --set shard.units=Blok": "units='Blok': expected a module class or set of "
+    "classes, 'auto', a size in parameters, or a policy; did you mean 'Block'?",
     "{tiny} --set shard.units=0": "units=0",
     "{tiny} --set shard.strategy=zero9": "strategy='zero9': expected one of",
     "{tiny} --set shard.replicas=2": "shard.replicas=2: strategy 'fsdp' has no replicas",

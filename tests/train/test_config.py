@@ -8,8 +8,7 @@ from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import Config, TrainConfig, check_batch
-from shardwise.train.settings import read_config
+from shardwise.train.config import Config, TrainConfig, check_batch, read_config
 
 DEFAULT = Path(__file__).parents[2] / "configs" / "stdlib.toml"
 

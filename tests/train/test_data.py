@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import DataConfig
-from shardwise.train.data import Entropies, Piece, Sequences, Text, open_corpus
+from shardwise.train.data import Piece, Sequences, Text, open_corpus
 
 VALUES = np.random.default_rng(0).integers(0, 256, size=5000, dtype=np.uint8)
 CUTS = (0, 1, 700, 700, 2500, 4990, 5000)  # of the files, one of which is empty
@@ -53,7 +52,7 @@ def sequences(
 ) -> Sequences:
     first, last = steps
     return Sequences(
-        text,
+        text=text,
         context=16,
         global_batch=24,
         seed=seed,
@@ -119,7 +118,7 @@ def test_a_sequence_is_a_part_of_the_text(text: Text) -> None:
 
 
 def test_the_first_and_the_last_sequence_can_be_drawn(make_text: MakeText) -> None:
-    short = Sequences(make_text(VALUES[:18]), context=16, global_batch=64, seed=0)
+    short = Sequences(text=make_text(VALUES[:18]), context=16, global_batch=64, seed=0)
     assert set(short.draw(0).tolist()) == {0, 1}
     assert short.batch(0).shape == (64, 17)
 
@@ -208,36 +207,3 @@ def test_a_text_that_is_too_short(directory: Path) -> None:
     corpus.check_holds(59)
     with pytest.raises(ConfigError, match=r"leaves 60 bytes .* needs at least 61"):
         corpus.check_holds(60)
-
-
-def test_a_text_of_one_byte_has_no_entropy(make_text: MakeText) -> None:
-    entropies = Entropies.measure(make_text(np.full(1000, 65, dtype=np.uint8)))
-    assert entropies.uniform == pytest.approx(math.log(256))
-    assert entropies.unigram == pytest.approx(0)
-    assert entropies.bigram == pytest.approx(0)
-
-
-def test_an_alternation_is_predictable_from_the_previous_byte(make_text: MakeText) -> None:
-    values = np.tile(np.array([1, 2], dtype=np.uint8), 5000)
-    entropies = Entropies.measure(make_text(values, (0, 3333, 10000)))
-    assert entropies.unigram == pytest.approx(math.log(2), abs=1e-6)
-    assert entropies.bigram == pytest.approx(0, abs=1e-6)
-
-
-def test_noise_is_not_predictable_from_the_previous_byte(make_text: MakeText) -> None:
-    noise = np.random.default_rng(0).integers(0, 4, size=200_000, dtype=np.uint8)
-    entropies = Entropies.measure(make_text(noise))
-    assert entropies.unigram == pytest.approx(math.log(4), abs=1e-3)
-    assert entropies.bigram == pytest.approx(math.log(4), abs=1e-3)
-
-
-def test_entropies_count_pairs_across_chunks(
-    make_text: MakeText, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shardwise.train.data.CHUNK_BYTES", 2)
-    text = np.array([255, 255, 255, 0], dtype=np.uint8)
-    # after 255: 255 twice and 0 once
-    expected = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
-    entropies = Entropies.measure(make_text(text))
-    assert entropies.bigram == pytest.approx(expected)
-    assert entropies.unigram == pytest.approx(-(3 * math.log(3 / 4) + math.log(1 / 4)) / 4)

@@ -6,9 +6,9 @@ import pytest
 from rich.console import Console
 
 from shardwise.plan.plan import Plan
+from shardwise.train.build import process_footprint, rank_footprint
 from shardwise.train.config import Config
 from shardwise.train.display import ProgressSink, memory_table, units_table
-from shardwise.train.memory import forecast_step, process_footprint, rank_footprint
 from shardwise.train.sinks import Record
 
 
@@ -39,7 +39,7 @@ def test_equal_units_share_a_row(plan: Plan) -> None:
 
 def test_memory_of_a_rank_and_of_one_process(plan: Plan, config: Config) -> None:
     target = console()
-    rank = rank_footprint(plan, forecast_step(plan, config, "cuda"))
+    rank = rank_footprint(plan, config, "cuda")
     target.print(memory_table("memory", rank, process_footprint(plan), 4))
     assert ["AdamW's two states", "65.9 kB", "263.4 kB"] in rows(target)
     assert ["total", f"{rank.total / 1000:.1f} kB", "526.8 kB"] in rows(target)

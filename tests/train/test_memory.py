@@ -3,9 +3,8 @@
 import pytest
 
 from shardwise.plan.plan import Plan
-from shardwise.train.build import build_model, build_plan
+from shardwise.train.build import build_model, build_plan, process_footprint, rank_footprint
 from shardwise.train.config import Config
-from shardwise.train.memory import forecast_step, process_footprint, rank_footprint
 
 BLOCK = 12 * 32 * 32 + 2 * 32  # four matrices of attention, eight of the perceptron, two norms
 ROOT = 256 * 32 + 32  # the embedding, which is the head too, and the last norm
@@ -21,18 +20,17 @@ def test_one_process_holds_the_whole_model(plan: Plan) -> None:
 
 
 def test_a_rank_holds_its_shards_and_the_gathered_units(plan: Plan, config: Config) -> None:
-    footprint = rank_footprint(plan, forecast_step(plan, config, "cuda"))
+    footprint = rank_footprint(plan, config, "cuda")
     assert footprint.parameters == footprint.gradients == MODEL * FLOAT // 4
     assert footprint.optimizer == 2 * MODEL * FLOAT // 4
     assert footprint.total == MODEL * FLOAT + footprint.transient
-    assert rank_footprint(plan, forecast_step(plan, config, "cuda"), transient=7).transient == 7
 
 
 @pytest.mark.parametrize(("offload", "near"), [("all", 0), ("optimizer", MODEL * FLOAT // 4)])
 def test_offloaded_bytes_are_on_the_host(config: Config, offload: str, near: int) -> None:
     config = with_memory(config, offload=offload)
     plan = build_plan(build_model(config), config)
-    footprint = rank_footprint(plan, forecast_step(plan, config, "cuda"))
+    footprint = rank_footprint(plan, config, "cuda")
     assert footprint.host == 4 * MODEL * FLOAT // 4, "shards, gradients and two states"
     assert footprint.total - footprint.host == footprint.transient + near
 
@@ -56,5 +54,5 @@ def deep(config: Config, prefetch: int) -> Plan:
 def test_gathered_blocks_are_bounded_by_the_prefetch(config: Config, prefetch: int) -> None:
     """The root, its pending gradients, the gathered blocks and two reductions."""
     plan = deep(config, prefetch)
-    transient = forecast_step(plan, config, "cuda").transient_bytes
+    transient = rank_footprint(plan, config, "cuda").transient
     assert transient == (2 * ROOT + (1 + prefetch + 2) * BLOCK) * FLOAT

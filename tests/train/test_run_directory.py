@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import CheckpointConfig, Config
+from shardwise.train.config import CheckpointConfig, Config, read_config
 from shardwise.train.run_directory import open_run
-from shardwise.train.settings import read_config
 from shardwise.train.sinks import JsonLines, Record, read_history
 
 

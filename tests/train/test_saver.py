@@ -16,10 +16,9 @@ import shardwise as sw
 from shardwise.checkpoint.directory import latest
 from shardwise.errors import ConfigError
 from shardwise.launch.world import World
-from shardwise.train.config import Config
+from shardwise.train.config import Config, read_config
 from shardwise.train.loop import train
 from shardwise.train.run_directory import RunDirectory, open_run
-from shardwise.train.settings import read_config
 from shardwise.train.sinks import JsonLines, Record, Sink
 from tests.ranks import run_on
 

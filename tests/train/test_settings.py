@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import Config
-from shardwise.train.settings import read_config, to_toml
+from shardwise.train.config import Config, read_config, to_toml
 
 
 @pytest.fixture
@@ -54,8 +53,8 @@ def test_an_override_sets_one_key(file: Path) -> None:
 
 
 FILE_ERRORS = {
-    "[train]\nstpes = 3": r"train\.stpes: unknown key; did you mean steps\?",
-    "[trian]\nsteps = 3": r"trian: unknown section; did you mean train\?",
+    "[train]\nstpes = 3": r"train\.stpes: unknown key; did you mean 'steps'\?",
+    "[trian]\nsteps = 3": r"trian: unknown section; did you mean 'train'\?",
     "[zebra]\nx = 3": r"zebra: unknown section; expected one of run, model, data",
     "train = 3": r"train: expected a table \[train\], got 3",
     "[train]\nsteps = 0": r"train\.steps: expected a number greater than or equal to 1, got 0",
@@ -87,8 +86,8 @@ def test_an_error_in_the_file_names_file_key_and_expectation(
 OVERRIDE_ERRORS = {
     "train.steps": "expected section.key=value",
     "=3": "unknown key ''",
-    "steps=3": r"unknown key 'steps'; did you mean train\.steps\?",
-    "train.stpes=3": r"unknown key 'train.stpes'; did you mean train\.steps\?",
+    "steps=3": r"unknown key 'steps'; did you mean 'train\.steps'\?",
+    "train.stpes=3": r"unknown key 'train.stpes'; did you mean 'train\.steps'\?",
     "train=3": "unknown key 'train'",
     "train.steps=many": r"^train\.steps: expected a valid integer, got 'many'",
 }

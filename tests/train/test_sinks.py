@@ -11,8 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config
-from shardwise.train.data import Entropies
-from shardwise.train.display import draw_losses, running_mean
+from shardwise.train.display import draw_losses
 from shardwise.train.sinks import (
     JsonLines,
     Record,
@@ -94,16 +93,6 @@ def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPat
 def test_the_plot_is_a_png(tmp_path: Path, validation_loss: float | None) -> None:
     path = tmp_path / "loss.png"
     second = Record(2, 5.0, 0.9, 1e-3, 200, 1000.0, 0.2, validation_loss)
-    draw_losses(path, "a run", [FIRST, second], Entropies(uniform=5.55, unigram=3.2, bigram=2.4))
+    draw_losses(path, "a run", [FIRST, second])
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 10_000
-
-
-def test_the_running_mean_does_not_lag() -> None:
-    line = [float(step) for step in range(500)]
-    assert running_mean(line) == pytest.approx(line)
-
-
-def test_the_running_mean_is_smooth() -> None:
-    jagged = [float(step % 2) for step in range(1000)]
-    assert all(abs(mean - 0.5) < 0.05 for mean in running_mean(jagged)[20:-20])

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.errors import ConfigError
+from shardwise.train.config import read_config
 from shardwise.train.data import VOCABULARY
 from shardwise.train.model import Shape
-from shardwise.train.settings import read_config
 
 __all__ = ["DTYPES", "MEASURES", "SIZES", "BenchOptions", "Setting", "choose_words", "read_shape"]
 

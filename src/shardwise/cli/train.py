@@ -23,7 +23,7 @@ def train(
     Starts local ranks, or joins the ranks of a launcher such as torchrun (RANK and WORLD_SIZE are
     set). SIGINT and SIGTERM save a checkpoint and stop; run the same command to resume.
     """
+    from shardwise.train.config import read_config  # noqa: PLC0415
     from shardwise.train.run import run  # noqa: PLC0415 (imports torch)
-    from shardwise.train.settings import read_config  # noqa: PLC0415
 
     run(read_config(config, settings or []), nproc)

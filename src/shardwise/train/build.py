@@ -1,7 +1,10 @@
-"""From a configuration to its model, plan and optimizer, and the checks that need no ranks."""
+"""From a configuration to its model, plan and optimizer, and to the memory that they take.
 
-import difflib
+Nothing but `shard_model` needs a process group.
+"""
+
 import math
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -10,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from shardwise.forecast.memory import step_memory
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.strategy import resolve_strategy
@@ -20,14 +24,18 @@ from shardwise.train.model import GPT, Shape
 from shardwise.train.sinks import check_trackers
 
 __all__ = [
+    "Footprint",
     "build_model",
     "build_optimizer",
     "build_plan",
     "build_scheduler",
     "check",
-    "find_units",
+    "process_footprint",
+    "rank_footprint",
     "shard_model",
 ]
+
+ADAMW_STATES = 2  # the running means of the gradient and of its square
 
 
 def check(config: Config) -> None:
@@ -46,22 +54,19 @@ def check(config: Config) -> None:
 
 def _check_step_in_backward(config: Config) -> None:
     """A step in backward cannot use the gradients of all units, or of all micro batches."""
-    accumulates = config.micro_batch < config.rank_batch
-    conflicts = {
-        "train.grad_clip=0": (config.train.grad_clip > 0, "the norm of all gradients"),
-        "precision.compute=bfloat16": (
+    adds_shards = config.accumulates and config.memory.accumulate == "shards"
+    for is_conflict, what, way_out in (
+        (config.train.grad_clip > 0, "the norm of all gradients", "train.grad_clip=0"),
+        (
             config.precision.compute == "float16",
             "the loss scale of float16",
+            "precision.compute=bfloat16",
         ),
-        "memory.accumulate=whole": (
-            accumulates and config.memory.accumulate == "shards",
-            "the sum over all micro batches",
-        ),
-    }
-    for setting, (is_conflict, what) in conflicts.items():
+        (adds_shards, "the sum over all micro batches", "memory.accumulate=whole"),
+    ):
         if is_conflict:
             raise ConfigError(
-                f"memory.step_in_backward=true: {what} is known only after backward; set {setting}"
+                f"memory.step_in_backward=true: {what} is known only after backward; set {way_out}"
             )
 
 
@@ -88,7 +93,7 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
         model,
         world_size=num_shards,
         replicas=config.shard.replicas if num_shards > 1 else config.shard.nproc,
-        units=find_units(model, config.shard.units),
+        units=_find_units(model, config.shard.units),
         strategy=config.shard.strategy,
         prefetch=config.shard.prefetch,
         precision=_precision_policy(config),
@@ -100,7 +105,7 @@ def shard_model(model: GPT, config: Config) -> None:
     """Shard ``model``, and initialize this rank's part of it."""
     sw.fully_shard(
         model,
-        units=find_units(model, config.shard.units),
+        units=_find_units(model, config.shard.units),
         strategy=config.shard.strategy,
         prefetch=config.shard.prefetch,
         mp_policy=_precision_policy(config),
@@ -147,6 +152,50 @@ def _lr_factor(config: TrainConfig, done: int) -> float:
     return config.final_lr_share + (1 - config.final_lr_share) * cosine
 
 
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The bytes of a step without activations, which sharding does not change."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    transient: int  # gathered units and gradients that are being reduced, at the peak
+    host: int = 0  # part of the above, offloaded to the host
+
+    @property
+    def total(self) -> int:
+        """An upper bound of the peak: the last gradients exist when less is transient."""
+        return self.parameters + self.gradients + self.optimizer + self.transient
+
+
+def process_footprint(plan: Plan) -> Footprint:
+    """One process that holds the whole model."""
+    states = ADAMW_STATES * plan.gradient_bytes
+    return Footprint(plan.parameter_bytes, plan.gradient_bytes, states, transient=0)
+
+
+def rank_footprint(plan: Plan, config: Config, device: str) -> Footprint:
+    """The forecast for one rank on ``device``, "cpu" or "cuda"."""
+    whole = config.memory.accumulate == "whole"
+    memory = step_memory(
+        plan,
+        accumulates=config.accumulates and not whole,
+        unreduced=config.accumulates and whole,
+        steps_in_backward=config.memory.step_in_backward,
+        on_cpu=device == "cpu",
+    )
+    states_on_host = ADAMW_STATES * sum(
+        unit.gradient_shard_bytes for unit in plan.units if unit.offload is not None
+    )
+    return Footprint(
+        parameters=plan.shard_bytes + sum(unit.device_copy_bytes for unit in plan.units),
+        gradients=memory.gradient_bytes,
+        optimizer=ADAMW_STATES * plan.gradient_shard_bytes,
+        transient=memory.transient_bytes,
+        host=memory.host_bytes + states_on_host,
+    )
+
+
 def _precision_policy(config: Config) -> sw.MixedPrecisionPolicy:
     precision = config.precision
     reduce_dtype = getattr(torch, precision.reduce)
@@ -155,7 +204,7 @@ def _precision_policy(config: Config) -> sw.MixedPrecisionPolicy:
     return sw.MixedPrecisionPolicy(
         param_dtype=getattr(torch, precision.compute),
         reduce_dtype=reduce_dtype,
-        full_precision=(nn.LayerNorm,) if precision.norms == "float32" else (),
+        full_precision=(nn.LayerNorm,),
     )
 
 
@@ -181,18 +230,7 @@ def _num_shards(config: Config) -> int:
     return shard.nproc if strategy.is_two_level else shard.nproc // shard.replicas
 
 
-def find_units(model: nn.Module, units: str | int) -> Units:
-    """The value of ``shard.units``, with the name of a class replaced by the class.
-
-    Raises:
-        ConfigError: no module of the model has such a class.
-    """
-    if units == "auto" or isinstance(units, int):
-        return units
+def _find_units(model: nn.Module, units: str | int) -> Units:
+    """The value of ``shard.units``, with the name of a class replaced by the class."""
     classes = {type(module).__name__: type(module) for module in model.modules()}
-    if units not in classes:
-        close = difflib.get_close_matches(units, classes, n=1)
-        expected = f"expected auto, a size or one of {', '.join(classes)}"
-        hint = f"did you mean {close[0]}?" if close else expected
-        raise ConfigError(f"shard.units={units!r}: no module has this class; {hint}")
-    return classes[units]
+    return classes.get(units, units) if isinstance(units, str) else units

@@ -1,12 +1,17 @@
-"""The configuration of a training run: one frozen section for each table of the TOML file.
+"""The configuration of a training run: one frozen section for each table of a TOML file.
 
 Every key has a default, so an empty file is valid: it trains on the Python standard library with
 two local ranks.
 """
 
-from typing import Annotated, Literal, Self
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -15,8 +20,9 @@ from pydantic_settings import (
 )
 
 from shardwise.errors import ConfigError
+from shardwise.plan.spelling import did_you_mean
 
-__all__ = ["Config"]
+__all__ = ["Config", "read_config", "to_toml"]
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -53,11 +59,9 @@ class ModelConfig(Section):
     def _check_width(self) -> Self:
         multiple = 2 * self.heads
         if self.width % multiple:
-            below = self.width // multiple * multiple
-            valid = " or ".join(str(n) for n in (below, below + multiple) if n)
             raise ValueError(
                 f"width={self.width}: expected a multiple of 2 * heads = {multiple} "
-                f"(rotary embeddings rotate pairs), such as {valid}"
+                f"(rotary embeddings rotate pairs), such as {_multiples_near(self.width, multiple)}"
             )
         return self
 
@@ -129,7 +133,6 @@ class PrecisionConfig(Section):
 
     compute: DType = "float32"  # of gathered parameters, forward and backward
     reduce: DType = "float32"  # of gradients between ranks
-    norms: Literal["float32", "compute"] = "float32"
 
 
 class MemoryConfig(Section):
@@ -183,6 +186,11 @@ class Config(BaseSettings):
         """Sequences in one forward of one rank."""
         return self.train.micro_batch or self.rank_batch
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step has several micro batches."""
+        return self.micro_batch < self.rank_batch
+
     def with_ranks(self, num_ranks: int) -> "Config":
         """The same run on ``num_ranks`` ranks.
 
@@ -198,19 +206,125 @@ class Config(BaseSettings):
 
 def check_batch(train: TrainConfig, num_ranks: int) -> None:
     """Raise a ConfigError if a rank would get a fraction of a micro batch."""
-    micro_batch = train.micro_batch or 1
-    multiple = num_ranks * micro_batch
+    multiple = num_ranks * max(train.micro_batch, 1)
     if train.global_batch % multiple == 0:
         return
-    below = train.global_batch // multiple * multiple
-    nearest = " or ".join(str(number) for number in (below, below + multiple) if number)
-    way_out = f"set train.global_batch to {nearest}"
+    way_out = f"set train.global_batch to {_multiples_near(train.global_batch, multiple)}"
     if train.micro_batch and train.global_batch % num_ranks == 0:
         rank_batch = train.global_batch // num_ranks
-        divisors = (n for n in range(1, min(micro_batch, rank_batch) + 1) if rank_batch % n == 0)
+        divisors = (n for n in range(1, train.micro_batch) if rank_batch % n == 0)
         way_out += f", or train.micro_batch to {max(divisors)}"
-    batches = f" x micro batches of {micro_batch}" if train.micro_batch else ""
+    batches = f" x micro batches of {train.micro_batch}" if train.micro_batch else ""
     raise ConfigError(
         f"train.global_batch={train.global_batch} does not divide into {num_ranks} ranks{batches}; "
         f"{way_out}"
     )
+
+
+def _multiples_near(number: int, of: int) -> str:
+    """The multiples below and above ``number``, without 0."""
+    below = number // of * of
+    return " or ".join(str(multiple) for multiple in (below, below + of) if multiple)
+
+
+# -- reading and writing --------------------------------------------------------------------------
+
+_KEYS = {
+    section: list(type(field.default).model_fields)
+    for section, field in Config.model_fields.items()
+}
+
+
+def read_config(path: Path, overrides: Iterable[str] = ()) -> Config:
+    """Read ``path``, overridden by ``section.key=value`` texts.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or a value is not valid.
+    """
+    values: dict[str, dict[str, Any]] = {}
+    for text in overrides:
+        section, key, value = _parse_override(text)
+        values.setdefault(section, {})[key] = value
+    try:
+        path.read_bytes().decode()  # the settings source ignores what it cannot open
+        layered = type("Layered", (Config,), {}, toml_file=path)(**values)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; expected a TOML configuration") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not UTF-8 text; expected a TOML configuration") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: is not valid TOML: {error}") from None
+    except ValidationError as error:
+        raise ConfigError(_explain(error, path, values)) from None
+    return Config.model_validate(layered.model_dump())
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as TOML, from which `read_config` gives an equal one."""
+    return tomli_w.dumps(config.model_dump())
+
+
+def _parse_override(text: str) -> tuple[str, str, object]:
+    name, equals, raw = (part.strip() for part in text.partition("="))
+    if not equals:
+        raise ConfigError(f"--set {text}: expected section.key=value, such as train.steps=100")
+    known = [f"{section}.{key}" for section, keys in _KEYS.items() for key in keys]
+    if name not in known:
+        raise ConfigError(f"--set {text}: unknown key {name!r}{_hint(name, known)}")
+    section, key = name.split(".")
+    field = type(Config.model_fields[section].default).model_fields[key]
+    return section, key, _parse_value(raw, is_text=field.annotation is str)
+
+
+def _parse_value(raw: str, *, is_text: bool) -> object:
+    """A TOML value, or the text itself if it is not TOML or the key takes text (a name 7)."""
+    try:
+        parsed = tomllib.loads(f"value = {raw}")
+    except tomllib.TOMLDecodeError:
+        return raw
+    value = parsed["value"]
+    is_one_value = len(parsed) == 1 and (isinstance(value, str) or not is_text)
+    return value if is_one_value else raw
+
+
+def _explain(error: ValidationError, path: Path, overrides: dict[str, dict[str, Any]]) -> str:
+    """All errors in one line; those of the file start with its name."""
+    problems: dict[str, str] = {}
+    got: dict[str, str] = {}
+    for detail in error.errors():
+        section, *key = map(str, detail["loc"][:2])
+        is_override = section in overrides and (not key or key[0] in overrides[section])
+        name = ("" if is_override else f"{path}: ") + ".".join([section, *key])
+        problem = _problem(section, key, dict(detail))
+        if problem.startswith("expected"):
+            got[name] = f", got {detail['input']!r}"
+        if name in problems:  # one for each type of a union
+            problem = f"{problems[name]} or {problem.removeprefix('expected ')}"
+        problems[name] = problem
+    return "; ".join(f"{name}: {text}{got.get(name, '')}" for name, text in problems.items())
+
+
+def _problem(section: str, key: list[str], detail: dict[str, Any]) -> str:
+    match detail["type"]:
+        case "extra_forbidden" if key:
+            return f"unknown key{_hint(key[0], _KEYS[section])}"
+        case "extra_forbidden":
+            return f"unknown section{_hint(section, list(_KEYS))}"
+        case "value_error":  # raised by a validator of ours, whose message is complete
+            return str(detail["ctx"]["error"])
+        case "model_type":
+            return f"expected a table [{section}]"
+        case "missing":
+            return "expected one more value"
+        case _:
+            expected = detail["msg"].replace("Input should be ", "expected ")
+            return re.sub(r"expected (?=greater|less)", "expected a number ", expected)
+
+
+def _hint(name: str, known: list[str]) -> str:
+    for candidate in known:
+        if candidate.endswith(f".{name}"):  # the section is missing or wrong
+            return f"; did you mean {candidate!r}?"
+    return did_you_mean(name, known) or f"; expected one of {', '.join(known)}"

@@ -1,11 +1,10 @@
 """The text of a run, streamed from its files in an order that depends on seed and step alone."""
 
 import hashlib
-import math
 import sysconfig
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from shardwise.errors import ConfigError
 from shardwise.train.config import DataConfig
 
-__all__ = ["VOCABULARY", "Corpus", "Entropies", "Sequences", "Text", "open_corpus"]
+__all__ = ["VOCABULARY", "Corpus", "Piece", "Sequences", "Text", "open_corpus"]
 
 VOCABULARY = 256  # a token is a byte
 STDLIB = "stdlib"
@@ -39,20 +38,6 @@ class Piece:
     offset: int
     size: int
 
-    def read(self, start: int, size: int) -> Bytes:
-        """``size`` bytes from ``start`` on, counted from the beginning of the piece.
-
-        Raises:
-            ConfigError: the file cannot be read, or has become shorter.
-        """
-        try:
-            found = np.fromfile(self.path, np.uint8, size, offset=self.offset + start)
-        except OSError as error:
-            raise ConfigError(f"data.path: {self.path} cannot be read: {error.strerror}") from None
-        if len(found) != size:
-            raise ConfigError(f"data.path: {self.path} has changed during the run")
-        return found
-
 
 class Text:
     """Pieces of files as one sequence of bytes; nothing is kept in memory."""
@@ -65,20 +50,26 @@ class Text:
         return self._starts[-1]
 
     def read(self, start: int, size: int) -> Bytes:
-        """Bytes from ``start`` on, uint8 [size]."""
-        parts = []
+        """Bytes from ``start`` on, uint8 [size].
+
+        Raises:
+            ConfigError: a file cannot be read, or has become shorter.
+        """
+        parts = [np.empty(0, np.uint8)]
         index = bisect_right(self._starts, start) - 1
         while size:
             piece, skipped = self.pieces[index], start - self._starts[index]
             length = min(size, piece.size - skipped)
-            parts.append(piece.read(skipped, length))
+            try:
+                part = np.fromfile(piece.path, np.uint8, length, offset=piece.offset + skipped)
+            except OSError as error:
+                reason = f"cannot be read: {error.strerror}"
+                raise ConfigError(f"data.path: {piece.path} {reason}") from None
+            if len(part) != length:
+                raise ConfigError(f"data.path: {piece.path} has changed during the run")
+            parts.append(part)
             start, size, index = start + length, size - length, index + 1
-        return np.concatenate(parts) if parts else np.empty(0, np.uint8)
-
-    def chunks(self) -> Iterator[Bytes]:
-        """All bytes in order, a bounded number at a time."""
-        for start in range(0, len(self), CHUNK_BYTES):
-            yield self.read(start, min(CHUNK_BYTES, len(self) - start))
+        return np.concatenate(parts)
 
     def split(self, at: int) -> tuple["Text", "Text"]:
         """The first ``at`` bytes, and the others."""
@@ -88,36 +79,6 @@ class Text:
             first.append(Piece(piece.path, piece.offset, size))
             second.append(Piece(piece.path, piece.offset + size, piece.size - size))
         return Text(first), Text(second)
-
-
-@dataclass(frozen=True, slots=True)
-class Entropies:
-    """Losses to compare with, in nats per byte: those of models that count bytes."""
-
-    uniform: float  # all bytes are equally likely
-    unigram: float  # knows the frequency of each byte
-    bigram: float  # knows the frequency of each byte after each other
-
-    @staticmethod
-    def measure(text: Text) -> "Entropies":
-        """Count the bytes and the pairs of bytes of ``text``."""
-        counts = np.zeros((VOCABULARY, VOCABULARY), np.int64)  # [previous, next]
-        last = np.empty(0, np.uint8)
-        for chunk in text.chunks():
-            values = np.concatenate([last, chunk])
-            pairs = values[:-1].astype(np.int64) * VOCABULARY + values[1:]
-            counts += np.bincount(pairs, minlength=VOCABULARY**2).reshape(counts.shape)
-            last = chunk[-1:]
-        nexts = counts.sum(axis=0)
-        if len(text):
-            nexts[text.read(0, 1)[0]] += 1  # the first byte, which follows none
-        bigram = _entropy(counts) - _entropy(counts.sum(axis=1))
-        return Entropies(math.log(VOCABULARY), _entropy(nexts), bigram)
-
-
-def _entropy(counts: NDArray[np.int64]) -> float:
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log(shares)).sum())
 
 
 @dataclass(frozen=True)
@@ -138,7 +99,8 @@ class Corpus:
         """CRC-32 of all bytes; reads them all."""
         digest = 0
         for text in (self.train, self.validation):
-            for chunk in text.chunks():
+            for start in range(0, len(text), CHUNK_BYTES):
+                chunk = text.read(start, min(CHUNK_BYTES, len(text) - start))
                 digest = zlib.crc32(chunk.data, digest)
         return digest
 
@@ -152,6 +114,7 @@ class Corpus:
             )
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Sequences(IterableDataset[Tensor]):
     """The batches of one rank for steps ``first_step`` to ``last_step``, one item a step.
 
@@ -160,36 +123,24 @@ class Sequences(IterableDataset[Tensor]):
     changes the order of the data, and resuming is starting at another step.
     """
 
-    def __init__(
-        self,
-        text: Text,
-        *,
-        context: int,
-        global_batch: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        first_step: int = 1,
-        last_step: int = 0,
-    ) -> None:
-        assert global_batch % world_size == 0
-        self._text = text
-        self._context = context
-        self._global_batch = global_batch
-        self._seed = seed
-        self._rank = rank
-        self._world_size = world_size
-        self._steps = range(first_step, last_step + 1)
+    text: Text
+    context: int
+    global_batch: int
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    first_step: int = 1
+    last_step: int = 0
 
     def __iter__(self) -> Iterator[Tensor]:
         worker = get_worker_info()  # the DataLoader takes items from its workers in turn
-        steps = self._steps if worker is None else self._steps[worker.id :: worker.num_workers]
-        return map(self.batch, steps)
+        first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return map(self.batch, range(self.first_step + first, self.last_step + 1, stride))
 
     def draw(self, step: int) -> NDArray[np.int64]:
         """Where the sequences of the global batch start, [global_batch]."""
-        generator = np.random.Generator(np.random.PCG64([self._seed, step]))
-        return generator.integers(0, len(self._text) - self._context, size=self._global_batch)
+        generator = np.random.Generator(np.random.PCG64([self.seed, step]))
+        return generator.integers(0, len(self.text) - self.context, size=self.global_batch)
 
     def batch(self, step: int) -> Tensor:
         """This rank's sequences and the byte after each.
@@ -197,9 +148,9 @@ class Sequences(IterableDataset[Tensor]):
         Returns:
             int64 [global_batch / world_size, context + 1].
         """
-        size = self._global_batch // self._world_size
-        starts = self.draw(step)[self._rank * size :][:size]
-        sequences = [self._text.read(int(start), self._context + 1) for start in starts]
+        size = self.global_batch // self.world_size
+        starts = self.draw(step)[self.rank * size :][:size]
+        sequences = [self.text.read(int(start), self.context + 1) for start in starts]
         return torch.from_numpy(np.stack(sequences).astype(np.int64))
 
     def loader(self, workers: int, *, pin_memory: bool) -> DataLoader[Tensor]:
@@ -250,7 +201,7 @@ def _find_files(config: DataConfig) -> dict[str, Path]:
     return files
 
 
-def _split(files: Mapping[str, Path], share: float) -> tuple[Text, Text]:
+def _split(files: dict[str, Path], share: float) -> tuple[Text, Text]:
     """Split by whole files, so that no validation text was partly seen in training.
 
     Files go to validation in the order of their names' digests, which has no pattern and is the
@@ -267,7 +218,7 @@ def _split(files: Mapping[str, Path], share: float) -> tuple[Text, Text]:
     if not chosen:
         return text.split(len(text) - wanted)
     train = [piece for name, piece in pieces.items() if name not in chosen]
-    return Text(train), Text([pieces[name] for name in pieces if name in chosen])
+    return Text(train), Text([piece for name, piece in pieces.items() if name in chosen])
 
 
 def _digest(name: str) -> bytes:

@@ -6,7 +6,6 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.filesize import decimal
 from rich.panel import Panel
@@ -16,10 +15,10 @@ from rich.text import Text
 
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
+from shardwise.train.build import Footprint, process_footprint, rank_footprint
 from shardwise.train.config import Config
-from shardwise.train.data import Corpus, Entropies
+from shardwise.train.data import Corpus
 from shardwise.train.loop import Summary
-from shardwise.train.memory import Footprint, forecast_step, process_footprint, rank_footprint
 from shardwise.train.run_directory import RunDirectory
 from shardwise.train.sinks import Record
 
@@ -40,10 +39,8 @@ class Display:
         ranks = f"{num_ranks} rank{'' if num_ranks == 1 else 's'} on {device}"
         self.say(f"{ranks}, strategy {plan.strategy.name}, prefetch {plan.prefetch}")
         self.console.print(units_table(plan))
-        rank = rank_footprint(plan, forecast_step(plan, config, device))
-        self.console.print(
-            memory_table("memory (forecast)", rank, process_footprint(plan), num_ranks)
-        )
+        rank, process = rank_footprint(plan, config, device), process_footprint(plan)
+        self.console.print(memory_table("memory (forecast)", rank, process, num_ranks))
         if self._run.checkpoint is not None:
             self.say(f"resuming after step {self._run.step}: {self._run.checkpoint}")
 
@@ -54,14 +51,10 @@ class Display:
             f"shardwise train {self._run.config}"
         )
 
-    def show_end(self, summary: Summary, entropies: Entropies) -> None:
+    def show_end(self, summary: Summary) -> None:
         self.say(
             f"training loss {summary.loss:.3f} (mean of the last {summary.loss_steps} steps), "
             f"validation loss {summary.validation_loss:.3f}, in nats per byte"
-        )
-        self.say(
-            f"to compare: uniform {entropies.uniform:.2f}, unigram entropy "
-            f"{entropies.unigram:.2f}, bigram entropy {entropies.bigram:.2f}"
         )
         if self._config.sample.bytes:
             self.console.print(Panel(Text(summary.sample), title="sample", title_align="left"))
@@ -125,13 +118,11 @@ class ProgressSink:
 def units_table(plan: Plan) -> Table:
     """The units, with their gathered bytes and the bytes of one rank's shards."""
     table = _table("unit", "parameters", "gathered", "shard of a rank")
-    for _, group in groupby(plan.units, key=_sizes):
-        units = list(group)  # equal ones, so that a deep model fits on a screen
-        num_elements, gathered_bytes, shard_bytes = _sizes(units[0])
-        times = "" if len(units) == 1 else f"{len(units)} x "
-        last = "" if len(units) == 1 else f" to {units[-1].label}"
+    for (num_elements, gathered_bytes, shard_bytes), group in groupby(plan.units, key=_sizes):
+        first, *others = [unit.label for unit in group]  # equal ones, to fit on a screen
+        times = f"{1 + len(others)} x " if others else ""
         table.add_row(
-            units[0].label + last,
+            f"{first} to {others[-1]}" if others else first,
             f"{times}{num_elements:,}",
             times + decimal(gathered_bytes),
             times + decimal(shard_bytes),
@@ -150,18 +141,18 @@ def _sizes(unit: UnitPlan) -> tuple[int, int, int]:
 def memory_table(title: str, rank: Footprint, process: Footprint, num_ranks: int) -> Table:
     """The bytes of one rank next to those of one process without sharding."""
     table = _table(title, f"a rank (of {num_ranks})", "one process")
-    rows = {
-        "parameters": "parameters",
-        "gradients": "gradients",
-        "AdamW's two states": "optimizer",
-        "gathered units and gradients, at the peak": "transient",
-    }
-    for label, name in rows.items():
+
+    def add(label: str, name: str) -> None:
         table.add_row(label, decimal(getattr(rank, name)), decimal(getattr(process, name)))
+
+    add("parameters", "parameters")
+    add("gradients", "gradients")
+    add("AdamW's two states", "optimizer")
+    add("gathered units and gradients, at the peak", "transient")
     table.add_section()
-    table.add_row("total", decimal(rank.total), decimal(process.total))
+    add("total", "total")
     if rank.host:
-        table.add_row("offloaded to the host", decimal(rank.host), decimal(process.host))
+        add("offloaded to the host", "host")
     return table
 
 
@@ -173,8 +164,8 @@ def _table(first: str, *others: str) -> Table:
     return table
 
 
-def draw_losses(path: Path, title: str, records: Sequence[Record], entropies: Entropies) -> None:
-    """Draw the losses, their running mean, the validation losses and the entropies.
+def draw_losses(path: Path, title: str, records: Sequence[Record]) -> None:
+    """Draw the losses, their mean over a fiftieth of the run, and the validation losses.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -185,28 +176,12 @@ def draw_losses(path: Path, title: str, records: Sequence[Record], entropies: En
     steps = [record.step for record in records]
     losses = [record.loss for record in records]
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
-    axes.plot(steps, running_mean(losses), color="tab:blue", label="training")
+    reach = len(records) // 100  # before and after each step: a mean of the past alone would lag
+    means = np.convolve(losses, np.full(2 * reach + 1, 1 / (2 * reach + 1)), mode="valid")
+    axes.plot(steps[reach : len(steps) - reach], means, color="tab:blue", label="training")
     validation = {r.step: r.validation_loss for r in records if r.validation_loss is not None}
     points = list(validation), list(validation.values())
     axes.plot(*points, "o-", color="tab:orange", label="validation")
-    for name in ("unigram", "bigram"):
-        entropy = getattr(entropies, name)
-        axes.axhline(entropy, color="tab:gray", linestyle="--", linewidth=1)
-        text, end = f"{name} entropy {entropy:.2f}", (steps[-1], entropy)
-        axes.annotate(text, end, ha="right", va="bottom")
     axes.set(title=title, xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
     axes.legend(loc="lower left", frameon=False)
     figure.savefig(path)
-
-
-def running_mean(values: Sequence[float]) -> NDArray[np.float64]:
-    """The mean around each value, over a fiftieth of the run and over less towards its ends.
-
-    A mean of the past alone would lag behind the steep first steps.
-    """
-    index = np.arange(len(values))
-    to_end = np.minimum(index, index[::-1])
-    reach = np.minimum(max(1, len(values) // 100), to_end)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    means: NDArray[np.float64] = (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
-    return means

@@ -5,8 +5,8 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,19 +14,27 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional
 
 import shardwise as sw
+from shardwise.checkpoint.stores import folder_at
 from shardwise.launch.world import World
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.reductions import across
-from shardwise.train.build import build_model, build_optimizer, build_scheduler, shard_model
-from shardwise.train.config import Config
+from shardwise.train.build import (
+    Footprint,
+    build_model,
+    build_optimizer,
+    build_scheduler,
+    process_footprint,
+    rank_footprint,
+    shard_model,
+)
+from shardwise.train.config import Config, to_toml
 from shardwise.train.data import Sequences, open_corpus
-from shardwise.train.memory import Footprint, forecast_step, process_footprint, rank_footprint
 from shardwise.train.model import generate
-from shardwise.train.run_directory import RunDirectory
-from shardwise.train.saver import Saver, StopSignal
+from shardwise.train.run_directory import RunDirectory, identity
 from shardwise.train.sinks import Record, Sink
-from shardwise.transport.device import peak_memory_bytes
+from shardwise.train.stop_signal import StopSignal
+from shardwise.transport.device import peak_memory_bytes, random_states, set_random_states
 
 __all__ = ["Result", "Summary", "Trainer", "train"]
 
@@ -69,27 +77,27 @@ def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink]
         CheckpointError: a checkpoint cannot be written, or is damaged.
     """
     trainer = Trainer(config, world)
-    saver = Saver(config, world, run.saves_to, trainer.corpus.digest)
     if run.checkpoint is not None:
-        scaler_state = saver.load(run.checkpoint, trainer.model, trainer.optimizer)
-        trainer.resume(saver.saved_step, scaler_state)
-    records = list(run.history)
-    with trainer.stop.handled() if config.checkpoint.every else nullcontext():
-        for record in trainer.steps(saver.saved_step, records[-1].seconds if records else 0.0):
+        trainer.load(run.checkpoint)
+    records, saved_step, pending = list(run.history), run.step, None
+    every, folder = config.checkpoint.every, folder_at(run.saves_to)
+    with trainer.stop.handled() if every else nullcontext():
+        for record in trainer.steps(records[-1].seconds if records else 0.0):
             records.append(record)
             for sink in sinks:
                 sink.log(record)
-            if saver.is_due(record.step, stops=bool(trainer.stopped_by)):
-                saver.save(
-                    record.step, trainer.model, trainer.optimizer, trainer.scaler.state_dict()
-                )
+            is_last = trainer.stopped_by or record.step == config.train.steps
+            if every and (is_last or record.step % every == 0):
+                pending = trainer.save((folder / f"step-{record.step:08}").target)
+                saved_step = record.step
             if trainer.stopped_by:
                 break
-        saver.wait()
-    if trainer.stopped_by and saver.saved_step < config.train.steps:
-        return Result(saver.saved_step, trainer.stopped_by)
+        if pending is not None:
+            pending.wait()
+    if trainer.stopped_by and saved_step < config.train.steps:
+        return Result(saved_step, trainer.stopped_by)
     ledger = sw.ledger(trainer.model) if trainer.num_trained else None
-    return Result(saver.saved_step, 0, trainer.summarize(records), ledger)
+    return Result(saved_step, 0, trainer.summarize(records), ledger)
 
 
 class Trainer:
@@ -112,49 +120,78 @@ class Trainer:
             sw.optimizer_in_backward(self.model, self.optimizer)
         self.scaler = GradScaler(world.device.type, enabled=config.precision.compute == "float16")
         self._scheduler = build_scheduler(self.optimizer, config.train)
+        self.step = 0  # the last one that is done
+        self.num_trained = 0  # steps, by this process
         self.stop = StopSignal()
         self.stopped_by = 0  # the signal for which all ranks stop
-        self.num_trained = 0  # steps, by this process
         self._training_seconds = 0.0  # without validation
         self._overlapped_shares: list[float] = []  # of the steps
         self._mesh = runtime_of_root(self.model).mesh
 
-    def resume(self, step: int, scaler_state: dict[str, Any]) -> None:
-        """Continue after ``step``; a loss scale of another dtype's run is ignored."""
-        if scaler_state and self.scaler.is_enabled():
-            self.scaler.load_state_dict(scaler_state)
-        self._scheduler = build_scheduler(self.optimizer, self.config.train, after=step)
+    def save(self, path: Path | str) -> sw.Save:
+        """Save model, optimizer, step, configuration and random states.
 
-    def steps(self, after: int = 0, seconds: float = 0.0) -> Iterator[Record]:
-        """Train, one record a step.
+        The position in the data is not saved: it follows from the seed and the step.
+
+        Raises:
+            CheckpointError: this checkpoint, or the last one if it was saved in the background,
+                cannot be written.
+        """
+        options = self.config.checkpoint
+        return sw.save(
+            path,
+            model=self.model,
+            optimizer=self.optimizer,
+            wait=options.wait,
+            retention=sw.Retention(last=options.keep),
+            run={"step": self.step, "shared": identity(self.config, self.corpus)},
+            config=to_toml(self.config),
+            random=self.world.gather(random_states(self.world.device)),
+            scaler=self.scaler.state_dict(),
+        )
+
+    def load(self, path: Path | str) -> None:
+        """Load a checkpoint of any number of ranks, and continue after its step."""
+        state = sw.load(path, model=self.model, optimizer=self.optimizer).state
+        self.step = state["run"]["step"]
+        self._scheduler = build_scheduler(self.optimizer, self.config.train, after=self.step)
+        random, device = state["random"], self.world.device
+        if len(random) == self.world.size and len(random[0]) == len(random_states(device)):
+            set_random_states(device, random[self.world.rank])
+        if state["scaler"] and self.scaler.is_enabled():  # else a run of another dtype saved it
+            self.scaler.load_state_dict(state["scaler"])
+
+    def steps(self, seconds: float = 0.0) -> Iterator[Record]:
+        """Train until the last step, one record a step.
 
         Args:
-            after: the last step that is done.
-            seconds: the time that the steps until then took.
+            seconds: the time that the steps before took.
         """
         config = self.config.train
         step_tokens = config.global_batch * self.config.model.context
         began = time.perf_counter() - seconds
-        data = self._sequences(config.seed, after + 1, config.steps)
+        data = self._sequences(config.seed, self.step + 1, config.steps)
         pin_memory = self.world.device.type == "cuda"
         batches = iter(data.loader(self.config.data.workers, pin_memory=pin_memory))
-        for step in range(after + 1, config.steps + 1):
+        while self.step < config.steps:
             step_began = time.perf_counter()
             lr = float(self._scheduler.get_last_lr()[0])
-            loss, grad_norm = self._step(step, next(batches))
+            self.step += 1
+            loss, grad_norm = self._step(next(batches))
             step_seconds = time.perf_counter() - step_began
             self._training_seconds += step_seconds
             self.num_trained += 1
-            validates = config.validate_every and step % config.validate_every == 0
+            validates = config.validate_every and self.step % config.validate_every == 0
+            is_validated = validates or self.step == config.steps
             yield Record(
-                step=step,
+                step=self.step,
                 loss=loss,
                 grad_norm=grad_norm,
                 lr=lr,
                 loss_scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
-                tokens=step * step_tokens,
+                tokens=self.step * step_tokens,
                 tokens_per_second=step_tokens / step_seconds,
-                validation_loss=self.validate() if validates or step == config.steps else None,
+                validation_loss=self.validate() if is_validated else None,
                 seconds=time.perf_counter() - began,
             )
 
@@ -181,8 +218,8 @@ class Trainer:
             device=world.device,
         )
         runtime = runtime_of_root(self.model)
-        plan, transient = runtime.plan, max(world.gather(runtime.pools.peak_bytes))
-        memory = forecast_step(plan, config, world.device.type)
+        forecast = rank_footprint(runtime.plan, config, world.device.type)
+        transient = max(world.gather(runtime.pools.peak_bytes))
         overlapped = sum(self._overlapped_shares) / max(1, len(self._overlapped_shares))
         last = records[-SUMMARY_STEPS:]
         validation_loss = records[-1].validation_loss
@@ -196,14 +233,14 @@ class Trainer:
             tokens=records[-1].tokens,
             tokens_per_second=self.num_trained * step_tokens / max(self._training_seconds, 1e-9),
             seconds=records[-1].seconds,
-            rank=rank_footprint(plan, memory, transient=transient),
-            process=process_footprint(plan),
+            rank=replace(forecast, transient=transient),
+            process=process_footprint(runtime.plan),
             resident_peaks=tuple(world.gather(peak_memory_bytes(world.device))),
             overlapped_share=sum(world.gather(overlapped)) / world.size,
             sample=sample,
         )
 
-    def _step(self, step: int, batch: Tensor) -> tuple[float, float | None]:
+    def _step(self, batch: Tensor) -> tuple[float, float | None]:
         """Train on ``batch``; the global loss, and the gradient norm if it is known."""
         total = torch.zeros((), device=self.world.device)
         parts = self._micro_batches(batch)
@@ -225,9 +262,11 @@ class Trainer:
         self._overlapped_shares.append(sw.ledger(self.model).overlapped_share())
         self.stopped_by = int(signal)
         grad_norm = norms[0] if norms else None
-        if not self._is_finite(mean_loss, grad_norm):
+        # With a loss scale an infinite norm is a skipped step.
+        ignores_norm = grad_norm is None or self.scaler.is_enabled()
+        if not (math.isfinite(mean_loss) and (ignores_norm or math.isfinite(norms[0]))):
             raise FloatingPointError(
-                f"step {step}: loss {mean_loss}, gradient norm {grad_norm}; "
+                f"step {self.step}: loss {mean_loss}, gradient norm {grad_norm}; "
                 f"lower train.lr (now {self.config.train.lr}) or train.grad_clip"
             )
         return mean_loss, grad_norm
@@ -247,11 +286,6 @@ class Trainer:
             self._scheduler.step()
         return norm
 
-    def _is_finite(self, loss: float, grad_norm: float | None) -> bool:
-        # With a loss scale an infinite norm is a skipped step.
-        ignores_norm = grad_norm is None or self.scaler.is_enabled()
-        return math.isfinite(loss) and (ignores_norm or math.isfinite(grad_norm or 0.0))
-
     def _offloaded_activations(self) -> AbstractContextManager[None]:
         on_host = self.config.memory.activations == "host"
         return sw.offload_activations(self.model) if on_host else nullcontext()
@@ -260,7 +294,7 @@ class Trainer:
         self, seed: int, first_step: int, last_step: int, *, validation: bool = False
     ) -> Sequences:
         return Sequences(
-            self.corpus.validation if validation else self.corpus.train,
+            text=self.corpus.validation if validation else self.corpus.train,
             context=self.config.model.context,
             global_batch=self.config.train.global_batch,
             seed=seed,

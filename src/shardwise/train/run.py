@@ -13,7 +13,7 @@ from shardwise.launch.local import check_num_ranks, run_on_local_ranks
 from shardwise.launch.world import World, join_world
 from shardwise.train.build import build_model, build_plan, check
 from shardwise.train.config import Config
-from shardwise.train.data import Entropies, open_corpus
+from shardwise.train.data import open_corpus
 from shardwise.train.display import Display, ProgressSink, draw_losses
 from shardwise.train.loop import Result, train
 from shardwise.train.run_directory import RunDirectory, open_run, replace_text
@@ -109,7 +109,6 @@ def _run_rank(world: World, config: Config, directory: RunDirectory) -> None:
 def _train_and_report(world: World, config: Config, directory: RunDirectory) -> Result:
     display = Display(Console(), config, directory)
     corpus = open_corpus(config.data)
-    entropies = Entropies.measure(corpus.train)
     display.show_start(corpus, build_plan(build_model(config), config), world.device.type)
     sinks: list[Sink] = [
         ProgressSink(display.console, config.train.steps, config.run.log_every),
@@ -124,14 +123,14 @@ def _train_and_report(world: World, config: Config, directory: RunDirectory) -> 
     if result.summary is None:
         display.show_stop(result.stopped_by, result.saved_step)
         return result
-    display.show_end(result.summary, entropies)
+    display.show_end(result.summary)
     if result.ledger is not None:
         result.ledger.save(directory.timeline)
     replace_text(directory.summary, json.dumps(asdict(result.summary), indent=2) + "\n")
     title = f"{config.run.name}, {config.shard.nproc} ranks"
     records = read_history(directory.metrics, config.train.steps)
     try:
-        draw_losses(directory.loss_plot, title, records, entropies)
+        draw_losses(directory.loss_plot, title, records)
     except ModuleNotFoundError:
         display.say(NO_PLOT)
     display.show_files()

@@ -5,16 +5,17 @@ import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shardwise.checkpoint.directory import complete, discard, latest
+from shardwise.checkpoint.read import read_manifest
 from shardwise.checkpoint.stores import folder_at
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.train.config import Config
-from shardwise.train.saver import check_same_run
-from shardwise.train.settings import to_toml
+from shardwise.train.config import Config, to_toml
+from shardwise.train.data import Corpus, open_corpus
 from shardwise.train.sinks import Record, read_history
 
-__all__ = ["RunDirectory", "make_new_directory", "open_run"]
+__all__ = ["RunDirectory", "identity", "make_new_directory", "open_run", "replace_text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +111,48 @@ def _resume(run: RunDirectory, config: Config) -> RunDirectory:
     checkpoint = latest(run.saves_to)
     if checkpoint is None:
         return run
-    step = check_same_run(checkpoint, config)
+    step = _check_same_run(checkpoint, config)
     if step > config.train.steps:
         raise ConfigError(
             f"train.steps={config.train.steps}: {checkpoint} is beyond it; choose another "
             "run.directory, or set run.overwrite=true to start over"
         )
     return replace(run, checkpoint=checkpoint, step=step, history=read_history(run.metrics, step))
+
+
+def _check_same_run(checkpoint: Path | str, config: Config) -> int:
+    """Reject a checkpoint of another model or of other data; returns its step.
+
+    The number of ranks, the strategy, the number of steps and the learning rate may differ. Reads
+    the manifest alone, because `sw.load` would need all ranks.
+
+    Raises:
+        ConfigError: names the key.
+        CheckpointError: it is damaged, or was not saved by the trainer.
+    """
+    component = read_manifest(folder_at(checkpoint)).components.get("run")
+    match component and component.tree:
+        case {"step": int(step), "shared": dict(saved)}:
+            pass
+        case _:
+            raise CheckpointError(f"{checkpoint}: was not saved by `shardwise train`")
+    for key, value in identity(config, open_corpus(config.data)).items():
+        if saved.get(key) == value:
+            continue
+        differs = f"{key}={value} differs from that of {checkpoint}, which has {saved.get(key)}"
+        if key == "data":
+            differs = f"data: the text differs from that of {checkpoint}"
+        raise ConfigError(
+            f"{differs}; choose another run.directory, or set run.overwrite=true to start over"
+        )
+    return step
+
+
+def identity(config: Config, corpus: Corpus) -> dict[str, Any]:
+    """What must be equal in all parts of a run; saved in its checkpoints."""
+    model = {f"model.{key}": value for key, value in config.model.model_dump().items()}
+    order = {f"train.{key}": getattr(config.train, key) for key in ("seed", "global_batch")}
+    return {**model, **order, "data": corpus.digest}
 
 
 def _prepare(run: RunDirectory, config: Config) -> None:
@@ -130,14 +166,10 @@ def _prepare(run: RunDirectory, config: Config) -> None:
     replace_text(run.metrics, "".join(lines))
     for stale in (run.loss_plot, run.summary, run.timeline):
         stale.unlink(missing_ok=True)
-    replace_text(run.config, to_toml(_resuming(config, run)))
-
-
-def _resuming(config: Config, run: RunDirectory) -> Config:
-    """The configuration that resumes ``run``: with its directory, without ``run.overwrite``."""
+    # What resumes this run: its directory, without run.overwrite.
     directory = config.run.directory or str(run.path.resolve())
     section = config.run.model_copy(update={"directory": directory, "overwrite": False})
-    return config.model_copy(update={"run": section})
+    replace_text(run.config, to_toml(config.model_copy(update={"run": section})))
 
 
 def replace_text(path: Path, text: str) -> None:

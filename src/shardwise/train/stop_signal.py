@@ -1,0 +1,43 @@
+"""The signals after which a run saves a checkpoint and stops."""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+__all__ = ["StopSignal"]
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# A terminal sends Ctrl-C to all of its processes, and a launcher passes it on to its ranks: a
+# second signal within this time is the same request.
+SAME_SIGNAL_SECONDS = 1.0
+
+
+class StopSignal:
+    """Notes the first SIGINT or SIGTERM; a later one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.number = 0  # of the signal; 0 is none
+        self._time = 0.0
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle the signals within the context; no effect outside the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if not self.number:
+            self.number, self._time = number, time.monotonic()
+        elif time.monotonic() - self._time > SAME_SIGNAL_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
