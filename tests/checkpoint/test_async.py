@@ -13,10 +13,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import save as save_module
+from shardwise.checkpoint.background import HostCopies, Save
 from shardwise.checkpoint.collect import WriteJob, checkpoint_mesh
 from shardwise.checkpoint.coordination import Coordinator, coordinator_of
-from shardwise.checkpoint.save import Save
-from shardwise.checkpoint.slices import HostCopies, TensorSlice
+from shardwise.checkpoint.slices import TensorSlice
 from shardwise.checkpoint.write import write
 from tests.checkpoint.training import Training, differing, digests
 from tests.ranks import on_ranks

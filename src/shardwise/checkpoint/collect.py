@@ -1,9 +1,8 @@
 """What a save writes: values as components with named tensors, and this rank's slice of each."""
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.directory import Retention
-from shardwise.checkpoint.format import File, Spec, index_of, spec_of
+from shardwise.checkpoint.format import File, index_of, pack, spec_of
 from shardwise.checkpoint.manifest import Component, tensor_ids
 from shardwise.checkpoint.slices import Slices
 from shardwise.checkpoint.stores import Folder
@@ -26,75 +25,53 @@ from shardwise.tensor.mesh import DataParallelMesh, all_ranks_of, resolve_mesh
 from shardwise.tensor.sharding import local_of, mesh_of, sharding_of
 
 __all__ = [
-    "Collected",
     "WriteJob",
-    "check_name",
     "check_sharded",
     "check_storable",
     "checkpoint_mesh",
     "collect",
-    "errors_name",
     "parameter_names",
-    "specs_of",
     "tensors_of",
 ]
 
 _MAX_NAME_BYTES = 200  # file systems allow 255
 
 
-@dataclass
-class Collected:
-    """A component before it is written: its tensors by name, and everything else as JSON."""
+def collect(
+    name: str, value: Any, model: nn.Module, max_file_bytes: int
+) -> tuple[Component, dict[str, Tensor]]:
+    """The component of ``value``, which was passed to `save` as ``name``, and its tensors by name.
 
-    kind: str
-    tree: Any
-    tensors: dict[str, Tensor]
-    aliases: dict[str, str] = field(default_factory=dict)
-
-
-@contextlib.contextmanager
-def errors_name(component: str) -> Iterator[None]:
-    """Begin the errors of the ``with`` statement's body with the name of a component."""
+    Raises:
+        CheckpointError: it cannot be saved; names the component and the key.
+    """
+    _check_name(name)
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    encoded = None
     try:
-        yield
+        match value:
+            case nn.Module():
+                kind = "module"
+                check_sharded(value)
+                tensors, aliases = tensors_of(value)
+            case Optimizer():
+                kind, encoded = "optimizer", tree.encode(_by_name(value, model), tensors)
+            case _ if callable(getattr(value, "state_dict", None)):
+                kind, encoded = "object", tree.encode(value.state_dict(), tensors)
+            case _:
+                kind, encoded = "data", tree.encode(value, tensors)
+        for key, tensor in tensors.items():
+            check_storable(key, tensor)
+        files = pack(name, (spec_of(key, x) for key, x in tensors.items()), max_file_bytes)
     except RecursionError as error:
-        raise CheckpointError(f"{component}: nested too deeply, or contains itself") from error
+        raise CheckpointError(f"{name}: nested too deeply, or contains itself") from error
     except CheckpointError as error:
-        raise CheckpointError(f"{component}: {error}") from error
+        raise CheckpointError(f"{name}: {error}") from error
+    return Component(kind, encoded, tuple(files), aliases), tensors
 
 
-def collect(value: Any, model: nn.Module) -> Collected:
-    """The component of ``value``, which was passed to `save`.
-
-    Raises:
-        CheckpointError: it cannot be saved; names the key.
-        RecursionError: it contains itself.
-    """
-    match value:
-        case nn.Module():
-            check_sharded(value)
-            tensors, aliases = tensors_of(value)
-            return Collected("module", None, tensors, aliases)
-        case Optimizer():
-            return _encoded("optimizer", _by_name(value, model))
-        case _ if callable(getattr(value, "state_dict", None)):
-            return _encoded("object", value.state_dict())
-        case _:
-            return _encoded("data", value)
-
-
-def specs_of(collected: Collected) -> list[Spec]:
-    """The tensors of a component, as files describe them.
-
-    Raises:
-        CheckpointError: one of them cannot be saved; names it.
-    """
-    for key, tensor in collected.tensors.items():
-        check_storable(key, tensor)
-    return [spec_of(key, tensor) for key, tensor in collected.tensors.items()]
-
-
-def check_name(name: str) -> None:
+def _check_name(name: str) -> None:
     """Refuse the name of a component that cannot be part of a file's name.
 
     Raises:
@@ -227,11 +204,6 @@ def _by_name(optimizer: Optimizer, model: nn.Module) -> Mapping[str, Any]:
             for group in optimizer.param_groups
         ],
     }
-
-
-def _encoded(kind: str, value: Any) -> Collected:
-    tensors: dict[str, Tensor] = {}
-    return Collected(kind, tree.encode(value, tensors), tensors)
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,14 @@
 
 import contextlib
 import errno
-import threading
-import traceback
-import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.slices import HostCopies
+from shardwise.checkpoint.background import HostCopies, Save
 from shardwise.errors import CheckpointDamaged, CheckpointError
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.reductions import across
@@ -25,7 +21,7 @@ from shardwise.transport.communicator import (
     make_collectives,
 )
 
-__all__ = ["Coordinator", "Save", "coordinator_of"]
+__all__ = ["Coordinator", "coordinator_of"]
 
 _CPU = torch.device("cpu")
 # By process group, as in `transport.communicator`; by model in a single process.
@@ -40,59 +36,6 @@ def coordinator_of(mesh: DataParallelMesh, model: object | None) -> "Coordinator
     if key not in _coordinators:
         _coordinators[key] = Coordinator(mesh)
     return _coordinators[key]
-
-
-class Save:
-    """A checkpoint that is being written, or has been.
-
-    Attributes:
-        path: the absolute path, or the URL.
-    """
-
-    def __init__(self, path: Path | str) -> None:
-        self.path = path
-        self._errors: list[Exception] = []  # not yet raised
-        self._done = threading.Event()
-        weakref.finalize(self, _warn, path, self._errors)  # also at the interpreter's exit
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has ended, with or without an error."""
-        return self._done.is_set()
-
-    def wait(self) -> None:
-        """Return when the checkpoint is complete.
-
-        Raises:
-            CheckpointError: it could not be written; raised once.
-        """
-        self._done.wait()
-        if self._errors:
-            raise self._errors.pop()
-
-    def run(self, job: Callable[[], None]) -> None:
-        """Write it by calling ``job``; `wait` raises the error if there is one."""
-        _run(job, self._errors, self._done)
-
-    def start(self, job: Callable[[], None]) -> None:
-        """Write it on a thread, which the interpreter waits for before it exits."""
-        arguments = (job, self._errors, self._done)  # without this object, so that it can warn
-        threading.Thread(target=_run, args=arguments, name="shardwise-save").start()
-
-
-def _run(job: Callable[[], None], errors: list[Exception], done: threading.Event) -> None:
-    try:
-        job()
-    except Exception as error:  # noqa: BLE001 - `Save.wait` raises it
-        traceback.clear_frames(error.__traceback__)  # which refer to copies of shards
-        errors.append(error)
-    finally:
-        done.set()
-
-
-def _warn(path: Path | str, errors: list[Exception]) -> None:
-    if errors:
-        warnings.warn(f"the save to {path} failed: {errors[0]}", stacklevel=2)
 
 
 class Coordinator:

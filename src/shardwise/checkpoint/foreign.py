@@ -54,7 +54,7 @@ def open_foreign(folder: Folder, source: str, cleanup: contextlib.ExitStack) -> 
         raise CheckpointError(f"source={source!r}: expected 'shardwise', 'hf', 'dcp' or 'torch'")
     if not isinstance(folder, LocalFolder):
         raise CheckpointError(f"{folder}: source={source!r} reads local files only")
-    components = _open_dcp(folder.path) if source == "dcp" else _open_torch(folder.path)
+    components = _open_dcp(folder.target) if source == "dcp" else _open_torch(folder.target)
     return OpenCheckpoint(components)
 
 

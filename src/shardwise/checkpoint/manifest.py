@@ -2,13 +2,12 @@
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.checksums import BLOCK_BYTES, crc32
@@ -125,8 +124,16 @@ def tensor_ids(components: Mapping[str, Component]) -> dict[tuple[str, str], int
 
 # -- the schema of the JSON ----------------------------------------------------------------------
 
+
+def _check_file_name(name: str) -> str:
+    if not is_plain_file_name(name):
+        raise ValueError(f"{name!r} is not a file in the checkpoint's directory")
+    return name
+
+
 _Size = Annotated[int, Field(ge=0)]
-_Crc = Annotated[str, StringConstraints(pattern="^[0-9a-f]{8}$")]
+_Crc = Annotated[str, Field(pattern="^[0-9a-f]{8}$")]
+_FileName = Annotated[str, AfterValidator(_check_file_name)]
 
 
 class _Strict(BaseModel):
@@ -149,7 +156,7 @@ class _Component(_Strict):
     kind: Literal["module", "optimizer", "object", "data"]
     tree: Any
     aliases: dict[str, str]
-    files: dict[str, _Tensors]
+    files: dict[_FileName, _Tensors]
 
 
 class _Other(_Strict):
@@ -159,7 +166,7 @@ class _Other(_Strict):
 
 class _Body(_Strict):
     components: dict[str, _Component]
-    others: dict[str, _Other]
+    others: dict[_FileName, _Other]
 
 
 class _Group(BaseModel):
@@ -180,22 +187,17 @@ def _manifest(body: _Body) -> Manifest:
     Raises:
         ValueError: it contradicts itself.
     """
-    for name in (*body.others, *(file for part in body.components.values() for file in part.files)):
-        if not is_plain_file_name(name):
-            raise ValueError(f"{name!r} is not a file in the checkpoint's directory")
+    sums: dict[str, dict[str, list[int]]] = {name: {} for name in body.components}
     return Manifest(
-        {name: _component(name, part) for name, part in body.components.items()},
-        {name: _sums(part) for name, part in body.components.items()},
+        {name: _component(name, part, sums[name]) for name, part in body.components.items()},
+        sums,
         {name: (other.bytes, int(other.crc32, 16)) for name, other in body.others.items()},
     )
 
 
-def _component(name: str, entry: _Component) -> Component:
-    counts = Counter(key for tensors in entry.files.values() for key, *_ in tensors.tensors)
-    repeated = [key for key, count in counts.items() if count > 1]
-    if repeated:
-        raise ValueError(f"{name}: {repeated[0]} is listed twice")
-    files = tuple(_file(file, tensors) for file, tensors in entry.files.items())
+def _component(name: str, entry: _Component, sums: dict[str, list[int]]) -> Component:
+    """A component; the checksums of its tensors are added to ``sums``."""
+    files = tuple(_file(file, tensors, sums) for file, tensors in entry.files.items())
     component = Component(entry.kind, entry.tree, files, entry.aliases)
     if entry.kind == "optimizer":
         _OPTIMIZERS.validate_python({name: entry.tree})
@@ -205,11 +207,15 @@ def _component(name: str, entry: _Component) -> Component:
     return component
 
 
-def _file(name: str, entry: _Tensors) -> File:
-    for key, dtype, *_ in entry.tensors:
+def _file(name: str, entry: _Tensors, sums: dict[str, list[int]]) -> File:
+    specs = []
+    for key, dtype, shape, text in entry.tensors:
         if dtype not in DTYPES:
             raise ValueError(f"{name}: {key} has the unknown dtype {dtype}")
-    specs = (Spec(key, dtype, tuple(shape)) for key, dtype, shape, _ in entry.tensors)
+        if key in sums:
+            raise ValueError(f"{name}: {key} is listed twice")
+        specs.append(Spec(key, dtype, tuple(shape)))
+        sums[key] = _parse_sums(specs[-1], text)
     file = File(name, tuple(specs))
     if file.num_bytes != entry.bytes:
         raise ValueError(f"{name}: bytes is {entry.bytes}, its tensors take {file.num_bytes}")
@@ -218,21 +224,12 @@ def _file(name: str, entry: _Tensors) -> File:
     return file
 
 
-def _sums(entry: _Component) -> dict[str, list[int]]:
-    sums: dict[str, list[int]] = {}
-    for file in entry.files.values():
-        for key, dtype, shape, text in file.tensors:
-            sums[key] = [_parse_crc(key, crc) for crc in text.split()]
-            num_blocks = -(-Spec(key, dtype, tuple(shape)).num_bytes // BLOCK_BYTES)
-            if len(sums[key]) != num_blocks:
-                raise ValueError(f"{key}: has {len(sums[key])} checksums for {num_blocks} blocks")
-    return sums
-
-
-def _parse_crc(key: str, text: str) -> int:
-    if not re.fullmatch("[0-9a-f]{8}", text):
-        raise ValueError(f"{key}: {text!r} is not a checksum")
-    return int(text, 16)
+def _parse_sums(spec: Spec, text: str) -> list[int]:
+    """The checksums of the blocks of a tensor."""
+    found, num_blocks = text.split(), -(-spec.num_bytes // BLOCK_BYTES)
+    if len(found) != num_blocks or not all(re.fullmatch("[0-9a-f]{8}", crc) for crc in found):
+        raise ValueError(f"{spec.name}: expected {num_blocks} checksums of its blocks")
+    return [int(crc, 16) for crc in found]
 
 
 def _seal(body: Any) -> bytes:

@@ -39,7 +39,6 @@ __all__ = [
 ]
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_Blocks = Mapping[int, tuple[str, int, Sequence[int]]]
 
 
 # -- opening -------------------------------------------------------------------------------------
@@ -61,13 +60,9 @@ class OpenComponent:
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """The components by name. ``num_readers`` threads may read tensors at once, each its own.
-
-    ``blocks`` has the name, size in bytes and checksums of each tensor, by its number.
-    """
+    """The components by name. ``num_readers`` threads may read tensors at once, each its own."""
 
     components: Mapping[str, OpenComponent]
-    blocks: _Blocks = field(default_factory=dict)
     num_readers: int = 1
 
     @property
@@ -88,12 +83,9 @@ class OpenCheckpoint:
         Raises:
             CheckpointDamaged: names the tensor.
         """
-        for tensor, own in sorted(by_tensor(parts).items()):
-            name, num_bytes, sums = self.blocks[tensor]
-            found = block_sums(own, num_bytes)
-            for number in sorted({part.block for part in own}):
-                if found[number] != sums[number]:
-                    raise _damaged(name, number)
+        of_tensors = by_tensor(parts)
+        for component in self.components.values():
+            component.reader.check(of_tensors)
 
 
 def open_checkpoint(folder: Folder, cleanup: contextlib.ExitStack) -> OpenCheckpoint:
@@ -109,16 +101,12 @@ def open_checkpoint(folder: Folder, cleanup: contextlib.ExitStack) -> OpenCheckp
         raise CheckpointDamaged("\n".join(problems))
     ids = tensor_ids(manifest.components)
     components = {}
-    blocks: dict[int, tuple[str, int, Sequence[int]]] = {}
     for name, component in manifest.components.items():
         source = cleanup.enter_context(contextlib.closing(open_component(folder, component)))
-        sums = manifest.sums[name]
         own_ids = {key: ids[name, key] for key in component.specs}
-        reader = Reader(source, sums, own_ids)
+        reader = Reader(source, manifest.sums[name], own_ids)
         components[name] = OpenComponent(component.kind, reader, component.tree, component.aliases)
-        for key, spec in component.specs.items():
-            blocks[own_ids[key]] = key, spec.num_bytes, sums[key]
-    return OpenCheckpoint(components, blocks, folder.num_readers)
+    return OpenCheckpoint(components, folder.num_readers)
 
 
 def read_manifest(folder: Folder) -> Manifest:
@@ -329,8 +317,7 @@ class Reader:
             if not is_direct:
                 place = (begin - start) // spec.itemsize
                 elements[place : place + len(converted)].copy_(converted)
-        if self._sums is not None:
-            self._check(name, parts)
+        self.parts += self._check_whole_blocks(name, parts)
         with self._lock:
             self.bytes_read += stop - start
 
@@ -345,15 +332,28 @@ class Reader:
         self.read(name, TensorSlice(0, whole.view(-1)))
         return whole
 
-    def _check(self, name: str, parts: Sequence[BlockPart]) -> None:
-        """Compare the checksums of whole blocks, and keep those of parts of blocks."""
-        assert self._sums is not None
+    def check(self, parts: Mapping[int, Sequence[BlockPart]]) -> None:
+        """Check the blocks that several ranks have read in part.
+
+        Args:
+            parts: those of all ranks, by the numbers of the tensors.
+
+        Raises:
+            CheckpointDamaged: names the tensor.
+        """
+        for name, number in self._ids.items():
+            for part in self._check_whole_blocks(name, parts.get(number, ())):
+                raise _damaged(name, part.block)  # replicas have read different bytes
+
+    def _check_whole_blocks(self, name: str, parts: Sequence[BlockPart]) -> list[BlockPart]:
+        """Compare the checksums of whole blocks; returns the parts of the others."""
+        if self._sums is None or not parts:
+            return []
         found = block_sums(parts, self.source.specs[name].num_bytes)
         for number in sorted({part.block for part in parts}):
-            if found[number] is None:
-                self.parts += [part for part in parts if part.block == number]
-            elif found[number] != self._sums[name][number]:
+            if found[number] not in (None, self._sums[name][number]):
                 raise _damaged(name, number)
+        return [part for part in parts if found[part.block] is None]
 
 
 def _damaged(name: str, block: int) -> CheckpointDamaged:

@@ -6,27 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.collect import (
-    Collected,
-    WriteJob,
-    check_name,
-    checkpoint_mesh,
-    collect,
-    errors_name,
-    specs_of,
-)
-from shardwise.checkpoint.coordination import Coordinator, Save, coordinator_of
+from shardwise.checkpoint.background import Save
+from shardwise.checkpoint.collect import WriteJob, checkpoint_mesh, collect
+from shardwise.checkpoint.coordination import Coordinator, coordinator_of
 from shardwise.checkpoint.directory import Retention
-from shardwise.checkpoint.format import MAX_FILE_BYTES, File, pack
-from shardwise.checkpoint.manifest import Component
+from shardwise.checkpoint.format import MAX_FILE_BYTES
+from shardwise.checkpoint.manifest import Component, tensor_ids
 from shardwise.checkpoint.slices import slice_to_write
-from shardwise.checkpoint.stores import Folder, folder_at
+from shardwise.checkpoint.stores import folder_at
 from shardwise.checkpoint.write import write
 from shardwise.errors import CheckpointError
-from shardwise.tensor.mesh import DataParallelMesh
 
 __all__ = ["Save", "save"]
 
@@ -82,16 +74,19 @@ def save(
     if optimizer is None:
         del values["optimizer"]
     with ranks.raises_together("collect its state"):
-        found: dict[str, Collected] = {}
-        files: dict[str, list[File]] = {}
+        components: dict[str, Component] = {}
+        tensors: dict[str, dict[str, Tensor]] = {}
         for name, value in sorted(values.items()):
-            check_name(name)
-            with errors_name(name):
-                found[name] = collect(value, model)
-                files[name] = pack(name, specs_of(found[name]), max_file_bytes)
-        _check_unique(files)
+            components[name], tensors[name] = collect(name, value, model, max_file_bytes)
+        _check_unique(components)
+    files = {name: component.files for name, component in components.items()}
     ranks.agree(mesh, device, f"save {files}")  # before collectives that cut tensors into runs
-    job = _write_job(folder, found, files, mesh, retention)
+    slices = {
+        number: own
+        for (name, key), number in tensor_ids(components).items()
+        if (own := slice_to_write(tensors[name][key], number, mesh)) is not None
+    }
+    job = WriteJob(folder, components, slices, retention)
     with ranks.raises_together("copy its state"):
         if wait:
             ranks.host_copies.clear()
@@ -107,34 +102,16 @@ def save(
     return saved
 
 
-def _check_unique(files: Mapping[str, list[File]]) -> None:
+def _check_unique(components: Mapping[str, Component]) -> None:
     """Refuse two components that would share a file, as one called "model-00001-of-00002" can."""
     owners: dict[str, str] = {}
-    for name in sorted(files, key=lambda name: len(files[name]), reverse=True):
-        for file in files[name]:
+    for name in sorted(components, key=lambda name: len(components[name].files), reverse=True):
+        for file in components[name].files:
             other = owners.setdefault(file.name, name)
             if other != name:
                 raise CheckpointError(
                     f"{name}: {file.name} is also a file of {other}; use another name"
                 )
-
-
-def _write_job(
-    folder: Folder,
-    found: Mapping[str, Collected],
-    files: Mapping[str, list[File]],
-    ranks: DataParallelMesh,
-    retention: Retention | None,
-) -> WriteJob:
-    """What this rank writes. Tensors are numbered as by `tensor_ids`."""
-    components = {
-        name: Component(part.kind, part.tree, tuple(files[name]), part.aliases)
-        for name, part in found.items()
-    }
-    tensors = (tensor for part in found.values() for _, tensor in sorted(part.tensors.items()))
-    own = ((number, slice_to_write(x, number, ranks)) for number, x in enumerate(tensors))
-    slices = {number: one for number, one in own if one is not None}
-    return WriteJob(folder, components, slices, retention)
 
 
 def _write_copies(job: WriteJob, ranks: Coordinator) -> None:

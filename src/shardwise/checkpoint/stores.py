@@ -12,15 +12,16 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["Folder", "LocalFolder", "OpenFile", "RemoteFolder", "Upload", "folder_at"]
+__all__ = ["Folder", "LocalFolder", "OpenFile", "Upload", "folder_at"]
 
 PART_BYTES = 8 << 20  # of an upload; S3 requires at least 5 MiB
 _MAX_PARTS = 9000  # S3 allows 10,000
@@ -42,7 +43,8 @@ def folder_at(place: str | os.PathLike[str]) -> "Folder":
     if not url:
         raise CheckpointError("expected the path or URL of a checkpoint, got an empty string")
     if "://" not in url:
-        return LocalFolder(Path(url).absolute())
+        path = str(Path(url).absolute()).rstrip("/")  # "" is the root
+        return LocalFolder(LocalFileSystem(), path, path)
     try:
         store, path = url_to_fs(url)
     except ImportError as error:
@@ -54,65 +56,195 @@ def folder_at(place: str | os.PathLike[str]) -> "Folder":
             f"{url}: {error}; expected a directory or a URL that fsspec knows, such as "
             "s3://bucket/run/step-100"
         ) from error
-    return RemoteFolder(store, path.rstrip("/"), url.rstrip("/"))
+    return Folder(store, path.rstrip("/"), url.rstrip("/"))
 
 
 @dataclass(frozen=True)
-class LocalFolder:
-    """A directory of this machine, or of a file system that is mounted on it.
+class Folder:
+    """The objects of a store whose names begin with ``path``, or a directory of a remote system.
+
+    An object appears as a whole or not at all, so nothing is renamed. fsspec keeps listings in
+    memory; they are dropped before each use.
 
     Attributes:
-        path: an absolute path.
+        store: an ``fsspec.AbstractFileSystem``.
+        path: as the store knows it.
+        url: the path or URL, as users write it.
         read_bytes: how much to read at once, a power of two.
         num_readers: how many threads should read at once.
     """
 
-    path: Path
+    store: Any
+    path: str
+    url: str
+    read_bytes = 4 << 20
+    num_readers = 8  # most of a request is waiting
+
+    @property
+    def name(self) -> str:
+        return self.path.rsplit("/", 1)[-1]
+
+    @property
+    def parent(self) -> Self:
+        return replace(self, path=self.path.rpartition("/")[0], url=self.url.rpartition("/")[0])
+
+    @property
+    def target(self) -> Path | str:
+        """A path, or a URL."""
+        return self.url
+
+    @property
+    def is_link(self) -> bool:
+        return False
+
+    def __truediv__(self, name: str) -> Self:
+        return replace(self, path=f"{self.path}/{name}", url=f"{self.url}/{name}")
+
+    def __str__(self) -> str:
+        return self.url
+
+    def exists(self) -> bool:
+        return bool(self._entries())
+
+    def has(self, name: str) -> bool:
+        """Whether it contains a file of this name."""
+        with _errors_at(self / name):
+            self.store.invalidate_cache()
+            try:
+                return bool(self.store.info(f"{self.path}/{name}")["type"] == "file")
+            except _ABSENT:
+                return False
+
+    def sizes(self) -> dict[str, int]:
+        """The size in bytes of each file in it, sorted by name."""
+        return {name: x["size"] for name, x in self._entries().items() if x["type"] != "directory"}
+
+    def folders(self) -> list[Self]:
+        """The folders in it, sorted by name, symbolic links to directories included."""
+        return [self / name for name, x in self._entries().items() if x["type"] == "directory"]
+
+    def link_targets(self) -> set[str]:
+        """The names of entries that symbolic links in it point to."""
+        return set()
+
+    def age_seconds(self, name: str) -> float:  # noqa: ARG002 - an object appears in one piece
+        """The time since a file was last changed; inf if files appear in one piece."""
+        return math.inf
+
+    def read(self, name: str, num_bytes: int | None = None) -> bytes:
+        """The first bytes of a file, or all of them."""
+        with _errors_at(self / name):
+            span = {} if num_bytes is None else {"start": 0, "end": num_bytes}
+            content: bytes = self.store.cat_file(f"{self.path}/{name}", **span)
+            return content
+
+    def open(self, name: str) -> "OpenFile":
+        return StoredFile(self / name)
+
+    def create(self, marker: str, content: bytes) -> None:
+        """Create it with one file in it."""
+        with _errors_at(self):
+            try:
+                self.store.pipe_file(f"{self.path}/{marker}", content)
+            except FileNotFoundError:  # the store has directories, or the bucket is missing
+                _make_directory(self.store, self.path)
+                self.store.pipe_file(f"{self.path}/{marker}", content)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Store an object in one request."""
+        with _errors_at(self / name):
+            self.store.pipe_file(f"{self.path}/{name}", content)
+
+    def publish(self, name: str, content: bytes, marker: str) -> None:
+        """Create a file at once, in place of ``marker``, after all others are on disk."""
+        self.put(name, content)
+        with contextlib.suppress(CheckpointError):  # a marker next to a manifest is ignored
+            self.remove(marker)
+
+    def retract(self, name: str, marker: str) -> None:
+        """Replace a file by ``marker``: the reverse of `publish`."""
+        self.put(marker, b"")
+        self.remove(name)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it still exists."""
+        with _errors_at(self / name), contextlib.suppress(FileNotFoundError):
+            self.store.rm_file(f"{self.path}/{name}")
+
+    def remove_all_but(self, name: str) -> None:
+        """Remove every file but one, and all folders."""
+        for folder in self.folders():
+            folder.remove_all_but("")
+            folder.remove_empty()
+        for found in self.sizes():
+            if found != name:
+                self.remove(found)
+
+    def remove_empty(self) -> None:
+        # Most stores have no directories to remove. At the top this would be the bucket.
+        if "/" in self.path and not self._entries():
+            with contextlib.suppress(Exception):
+                self.store.rmdir(self.path)
+
+    def _entries(self) -> Mapping[str, Mapping[str, Any]]:
+        """The ``type`` and the ``size`` of what is in it, by name."""
+        with _errors_at(self):
+            self.store.invalidate_cache()
+            try:
+                entries = self.store.ls(self.path, detail=True)
+            except _ABSENT:
+                return {}
+        found = {entry["name"].rstrip("/"): entry for entry in entries}
+        inside = {path.rsplit("/", 1)[-1]: x for path, x in found.items() if path != self.path}
+        return dict(sorted(inside.items()))
+
+
+class StoredFile:
+    """An object, any range of which is one request."""
+
+    def __init__(self, file: Folder) -> None:
+        self._file = file
+
+    def read_into(self, content: memoryview, offset: int) -> bool:
+        stop = offset + content.nbytes
+        with _errors_at(self._file):
+            found = self._file.store.cat_file(self._file.path, start=offset, end=stop)
+        if len(found) != content.nbytes:
+            return False
+        content[:] = found
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+class LocalFolder(Folder):
+    """A directory of this machine, or of a file system that is mounted on it.
+
+    All ranks write to the same files, which are brought to disk before one is renamed. Symbolic
+    links are followed.
+    """
+
     read_bytes = 256 << 10  # fits in the processor's cache while its checksum is computed
     num_readers = 1
 
     @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def parent(self) -> "LocalFolder":
-        return LocalFolder(self.path.parent)
-
-    @property
     def target(self) -> Path:
-        """The path or URL, as users write it."""
-        return self.path
+        return Path(self.path or "/")
 
     @property
     def is_link(self) -> bool:
-        return self.path.is_symlink()
-
-    def __truediv__(self, name: str) -> "LocalFolder":
-        return LocalFolder(self.path / name)
-
-    def __str__(self) -> str:
-        return str(self.path)
+        return self.target.is_symlink()
 
     def exists(self) -> bool:
-        return self.path.is_dir()
+        return self.target.is_dir()
 
     def has(self, name: str) -> bool:
-        """Whether it contains a file of this name."""
-        return (self.path / name).is_file()
-
-    def sizes(self) -> dict[str, int]:
-        """The size in bytes of each file in it, sorted by name."""
-        return {path.name: path.stat().st_size for path in self._entries() if path.is_file()}
-
-    def folders(self) -> "list[LocalFolder]":
-        """The folders in it, sorted by name, symbolic links to directories included."""
-        return [LocalFolder(path) for path in self._entries() if path.is_dir()]
+        return (self.target / name).is_file()
 
     def link_targets(self) -> set[str]:
-        """The names of entries that symbolic links in it point to."""
-        root = self.path.resolve()
-        targets = [path.resolve() for path in self._entries() if path.is_symlink()]
+        root = self.target.resolve()
+        targets = [path.resolve() for path in self._paths() if path.is_symlink()]
         return {
             target.relative_to(root).parts[0]
             for target in targets
@@ -120,62 +252,58 @@ class LocalFolder:
         }
 
     def age_seconds(self, name: str) -> float:
-        """The time since a file was last changed; inf if files appear in one piece."""
-        return time.time() - (self.path / name).stat().st_mtime
-
-    def read(self, name: str, num_bytes: int | None = None) -> bytes:
-        """The first bytes of a file, or all of them."""
-        with (self.path / name).open("rb") as file:
-            return file.read() if num_bytes is None else file.read(num_bytes)
+        return time.time() - (self.target / name).stat().st_mtime
 
     def open(self, name: str) -> "LocalFile":
-        return LocalFile(self.path / name)
+        return LocalFile(self.target / name)
 
     def create(self, marker: str, content: bytes) -> None:
-        """Create it with one file in it."""
         while True:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.target.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # a Retention removed the empty directory
-                (self.path / marker).write_bytes(content)
+                (self.target / marker).write_bytes(content)
                 return
 
     def publish(self, name: str, content: bytes, marker: str) -> None:
-        """Create a file at once, in place of ``marker``, after all others are on disk."""
-        with (self.path / marker).open("wb") as file:
+        with (self.target / marker).open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        _sync(self.path)
-        (self.path / marker).rename(self.path / name)
-        _sync(self.path)
-        _sync(self.path.parent)
+        _sync(self.target)
+        (self.target / marker).rename(self.target / name)
+        _sync(self.target)
+        _sync(self.target.parent)
 
     def retract(self, name: str, marker: str) -> None:
-        """Replace a file by ``marker``: the reverse of `publish`."""
         with contextlib.suppress(FileNotFoundError):  # another process removes it, too
-            (self.path / name).rename(self.path / marker)
-            _sync(self.path)
-
-    def remove(self, name: str) -> None:
-        """Remove a file, if it still exists."""
-        (self.path / name).unlink(missing_ok=True)
+            (self.target / name).rename(self.target / marker)
+            _sync(self.target)
 
     def remove_all_but(self, name: str) -> None:
-        """Remove every file but one, and all folders."""
-        for entry in self._entries():
-            if entry.name == name:
+        for path in self._paths():
+            if path.name == name:
                 continue
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
             else:
-                entry.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
 
     def remove_empty(self) -> None:
         with contextlib.suppress(OSError):  # it is not empty
-            self.path.rmdir()
+            self.target.rmdir()
 
-    def _entries(self) -> list[Path]:
-        return sorted(self.path.iterdir()) if self.path.is_dir() else []
+    def _entries(self) -> Mapping[str, Mapping[str, Any]]:
+        return {
+            path.name: {
+                "type": "directory" if path.is_dir() else "file",
+                "size": path.stat().st_size,
+            }
+            for path in self._paths()
+            if path.is_dir() or path.is_file()  # a broken link is neither
+        }
+
+    def _paths(self) -> list[Path]:
+        return sorted(self.target.iterdir()) if self.target.is_dir() else []
 
 
 class LocalFile:
@@ -206,162 +334,24 @@ def _sync(directory: Path) -> None:
         os.close(descriptor)
 
 
-@dataclass(frozen=True)
-class RemoteFolder:
-    """The objects of a store whose names begin with ``path``, or a directory of a remote system.
-
-    Its methods are those of `LocalFolder`.
-    An object appears as a whole or not at all, so nothing is renamed. fsspec keeps listings in
-    memory; they are dropped before each use.
-    """
-
-    store: Any  # fsspec.AbstractFileSystem
-    path: str  # as the store knows it
-    url: str
-    read_bytes = 4 << 20
-    num_readers = 8  # most of a request is waiting
-    is_link = False
-
-    @property
-    def name(self) -> str:
-        return self.path.rsplit("/", 1)[-1]
-
-    @property
-    def parent(self) -> "RemoteFolder":
-        return RemoteFolder(self.store, self.path.rpartition("/")[0], self.url.rpartition("/")[0])
-
-    @property
-    def target(self) -> str:
-        return self.url
-
-    def __truediv__(self, name: str) -> "RemoteFolder":
-        return RemoteFolder(self.store, f"{self.path}/{name}", f"{self.url}/{name}")
-
-    def __str__(self) -> str:
-        return self.url
-
-    def exists(self) -> bool:
-        return bool(self._entries())
-
-    def has(self, name: str) -> bool:
-        with _errors_at(f"{self.url}/{name}"):
-            self.store.invalidate_cache()
-            try:
-                return bool(self.store.info(f"{self.path}/{name}")["type"] == "file")
-            except _ABSENT:
-                return False
-
-    def sizes(self) -> dict[str, int]:
-        return {name: x["size"] for name, x in self._entries().items() if x["type"] != "directory"}
-
-    def folders(self) -> "list[RemoteFolder]":
-        return [self / name for name, x in self._entries().items() if x["type"] == "directory"]
-
-    def link_targets(self) -> set[str]:
-        return set()
-
-    def age_seconds(self, name: str) -> float:  # noqa: ARG002 - an object appears in one piece
-        return math.inf
-
-    def read(self, name: str, num_bytes: int | None = None) -> bytes:
-        with _errors_at(f"{self.url}/{name}"):
-            span = {} if num_bytes is None else {"start": 0, "end": num_bytes}
-            content: bytes = self.store.cat_file(f"{self.path}/{name}", **span)
-            return content
-
-    def open(self, name: str) -> "RemoteFile":
-        return RemoteFile(self / name)
-
-    def create(self, marker: str, content: bytes) -> None:
-        with _errors_at(self.url):
-            try:
-                self.store.pipe_file(f"{self.path}/{marker}", content)
-            except FileNotFoundError:  # the store has directories, or the bucket is missing
-                _make_directory(self.store, self.path)
-                self.store.pipe_file(f"{self.path}/{marker}", content)
-
-    def put(self, name: str, content: bytes) -> None:
-        """Store an object in one request."""
-        with _errors_at(f"{self.url}/{name}"):
-            self.store.pipe_file(f"{self.path}/{name}", content)
-
-    def publish(self, name: str, content: bytes, marker: str) -> None:
-        self.put(name, content)
-        with contextlib.suppress(CheckpointError):  # a marker next to a manifest is ignored
-            self.remove(marker)
-
-    def retract(self, name: str, marker: str) -> None:
-        self.put(marker, b"")
-        self.remove(name)
-
-    def remove(self, name: str) -> None:
-        with _errors_at(f"{self.url}/{name}"), contextlib.suppress(FileNotFoundError):
-            self.store.rm_file(f"{self.path}/{name}")
-
-    def remove_all_but(self, name: str) -> None:
-        for folder in self.folders():
-            folder.remove_all_but("")
-            folder.remove_empty()
-        for found in self.sizes():
-            if found != name:
-                self.remove(found)
-
-    def remove_empty(self) -> None:
-        # Most stores have no directories to remove. At the top this would be the bucket.
-        if "/" in self.path and not self._entries():
-            with contextlib.suppress(Exception):
-                self.store.rmdir(self.path)
-
-    def _entries(self) -> Mapping[str, Mapping[str, Any]]:
-        with _errors_at(self.url):
-            self.store.invalidate_cache()
-            try:
-                entries = self.store.ls(self.path, detail=True)
-            except _ABSENT:
-                return {}
-        found = {entry["name"].rstrip("/"): entry for entry in entries}
-        inside = {path.rsplit("/", 1)[-1]: x for path, x in found.items() if path != self.path}
-        return dict(sorted(inside.items()))
-
-
-class RemoteFile:
-    """An object, any range of which is one request."""
-
-    def __init__(self, file: RemoteFolder) -> None:
-        self._file = file
-
-    def read_into(self, content: memoryview, offset: int) -> bool:
-        stop = offset + content.nbytes
-        with _errors_at(self._file.url):
-            found = self._file.store.cat_file(self._file.path, start=offset, end=stop)
-        if len(found) != content.nbytes:
-            return False
-        content[:] = found
-        return True
-
-    def close(self) -> None:
-        pass
-
-
-Folder = LocalFolder | RemoteFolder
-OpenFile = LocalFile | RemoteFile
+OpenFile = LocalFile | StoredFile
 
 
 class Upload:
     """A file that is being sent to a store, where it appears once it is closed."""
 
-    def __init__(self, folder: RemoteFolder, name: str, num_bytes: int) -> None:
-        self._url = f"{folder.url}/{name}"
+    def __init__(self, folder: Folder, name: str, num_bytes: int) -> None:
+        self._place = folder / name
         part_bytes = max(PART_BYTES, -(-num_bytes // _MAX_PARTS))
-        with _errors_at(self._url):
+        with _errors_at(self._place):
             self._file = folder.store.open(f"{folder.path}/{name}", "wb", block_size=part_bytes)
 
     def write(self, content: memoryview | bytes) -> None:
-        with _errors_at(self._url):
+        with _errors_at(self._place):
             self._file.write(content)
 
     def close(self) -> None:
-        with _errors_at(self._url):
+        with _errors_at(self._place):
             self._file.close()
 
     def discard(self) -> None:
@@ -373,13 +363,15 @@ class Upload:
 
 
 @contextlib.contextmanager
-def _errors_at(url: str) -> Iterator[None]:
+def _errors_at(place: Folder) -> Iterator[None]:
     """Turn the errors of a store, each of which has its own, into a CheckpointError."""
     try:
         yield
     except Exception as error:
+        if isinstance(place, LocalFolder):  # an OSError, which has the path
+            raise
         reason = str(error) or "the store gave no reason"
-        raise CheckpointError(f"{url}: {type(error).__name__}: {reason}") from error
+        raise CheckpointError(f"{place}: {type(error).__name__}: {reason}") from error
 
 
 def _make_directory(store: Any, path: str) -> None:

@@ -7,7 +7,7 @@ plus what fsspec keeps of an upload, however large the file is.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from shardwise.checkpoint.collect import WriteJob
 from shardwise.checkpoint.coordination import Coordinator
 from shardwise.checkpoint.format import File
 from shardwise.checkpoint.slices import Slices, bytes_of
-from shardwise.checkpoint.stores import RemoteFolder, Upload
+from shardwise.checkpoint.stores import Folder, Upload
 from shardwise.errors import StepError
 
 __all__ = ["assign_files", "upload"]
@@ -27,14 +27,11 @@ __all__ = ["assign_files", "upload"]
 ROUND_BYTES = 4 << 20
 _MIN_BYTES = 1 << 16  # of a round, for one file
 
-_Contents = Iterable[tuple[File, memoryview]]
-
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """Bytes ``[start, stop)`` of a tensor, in one block and on one rank."""
 
-    file: File
     tensor: int  # its number in the checkpoint
     start: int
     stop: int
@@ -45,10 +42,15 @@ class _Piece:
         return self.stop - self.start
 
 
-_Batch = Sequence[_Piece]
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What one rank sends in a round: pieces of a file in the order of their bytes."""
+
+    file: File | None  # None after the last one
+    pieces: Sequence[_Piece] = ()
 
 
-def upload(folder: RemoteFolder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]:
+def upload(folder: Folder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]:
     """Send all files of ``job`` but the manifest, and return the checksums of this rank's bytes.
 
     Raises:
@@ -58,12 +60,15 @@ def upload(folder: RemoteFolder, job: WriteJob, ranks: Coordinator) -> list[Bloc
     assigned = assign_files(job.files, ranks.size)
     max_bytes = _round_bytes(sum(map(bool, assigned)))
     streams = [
-        _batches(_pieces(((x, job.numbers[x.name]) for x in files), holders, max_bytes), max_bytes)
+        chain.from_iterable(
+            _batches(file, _pieces(job.numbers[file.name], holders, max_bytes), max_bytes)
+            for file in files
+        )
         for files in assigned
     ]
-    uploads = _Uploads(folder, assigned[ranks.rank])
+    uploads = _Uploads(folder)
     try:
-        return _send(zip_longest(*streams, fillvalue=()), job, uploads, ranks)
+        return _send(zip_longest(*streams, fillvalue=_Batch(None)), job, uploads, ranks)
     except BaseException as error:
         uploads.discard()
         # All uploads end before rank 0 removes what was sent; a lost rank cannot be waited for.
@@ -91,38 +96,27 @@ def _round_bytes(num_files: int) -> int:
 class _Uploads:
     """The files that this rank sends, one after the other."""
 
-    def __init__(self, folder: RemoteFolder, files: Iterable[File]) -> None:
+    def __init__(self, folder: Folder) -> None:
         self.folder = folder
-        self._files = iter(files)
         self._file: File | None = None
         self._current: Upload | None = None
 
-    def write(self, contents: _Contents) -> None:
-        """Append to files, and close the ones that are complete."""
-        for file, content in contents:
-            while self._file is not file:
-                self._next()
+    def write(self, file: File | None, contents: Iterable[memoryview]) -> None:
+        """Append to ``file``; the one before it is closed first."""
+        if file is not self._file:
+            if self._current is not None:
+                self._current.close()
+            self._file, self._current = file, None
+        if file is not None and self._current is None:
+            self._current = Upload(self.folder, file.name, file.num_bytes)
+            self._current.write(file.head)
+        for content in contents:
             assert self._current is not None
             self._current.write(content)
-
-    def finish(self) -> None:
-        """Close the last file, and send those whose tensors have no elements."""
-        self._next()
-        while self._file is not None:
-            self._next()
 
     def discard(self) -> None:
         if self._current is not None:
             self._current.discard()
-
-    def _next(self) -> None:
-        if self._current is not None:
-            self._current.close()
-        self._current = None
-        self._file = next(self._files, None)
-        if self._file is not None:
-            self._current = Upload(self.folder, self._file.name, self._file.num_bytes)
-            self._current.write(self._file.head)
 
 
 def _send(
@@ -133,16 +127,17 @@ def _send(
 ) -> list[BlockPart]:
     """In each round, every rank sends the batch at its own position."""
     parts: list[BlockPart] = []
-    ready: _Contents = ()
+    batch = _Batch(None)
+    contents: Iterable[memoryview] = ()
     for batches in rounds:
         with ranks.raises_together("upload"):
-            uploads.write(ready)
+            uploads.write(batch.file, contents)
             held = [_joined(batch, job.slices, ranks.rank, parts) for batch in batches]
         batch = batches[ranks.rank]
-        ready = _in_order(batch, ranks.all_to_all(held, _bytes_by_rank(batch, ranks.size)))
+        contents = _in_order(batch, ranks.all_to_all(held, _bytes_by_rank(batch, ranks.size)))
     with ranks.raises_together("upload"):
-        uploads.write(ready)
-        uploads.finish()
+        uploads.write(batch.file, contents)
+        uploads.write(None, ())
         if ranks.rank == 0:
             for name, content in job.others.items():
                 uploads.folder.put(name, content)
@@ -152,7 +147,7 @@ def _send(
 def _joined(batch: _Batch, own: Slices, rank: int, parts: list[BlockPart]) -> Tensor:
     """This rank's bytes of a batch. Their checksums are added to ``parts``."""
     joined = bytearray()
-    for piece in batch:
+    for piece in batch.pieces:
         if piece.rank == rank:
             content = own[piece.tensor].bytes_between(piece.start, piece.stop)
             parts.append(BlockPart(piece.tensor, piece.start, piece.stop, crc32(content)))
@@ -163,16 +158,16 @@ def _joined(batch: _Batch, own: Slices, rank: int, parts: list[BlockPart]) -> Te
 def _bytes_by_rank(batch: _Batch, num_ranks: int) -> list[int]:
     """How many bytes of a batch each rank holds."""
     sizes = [0] * num_ranks
-    for piece in batch:
+    for piece in batch.pieces:
         sizes[piece.rank] += piece.num_bytes
     return sizes
 
 
-def _in_order(batch: _Batch, received: Iterable[Tensor]) -> Iterator[tuple[File, memoryview]]:
+def _in_order(batch: _Batch, received: Iterable[Tensor]) -> Iterator[memoryview]:
     """The contents of a batch from those of each rank."""
     rest = [bytes_of(content) for content in received]
-    for piece in batch:
-        yield piece.file, rest[piece.rank][: piece.num_bytes]
+    for piece in batch.pieces:
+        yield rest[piece.rank][: piece.num_bytes]
         rest[piece.rank] = rest[piece.rank][piece.num_bytes :]
 
 
@@ -190,26 +185,23 @@ def _holders(own: Slices, ranks: Coordinator) -> _Holders:
     return {number: sorted(found) for number, found in holders.items()}
 
 
-def _pieces(
-    files: Iterable[tuple[File, Sequence[int]]], holders: _Holders, max_bytes: int
-) -> Iterator[_Piece]:
-    """The contents of files, given with the numbers of their tensors, without the headers."""
+def _pieces(tensors: Iterable[int], holders: _Holders, max_bytes: int) -> Iterator[_Piece]:
+    """The contents of tensors, given by their numbers."""
     size = min(max_bytes, BLOCK_BYTES)  # both are powers of two
-    for file, tensors in files:
-        for number in tensors:
-            for start, stop, rank in holders.get(number, ()):
-                for begin, end in split_at_blocks(start, stop, size):
-                    yield _Piece(file, number, begin, end, rank)
+    for number in tensors:
+        for start, stop, rank in holders.get(number, ()):
+            for begin, end in split_at_blocks(start, stop, size):
+                yield _Piece(number, begin, end, rank)
 
 
-def _batches(pieces: Iterable[_Piece], max_bytes: int) -> Iterator[list[_Piece]]:
+def _batches(file: File, pieces: Iterable[_Piece], max_bytes: int) -> Iterator[_Batch]:
+    """At least one, although no tensor of the file may have elements."""
     batch: list[_Piece] = []
     room = max_bytes
     for piece in pieces:
         if piece.num_bytes > room:
-            yield batch
+            yield _Batch(file, batch)
             batch, room = [], max_bytes
         batch.append(piece)
         room -= piece.num_bytes
-    if batch:
-        yield batch
+    yield _Batch(file, batch)

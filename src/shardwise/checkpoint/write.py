@@ -26,7 +26,7 @@ from shardwise.checkpoint.directory import (
 from shardwise.checkpoint.format import File
 from shardwise.checkpoint.manifest import Manifest, tensor_ids
 from shardwise.checkpoint.slices import TensorSlice
-from shardwise.checkpoint.stores import LocalFolder, RemoteFolder
+from shardwise.checkpoint.stores import LocalFolder
 from shardwise.checkpoint.upload import upload
 from shardwise.errors import CheckpointError, StepError
 
@@ -46,12 +46,11 @@ def write(job: WriteJob, ranks: Coordinator) -> None:
         with ranks.raises_together("prepare the directory"):
             if ranks.rank == 0:
                 owner = prepare(job.folder)
-        if isinstance(job.folder, RemoteFolder):
-            own = upload(job.folder, job, ranks)
-        else:
-            assert isinstance(job.folder, LocalFolder)
+        if isinstance(job.folder, LocalFolder):
             with ranks.raises_together("write"):
                 own = _write_in_place(job.folder, job, ranks)
+        else:
+            own = upload(job.folder, job, ranks)
         encoded = ranks.all_gather(encode_parts(own))
         parts = [part for one in encoded for part in decode_parts(one)]
         with ranks.raises_together("complete the checkpoint"):
@@ -176,7 +175,7 @@ def _opened(folder: LocalFolder, name: str) -> Iterator[int]:
     Raises:
         OSError: with the path in it.
     """
-    path = folder.path / name
+    path = folder.target / name
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
