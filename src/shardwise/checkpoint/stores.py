@@ -21,10 +21,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["Folder", "LocalFolder", "OpenFile", "Upload", "folder_at"]
+__all__ = ["Folder", "LocalFolder", "OpenFile", "errors_at", "folder_at"]
 
-PART_BYTES = 8 << 20  # of an upload; S3 requires at least 5 MiB
-_MAX_PARTS = 9000  # S3 allows 10,000
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
@@ -108,7 +106,7 @@ class Folder:
 
     def has(self, name: str) -> bool:
         """Whether it contains a file of this name."""
-        with _errors_at(self / name):
+        with errors_at(self / name):
             self.store.invalidate_cache()
             try:
                 return bool(self.store.info(f"{self.path}/{name}")["type"] == "file")
@@ -133,7 +131,7 @@ class Folder:
 
     def read(self, name: str, num_bytes: int | None = None) -> bytes:
         """The first bytes of a file, or all of them."""
-        with _errors_at(self / name):
+        with errors_at(self / name):
             span = {} if num_bytes is None else {"start": 0, "end": num_bytes}
             content: bytes = self.store.cat_file(f"{self.path}/{name}", **span)
             return content
@@ -143,7 +141,7 @@ class Folder:
 
     def create(self, marker: str, content: bytes) -> None:
         """Create it with one file in it."""
-        with _errors_at(self):
+        with errors_at(self):
             try:
                 self.store.pipe_file(f"{self.path}/{marker}", content)
             except FileNotFoundError:  # the store has directories, or the bucket is missing
@@ -152,7 +150,7 @@ class Folder:
 
     def put(self, name: str, content: bytes) -> None:
         """Store an object in one request."""
-        with _errors_at(self / name):
+        with errors_at(self / name):
             self.store.pipe_file(f"{self.path}/{name}", content)
 
     def publish(self, name: str, content: bytes, marker: str) -> None:
@@ -168,7 +166,7 @@ class Folder:
 
     def remove(self, name: str) -> None:
         """Remove a file, if it still exists."""
-        with _errors_at(self / name), contextlib.suppress(FileNotFoundError):
+        with errors_at(self / name), contextlib.suppress(FileNotFoundError):
             self.store.rm_file(f"{self.path}/{name}")
 
     def remove_all_but(self, name: str) -> None:
@@ -188,7 +186,7 @@ class Folder:
 
     def _entries(self) -> Mapping[str, Mapping[str, Any]]:
         """The ``type`` and the ``size`` of what is in it, by name."""
-        with _errors_at(self):
+        with errors_at(self):
             self.store.invalidate_cache()
             try:
                 entries = self.store.ls(self.path, detail=True)
@@ -207,7 +205,7 @@ class StoredFile:
 
     def read_into(self, content: memoryview, offset: int) -> bool:
         stop = offset + content.nbytes
-        with _errors_at(self._file):
+        with errors_at(self._file):
             found = self._file.store.cat_file(self._file.path, start=offset, end=stop)
         if len(found) != content.nbytes:
             return False
@@ -337,33 +335,8 @@ def _sync(directory: Path) -> None:
 OpenFile = LocalFile | StoredFile
 
 
-class Upload:
-    """A file that is being sent to a store, where it appears once it is closed."""
-
-    def __init__(self, folder: Folder, name: str, num_bytes: int) -> None:
-        self._place = folder / name
-        part_bytes = max(PART_BYTES, -(-num_bytes // _MAX_PARTS))
-        with _errors_at(self._place):
-            self._file = folder.store.open(f"{folder.path}/{name}", "wb", block_size=part_bytes)
-
-    def write(self, content: memoryview | bytes) -> None:
-        with _errors_at(self._place):
-            self._file.write(content)
-
-    def close(self) -> None:
-        with _errors_at(self._place):
-            self._file.close()
-
-    def discard(self) -> None:
-        """Give it up. Stores that cannot do so keep half a file, which is removed later."""
-        # Without `close` the garbage collector would close it, at an unknown time.
-        for end in (self._file.discard, self._file.close):
-            with contextlib.suppress(Exception):
-                end()
-
-
 @contextlib.contextmanager
-def _errors_at(place: Folder) -> Iterator[None]:
+def errors_at(place: Folder) -> Iterator[None]:
     """Turn the errors of a store, each of which has its own, into a CheckpointError."""
     try:
         yield

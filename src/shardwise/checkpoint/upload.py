@@ -5,9 +5,11 @@ after it has received those that other ranks hold. So a rank needs a few megabyt
 plus what fsspec keeps of an upload, however large the file is.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +20,15 @@ from shardwise.checkpoint.collect import WriteJob
 from shardwise.checkpoint.coordination import Coordinator
 from shardwise.checkpoint.format import File
 from shardwise.checkpoint.slices import Slices, bytes_of
-from shardwise.checkpoint.stores import Folder, Upload
+from shardwise.checkpoint.stores import Folder, errors_at
 from shardwise.errors import StepError
 
 __all__ = ["assign_files", "upload"]
 
 # Of a round, over all files. In the worst case one rank holds all of it, twice.
 ROUND_BYTES = 4 << 20
+PART_BYTES = 8 << 20  # of an upload; S3 requires at least 5 MiB
+_MAX_PARTS = 9000  # S3 allows 10,000
 _MIN_BYTES = 1 << 16  # of a round, for one file
 
 
@@ -94,29 +98,40 @@ def _round_bytes(num_files: int) -> int:
 
 
 class _Uploads:
-    """The files that this rank sends, one after the other."""
+    """The files that this rank sends, one after the other; each appears once it is closed."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
         self._file: File | None = None
-        self._current: Upload | None = None
+        self._stream: Any = None  # to the store
 
     def write(self, file: File | None, contents: Iterable[memoryview]) -> None:
         """Append to ``file``; the one before it is closed first."""
         if file is not self._file:
-            if self._current is not None:
-                self._current.close()
-            self._file, self._current = file, None
-        if file is not None and self._current is None:
-            self._current = Upload(self.folder, file.name, file.num_bytes)
-            self._current.write(file.head)
-        for content in contents:
-            assert self._current is not None
-            self._current.write(content)
+            self._next(file)
+        if file is not None:
+            with errors_at(self.folder / file.name):
+                for content in contents:
+                    self._stream.write(content)
 
     def discard(self) -> None:
-        if self._current is not None:
-            self._current.discard()
+        """Give up. Stores that cannot do so keep half a file, which is removed later."""
+        # Without `close` the garbage collector would close it, at an unknown time.
+        for end in ("discard", "close"):
+            with contextlib.suppress(Exception):
+                getattr(self._stream, end)()
+
+    def _next(self, file: File | None) -> None:
+        if self._file is not None:
+            with errors_at(self.folder / self._file.name):
+                self._stream.close()
+        self._file, self._stream = file, None
+        if file is not None:
+            place = self.folder / file.name
+            part_bytes = max(PART_BYTES, -(-file.num_bytes // _MAX_PARTS))
+            with errors_at(place):
+                self._stream = self.folder.store.open(place.path, "wb", block_size=part_bytes)
+                self._stream.write(file.head)
 
 
 def _send(

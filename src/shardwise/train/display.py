@@ -22,7 +22,7 @@ from shardwise.train.loop import Summary
 from shardwise.train.run_directory import RunDirectory
 from shardwise.train.sinks import Record
 
-__all__ = ["Display", "ProgressSink", "draw_losses", "memory_table", "units_table"]
+__all__ = ["Display", "ProgressSink", "draw_losses", "memory_table", "say", "units_table"]
 
 
 class Display:
@@ -74,7 +74,12 @@ class Display:
         self.say(f"run directory: {self._run.path} ({files})")
 
     def say(self, line: str) -> None:
-        self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+        say(self.console, line)
+
+
+def say(console: Console, line: str) -> None:
+    """Print ``line`` as it is, however wide the console is."""
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 class ProgressSink:
@@ -104,15 +109,12 @@ class ProgressSink:
         is_logged = record.step in (1, self._steps) or record.step % self._log_every == 0
         if is_logged and not self._console.is_terminal:
             left = self._time_left.render(self._progress.tasks[self._task])
-            self._print(f"step {record.step}/{self._steps}  {metrics}  {left} left")
+            say(self._console, f"step {record.step}/{self._steps}  {metrics}  {left} left")
         if record.validation_loss is not None:
-            self._print(f"step {record.step}: validation loss {record.validation_loss:.3f}")
+            say(self._console, f"step {record.step}: validation loss {record.validation_loss:.3f}")
 
     def close(self) -> None:
         self._progress.stop()
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def units_table(plan: Plan) -> Table:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.checkpoint.stores import folder_at
+from shardwise.launch.stop_signal import StopSignal
 from shardwise.launch.world import World
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.module import runtime_of_root
@@ -33,7 +34,6 @@ from shardwise.train.data import Sequences, open_corpus
 from shardwise.train.model import generate
 from shardwise.train.run_directory import RunDirectory, identity
 from shardwise.train.sinks import Record, Sink
-from shardwise.train.stop_signal import StopSignal
 from shardwise.transport.device import peak_memory_bytes, random_states, set_random_states
 
 __all__ = ["Result", "Summary", "Trainer", "train"]

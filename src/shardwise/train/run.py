@@ -14,7 +14,7 @@ from shardwise.launch.world import World, join_world
 from shardwise.train.build import build_model, build_plan, check
 from shardwise.train.config import Config
 from shardwise.train.data import open_corpus
-from shardwise.train.display import Display, ProgressSink, draw_losses
+from shardwise.train.display import Display, ProgressSink, draw_losses, say
 from shardwise.train.loop import Result, train
 from shardwise.train.run_directory import RunDirectory, open_run, replace_text
 from shardwise.train.sinks import JsonLines, Sink, open_trackers, read_history
@@ -139,8 +139,8 @@ def _train_and_report(world: World, config: Config, directory: RunDirectory) -> 
 
 def _print_finished(directory: RunDirectory) -> None:
     """Exits with 0, so that a job that restarts itself ends."""
-    line = (
+    say(
+        Console(),
         f"nothing to train: {directory.checkpoint} has all {directory.step} steps of this run; "
-        "raise train.steps to continue, or set run.overwrite=true to start over"
+        "raise train.steps to continue, or set run.overwrite=true to start over",
     )
-    Console().print(line, soft_wrap=True, markup=False, highlight=False)
