@@ -36,7 +36,7 @@ from shardwise.runtime.checks import (
     check_tensor_parallel,
     is_on_meta,
 )
-from shardwise.runtime.engine import Handle, Runtime
+from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.module import FSDPModule, handle_of, mark
 from shardwise.runtime.replaced import restore_ties
@@ -264,11 +264,12 @@ def _build(
     init: Initialization | None = None,
     on_different_values: Literal["error", "warn"] = "error",
     own_meshes: Mapping[str, DataParallelMesh] = MappingProxyType({}),
+    device: torch.device | None = None,
 ) -> Runtime:
     """Shard the parameters of ``root`` and attach the features."""
     planned = {name for unit in plan.units for spec in unit.parameters for name in spec.names}
     ignored = [p for name, p in named_parameters(root) if name not in planned]
-    device = device_for(root, mesh, ignored)
+    device = device_for(root, mesh, ignored, device or _offloaded_from(root))
     warns = on_different_values == "warn"
     check_same_plan(plan, mesh, warns=warns)
     if init is None:
@@ -291,9 +292,21 @@ def _build(
         unused=unused,
         on_different_values=on_different_values,
         own_meshes=own_meshes,
+        device=device,
     )
     fused_wgrad.offer_slots(runtime)
     return runtime
+
+
+def _offloaded_from(root: nn.Module) -> torch.device | None:
+    """The device of units in ``root`` that were sharded before, with their shards on the host."""
+    handles = (module.__dict__.get(HANDLE) for module in root.modules())
+    devices = (
+        handle.runtime.pools.device
+        for handle in handles
+        if handle is not None and handle.runtime.plan.units[handle.index].offload is not None
+    )
+    return next(devices, None)
 
 
 def _placed(

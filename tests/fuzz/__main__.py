@@ -3,12 +3,15 @@
 import argparse
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.fuzz.programs import Case, cases
 from tests.fuzz.verdict import DEADLINE_SECONDS, assert_holds
 from tests.ranks import close_pools
+from tests.streams.random_programs import assert_holds_on_streams
 
 
 def main() -> int:
@@ -21,14 +24,20 @@ def main() -> int:
     parser.add_argument(
         "--first", action="store_true", help="show the first case that fails, not the smallest"
     )
+    parser.add_argument(
+        "--streams", action="store_true", help="on the simulated device of tests/streams"
+    )
     options = parser.parse_args()
+    judge = partial(
+        assert_holds_on_streams if options.streams else assert_holds, deadline=options.deadline
+    )
     try:
-        return fuzz(options.cases, options.seed, options.deadline, shrink=not options.first)
+        return fuzz(options.cases, options.seed, judge, shrink=not options.first)
     finally:
         close_pools()
 
 
-def fuzz(num_cases: int, seed_value: int, deadline: float, *, shrink: bool) -> int:
+def fuzz(num_cases: int, seed_value: int, judge: Callable[[Case], None], *, shrink: bool) -> int:
     """Returns 1 after the smallest failing case has been shown."""
     progress = Progress(num_cases)
 
@@ -44,7 +53,7 @@ def fuzz(num_cases: int, seed_value: int, deadline: float, *, shrink: bool) -> i
     def holds(case: Case) -> None:
         progress.last = case
         try:
-            assert_holds(case, deadline)
+            judge(case)
         except BaseException:
             progress.count(failed=True)
             raise

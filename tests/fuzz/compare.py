@@ -4,6 +4,7 @@ Nothing is exchanged to compare. Every rank computes the whole of the reference 
 own runs of parameters and gradients, so that a difference on one rank does not stop the others.
 """
 
+import contextlib
 import copy
 import importlib
 import warnings
@@ -30,7 +31,9 @@ from tests.fuzz.programs import Case, Fault, Step
 from tests.fuzz.shard import shard
 from tests.runtime.one_process import TOLERANCE, runtime_of
 
-__all__ = ["Report", "check", "warm_up"]
+__all__ = ["CPU", "Comparison", "Report", "check", "prepared", "warm_up"]
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,17 @@ class Report:
 
 def check(case: Case) -> Report:
     """Train ``case`` on the ranks of the pool and compare."""
+    with prepared(case):
+        return Comparison(case).run()
+
+
+@contextlib.contextmanager
+def prepared(case: Case) -> Iterator[None]:
+    """What ``case`` needs of its process."""
     least = 1 if case.in_slot else fused_wgrad._LEAST_ELEMENTS
     with warnings.catch_warnings(), mock.patch.object(fused_wgrad, "_LEAST_ELEMENTS", least):
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
-        comparison = Comparison(case)
-        for number, step in enumerate(case.steps):
-            comparison.run(number, step)
-    return comparison.report()
+        yield
 
 
 def warm_up() -> None:
@@ -62,12 +69,13 @@ def warm_up() -> None:
 class Comparison:
     """A sharded model, its reference, and what was found to differ."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, device: torch.device = CPU) -> None:
         self.case = case
+        self.device = device  # of the sharded model
         self.problems: list[str] = []
         self.where = "start"
         self.reference = build(case.model, case.seed)
-        self.model = shard(build(case.model, case.seed), case.sharding)
+        self.model = shard(build(case.model, case.seed).to(device), case.sharding)
         settle_forks(self.model, self.reference)
         for net in (self.reference, self.model):
             own = trainable(net)
@@ -82,7 +90,13 @@ class Comparison:
             sw.optimizer_in_backward(self.model, self.optimizers[1])
         self.batches = torch.Generator()
 
-    def run(self, number: int, step: Step) -> None:
+    def run(self) -> Report:
+        """All steps."""
+        for number, step in enumerate(self.case.steps):
+            self.run_step(number, step)
+        return self.report()
+
+    def run_step(self, number: int, step: Step) -> None:
         self.where = f"step {number}"
         # Anew in every step, for ranks that leave one early have drawn less.
         self.batches.manual_seed(1000 * self.case.seed + number)
@@ -127,7 +141,7 @@ class Comparison:
 
     def report(self) -> Report:
         mesh = runtime_of(self.model).mesh
-        locals_ = [_bits(_local(parameter)) for parameter in self.model.parameters()]
+        locals_ = [_bits(_local(parameter).cpu()) for parameter in self.model.parameters()]
         return Report(tuple(self.problems), mesh.rank, zlib.crc32(b"".join(locals_)))
 
     # -- a step ----------------------------------------------------------------------------------
@@ -167,12 +181,13 @@ class Comparison:
         own = dist.get_rank()
         batches = [self._batch(), self._batch()]
         parts = [[part.clone() for part in batch.chunk(dist.get_world_size())] for batch in batches]
-        sharded = [partial(losses_of, self.model, [part[own]]) for part in parts]
+        sharded = [partial(losses_of, self.model, [part[own].to(self.device)]) for part in parts]
         whole = [partial(losses_of, self.reference, part) for part in parts]
-        pairs = zip(backwards(kind, sharded), backwards(kind, whole), strict=True)
+        pairs = zip(backwards(kind, sharded), self._unseen(backwards(kind, whole)), strict=True)
         for number, (found, expected) in enumerate(pairs):
             self.where += f", {kind} loss {number}" if not number else ""
-            self._compare(found.parts[0], expected.parts[own], "loss")
+            with self.unseen():
+                self._compare(found.parts[0], expected.parts[own], "loss")
             if self.case.in_backward:
                 self._step_reference()
             self._compare_models()
@@ -188,13 +203,27 @@ class Comparison:
 
     def _compare_outputs(self, model: nn.Module, batch: Tensor) -> None:
         part = batch.chunk(dist.get_world_size())[dist.get_rank()]
-        found, expected = _outputs(model, part), _outputs(self.reference, part)
-        for one, other in zip(found, expected, strict=True):
-            self._compare(one, other, "output")
+        found = _outputs(model, part.to(self.device))
+        with self.unseen():
+            for one, other in zip(found, _outputs(self.reference, part), strict=True):
+                self._compare(one, other, "output")
+
+    def _unseen(self, losses: Iterator["Loss"]) -> Iterator["Loss"]:
+        """``losses`` of the reference, under `unseen`."""
+        while True:
+            with self.unseen():
+                loss = next(losses, None)
+            if loss is None:
+                return
+            yield loss
 
     # -- comparing -------------------------------------------------------------------------------
 
     def _compare_models(self) -> None:
+        with self.unseen():
+            self._compare_pairs()
+
+    def _compare_pairs(self) -> None:
         pairs = zip(self.model.named_parameters(), self.reference.named_parameters(), strict=True)
         for (name, parameter), (expected_name, expected) in pairs:
             if name != expected_name or parameter.requires_grad != expected.requires_grad:
@@ -245,6 +274,10 @@ class Comparison:
         rows = self.case.rows * dist.get_world_size()
         shape = (rows, self.case.model.width)
         return torch.randn(shape, generator=self.batches, dtype=torch.float64)
+
+    def unseen(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, nothing belongs to the program that is compared."""
+        return contextlib.nullcontext()
 
     def _set_turns(self, number: int) -> None:
         for net in (self.model, self.reference):

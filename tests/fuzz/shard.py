@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
 from shardwise.plan.strategy import resolve_strategy
@@ -20,7 +20,7 @@ __all__ = ["shard"]
 def shard(net: Net, sharding: Sharding) -> Net:
     options: dict[str, Any] = {
         "strategy": sharding.strategy,
-        "mesh": make_mesh(sharding),
+        "mesh": make_mesh(sharding, next(net.parameters()).device.type),
         "prefetch": sharding.prefetch,
         "unused": sharding.unused,
         "granularity": _granularity(sharding),
@@ -46,15 +46,15 @@ def offload_policy(name: str | None) -> sw.OffloadPolicy:
     return sw.CPUOffloadPolicy(parameters=name == "all")
 
 
-def make_mesh(sharding: Sharding) -> DeviceMesh | None:
+def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
     """Two dimensions, replicas and shards, for a strategy that has to have them."""
     if not wants_two_dims(sharding.strategy):
         return None
     ranks = dist.get_world_size()
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     replicas = divisors[sharding.replicas % len(divisors)]
-    shape = (replicas, ranks // replicas)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    grid = torch.arange(ranks).view(replicas, -1)
+    return DeviceMesh(device_type, grid, mesh_dim_names=("replicate", "shard"), _init_backend=False)
 
 
 def wants_two_dims(strategy: str) -> bool:

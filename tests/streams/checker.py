@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import permutations, zip_longest
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -12,7 +13,7 @@ from tests.streams.models import build
 from tests.streams.programs import Program, digest, train
 from tests.streams.simulation import Collective, Found, Problem, Simulation
 
-__all__ = ["Seed", "Verdict", "check", "check_ranks"]
+__all__ = ["Seed", "Verdict", "check", "check_ranks", "differences_in_order"]
 
 Seed = Callable[[Simulation], AbstractContextManager[None]]  # a bug, while it is entered
 
@@ -68,21 +69,27 @@ def check_ranks(
 
 
 def _with_order(verdict: Verdict, rank: int, verdicts: Mapping[int, Verdict]) -> Verdict:
-    found = list(verdict.found)
-    for other, theirs in verdicts.items():
-        both = {rank, other}
-        pairs = zip(_among(verdict, both), _among(theirs, both), strict=False)
-        different = [pair for pair in pairs if pair[0] != pair[1]]
-        if different:
-            own, wanted = different[0]
-            found.append(
-                Found(Problem.ORDER, f"ranks {rank} and {other} launch {own} and {wanted}")
-            )
-        elif len(_among(verdict, both)) != len(_among(theirs, both)):
-            found.append(Found(Problem.ORDER, f"ranks {rank} and {other} launch unequal numbers"))
-    return Verdict(tuple(found), verdict.digest, verdict.collectives)
+    launched = {other: theirs.collectives for other, theirs in verdicts.items()}
+    differences = differences_in_order(launched, of=rank)
+    found = [Found(Problem.ORDER, difference) for difference in differences]
+    return replace(verdict, found=(*verdict.found, *found))
 
 
-def _among(verdict: Verdict, ranks: set[int]) -> list[Collective]:
-    """The collectives in which all of ``ranks`` take part, whatever their group."""
-    return [one for one in verdict.collectives if ranks <= set(one.ranks)]
+def differences_in_order(
+    launched: Mapping[int, Sequence[Collective]], of: int | None = None
+) -> list[str]:
+    """Where two ranks (of which ``of`` is one) launch other collectives among the two of them."""
+    pairs = ((one, other) for one, other in permutations(launched, 2) if of in (None, one))
+    return [text for pair in pairs for text in _difference(*pair, launched)]
+
+
+def _difference(one: int, other: int, launched: Mapping[int, Sequence[Collective]]) -> list[str]:
+    """The first one, whatever the groups are."""
+    sequences = (
+        [collective for collective in launched[rank] if {one, other} <= set(collective.ranks)]
+        for rank in (one, other)
+    )
+    for number, (own, wanted) in enumerate(zip_longest(*sequences)):
+        if own != wanted:
+            return [f"collective {number} of ranks {one} and {other} is {own} and {wanted}"]
+    return []

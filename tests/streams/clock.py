@@ -71,12 +71,13 @@ class Stream(Timeline):
         self.is_late = is_late
         self._world = world
         self._jobs: deque[Callable[[], None]] = deque()
-        self._num_done = 0
+        self._num_begun = 0
+        self.num_ended = 0
 
     @property
     def position(self) -> int:
         """How many jobs it has been given."""
-        return self._num_done + len(self._jobs)
+        return self._num_begun + len(self._jobs)
 
     def queue(self, job: Callable[[], None]) -> None:
         """Run ``job`` when somebody waits for it."""
@@ -84,10 +85,11 @@ class Stream(Timeline):
 
     def run_until(self, position: int) -> None:
         """Run the jobs that are queued, up to ``position``."""
-        while self._num_done < position:
+        while self._num_begun < position:
             job = self._jobs.popleft()
-            self._num_done += 1
+            self._num_begun += 1
             job()
+            self.num_ended += 1
 
     def wait_event(self, event: "Event") -> None:
         if event.stream is None:
@@ -113,7 +115,7 @@ class Stream(Timeline):
         self._world.block_host(self, self.clock, self.position, "stream.synchronize")
 
     def query(self) -> bool:
-        return not self._jobs
+        return self.num_ended == self.position
 
     def __enter__(self) -> "Stream":
         self._world.enter(self)
@@ -151,7 +153,7 @@ class Event:
             self._world.block_host(self.stream, self.clock, self.position, "event.synchronize")
 
     def query(self) -> bool:
-        return True
+        return self.stream is None or self.position <= self.stream.num_ended
 
     def elapsed_time(self, other: "Event") -> float:  # noqa: ARG002
         return 0.0

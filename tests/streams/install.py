@@ -171,8 +171,8 @@ def simulated(simulation: Simulation, *, exchanges: bool = True) -> Iterator[Sim
 
     Args:
         simulation: of this rank.
-        exchanges: whether collectives move bytes, by Gloo; otherwise each rank has its own alone,
-            and the others of its group need not exist.
+        exchanges: whether collectives move bytes; otherwise each rank has its own alone, and the
+            others of its group need not exist.
     """
     installed = Simulated(simulation)
     with ExitStack() as stack:
@@ -233,8 +233,8 @@ def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, excha
     simulation = installed.simulation
 
     def new_group(ranks: Any, *args: Any) -> StrictGroup:
-        *_, name, timeout = args
-        return StrictGroup(simulation, list(ranks), name, timeout, exchanges=exchanges)
+        *_, name, _timeout = args
+        return StrictGroup(simulation, list(ranks), name, exchanges=exchanges)
 
     def allocate(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
         storage = torch.UntypedStorage(num_bytes)  # type: ignore[no-untyped-call]

@@ -189,7 +189,13 @@ def _is_wrapper(kind: type) -> bool:
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not value.is_meta
+    """Whether it is a tensor with memory of its own."""
+    return (
+        isinstance(value, Tensor)
+        and not isinstance(value, FakeTensor)
+        and not _is_wrapper(type(value))
+        and not value.is_meta
+    )
 
 
 def _is_async(args: tuple[Any, ...], kwargs: dict[str, Any], creation: Creation) -> bool:

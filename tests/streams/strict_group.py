@@ -1,18 +1,16 @@
 """A process group that takes what NCCL takes, and refuses the rest."""
 
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwise._private import default_store
 from tests.streams.clock import Stream
+from tests.streams.exchange import Exchange
 from tests.streams.memory import byte_runs
 from tests.streams.raw import raw
 from tests.streams.simulation import Collective, Problem, Simulation, location
@@ -51,7 +49,6 @@ class StrictGroup:
         simulation: Simulation,
         ranks: list[int],
         name: str,
-        timeout: timedelta,
         *,
         exchanges: bool,
     ) -> None:
@@ -60,16 +57,20 @@ class StrictGroup:
         self._name = name
         self._own = ranks.index(dist.get_rank())
         self._is_refused = False
-        self._gloo: Any = None
-        if exchanges:
-            store = PrefixStore(f"strict/{name}", default_store())
-            self._gloo = dist.ProcessGroupGloo(store, self._own, len(ranks), timeout)
+        self._exchange = Exchange(name, self._own, len(ranks)) if exchanges else None
+        self._is_aborted = False
 
     def rank(self) -> int:
         return self._own
 
     def size(self) -> int:
         return len(self._ranks)
+
+    def abort(self) -> None:
+        """End what runs, and lose its results."""
+        self._is_aborted = True
+        if self._exchange is not None:
+            self._exchange.is_aborted = True
 
     def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> "_Done":
         self._check("all_gather", [output, own], options, _MOVED)
@@ -138,6 +139,8 @@ class StrictGroup:
         writes: list[Tensor],
         move: Callable[[Tensor, Tensor], None],
     ) -> "_Done":
+        if self._is_aborted:
+            raise dist.DistBackendError(f"{operation}: the communicator was aborted")
         simulation = self._simulation
         num_bytes = sum(one.numel() * one.element_size() for one in reads)
         simulation.collectives.append(
@@ -154,7 +157,7 @@ class StrictGroup:
             pairs = [(raw(one), raw(other)) for one, other in zip(reads, writes, strict=True)]
 
         def job() -> None:
-            if self._is_refused:
+            if self._is_refused or self._is_aborted:
                 return
             with _disable_current_modes(), torch.no_grad():
                 for source, target in pairs:
@@ -168,24 +171,36 @@ class StrictGroup:
         return _Done()
 
     def _gather(self, own: Tensor, output: Tensor) -> None:
-        parts = list(output.view(torch.uint8).view(self.size(), -1).unbind())
-        own = own.view(torch.uint8).clone()
-        if self._gloo is None:
-            for part in parts:
-                part.copy_(own)
-        else:
-            self._gloo.allgather([parts], [own]).wait()
+        parts = self._parts("all_gather", own.view(torch.uint8))
+        slots = output.view(torch.uint8).view(self.size(), -1)
+        for slot, part in zip(slots, parts, strict=False):
+            slot.copy_(part.view(-1))
 
     def _scatter(self, whole: Tensor, output: Tensor) -> None:
-        total = whole.clone()
-        self._reduce(dist.ReduceOp.SUM, total, total)
-        output.copy_(total.view(self.size(), -1)[self._own].view(output.shape))
+        parts = self._parts("reduce_scatter", whole)
+        own = [part.view(self.size(), -1)[self._own] for part in parts]
+        _combine(own, output)
 
-    def _reduce(self, operation: Any, _tensor: Tensor, output: Tensor) -> None:
-        if self._gloo is not None:
-            options = dist.AllreduceOptions()
-            options.reduceOp = operation
-            self._gloo.allreduce([output], options).wait()
+    def _reduce(self, operation: Any, tensor: Tensor, output: Tensor) -> None:
+        is_max = operation == dist.ReduceOp.MAX
+        assert is_max or operation == dist.ReduceOp.SUM
+        parts = self._parts("max" if is_max else "all_reduce", tensor)
+        _combine(parts, output, is_max=is_max)
+
+    def _parts(self, operation: str, own: Tensor) -> Sequence[Tensor]:
+        """Of each rank; none if the group was aborted."""
+        if self._exchange is None:
+            return [own.clone() for _ in range(self.size())]
+        return self._exchange.gather(operation, own) or ()
+
+
+def _combine(parts: Sequence[Tensor], output: Tensor, *, is_max: bool = False) -> None:
+    if not parts:
+        return
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total = torch.maximum(total, part) if is_max else total.add_(part)
+    output.copy_(total.view(output.shape))
 
 
 class _Done:

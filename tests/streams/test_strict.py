@@ -1,7 +1,6 @@
 """The group that stands for NCCL refuses what NCCL refuses."""
 
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ def group() -> Iterator[StrictGroup]:
     simulation = Simulation()
     try:
         with simulated(simulation):
-            yield StrictGroup(simulation, [0, 1], "test", timedelta(seconds=1), exchanges=False)
+            yield StrictGroup(simulation, [0, 1], "test", exchanges=False)
     finally:
         dist.destroy_process_group()
 

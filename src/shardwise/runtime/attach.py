@@ -42,16 +42,27 @@ __all__ = [
 
 
 def device_for(
-    root: nn.Module, mesh: DataParallelMesh, ignored: Collection[nn.Parameter] = ()
+    root: nn.Module,
+    mesh: DataParallelMesh,
+    ignored: Collection[nn.Parameter] = (),
+    offloaded_from: torch.device | None = None,
 ) -> torch.device:
     """Where the shards live: with the model, or on this rank's accelerator if the group has those.
 
     Those of a model on the meta device otherwise on torch's default device.
 
+    Args:
+        root: the model.
+        mesh: its ranks.
+        ignored: parameters that are not sharded.
+        offloaded_from: the device of parameters that are on the CPU.
+
     Raises:
         PlanError: the model is on several devices, or on one that is not supported.
     """
     devices = {parameter.device for _, parameter in named_parameters(root, ignored=ignored)}
+    if offloaded_from is not None and torch.device("cpu") in devices:
+        devices = devices - {torch.device("cpu")} | {offloaded_from}
     for device in devices:
         check_device(device)
     if mesh.accelerator is not None:

@@ -39,6 +39,11 @@ __all__ = [
 # Their names since torch 2.13, which warns about the old ones.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+# What each backend of `STREAM_ORDERED` gathers, complex numbers as real ones; others go as bytes.
+_DTYPES = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.complex128, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
+}
 
 
 class ProcessGroupCollectives:
@@ -93,8 +98,9 @@ class ProcessGroupCollectives:
             if fill is not None:
                 fill()
             if group.size > 1 and flat.numel():
-                own = flat.view(group.size, -1)[group.index]
-                _all_gather(flat, own, group=process_group)
+                whole = flat if flat.dtype in _DTYPES else flat.view(torch.uint8)
+                own = whole.view(group.size, -1)[group.index]
+                _all_gather(whole, own, group=process_group)
         return self._noted(work, label, flat.nbytes // group.size, group)
 
     def reduce(self, reduction: Reduction, label: str) -> Work:
@@ -108,7 +114,7 @@ class ProcessGroupCollectives:
         flat, inner, out = reduction.flat, reduction.inner, reduction.out
         with self.stream.enqueue() as work:
             if first.group.size > 1:
-                _reduce_scatter(inner, flat, group=groups[first.group.ranks])
+                _sum_slots(inner, flat, groups[first.group.ranks])
             elif inner.data_ptr() != flat.data_ptr():
                 inner.copy_(flat)
             if reduction.carried is not None:
@@ -126,7 +132,7 @@ class ProcessGroupCollectives:
             for stage in rest:
                 if stage.operation is Operation.REDUCE_SCATTER:
                     total = reduction.scattered(stage.group)
-                    _reduce_scatter(total, inner, group=groups[stage.group.ranks])
+                    _sum_slots(total, inner, groups[stage.group.ranks])
                 else:
                     dist.all_reduce(inner, group=groups[stage.group.ranks])
             if out is not None:
@@ -187,6 +193,13 @@ class ProcessGroupCollectives:
             self._queued.clear()
             self._epoch += 1
             self._issued = max(state.issued for state in states)
+
+
+def _sum_slots(out: Tensor, flat: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Reduce-scatter ``flat`` [ranks * S] to ``out`` [S]."""
+    if flat.is_complex():  # torch does so itself in other collectives
+        out, flat = torch.view_as_real(out).view(-1), torch.view_as_real(flat).view(-1)
+    _reduce_scatter(out, flat, group=group)
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:

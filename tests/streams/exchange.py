@@ -1,0 +1,49 @@
+"""Bytes between ranks through the job's store, as some of a group may never come."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from shardwise._private import default_store
+
+__all__ = ["Exchange"]
+
+_POLL_SECONDS = 0.0005
+
+
+class Exchange:
+    """Between the ranks of one process group.
+
+    Ranks that call different operations wait for each other, as they do in NCCL, until they are
+    aborted.
+    """
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        # A connection of its own: other threads wait on the job's.
+        store = PrefixStore(f"strict/{name}", default_store())
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
+        self._rank = rank
+        self._size = size
+        self._number = 0
+        self._sent = ""
+        self.is_aborted = False
+
+    def gather(self, operation: str, own: Tensor) -> Sequence[Tensor] | None:
+        """What each rank passes, by rank; None if the group was aborted."""
+        self._number += 1
+        call = f"{self._number} {operation} {own.nbytes}"
+        flat = own.detach().reshape(-1).view(torch.uint8)
+        self._store.set(f"{call} {self._rank}", torch._C.TensorBase.numpy(flat).tobytes())  # type: ignore[arg-type] # bytes do
+        keys = [f"{call} {rank}" for rank in range(self._size)]
+        while not self._store.check(keys):
+            if self.is_aborted:
+                return None
+            time.sleep(_POLL_SECONDS)
+        parts = [torch.frombuffer(bytearray(self._store.get(key)), dtype=own.dtype) for key in keys]
+        if self._sent:  # all ranks are in this call, so all have read the one before
+            self._store.delete_key(self._sent)
+        self._sent = keys[self._rank]
+        return [part.view(own.shape) for part in parts]

@@ -1,0 +1,44 @@
+"""Random programs of the fuzzer, on the simulated device; ``python -m tests.fuzz --streams``."""
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.fuzz.programs import Case, Chain, Complex, Mlp, Model, Odd, Sharding, Step, cases
+from tests.streams.random_programs import assert_holds_on_streams
+
+SEARCH = settings(
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
+)
+# What random programs have found.
+FOUND = {
+    "complex gradients": Case(
+        Model(Chain((Complex(), Odd("complex128")))), Sharding(strategy="hsdp", units=1)
+    ),
+    "a copy of an offloaded model on one device": Case(
+        Model(Chain((Mlp(2, bias=True),))),
+        Sharding(ranks=1, offload="all"),
+        steps=(Step(before="copy"),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_holds(name: str) -> None:
+    assert_holds_on_streams(FOUND[name])
+
+
+@given(cases())
+@settings(SEARCH, max_examples=4)
+def test_random_programs(case: Case) -> None:
+    assert_holds_on_streams(case)
+
+
+@pytest.mark.thorough
+@given(cases())
+@settings(SEARCH, max_examples=40)
+def test_more_random_programs(case: Case) -> None:
+    assert_holds_on_streams(case)
