@@ -42,24 +42,9 @@ def text(make_text: MakeText) -> Text:
     return make_text(VALUES, CUTS)
 
 
-def sequences(
-    text: Text,
-    *,
-    seed: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-    steps: tuple[int, int] = (1, 0),
-) -> Sequences:
-    first, last = steps
+def sequences(text: Text, *, seed: int = 0, rank: int = 0, world_size: int = 1) -> Sequences:
     return Sequences(
-        text=text,
-        context=16,
-        global_batch=24,
-        seed=seed,
-        rank=rank,
-        world_size=world_size,
-        first_step=first,
-        last_step=last,
+        text=text, context=16, global_batch=24, seed=seed, rank=rank, world_size=world_size
     )
 
 
@@ -88,10 +73,10 @@ def test_a_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:
 def test_the_global_batch_does_not_depend_on_the_number_of_ranks(
     text: Text, step: int, seed: int
 ) -> None:
-    whole = sequences(text, seed=seed).batch(step)
+    whole = sequences(text, seed=seed)[step]
     for world_size in (2, 3, 4, 8):
         parts = [
-            sequences(text, seed=seed, rank=rank, world_size=world_size).batch(step)
+            sequences(text, seed=seed, rank=rank, world_size=world_size)[step]
             for rank in range(world_size)
         ]
         assert torch.equal(torch.cat(parts), whole)
@@ -99,28 +84,28 @@ def test_the_global_batch_does_not_depend_on_the_number_of_ranks(
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resuming_and_workers_do_not_change_the_order(text: Text, workers: int) -> None:
-    reference = [sequences(text).batch(step) for step in range(1, 9)]
-    loaded = list(sequences(text, steps=(1, 8)).loader(workers, pin_memory=False))
-    resumed = list(sequences(text, steps=(4, 8)).loader(workers, pin_memory=False))
+    reference = [sequences(text)[step] for step in range(1, 9)]
+    loaded = list(sequences(text).loader(range(1, 9), workers, pin_memory=False))
+    resumed = list(sequences(text).loader(range(4, 9), workers, pin_memory=False))
     assert torch.equal(torch.stack(loaded), torch.stack(reference))
     assert torch.equal(torch.stack(resumed), torch.stack(reference[3:]))
 
 
 def test_loading_draws_nothing_from_the_default_generator(text: Text) -> None:
     before = torch.get_rng_state()
-    list(sequences(text, steps=(1, 2)).loader(0, pin_memory=False))
+    list(sequences(text).loader(range(1, 3), 0, pin_memory=False))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_sequence_is_a_part_of_the_text(text: Text) -> None:
-    for sequence in sequences(text).batch(3):
+    for sequence in sequences(text)[3]:
         assert bytes(sequence.tolist()) in VALUES.tobytes()
 
 
 def test_the_first_and_the_last_sequence_can_be_drawn(make_text: MakeText) -> None:
     short = Sequences(text=make_text(VALUES[:18]), context=16, global_batch=64, seed=0)
     assert set(short.draw(0).tolist()) == {0, 1}
-    assert short.batch(0).shape == (64, 17)
+    assert short[0].shape == (64, 17)
 
 
 def test_steps_and_seeds_differ(text: Text) -> None:

@@ -4,7 +4,7 @@ import hashlib
 import sysconfig
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import DataConfig
@@ -115,8 +115,8 @@ class Corpus:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Sequences(IterableDataset[Tensor]):
-    """The batches of one rank for steps ``first_step`` to ``last_step``, one item a step.
+class Sequences(Dataset[Tensor]):
+    """The batches of one rank, by step.
 
     Sequences start at random places of the text, drawn for the global batch from the seed and the
     step alone. So neither the number of ranks, the micro batch, nor the workers of a DataLoader
@@ -129,20 +129,13 @@ class Sequences(IterableDataset[Tensor]):
     seed: int
     rank: int = 0
     world_size: int = 1
-    first_step: int = 1
-    last_step: int = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        worker = get_worker_info()  # the DataLoader takes items from its workers in turn
-        first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return map(self.batch, range(self.first_step + first, self.last_step + 1, stride))
 
     def draw(self, step: int) -> NDArray[np.int64]:
         """Where the sequences of the global batch start, [global_batch]."""
         generator = np.random.Generator(np.random.PCG64([self.seed, step]))
         return generator.integers(0, len(self.text) - self.context, size=self.global_batch)
 
-    def batch(self, step: int) -> Tensor:
+    def __getitem__(self, step: int) -> Tensor:
         """This rank's sequences and the byte after each.
 
         Returns:
@@ -153,11 +146,12 @@ class Sequences(IterableDataset[Tensor]):
         sequences = [self.text.read(int(start), self.context + 1) for start in starts]
         return torch.from_numpy(np.stack(sequences).astype(np.int64))
 
-    def loader(self, workers: int, *, pin_memory: bool) -> DataLoader[Tensor]:
+    def loader(self, steps: range, workers: int, *, pin_memory: bool) -> DataLoader[Tensor]:
         """Reads the batches ahead in ``workers`` processes, or on demand if there are none."""
         return DataLoader(
             self,
             batch_size=None,
+            sampler=steps,
             num_workers=workers,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # the default one belongs to the model

@@ -30,7 +30,7 @@ from shardwise.train.build import (
     shard_model,
 )
 from shardwise.train.config import Config, to_toml
-from shardwise.train.data import Sequences, open_corpus
+from shardwise.train.data import Sequences, Text, open_corpus
 from shardwise.train.model import generate
 from shardwise.train.run_directory import RunDirectory, identity
 from shardwise.train.sinks import Record, Sink
@@ -170,9 +170,10 @@ class Trainer:
         config = self.config.train
         step_tokens = config.global_batch * self.config.model.context
         began = time.perf_counter() - seconds
-        data = self._sequences(config.seed, self.step + 1, config.steps)
+        data = self._sequences(self.corpus.train, config.seed)
         pin_memory = self.world.device.type == "cuda"
-        batches = iter(data.loader(self.config.data.workers, pin_memory=pin_memory))
+        steps = range(self.step + 1, config.steps + 1)
+        batches = iter(data.loader(steps, self.config.data.workers, pin_memory=pin_memory))
         while self.step < config.steps:
             step_began = time.perf_counter()
             lr = float(self._scheduler.get_last_lr()[0])
@@ -201,8 +202,9 @@ class Trainer:
         self.model.eval()
         num_batches = self.config.train.validation_batches
         total = torch.zeros((), device=self.world.device)
-        for batch in self._sequences(VALIDATION_SEED, 0, num_batches - 1, validation=True):
-            for sequences in self._micro_batches(batch):
+        data = self._sequences(self.corpus.validation, VALIDATION_SEED)
+        for number in range(num_batches):
+            for sequences in self._micro_batches(data[number]):
                 total += self._loss(sequences)
         self.model.train()
         return float(across([total], self._mesh, self._mesh.world).mean()) / num_batches
@@ -290,18 +292,14 @@ class Trainer:
         on_host = self.config.memory.activations == "host"
         return sw.offload_activations(self.model) if on_host else nullcontext()
 
-    def _sequences(
-        self, seed: int, first_step: int, last_step: int, *, validation: bool = False
-    ) -> Sequences:
+    def _sequences(self, text: Text, seed: int) -> Sequences:
         return Sequences(
-            text=self.corpus.validation if validation else self.corpus.train,
+            text=text,
             context=self.config.model.context,
             global_batch=self.config.train.global_batch,
             seed=seed,
             rank=self.world.rank,
             world_size=self.world.size,
-            first_step=first_step,
-            last_step=last_step,
         )
 
     def _micro_batches(self, batch: Tensor) -> Sequence[Tensor]:
