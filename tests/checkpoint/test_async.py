@@ -13,10 +13,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import save as save_module
-from shardwise.checkpoint.background import HostCopies, Save
 from shardwise.checkpoint.collect import WriteJob, checkpoint_mesh
 from shardwise.checkpoint.coordination import Coordinator, coordinator_of
-from shardwise.checkpoint.slices import TensorSlice
+from shardwise.checkpoint.save import Save
+from shardwise.checkpoint.slices import HostCopies, TensorSlice
 from shardwise.checkpoint.write import write
 from tests.checkpoint.training import Training, differing, digests
 from tests.ranks import on_ranks
@@ -156,8 +156,7 @@ def test_an_error_that_is_never_raised_becomes_a_warning() -> None:
         _start_and_drop(fail)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        asked = Save(Path("somewhere"))
-        asked.run(fail)
+        asked = Save(Path("somewhere"), fail)
         with pytest.raises(sw.CheckpointError, match="no room"):
             asked.wait()
         del asked
@@ -166,8 +165,7 @@ def test_an_error_that_is_never_raised_becomes_a_warning() -> None:
 def test_a_save_on_a_thread_does_not_block_the_caller(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     gate = threading.Event()
-    pending = Save(tmp_path)
-    pending.start(lambda: _pass(gate))
+    pending = Save(tmp_path, lambda: _pass(gate))
     assert not pending.is_done
     nn.init.zeros_(model.weight)
     gate.set()
@@ -176,8 +174,7 @@ def test_a_save_on_a_thread_does_not_block_the_caller(tmp_path: Path) -> None:
 
 
 def _start_and_drop(job: Callable[[], None]) -> None:
-    dropped = Save(Path("somewhere"))
-    dropped.start(job)
+    dropped = Save(Path("somewhere"), job)
     while not dropped.is_done:
         time.sleep(0.01)
 

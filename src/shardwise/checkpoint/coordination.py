@@ -5,11 +5,12 @@ import errno
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.background import HostCopies, Save
+from shardwise.checkpoint.slices import HostCopies
 from shardwise.errors import CheckpointDamaged, CheckpointError
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.reductions import across
@@ -38,13 +39,20 @@ def coordinator_of(mesh: DataParallelMesh, model: object | None) -> "Coordinator
     return _coordinators[key]
 
 
+class Pending(Protocol):
+    """A save that may still be running."""
+
+    def wait(self) -> None:
+        """Return when it has ended; raise its error."""
+
+
 class Coordinator:
     """The ranks of one process group, with collectives that run concurrently to those of a step."""
 
     def __init__(self, mesh: DataParallelMesh) -> None:
         self.size = mesh.num_ranks
         self.rank = mesh.group_rank
-        self.pending: Save | None = None  # the last save with wait=False
+        self.pending: Pending | None = None  # the last save with wait=False
         self.host_copies = HostCopies()
         is_alone = mesh.num_ranks == 1
         self._collectives = None if is_alone else make_collectives(mesh.world, _CPU, "checkpoint")

@@ -1,15 +1,20 @@
 """`save`: every rank writes its own bytes of files that all ranks share."""
 
 import os
-from collections.abc import Mapping
+import threading
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.background import Save
 from shardwise.checkpoint.collect import WriteJob, checkpoint_mesh, collect
 from shardwise.checkpoint.coordination import Coordinator, coordinator_of
 from shardwise.checkpoint.directory import Retention
@@ -92,13 +97,10 @@ def save(
             ranks.host_copies.clear()
         else:
             job = replace(job, slices=ranks.host_copies.copy(job.slices))
-    saved = Save(folder.target)
     if wait:
-        saved.run(lambda: write(job, ranks))
-        saved.wait()
-    else:
-        ranks.pending = saved
-        saved.start(lambda: _write_copies(job, ranks))
+        write(job, ranks)
+        return Save(folder.target)
+    ranks.pending = saved = Save(folder.target, partial(_write_copies, job, ranks))
     return saved
 
 
@@ -119,3 +121,53 @@ def _write_copies(job: WriteJob, ranks: Coordinator) -> None:
         write(job, ranks)
     finally:
         ranks.host_copies.reclaim(job.slices)
+
+
+class Save:
+    """A checkpoint that is being written, or has been.
+
+    Attributes:
+        path: the absolute path, or the URL.
+    """
+
+    def __init__(self, path: Path | str, job: Callable[[], None] | None = None) -> None:
+        """``job`` writes it, on a thread that the interpreter waits for; None if it is complete."""
+        self.path = path
+        self._errors: list[Exception] = []  # not yet raised
+        self._done = threading.Event()
+        weakref.finalize(self, _warn, path, self._errors)  # also at the interpreter's exit
+        if job is None:
+            self._done.set()
+            return
+        arguments = (job, self._errors, self._done)  # without this object, so that it can warn
+        threading.Thread(target=_run, args=arguments, name="shardwise-save").start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, with or without an error."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is complete.
+
+        Raises:
+            CheckpointError: it could not be written; raised once.
+        """
+        self._done.wait()
+        if self._errors:
+            raise self._errors.pop()
+
+
+def _run(job: Callable[[], None], errors: list[Exception], done: threading.Event) -> None:
+    try:
+        job()
+    except Exception as error:  # noqa: BLE001 - `Save.wait` raises it
+        traceback.clear_frames(error.__traceback__)  # which refer to copies of shards
+        errors.append(error)
+    finally:
+        done.set()
+
+
+def _warn(path: Path | str, errors: list[Exception]) -> None:
+    if errors:
+        warnings.warn(f"the save to {path} failed: {errors[0]}", stacklevel=2)

@@ -16,8 +16,10 @@ from shardwise.plan.layout import Run
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import OwnPart, own_part_of
 from shardwise.tensor.sharding import local_of
+from shardwise.transport.device import wait_for_device
 
 __all__ = [
+    "HostCopies",
     "Slices",
     "TensorSlice",
     "assign_slice",
@@ -165,3 +167,46 @@ def _part_of_replica(elements: Tensor, number: int, own: OwnPart) -> Run:
     if elements.nbytes < BLOCK_BYTES:  # too small to divide
         return Run(0, num_elements if number % copies == replica else 0)
     return Run(num_elements * replica // copies, num_elements * (replica + 1) // copies)
+
+
+class HostCopies:
+    """Copies of slices in host memory, which a save with ``wait=False`` writes.
+
+    The memory is kept for the next save: copying into new memory takes twice as long or more.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, Tensor] = {}
+
+    def copy(self, slices: Slices) -> Slices:
+        """Copies of ``slices``, whose memory is not reused until `reclaim`."""
+        free, self._free = self._free, {}
+        copies = {
+            number: TensorSlice(own.start, _copied(own.elements, free.pop(number, None)))
+            for number, own in slices.items()
+        }
+        for device in {own.elements.device for own in slices.values()}:
+            wait_for_device(device)  # once for all copies
+        return copies
+
+    def reclaim(self, copies: Slices) -> None:
+        """Reuse the memory of ``copies`` in the next save."""
+        self._free = {number: copy.elements for number, copy in copies.items()}
+
+    def clear(self) -> None:
+        """Free the memory that is kept."""
+        self._free = {}
+
+
+def _copied(source: Tensor, memory: Tensor | None) -> Tensor:
+    """A copy under way, in ``memory`` if that fits, and pinned if the source is on a GPU."""
+    pinned = source.device.type != "cpu"
+    fits = (
+        memory is not None
+        and memory.shape == source.shape
+        and memory.dtype is source.dtype
+        and memory.is_pinned() == pinned
+    )
+    if memory is None or not fits:
+        memory = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
+    return memory.copy_(source, non_blocking=pinned)
