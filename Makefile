@@ -16,8 +16,8 @@ train: $(READY)  ## train a small model on the standard library's source, on thi
 test: $(READY)  ## every property once (tests/README.md)
 	$(PYTEST) $(if $(PART),-m "thorough or not thorough")
 
-thorough: $(READY)  ## the combinations that `make test` leaves out; PART=3/20 for some of them
-	$(PYTEST) -m thorough
+thorough: $(READY)  ## the combinations and examples that `make test` leaves out; PART=3/20 for some of them
+	$(PYTEST) -m "thorough or hypothesis" --hypothesis-profile thorough
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -13,9 +13,13 @@ from tests.ranks import close_pools
 pytest.register_assert_rewrite("tests")
 
 # A busy machine makes any example slow, which says nothing about the code.
-hypothesis.settings.register_profile(
-    "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
+for profile, num_examples in (("tests", 30), ("thorough", 300)):
+    hypothesis.settings.register_profile(
+        profile,
+        max_examples=num_examples,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
 hypothesis.settings.load_profile("tests")
 
 

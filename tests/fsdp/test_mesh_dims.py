@@ -16,6 +16,7 @@ from tests.ranks import on_ranks
 from tests.runtime.one_process import full
 
 WIDTH, BATCH = 6, 8
+THOROUGH = pytest.mark.thorough
 # The mesh, its dims for data parallelism, and whether the last is for tensor parallelism.
 CASES: dict[str, tuple[dict[str, int], DataParallelMeshDims]] = {
     "shard": ({"dp": 4}, DataParallelMeshDims(shard="dp")),
@@ -81,7 +82,13 @@ def train(engine: Any, case: str) -> Any:
 
 
 @on_ranks(4, deadline=DEADLINE)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in ("shard x tp", "two to shard") else THOROUGH)
+        for case in CASES
+    ],
+)
 def test_training_is_that_of_fsdp2(case: str) -> None:
     run_both(train, {"case": case})
 

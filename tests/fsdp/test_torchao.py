@@ -1,6 +1,7 @@
 """Parameters of torchao's classes: float8 weights, and NF4 ones under LoRA."""
 
 import copy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise as sw
 from shardwise import fsdp
+from tests.covering import covered_first
 from tests.ranks import on_ranks
 
 pytest.importorskip("torchao")
@@ -77,8 +79,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @on_ranks(2, deadline=60.0)
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("shard", [fsdp.fully_shard, sw.fully_shard])
+@pytest.mark.parametrize(
+    ("shard", "reshard"), covered_first(product((fsdp.fully_shard, sw.fully_shard), (True, False)))
+)
 def test_qlora_on_a_llama_equals_one_process(shard: Any, reshard: bool, tmp_path: Path) -> None:
     model, alone = qlora(), qlora()
     for block in model.model.layers:
@@ -126,8 +129,9 @@ def sent_bytes(model: nn.Module) -> int:
 
 
 @on_ranks(2, deadline=60.0)
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("precomputed", [False, True])
+@pytest.mark.parametrize(
+    ("param_dtype", "precomputed"), covered_first(product((None, torch.bfloat16), (False, True)))
+)
 def test_float8_weights_are_gathered_in_a_byte_each(
     param_dtype: torch.dtype | None, precomputed: bool
 ) -> None:

@@ -46,10 +46,7 @@ def test_every_model_trains_as_in_one_process() -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [
-        pytest.param(name, marks=() if name in ("fsdp", "hfsdp") else pytest.mark.thorough)
-        for name in PRESETS
-    ],
+    [pytest.param(name, marks=() if name == "hfsdp" else pytest.mark.thorough) for name in PRESETS],
 )
 def test_every_strategy_and_optimizer(strategy: str) -> None:
     names = ["gpt", "unused and reused", "checkpointed inside, reentrant"]

@@ -17,7 +17,14 @@ from tests.runtime.one_process import adamw, assert_equal_models, own_part, rank
 
 
 @on_ranks(deadline=40.0)
-@pytest.mark.parametrize(("world_size", "strategy"), [(2, "fsdp"), (2, "ddp"), (4, "hsdp")])
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [
+        (2, "fsdp"),
+        pytest.param(2, "ddp", marks=pytest.mark.thorough),
+        pytest.param(4, "hsdp", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_transaction_undoes_the_steps_of_every_rank(strategy: str) -> None:
     places = ("backward", "second step", "after backward")
     undisturbed = StepsInBackward(strategy)

@@ -1,6 +1,7 @@
 """Padding is explained in numbers, and suggestions bring what they say."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from shardwise.plan.granularity import Granularity
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out, lay_out_in_buffers
 from shardwise.plan.padding import explain_padding, padding_report
 from shardwise.plan.plan import make_plan
+from tests.covering import covered_first
 
 HIDDEN, INNER = 3584, 18944
 
@@ -82,8 +84,7 @@ def test_a_parameter_without_elements() -> None:
     assert (padding.share, padding.suggestions) == (0.0, ())
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("name", "ranks"), covered_first(product(BLOCKS, RANKS)))
 def test_blocks_of_real_models_are_planned_at_once(name: str, ranks: int) -> None:
     for granularity in GRANULARITIES:
         parameters = as_specs(BLOCKS[name], granularity)

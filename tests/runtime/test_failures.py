@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.schedule.sequencer import UnitState
 from tests import ranks
+from tests.covering import covered_first
 from tests.models import WIDTH, Block
 from tests.ranks import RankFailed, on_ranks, run_on
 from tests.runtime.modules import FailingLinear
@@ -23,9 +25,11 @@ EVERY = (0, 1, 2)
 
 
 @on_ranks(3, deadline=40.0)
-@pytest.mark.parametrize("position", [1, pytest.param(3, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("raising", [EVERY, (0,), (2,), (0, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("position", "where", "raising"),
+    covered_first(product((1, 3), ("forward", "backward"), (EVERY, (0,), (2,), (0, 2)))),
+    ids=str,
+)
 def test_an_exception_reaches_every_rank_and_the_next_step_works(
     where: str, position: int, raising: Sequence[int]
 ) -> None:

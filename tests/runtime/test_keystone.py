@@ -1,5 +1,6 @@
 """recorded(engine) == schedule(plan): the engine does what the schedule predicts."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import shardwise as sw
 from shardwise.plan.plan import make_plan
 from shardwise.schedule.sequencer import schedule
+from tests.covering import covered_first
 from tests.models import CASES, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import own_part, world_size
@@ -27,17 +29,15 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @on_ranks(2, thorough=(1,))
-@pytest.mark.parametrize("name", IN_MODULE_ORDER)
-def test_recorded_is_scheduled(name: str) -> None:
-    case = CASES[name]
-    for options in OPTIONS:
-        model = build(name)
-        plan = make_plan(model, world_size=world_size(), units=case.units, **options)
-        sw.fully_shard(model, units=case.units, **options)
-        for step in range(3):
-            loss = case.loss(model(own_part(case.batch(12))))
-            loss.backward()  # type: ignore[no-untyped-call]
-            if step:  # the first records the order
-                assert sw.ledger(model).events() == schedule(plan), f"{options} in step {step}"
-        with torch.no_grad():
-            model(own_part(case.batch(12)))
+@pytest.mark.parametrize(("name", "options"), covered_first(product(IN_MODULE_ORDER, OPTIONS)))
+def test_recorded_is_scheduled(name: str, options: dict[str, Any]) -> None:
+    case, model = CASES[name], build(name)
+    plan = make_plan(model, world_size=world_size(), units=case.units, **options)
+    sw.fully_shard(model, units=case.units, **options)
+    for step in range(3):
+        loss = case.loss(model(own_part(case.batch(12))))
+        loss.backward()  # type: ignore[no-untyped-call]
+        if step:  # the first records the order
+            assert sw.ledger(model).events() == schedule(plan), f"in step {step}"
+    with torch.no_grad():
+        model(own_part(case.batch(12)))
