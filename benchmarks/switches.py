@@ -30,7 +30,7 @@ from shardwise.runtime.module import runtime_of_root
 from shardwise.train.build import build_plan, rank_footprint
 from shardwise.train.config import Config
 from shardwise.train.loop import Trainer
-from shardwise.train.sinks import Record
+from shardwise.train.sinks import StepMetrics
 
 MODELS = {
     "50M": {"context": 128, "width": 640, "layers": 10, "heads": 10},
@@ -107,7 +107,7 @@ def measure(
     world: World,
     options: Namespace,
     switches: tuple[str, ...],
-    plain: Iterator[Record],
+    plain: Iterator[StepMetrics],
     expected: list[float],
 ) -> Figures:
     """Train a model with these switches on, and the plain one, in turns."""
@@ -115,7 +115,7 @@ def measure(
     trainer, losses = Trainer(config, world), []
     steps = trainer.steps()
 
-    def measure_step(run: Iterator[Record]) -> Figures:
+    def measure_step(run: Iterator[StepMetrics]) -> Figures:
         dist.barrier()
         began = time.perf_counter()
         record = next(run)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import DataConfig
-from shardwise.train.data import Piece, Sequences, Text, open_corpus
+from shardwise.train.data import FileRange, Sequences, Text, open_corpus
 
 VALUES = np.random.default_rng(0).integers(0, 256, size=5000, dtype=np.uint8)
 CUTS = (0, 1, 700, 700, 2500, 4990, 5000)  # of the files, one of which is empty
@@ -27,11 +27,11 @@ def make_text(tmp_path_factory: pytest.TempPathFactory) -> MakeText:
 
     def make(values: NDArray[np.uint8], cuts: tuple[int, ...] = (0, 10**9)) -> Text:
         folder = tmp_path_factory.mktemp("text")
-        pieces: list[Piece] = []
+        pieces: list[FileRange] = []
         for start, end in itertools.pairwise(cuts):
             path = folder / str(len(pieces))
             values[start:end].tofile(path)
-            pieces.append(Piece(path, 0, path.stat().st_size))
+            pieces.append(FileRange(path, 0, path.stat().st_size))
         return Text(pieces)
 
     return make
@@ -66,7 +66,7 @@ def test_a_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"short")
     with pytest.raises(ConfigError, match="text has changed during the run"):
-        Text([Piece(path, 0, 10)]).read(3, 5)
+        Text([FileRange(path, 0, 10)]).read(3, 5)
 
 
 @given(step=st.integers(1, 10**6), seed=st.integers(0, 2**63 - 1))

@@ -9,7 +9,7 @@ from shardwise.plan.plan import Plan
 from shardwise.train.build import process_footprint, rank_footprint
 from shardwise.train.config import Config
 from shardwise.train.display import ProgressSink, memory_table, units_table
-from shardwise.train.sinks import Record
+from shardwise.train.sinks import StepMetrics
 
 
 def console(*, terminal: bool = False) -> Console:
@@ -25,8 +25,8 @@ def rows(target: Console) -> list[list[str]]:
     return [[cell.strip() for cell in row.split("│")[1:-1]] for row in shown(target).splitlines()]
 
 
-def record(step: int, validation_loss: float | None = None) -> Record:
-    return Record(step, 6.0 / step, 0.5, 1e-3, 1000 * step, 500.0, 2.0 * step, validation_loss)
+def record(step: int, validation_loss: float | None = None) -> StepMetrics:
+    return StepMetrics(step, 6.0 / step, 0.5, 1e-3, 1000 * step, 500.0, 2.0 * step, validation_loss)
 
 
 def test_equal_units_share_a_row(plan: Plan) -> None:

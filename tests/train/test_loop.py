@@ -13,7 +13,7 @@ from shardwise.train.build import check
 from shardwise.train.config import Config
 from shardwise.train.loop import train
 from shardwise.train.run_directory import RunDirectory
-from shardwise.train.sinks import Record
+from shardwise.train.sinks import StepMetrics
 from tests.ranks import run_on
 
 UNCLIPPED: dict[str, Any] = {"train": {"grad_clip": 0.0}}
@@ -37,13 +37,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(text: Path) -> list[Record]:
+def plain(text: Path) -> list[StepMetrics]:
     """The records of a run on two ranks with the defaults."""
     return _run(text)
 
 
 @pytest.fixture(scope="module")
-def unclipped(text: Path) -> list[Record]:
+def unclipped(text: Path) -> list[StepMetrics]:
     """Of a run without clipping, as ``memory.step_in_backward`` needs it."""
     return _run(text, UNCLIPPED)
 
@@ -66,7 +66,7 @@ OTHER_RANKS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", OTHER_RANKS)
 def test_losses_do_not_depend_on_ranks_and_strategy(
-    text: Path, plain: list[Record], name: str
+    text: Path, plain: list[StepMetrics], name: str
 ) -> None:
     num_ranks, changes = OTHER_RANKS[name]
     other = _run(text, changes, num_ranks=num_ranks)
@@ -74,14 +74,16 @@ def test_losses_do_not_depend_on_ranks_and_strategy(
     assert other[-1].validation_loss == pytest.approx(plain[-1].validation_loss, rel=1e-5)
 
 
-def test_bfloat16_has_nearly_the_same_losses(text: Path, plain: list[Record]) -> None:
+def test_bfloat16_has_nearly_the_same_losses(text: Path, plain: list[StepMetrics]) -> None:
     half = _run(text, {"precision": {"compute": "bfloat16"}})
     assert _losses(half) == pytest.approx(_losses(plain), rel=0.02)
     assert _losses(half) != _losses(plain)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_losses_equal_those_of_a_plain_run(text: Path, unclipped: list[Record], name: str) -> None:
+def test_losses_equal_those_of_a_plain_run(
+    text: Path, unclipped: list[StepMetrics], name: str
+) -> None:
     changed = _run(text, UNCLIPPED, OPTIONS[name])
     losses = _losses(unclipped)
     assert losses[-1] < losses[0] - 0.5
@@ -90,7 +92,9 @@ def test_losses_equal_those_of_a_plain_run(text: Path, unclipped: list[Record], 
     assert all((record.grad_norm is None) == in_backward for record in changed)
 
 
-def test_float16_skips_steps_until_its_loss_scale_fits(text: Path, plain: list[Record]) -> None:
+def test_float16_skips_steps_until_its_loss_scale_fits(
+    text: Path, plain: list[StepMetrics]
+) -> None:
     half = _run(text, {"precision": {"compute": "float16"}})
     assert all(record.loss_scale is None for record in plain)
     scales = [record.loss_scale for record in half]
@@ -131,27 +135,27 @@ def _config(text: Path, *layers: dict[str, Any]) -> Config:
     return Config.model_validate(document)
 
 
-def _run(text: Path, *layers: dict[str, Any], num_ranks: int = 2) -> list[Record]:
+def _run(text: Path, *layers: dict[str, Any], num_ranks: int = 2) -> list[StepMetrics]:
     config = _config(text, *layers).with_ranks(num_ranks)
     return run_on(num_ranks, _train, config, deadline=60.0)[0]
 
 
-def _losses(records: list[Record]) -> list[float]:
+def _losses(records: list[StepMetrics]) -> list[float]:
     return [record.loss for record in records]
 
 
 class _Recorder:
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records: list[StepMetrics] = []
 
-    def log(self, record: Record) -> None:
+    def log(self, record: StepMetrics) -> None:
         self.records.append(record)
 
     def close(self) -> None:
         pass
 
 
-def _train(config: Config) -> list[Record]:
+def _train(config: Config) -> list[StepMetrics]:
     recorder = _Recorder()
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     train(config, world, RunDirectory(Path(config.data.path).parent), [recorder])

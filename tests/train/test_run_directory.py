@@ -7,7 +7,7 @@ import pytest
 from shardwise.errors import ConfigError
 from shardwise.train.config import CheckpointConfig, Config, read_config
 from shardwise.train.run_directory import open_run
-from shardwise.train.sinks import JsonLines, Record, read_history
+from shardwise.train.sinks import JsonLines, StepMetrics, read_history
 
 
 def in_directory(path: Path, *, overwrite: bool = False) -> Config:
@@ -64,8 +64,8 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 def test_steps_without_a_gradient_norm_are_in_the_history(tmp_path: Path) -> None:
     """With memory.step_in_backward, as they are when the run is resumed."""
     records = (
-        Record(1, 5.5, None, 1e-3, 100, 1000.0, 0.1),
-        Record(2, 5.25, 0.9, 1e-3, 1, 1.0, 1.0),
+        StepMetrics(1, 5.5, None, 1e-3, 100, 1000.0, 0.1),
+        StepMetrics(2, 5.25, 0.9, 1e-3, 1, 1.0, 1.0),
     )
     sink = JsonLines(tmp_path / "metrics.jsonl")
     for record in records:

@@ -19,7 +19,7 @@ from shardwise.launch.world import World
 from shardwise.train.config import Config, read_config
 from shardwise.train.loop import train
 from shardwise.train.run_directory import RunDirectory, open_run
-from shardwise.train.sinks import JsonLines, Record, Sink
+from shardwise.train.sinks import JsonLines, Sink, StepMetrics
 from tests.ranks import run_on
 
 STEPS = 8
@@ -85,7 +85,7 @@ class Events:
         self._rank = rank
         self._events = events
 
-    def log(self, record: Record) -> None:
+    def log(self, record: StepMetrics) -> None:
         torch.rand(3)  # as a model with dropout would
         is_signalled = self._events.get("rank") in (self._rank, None)
         if is_signalled and record.step == self._events.get("signal_after"):

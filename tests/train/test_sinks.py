@@ -14,13 +14,13 @@ from shardwise.train.config import Config
 from shardwise.train.display import draw_losses
 from shardwise.train.sinks import (
     JsonLines,
-    Record,
+    StepMetrics,
     check_trackers,
     open_trackers,
 )
 
-FIRST = Record(1, 5.5, 0.9, 1e-3, 100, 1000.0, 0.1)
-SECOND = Record(2, 5.25, 0.8, 1e-3, 200, 1000.0, 0.2, validation_loss=5.0)
+FIRST = StepMetrics(1, 5.5, 0.9, 1e-3, 100, 1000.0, 0.1)
+SECOND = StepMetrics(2, 5.25, 0.8, 1e-3, 200, 1000.0, 0.2, validation_loss=5.0)
 
 
 def with_sinks(*names: str) -> Config:
@@ -92,7 +92,7 @@ def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("validation_loss", [None, 5.0])
 def test_the_plot_is_a_png(tmp_path: Path, validation_loss: float | None) -> None:
     path = tmp_path / "loss.png"
-    second = Record(2, 5.0, 0.9, 1e-3, 200, 1000.0, 0.2, validation_loss)
+    second = StepMetrics(2, 5.0, 0.9, 1e-3, 200, 1000.0, 0.2, validation_loss)
     draw_losses(path, "a run", [FIRST, second])
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 10_000

@@ -39,7 +39,7 @@ def coordinator_of(mesh: DataParallelMesh, model: object | None) -> "Coordinator
     return _coordinators[key]
 
 
-class Pending(Protocol):
+class Waitable(Protocol):
     """A save that may still be running."""
 
     def wait(self) -> None:
@@ -52,7 +52,7 @@ class Coordinator:
     def __init__(self, mesh: DataParallelMesh) -> None:
         self.size = mesh.num_ranks
         self.rank = mesh.group_rank
-        self.pending: Pending | None = None  # the last save with wait=False
+        self.pending: Waitable | None = None  # the last save with wait=False
         self.host_copies = HostCopies()
         is_alone = mesh.num_ranks == 1
         self._collectives = None if is_alone else make_collectives(mesh.world, _CPU, "checkpoint")

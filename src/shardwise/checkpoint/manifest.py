@@ -145,7 +145,7 @@ class _Header(_Strict):
     block_bytes: int
 
 
-class _Tensors(_Strict):
+class _FileEntry(_Strict):
     bytes: _Size
     head_crc32: _Crc
     # name, dtype, shape, checksums
@@ -156,7 +156,7 @@ class _Component(_Strict):
     kind: Literal["module", "optimizer", "object", "data"]
     tree: Any
     aliases: dict[str, str]
-    files: dict[_FileName, _Tensors]
+    files: dict[_FileName, _FileEntry]
 
 
 class _Other(_Strict):
@@ -207,7 +207,7 @@ def _component(name: str, entry: _Component, sums: dict[str, list[int]]) -> Comp
     return component
 
 
-def _file(name: str, entry: _Tensors, sums: dict[str, list[int]]) -> File:
+def _file(name: str, entry: _FileEntry, sums: dict[str, list[int]]) -> File:
     specs = []
     for key, dtype, shape, text in entry.tensors:
         if dtype not in DTYPES:

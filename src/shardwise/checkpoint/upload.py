@@ -33,7 +33,7 @@ _MIN_BYTES = 1 << 16  # of a round, for one file
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Segment:
     """Bytes ``[start, stop)`` of a tensor, in one block and on one rank."""
 
     tensor: int  # its number in the checkpoint
@@ -48,10 +48,10 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What one rank sends in a round: pieces of a file in the order of their bytes."""
+    """What one rank sends in a round: segments of a file in the order of their bytes."""
 
     file: File | None  # None after the last one
-    pieces: Sequence[_Piece] = ()
+    segments: Sequence[_Segment] = ()
 
 
 def upload(folder: Folder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]:
@@ -65,7 +65,7 @@ def upload(folder: Folder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]
     max_bytes = _round_bytes(sum(map(bool, assigned)))
     streams = [
         chain.from_iterable(
-            _batches(file, _pieces(job.numbers[file.name], holders, max_bytes), max_bytes)
+            _batches(file, _segments(job.numbers[file.name], holders, max_bytes), max_bytes)
             for file in files
         )
         for files in assigned
@@ -162,10 +162,10 @@ def _send(
 def _joined(batch: _Batch, own: Slices, rank: int, parts: list[BlockPart]) -> Tensor:
     """This rank's bytes of a batch. Their checksums are added to ``parts``."""
     joined = bytearray()
-    for piece in batch.pieces:
-        if piece.rank == rank:
-            content = own[piece.tensor].bytes_between(piece.start, piece.stop)
-            parts.append(BlockPart(piece.tensor, piece.start, piece.stop, crc32(content)))
+    for segment in batch.segments:
+        if segment.rank == rank:
+            content = own[segment.tensor].bytes_between(segment.start, segment.stop)
+            parts.append(BlockPart(segment.tensor, segment.start, segment.stop, crc32(content)))
             joined += content
     return torch.from_numpy(np.frombuffer(joined, dtype=np.uint8))
 
@@ -173,17 +173,17 @@ def _joined(batch: _Batch, own: Slices, rank: int, parts: list[BlockPart]) -> Te
 def _bytes_by_rank(batch: _Batch, num_ranks: int) -> list[int]:
     """How many bytes of a batch each rank holds."""
     sizes = [0] * num_ranks
-    for piece in batch.pieces:
-        sizes[piece.rank] += piece.num_bytes
+    for segment in batch.segments:
+        sizes[segment.rank] += segment.num_bytes
     return sizes
 
 
 def _in_order(batch: _Batch, received: Iterable[Tensor]) -> Iterator[memoryview]:
     """The contents of a batch from those of each rank."""
     rest = [bytes_of(content) for content in received]
-    for piece in batch.pieces:
-        yield rest[piece.rank][: piece.num_bytes]
-        rest[piece.rank] = rest[piece.rank][piece.num_bytes :]
+    for segment in batch.segments:
+        yield rest[segment.rank][: segment.num_bytes]
+        rest[segment.rank] = rest[segment.rank][segment.num_bytes :]
 
 
 _Holders = Mapping[int, Sequence[tuple[int, int, int]]]
@@ -200,23 +200,23 @@ def _holders(own: Slices, ranks: Coordinator) -> _Holders:
     return {number: sorted(found) for number, found in holders.items()}
 
 
-def _pieces(tensors: Iterable[int], holders: _Holders, max_bytes: int) -> Iterator[_Piece]:
+def _segments(tensors: Iterable[int], holders: _Holders, max_bytes: int) -> Iterator[_Segment]:
     """The contents of tensors, given by their numbers."""
     size = min(max_bytes, BLOCK_BYTES)  # both are powers of two
     for number in tensors:
         for start, stop, rank in holders.get(number, ()):
             for begin, end in split_at_blocks(start, stop, size):
-                yield _Piece(number, begin, end, rank)
+                yield _Segment(number, begin, end, rank)
 
 
-def _batches(file: File, pieces: Iterable[_Piece], max_bytes: int) -> Iterator[_Batch]:
+def _batches(file: File, segments: Iterable[_Segment], max_bytes: int) -> Iterator[_Batch]:
     """At least one, although no tensor of the file may have elements."""
-    batch: list[_Piece] = []
+    batch: list[_Segment] = []
     room = max_bytes
-    for piece in pieces:
-        if piece.num_bytes > room:
+    for segment in segments:
+        if segment.num_bytes > room:
             yield _Batch(file, batch)
             batch, room = [], max_bytes
-        batch.append(piece)
-        room -= piece.num_bytes
+        batch.append(segment)
+        room -= segment.num_bytes
     yield _Batch(file, batch)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from shardwise.errors import ConfigError
 from shardwise.train.config import DataConfig
 
-__all__ = ["VOCABULARY", "Corpus", "Piece", "Sequences", "Text", "open_corpus"]
+__all__ = ["VOCABULARY", "Corpus", "FileRange", "Sequences", "Text", "open_corpus"]
 
 VOCABULARY = 256  # a token is a byte
 STDLIB = "stdlib"
@@ -31,7 +31,7 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FileRange:
     """A range of bytes of a file."""
 
     path: Path
@@ -42,7 +42,7 @@ class Piece:
 class Text:
     """Pieces of files as one sequence of bytes; nothing is kept in memory."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[FileRange]) -> None:
         self.pieces = [piece for piece in pieces if piece.size]
         self._starts = [0, *accumulate(piece.size for piece in self.pieces)]
 
@@ -76,8 +76,8 @@ class Text:
         first, second = [], []
         for piece, start in zip(self.pieces, self._starts, strict=False):
             size = min(max(at - start, 0), piece.size)
-            first.append(Piece(piece.path, piece.offset, size))
-            second.append(Piece(piece.path, piece.offset + size, piece.size - size))
+            first.append(FileRange(piece.path, piece.offset, size))
+            second.append(FileRange(piece.path, piece.offset + size, piece.size - size))
         return Text(first), Text(second)
 
 
@@ -201,7 +201,7 @@ def _split(files: dict[str, Path], share: float) -> tuple[Text, Text]:
     Files go to validation in the order of their names' digests, which has no pattern and is the
     same on every machine, as long as they fit. If none fits, the end of the text is for validation.
     """
-    pieces = {name: Piece(path, 0, path.stat().st_size) for name, path in files.items()}
+    pieces = {name: FileRange(path, 0, path.stat().st_size) for name, path in files.items()}
     text = Text(list(pieces.values()))
     wanted = left = round(share * len(text))
     chosen = set()

@@ -20,7 +20,7 @@ from shardwise.train.config import Config
 from shardwise.train.data import Corpus
 from shardwise.train.loop import Summary
 from shardwise.train.run_directory import RunDirectory
-from shardwise.train.sinks import Record
+from shardwise.train.sinks import StepMetrics
 
 __all__ = ["Display", "ProgressSink", "draw_losses", "memory_table", "say", "units_table"]
 
@@ -102,7 +102,7 @@ class ProgressSink:
         self._task = self._progress.add_task("steps", total=steps, metrics="starting")
         self._progress.start()
 
-    def log(self, record: Record) -> None:
+    def log(self, record: StepMetrics) -> None:
         norm = "" if record.grad_norm is None else f"  grad norm {record.grad_norm:.2f}"
         metrics = f"loss {record.loss:.3f}  {record.tokens_per_second:,.0f} tokens/s{norm}"
         self._progress.update(self._task, completed=record.step, metrics=metrics)
@@ -166,7 +166,7 @@ def _table(first: str, *others: str) -> Table:
     return table
 
 
-def draw_losses(path: Path, title: str, records: Sequence[Record]) -> None:
+def draw_losses(path: Path, title: str, records: Sequence[StepMetrics]) -> None:
     """Draw the losses, their mean over a fiftieth of the run, and the validation losses.
 
     Raises:

@@ -33,7 +33,7 @@ from shardwise.train.config import Config, to_toml
 from shardwise.train.data import Sequences, Text, open_corpus
 from shardwise.train.model import generate
 from shardwise.train.run_directory import RunDirectory, identity
-from shardwise.train.sinks import Record, Sink
+from shardwise.train.sinks import Sink, StepMetrics
 from shardwise.transport.device import peak_memory_bytes, random_states, set_random_states
 
 __all__ = ["Result", "Summary", "Trainer", "train"]
@@ -161,7 +161,7 @@ class Trainer:
         if state["scaler"] and self.scaler.is_enabled():  # else a run of another dtype saved it
             self.scaler.load_state_dict(state["scaler"])
 
-    def steps(self, seconds: float = 0.0) -> Iterator[Record]:
+    def steps(self, seconds: float = 0.0) -> Iterator[StepMetrics]:
         """Train until the last step, one record a step.
 
         Args:
@@ -184,7 +184,7 @@ class Trainer:
             self.num_trained += 1
             validates = config.validate_every and self.step % config.validate_every == 0
             is_validated = validates or self.step == config.steps
-            yield Record(
+            yield StepMetrics(
                 step=self.step,
                 loss=loss,
                 grad_norm=grad_norm,
@@ -209,7 +209,7 @@ class Trainer:
         self.model.train()
         return float(across([total], self._mesh, self._mesh.world).mean()) / num_batches
 
-    def summarize(self, records: Sequence[Record]) -> Summary:
+    def summarize(self, records: Sequence[StepMetrics]) -> Summary:
         """Generate the sample, and gather what the ranks have measured."""
         config, world = self.config, self.world
         sample = generate(  # without sw.gathered: the whole model may not fit

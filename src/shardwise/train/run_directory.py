@@ -13,7 +13,7 @@ from shardwise.checkpoint.stores import folder_at
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.config import Config, to_toml
 from shardwise.train.data import Corpus, open_corpus
-from shardwise.train.sinks import Record, read_history
+from shardwise.train.sinks import StepMetrics, read_history
 
 __all__ = ["RunDirectory", "identity", "make_new_directory", "open_run", "replace_text"]
 
@@ -25,7 +25,7 @@ class RunDirectory:
     path: Path
     checkpoint: Path | str | None = None
     step: int = 0  # the last one in the checkpoint
-    history: tuple[Record, ...] = ()  # of the steps in the checkpoint
+    history: tuple[StepMetrics, ...] = ()  # of the steps in the checkpoint
     store: str = ""  # checkpoint.directory
 
     @property
@@ -43,7 +43,7 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per step: the fields of `Record`."""
+        """One JSON object per step: the fields of `StepMetrics`."""
         return self.path / "metrics.jsonl"
 
     @property

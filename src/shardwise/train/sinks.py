@@ -12,8 +12,8 @@ from shardwise.train.config import Config
 
 __all__ = [
     "JsonLines",
-    "Record",
     "Sink",
+    "StepMetrics",
     "TensorBoard",
     "WandB",
     "check_trackers",
@@ -23,7 +23,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class StepMetrics:
     """The metrics of one step; losses are means over the global batch, in nats per byte."""
 
     step: int  # from 1
@@ -44,7 +44,7 @@ class Record:
 class Sink(Protocol):
     """Receives the metrics of each step, on rank 0."""
 
-    def log(self, record: Record) -> None:
+    def log(self, record: StepMetrics) -> None:
         """Called after each step."""
 
     def close(self) -> None:
@@ -57,20 +57,20 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
 
-    def log(self, record: Record) -> None:
+    def log(self, record: StepMetrics) -> None:
         self._file.write(json.dumps(record.metrics()) + "\n")
 
     def close(self) -> None:
         self._file.close()
 
 
-def read_history(metrics: Path, last_step: int) -> tuple[Record, ...]:
+def read_history(metrics: Path, last_step: int) -> tuple[StepMetrics, ...]:
     """The records of `JsonLines` up to ``last_step``; lines that were cut short are left out."""
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     records = []
     for line in lines:
         try:
-            record = Record(**({"grad_norm": None} | json.loads(line)))  # None is not written
+            record = StepMetrics(**({"grad_norm": None} | json.loads(line)))  # None is not written
         except (ValueError, TypeError):  # the machine crashed while it was written
             continue
         if record.step <= last_step:
@@ -86,7 +86,7 @@ class TensorBoard:
 
         self._writer = SummaryWriter(str(directory / "tensorboard"))
 
-    def log(self, record: Record) -> None:
+    def log(self, record: StepMetrics) -> None:
         for name, value in record.metrics().items():
             if name != "step":
                 self._writer.add_scalar(name, value, record.step)
@@ -109,7 +109,7 @@ class WandB:
             config=config.model_dump(),
         )
 
-    def log(self, record: Record) -> None:
+    def log(self, record: StepMetrics) -> None:
         self._run.log(record.metrics(), step=record.step)
 
     def close(self) -> None:
