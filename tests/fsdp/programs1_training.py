@@ -191,6 +191,27 @@ def evaluates_in_full_precision(f: Any) -> None:
     assert_same(gradients(f, nets[0]), gradients(f, full), "gradients", 0.0)
 
 
+def steps_in_full_precision(f: Any) -> None:
+    """An optimizer may step before training goes on, although the model is sharded again."""
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 5)  # cut where the alignment is, which must not depend on dtypes
+    mixed = f.MixedPrecision(param_dtype=HALF, reduce_dtype=HALF)
+    with mock.patch.dict(os.environ, {"FSDP_USE_FULL_PREC_IN_EVAL": "1"}):
+        nets = [fsdp(f, copy.deepcopy(plain), mixed_precision=mixed) for _ in range(2)]
+    x = torch.randn(4, 3)
+    for net, evaluates in zip(nets, (True, False), strict=True):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            net(x).float().pow(2).mean().backward()
+            if evaluates and step:
+                net.eval()
+                assert net(x).dtype == torch.float32
+            optimizer.step()
+            optimizer.zero_grad()
+            net.train()
+    assert_same(values(f, nets[0]), values(f, nets[1]), "values", 0.0)
+
+
 def scales_in_half(f: Any) -> list[Any]:
     """Losses keep their dtype, alone and in lists."""
     scaler = importlib.import_module(f"{f.__name__}.sharded_grad_scaler").ShardedGradScaler(

@@ -133,6 +133,7 @@ def test_training(case: Case) -> None:
 @on_ranks(2)
 def test_evaluation_in_full_precision() -> None:
     run_ours(training.evaluates_in_full_precision, {})
+    run_ours(training.steps_in_full_precision, {})
 
 
 @on_ranks(2)
