@@ -239,6 +239,12 @@ class Layout:
         """Where ``rank``'s run of ``extent``'s parameter begins in that rank's shard."""
         return min(max(extent.offset - rank * self.shard_elements, 0), self.shard_elements)
 
+    def slices_of_shard(self, rank: int) -> list[slice]:
+        """What ``rank`` owns of every parameter, as places in its shard."""
+        starts = [self.offset_in_shard(extent, rank) for extent in self.extents]
+        lengths = [self.num_owned(extent, rank) for extent in self.extents]
+        return [slice(start, start + n) for start, n in zip(starts, lengths, strict=True)]
+
     def boundaries_inside(self, extent: ParameterExtent) -> int:
         """How many times ``extent``'s parameter is cut."""
         if extent.offset == extent.stop:

@@ -19,7 +19,7 @@ from shardwise.runtime.empty_steps import warn_of_empty_steps
 from shardwise.runtime.extensions import ExtendedParameters
 from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.memory import Pools
-from shardwise.runtime.parameters import FSDPParameter, ParameterOwner, split_shard
+from shardwise.runtime.parameters import FSDPParameter, ParameterOwner
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import sharding_for
@@ -111,7 +111,7 @@ def make_unit(
                 _keep(root, plan, layout, extent, mesh) for extent in layout.extents
             ]
             continue
-        locals_ = split_shard(flat.shard, layout, mesh.rank)
+        locals_ = [flat.shard[own].data for own in layout.slices_of_shard(mesh.rank)]
         for extent, local, view in zip(layout.extents, locals_, flat.buffer.views, strict=True):
             original = root.get_parameter(extent.parameter.name)
             sharding = sharding_for(plan, layout, extent, mesh, original)

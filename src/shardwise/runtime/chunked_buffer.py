@@ -1,12 +1,14 @@
 """The two buffers of parameters that are cut into chunks of a dim, and the copies between them."""
 
+from collections.abc import Iterator
 from functools import cached_property
+from itertools import chain
 
 from torch import Tensor
 
 from shardwise.plan.chunks import ChunkedLayout, chunk_of
 from shardwise.plan.granularity import Dim
-from shardwise.plan.layout import Layout
+from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.runtime.memory import FlatBuffer, Pool
 from shardwise.transport.device import copy_
 
@@ -70,24 +72,33 @@ class ChunkedBuffer:
 
     @cached_property
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Every chunk in ``flat``, and the same elements of the whole parameter.
+        """Chunks in ``flat``, and the same elements of the whole parameters: two pairs for each.
 
         They are views of the flat tensors, not of `views`, whose versions autograd compares.
         """
-        pairs = []
-        for extent, whole in zip(self.layout.extents, self.layout.whole.extents, strict=True):
-            spec = extent.parameter
-            assert isinstance(spec.granularity, Dim)
-            dim = spec.granularity.dim
-            parameter = self._whole.flat[whole.offset : whole.stop].view(spec.shape)
-            for rank in range(self.layout.world_size):
-                run = chunk_of(spec.shape[dim], self.layout.world_size, rank)
-                part = parameter.narrow(dim, run.start, len(run))
-                start = rank * self.layout.shard_elements + extent.offset
-                chunk = self.flat[start : start + part.numel()].view(part.shape)
-                if part.numel():
-                    pairs.append((chunk, part))
-        return pairs
+        layouts = zip(self.layout.extents, self.layout.whole.extents, strict=True)
+        pairs = chain.from_iterable(self._pairs_of(*extents) for extents in layouts)
+        return [(chunks, part) for chunks, part in pairs if part.numel()]
+
+    def _pairs_of(
+        self, extent: ParameterExtent, whole: ParameterExtent
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The chunks of full length [ranks, *chunk], and the last one, which may be shorter."""
+        spec, shards = extent.parameter, self.flat.view(self.layout.world_size, -1)
+        assert isinstance(spec.granularity, Dim)
+        dim = spec.granularity.dim
+        parameter = self._whole.flat[whole.offset : whole.stop].view(spec.shape)
+        length = len(chunk_of(spec.shape[dim], self.layout.world_size, 0))
+        num_full, rest = divmod(spec.shape[dim], max(1, length))
+        last = parameter.narrow(dim, num_full * length, rest)
+        outer, inner = spec.shape[:dim], spec.shape[dim + 1 :]
+        full = parameter.narrow(dim, 0, num_full * length)
+        full = full.view(*outer, num_full, length, *inner).movedim(dim, 0)
+        slots = shards[:num_full, extent.offset : extent.offset + full[:1].numel()]
+        yield slots.view(full.shape), full
+        if rest:
+            slot = shards[num_full, extent.offset : extent.offset + last.numel()]
+            yield slot.view(last.shape), last
 
 
 def flat_buffer(

@@ -12,7 +12,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
 from shardwise.runtime.hooks import apply_gradient_hooks, run_accumulated_hooks
 from shardwise.runtime.memory import Pool, is_shared
-from shardwise.runtime.parameters import FSDPParameter, split_shard
+from shardwise.runtime.parameters import FSDPParameter
 from shardwise.transport.api import Work
 from shardwise.transport.device import copy_scaled_
 
@@ -60,7 +60,7 @@ class GradientShard:
         self.scale = 1.0  # of the sums, to make averages of them
         self.reduced_hook: Callable[[Tensor], None] | None = None  # called with [S], may change it
         self._layout = layout
-        self._rank = rank
+        self._own = layout.slices_of_shard(rank)
         self._pool = pool
         self._keeps_memory = keeps_memory or offloader is not None
         self._is_stepped = False  # in backward: then gradients are dropped there, by `drop`
@@ -192,11 +192,12 @@ class GradientShard:
         if self.reduced_hook is not None:
             self.reduced_hook(reduced)
         is_own = reduced is self._memory
-        runs = split_shard(reduced, self._layout, self._rank)
+        pairs = zip(self.parameters, self._own, strict=True)
         with torch.no_grad():
-            for position, (parameter, run) in enumerate(zip(self.parameters, runs, strict=True)):
+            for position, (parameter, own_run) in enumerate(pairs):
                 if not parameter.sharded.requires_grad:
                     continue
+                run = reduced[own_run].data
                 own = run if is_own or parameter.sharded.grad is not None else run.clone()
                 gradient = parameter.sharding.wrap(own.to(self.dtype))
                 if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
-from shardwise.plan.layout import Layout, ParameterSpec
+from shardwise.plan.layout import ParameterSpec
 from shardwise.tensor.sharding import ExtendedSharding, Sharding, local_of
 
-__all__ = ["STEPS_IN_BACKWARD", "FSDPParameter", "ParameterOwner", "split_shard"]
+__all__ = ["STEPS_IN_BACKWARD", "FSDPParameter", "ParameterOwner"]
 
 STEPS_IN_BACKWARD = "_shardwise_steps_in_backward"  # of a parameter whose gradient is dropped there
 
@@ -187,10 +187,3 @@ class FSDPParameter:
                 "set requires_grad before a forward of the whole model, which makes room"
             )
         self.dense.requires_grad_(self.sharded.requires_grad)
-
-
-def split_shard(flat_shard: Tensor, layout: Layout, rank: int) -> Iterator[Tensor]:
-    """What ``rank`` owns of every parameter of ``layout`` in ``flat_shard`` [S], as 1-D views."""
-    for extent in layout.extents:
-        start = layout.offset_in_shard(extent, rank)
-        yield flat_shard[start : start + layout.num_owned(extent, rank)].data

@@ -340,20 +340,22 @@ class Scheduler:
     # -- events ----------------------------------------------------------------------------------
 
     def _perform(self, events: Sequence[Event]) -> None:
-        if self._is_broken:
+        if self._is_broken or not events:
             return
         self._is_broken = True
         device = self._device
+        now = device.record(device.current_stream())
         for event in events:
-            record = Record(event, self.ledger.step, device.record(device.current_stream()))
-            record.works = self._do(event.kind, self.units[event.unit])
-            record.ended = device.record(device.current_stream())
+            record = Record(event, self.ledger.step, now)
+            if event.kind in _ACTIONS:
+                record.works = self._do(event.kind, self.units[event.unit])
+                now = device.record(device.current_stream())
+            record.ended = now
             self.ledger.append(record)
         self._is_broken = False
 
     def _do(self, kind: EventKind, unit: Unit) -> tuple[Work, ...]:
-        action = _ACTIONS.get(kind)
-        return () if action is None else action(self, unit, self._links) or ()
+        return _ACTIONS[kind](self, unit, self._links) or ()
 
     def _conceal(self, indices: Sequence[int]) -> None:
         for index in indices:

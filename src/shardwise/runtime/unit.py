@@ -13,7 +13,7 @@ parameters view, and the buffers that come and go::
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 
 import torch
@@ -94,6 +94,11 @@ class FlatParameters:
         self._held: FlatBuffer | ChunkedBuffer | None = None
         self.shard = self._allocate_shard()
 
+    @cached_property
+    def _own_slot(self) -> Tensor:
+        """This rank's part [S] of the buffer, from the first time that it has memory."""
+        return self.buffer.slot_of(self.mesh.rank)
+
     @property
     def views(self) -> tuple[Tensor, ...]:
         """The gathered parameters."""
@@ -134,8 +139,7 @@ class FlatParameters:
             own = flat.view(subgroup.size, -1)[subgroup.index]
             return collectives.all_gather(flat, subgroup, label, partial(copy_, own, part))
         self.reclaim_locals()
-        own_slot = self.buffer.slot_of(self.mesh.rank)
-        fill, shared = self._copy_shard(own_slot), self.buffer.shared_range()
+        fill, shared = self._copy_shard(self._own_slot), self.buffer.shared_range()
         return collectives.all_gather(flat, self.mesh.shards, label, fill, shared)
 
     def finish_gather(self) -> None:

@@ -7,6 +7,7 @@ the whole tensor; ``to_local()`` is what this rank stores of it, 1-D. What can b
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, ClassVar, NoReturn
 
@@ -68,7 +69,7 @@ class RunSharding(Sharding):
         """The elements that each rank stores."""
         return self.layout.runs(self.extent)
 
-    @property
+    @cached_property
     def run(self) -> Run:
         """The elements that this rank stores."""
         return self.layout.run(self.extent, self.mesh.rank)

@@ -1,10 +1,10 @@
 """What collectives are described by: groups of ranks, reductions, and the work that they are."""
 
-import contextlib
+import hashlib
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -39,6 +39,11 @@ class RankGroup:
     def index(self) -> int:
         """The slot of this rank."""
         return self.ranks.index(self.own_rank)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Of the ranks, of which there may be thousands."""
+        return hashlib.sha1(repr(self.ranks).encode(), usedforsecurity=False).digest()
 
     @property
     def size(self) -> int:
@@ -147,24 +152,14 @@ class Work:
             raise self.error
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run ``job``, and drop it before any waiter continues."""
-        with self.running():
-            job()
-            del job  # and the memory that it holds, or the peak would depend on thread timing
-
-    @contextlib.contextmanager
-    def running(self, record: Callable[[], SupportsFloat] = time.perf_counter) -> Iterator[None]:
-        """The job is the body of the ``with``; what it raises becomes the ``error``.
-
-        Args:
-            record: returns the current time, or an event that is recorded now.
-        """
-        began = record()
+        """Run ``job``, and drop it before any waiter continues; its error is kept."""
+        began = time.perf_counter()
         try:
-            yield
+            job()
         except Exception as error:  # noqa: BLE001 - it is raised where the result is needed
             self.error = error
-        self.times = (began, record())
+        del job  # and the memory that it holds, or the peak would depend on thread timing
+        self.times = (began, time.perf_counter())
         self.done = True
         self._running.release()
 

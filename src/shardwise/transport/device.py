@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any, SupportsFloat
 
@@ -241,9 +241,14 @@ class DeviceStream:
         device.wait(stream, device.record(device.current_stream()))
         if after is not None:
             device.wait(stream, after.times[1])
-        work = DeviceWork(device)
-        with device.use(stream), work.running(lambda: device.record(stream)):
-            yield work
+        work, began = DeviceWork(device), device.record(stream)
+        with device.use(stream):
+            try:
+                yield work
+            except Exception as error:  # noqa: BLE001 - it is raised where the result is needed
+                work.error = error
+        work.times = (began, device.record(stream))
+        work.done = True
 
     def submit(self, job: Callable[[], None]) -> Work:
         with self.enqueue() as work:
@@ -266,18 +271,21 @@ def _work(jobs: "SimpleQueue[_Submitted | None]") -> None:
 # -- copies --------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def copy_(dst: Tensor, src: Tensor) -> None:
     """Copy and cast; between devices asynchronously, if the host's memory is pinned."""
-    if dst.device.type != "cpu" and src.device.type == "cpu":
+    is_moved = dst.device != src.device
+    if is_moved and src.device.type == "cpu":
         src = src.to(dst.device, non_blocking=True)  # or the host would cast, and block
-    dst.copy_(src, non_blocking=dst.device != src.device)
+    dst.copy_(src, non_blocking=is_moved)
 
 
 def copy_scaled_(dst: Tensor, src: Tensor, scale: float) -> None:
     """Fill ``dst`` [n] with ``scale`` times ``src`` [n], cast first; both may be the same."""
-    size = _CACHED_ELEMENTS if dst.device.type == "cpu" else max(1, len(dst))
-    for into, piece in zip(torch.split(dst, size), torch.split(src, size), strict=True):
+    pieces: Iterable[tuple[Tensor, Tensor]] = [(dst, src)]
+    if len(dst) > _CACHED_ELEMENTS and dst.device.type == "cpu":
+        size = _CACHED_ELEMENTS
+        pieces = zip(torch.split(dst, size), torch.split(src, size), strict=True)
+    for into, piece in pieces:
         if into.data_ptr() != piece.data_ptr():
             into.copy_(piece)
         if scale != 1.0:

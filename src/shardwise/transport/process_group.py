@@ -59,7 +59,7 @@ class ProcessGroupCollectives:
         self._parent = None if world.parent is None else weakref.ref(world.parent)
         self._backend = backend
         self.name = name
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by ranks
+        self._groups: dict[bytes, dist.ProcessGroup] = {}  # by the digests of their ranks
         self.stream = DeviceStream(device)
         self._second_stream = DeviceStream(device)
         # Whether the device may wait for other ranks, and the host does not.
@@ -99,7 +99,8 @@ class ProcessGroupCollectives:
                 fill()
             if group.size > 1 and flat.numel():
                 whole = flat if flat.dtype in _DTYPES else flat.view(torch.uint8)
-                own = whole.view(group.size, -1)[group.index]
+                size = len(whole) // group.size
+                own = whole[group.index * size : (group.index + 1) * size]
                 _all_gather(whole, own, group=process_group)
         return self._noted(work, label, flat.nbytes // group.size, group)
 
@@ -110,11 +111,11 @@ class ProcessGroupCollectives:
         concurrently with them.
         """
         first, *rest = reduction.stages
-        groups = {stage.group.ranks: self._process_group(stage.group) for stage in reduction.stages}
+        over_first, *over_rest = [self._process_group(s.group) for s in reduction.stages]
         flat, inner, out = reduction.flat, reduction.inner, reduction.out
         with self.stream.enqueue() as work:
             if first.group.size > 1:
-                _sum_slots(inner, flat, groups[first.group.ranks])
+                _sum_slots(inner, flat, over_first)
             elif inner.data_ptr() != flat.data_ptr():
                 inner.copy_(flat)
             if reduction.carried is not None:
@@ -129,12 +130,12 @@ class ProcessGroupCollectives:
         stream = self._second_stream if first.group.size > 1 else self.stream
         with stream.enqueue(after=work) as work:
             total = inner
-            for stage in rest:
+            for stage, process_group in zip(rest, over_rest, strict=True):
                 if stage.operation is Operation.REDUCE_SCATTER:
                     total = reduction.scattered(stage.group)
-                    _sum_slots(total, inner, groups[stage.group.ranks])
+                    _sum_slots(total, inner, process_group)
                 else:
-                    dist.all_reduce(inner, group=groups[stage.group.ranks])
+                    dist.all_reduce(inner, group=process_group)
             if out is not None:
                 copy_scaled_(out, total, reduction.scale)
         work.times = began, work.times[1]
@@ -155,10 +156,10 @@ class ProcessGroupCollectives:
     def _process_group(self, group: RankGroup) -> dist.ProcessGroup | None:
         if group.size == 1:
             return None
-        if group.ranks not in self._groups:
+        if group.digest not in self._groups:
             name = f"{self.name}/{self._epoch}" if self._epoch else self.name
-            self._groups[group.ranks] = new_group(group, self._backend, name)
-        return self._groups[group.ranks]
+            self._groups[group.digest] = new_group(group, self._backend, name)
+        return self._groups[group.digest]
 
     # -- for ranks that look after each other ----------------------------------------------------
 
