@@ -43,15 +43,21 @@ Handler = Callable[[OpOverload, Sequence[Any], Mapping[str, Any]], Any]
 class RaggedShard(Placement):
     """Each rank of a mesh dimension stores a run of the row-major elements, which may cut rows."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, layout: Layout, extent: ParameterExtent) -> None:
         super().__init__()
-        self.runs = tuple(runs)  # by shard
+        self._layout = layout
+        self._extent = extent
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """By shard; there may be thousands."""
+        return self._layout.runs(self._extent)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RaggedShard) and self.runs == other.runs
+        return self is other or (isinstance(other, RaggedShard) and self.runs == other.runs)
 
     def __hash__(self) -> int:
-        return hash(self.runs)
+        return hash((self._layout.world_size, self._extent.parameter.num_elements))
 
     def __repr__(self) -> str:
         return f"RaggedShard({', '.join(f'{run.start}:{run.stop}' for run in self.runs)})"
@@ -88,7 +94,7 @@ class RunSharding(Sharding):
 
     @property
     def _inner_placement(self) -> Placement:
-        return RaggedShard(self.runs)
+        return RaggedShard(self.layout, self.extent)
 
 
 class ShardedTensor(DTensor):
