@@ -69,6 +69,8 @@ def warm_up() -> None:
 class Comparison:
     """A sharded model, its reference, and what was found to differ."""
 
+    loses_results = False  # a step that another rank ends computes anything before it raises
+
     def __init__(self, case: Case, device: torch.device = CPU) -> None:
         self.case = case
         self.device = device  # of the sharded model
@@ -119,13 +121,15 @@ class Comparison:
         kept = [None if q.grad is None else q.grad.clone() for q in self.reference.parameters()]
         # Where it steps in backward, the reference may have gone on before another rank raised.
         states = copy.deepcopy((self.reference.state_dict(), self.optimizers[0].state_dict()))
-        failed = False
+        failed, num_problems = False, len(self.problems)
         with arm(fault, self.model, self.optimizers[1]) as trigger:
             try:
                 with sw.transaction(self.model, self.optimizers[1]):
                     self._train(step)
             except (Boom, sw.PeerAborted):
                 failed = True
+        if failed and self.loses_results:
+            del self.problems[num_problems:]
         flags = torch.tensor([trigger.has_fired, failed], dtype=torch.int64)
         dist.all_reduce(flags)
         if flags[1] != (dist.get_world_size() if flags[0] else 0):

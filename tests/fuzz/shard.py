@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
 from shardwise.plan.strategy import resolve_strategy
@@ -53,8 +53,13 @@ def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
     ranks = dist.get_world_size()
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     replicas = divisors[sharding.replicas % len(divisors)]
-    grid = torch.arange(ranks).view(replicas, -1)
-    return DeviceMesh(device_type, grid, mesh_dim_names=("replicate", "shard"), _init_backend=False)
+    shape, names = (replicas, ranks // replicas), ("replicate", "shard")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if device_type == "cpu":
+        return mesh
+    return DeviceMesh.from_group(
+        mesh.get_all_groups(), device_type, mesh.mesh, mesh_dim_names=names
+    )
 
 
 def wants_two_dims(strategy: str) -> bool:

@@ -5,9 +5,11 @@ first. Clocks grow by waiting: a stream has everything that the host knew when i
 came before the events that it waited for; the host has what it synchronized with.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -15,7 +17,7 @@ import torch
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Clock", "Event", "Stream", "Timeline", "World"]
+__all__ = ["Clock", "ConcurrentStream", "Event", "Stream", "Timeline", "World"]
 
 Clock = dict[int, int]  # how far each timeline had come, by its number
 
@@ -91,6 +93,9 @@ class Stream(Timeline):
             job()
             self.num_ended += 1
 
+    def close(self) -> None:
+        """No more jobs will come."""
+
     def wait_event(self, event: "Event") -> None:
         if event.stream is None:
             return  # CUDA: an event that was not recorded has taken place
@@ -128,6 +133,40 @@ class Stream(Timeline):
         trace: "TracebackType | None",
     ) -> None:
         self._world.leave(self)
+
+
+class ConcurrentStream(Stream):
+    """Runs what it is given on a thread of its own, as soon as it can."""
+
+    def __init__(self, world: World, device: torch.device, number: int, name: str) -> None:
+        super().__init__(world, device, number, name, is_late=True)
+        self._given: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._num_given = 0
+        self._progress = threading.Condition()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    @property
+    def position(self) -> int:
+        return self._num_given
+
+    def queue(self, job: Callable[[], None]) -> None:
+        self._num_given += 1
+        self._given.put(job)
+
+    def run_until(self, position: int) -> None:
+        with self._progress:
+            self._progress.wait_for(lambda: self.num_ended >= position)
+
+    def close(self) -> None:
+        """End the thread when all is done."""
+        self._given.put(None)
+
+    def _run(self) -> None:
+        while (job := self._given.get()) is not None:
+            job()
+            with self._progress:
+                self.num_ended += 1
+                self._progress.notify_all()
 
 
 class Event:

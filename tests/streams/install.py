@@ -26,6 +26,7 @@ from shardwise.runtime import memory as runtime_memory
 from shardwise.runtime.memory import Arena, Pool
 from shardwise.tensor import sharding
 from shardwise.transport import communicator, device as transport_device, process_group
+from shardwise.transport.health.monitor import Patience
 from tests.streams.clock import Event, Stream
 from tests.streams.memory import HOST, PINNED, Place
 from tests.streams.raw import poison_bytes
@@ -166,19 +167,27 @@ def _options_of_to(args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 @contextmanager
-def simulated(simulation: Simulation, *, exchanges: bool = True) -> Iterator[Simulated]:
+def simulated(
+    simulation: Simulation, *, exchanges: bool = True, patience: Patience | None = None
+) -> Iterator[Simulated]:
     """Within it, ``cuda`` is ``simulation``.
 
     Args:
         simulation: of this rank.
         exchanges: whether collectives move bytes; otherwise each rank has its own alone, and the
             others of its group need not exist.
+        patience: of ranks that look after each other; None: they do not.
     """
     installed = Simulated(simulation)
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         _install_tensors(installed, patch)
         _install_transport(installed, patch, exchanges=exchanges)
+        if patience is None:
+            patch.setattr(communicator, "Monitor", _Monitor)
+            patch.setattr(communicator, "_store", lambda _patience: None)
+        else:
+            patch.setattr(communicator, "Patience", lambda **_options: patience)
         if simulation.is_late:
             _poison_pools(patch)
         stack.callback(simulation.memory.close)
@@ -257,8 +266,6 @@ def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, excha
     patch.setattr(transport_device, "torch", torch_on(installed))
     # Streams of another simulation would be found there.
     patch.setattr(communicator, "_communicators", weakref.WeakKeyDictionary())
-    patch.setattr(communicator, "Monitor", _Monitor)
-    patch.setattr(communicator, "_store", lambda _patience: None)
     patch.setattr(process_group, "new_registered_group", new_group)
     patch.setattr(process_group, "new_nccl_group", new_group)
     patch.setattr(process_group, "dist", _Distributed())

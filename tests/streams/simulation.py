@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tests.streams.clock import Clock, Stream, Timeline
+from tests.streams.clock import Clock, ConcurrentStream, Stream, Timeline
 from tests.streams.memory import HOST, Access, Block, Memory, Place, byte_runs
 
 if TYPE_CHECKING:
@@ -72,11 +72,15 @@ class Simulation:
     Args:
         is_late: operations of streams other than the default one wait until somebody waits for
             them.
+        is_concurrent: they run on threads instead.
         num_devices: that the host has.
     """
 
-    def __init__(self, *, is_late: bool = False, num_devices: int = 2) -> None:
+    def __init__(
+        self, *, is_late: bool = False, is_concurrent: bool = False, num_devices: int = 2
+    ) -> None:
         self.is_late = is_late
+        self.is_concurrent = is_concurrent
         self.host = Timeline(0, "the host")
         self.memory = Memory(self._check_end)
         self.found: list[Found] = []
@@ -135,6 +139,7 @@ class Simulation:
         """Run all that is queued; the host waits for it."""
         for stream in self._streams:
             stream.run_until(stream.position)
+            stream.close()
             self.host.join(stream.clock)
 
     # -- memory ----------------------------------------------------------------------------------
@@ -194,8 +199,16 @@ class Simulation:
     # -- pieces ----------------------------------------------------------------------------------
 
     def _stream(self, device: torch.device, name: str) -> Stream:
-        is_late = self.is_late and name.startswith("stream")
-        stream = Stream(self, device, self._num_timelines, f"{name} of {device}", is_late=is_late)
+        is_default, number, name = (
+            not name.startswith("stream"),
+            self._num_timelines,
+            f"{name} of {device}",
+        )
+        if self.is_concurrent and not is_default:
+            stream: Stream = ConcurrentStream(self, device, number, name)
+        else:
+            is_late = self.is_late and not is_default
+            stream = Stream(self, device, number, name, is_late=is_late)
         self._num_timelines += 1
         self._streams.append(stream)
         return stream

@@ -48,10 +48,8 @@ def transaction(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
     Time: these copies, and an exchange of a byte between all ranks; to measure both,
     ``shardwise bench --vs ddp --ours fsdp,fsdp-transaction``.
 
-    Between GPUs (NCCL) an exception after an optimizer's first step reaches the others by the vote.
-    An earlier one is raised and undone on its own rank alone; the others wait for the missing
-    collective until the process group's time-out, or until the launcher ends them. With
-    `sw.optimizer_in_backward` every exception counts as an earlier one.
+    Between GPUs (NCCL) the others learn of it within seconds, by a thread that looks at what their
+    devices wait for.
 
     Args:
         model: a model that `fully_shard` has sharded.
@@ -182,6 +180,7 @@ class _Step:
                 self.is_decided = not votes.any()
             raise
         against = votes.nonzero().flatten().tolist()
+        links.raise_found()  # on a device the host has waited only now
         if against:
             raise PeerAborted(f"rank {against[0]} gave up in this step; its own output says why")
         self.is_decided = True

@@ -203,7 +203,9 @@ class Sequencer:
         return self._flush()
 
     def abandon(self) -> list[Event]:
-        """Backward raised: forget what was begun; reductions in flight count as finished."""
+        """A step failed: forget what was begun; reductions in flight count as finished."""
+        # Some ranks may have come to the end of a pass, and others not: all expect nothing.
+        self._expected = {False: (), True: ()}
         self._backwards.clear()
         self._reducing.clear()
         self._unreduced.clear()

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 from shardwise._private import default_store
 from shardwise.errors import PeerAborted, PeerLost, PeerSilent, PlanError, StepError
 from shardwise.transport.api import CollectiveId, RankGroup, Work
-from shardwise.transport.device import ThreadStream
+from shardwise.transport.device import ThreadStream, is_accelerator
 from shardwise.transport.health.monitor import POLL_SECONDS, Monitor, Patience
 from shardwise.transport.health.status import QueueState, Report
 from shardwise.transport.host.collectives import HostCollectives
@@ -25,6 +25,8 @@ __all__ = ["POLL_SECONDS", "Collectives", "Communicator", "communicator", "make_
 RECENT_UNITS = 64  # a rank stalls a few units after it took another way than the others
 # Looks at a device that has not come any further before it counts as stuck: a kernel takes long.
 _DEVICE_GRACE = 2
+# Found by nothing else: there are no connections between the hosts that would end with a process.
+_DEVICE_SILENT_SECONDS = 8.0
 
 Collectives = HostCollectives | ProcessGroupCollectives  # of one kind, one after the other
 
@@ -79,7 +81,13 @@ class Communicator:
     ) -> None:
         self.num_ranks = world.size
         self.rank = world.own_rank
-        self.patience = Patience() if patience is None else patience
+        if patience is None:
+            patience = (
+                Patience(silent_seconds=_DEVICE_SILENT_SECONDS)
+                if is_accelerator(device)
+                else Patience()
+            )
+        self.patience = patience
         self.gather = make_collectives(world, device, "gather")
         self.reduce = make_collectives(world, device, "reduce")
         self._monitored = [q for q in (self.gather, self.reduce) if q.is_monitored]
@@ -128,7 +136,7 @@ class Communicator:
             PeerAborted: another rank raised.
             PeerLost: another rank is gone, or gives no sign of life.
         """
-        self._raise_found()
+        self.raise_found()
         awaited = "" if work.collective is None else work.collective.label
         looks = 0
         last: tuple[QueueState, ...] = ()
@@ -145,7 +153,7 @@ class Communicator:
         if last and self._monitor is not None:
             self._monitor.publish(self._report())
         if work.error is not None:
-            self._raise_found()
+            self.raise_found()
             self.abort(work.error)
             raise work.error
 
@@ -173,7 +181,7 @@ class Communicator:
             PeerLost: another rank is gone; or gives no sign of life, and the next call tries again.
             StepError: the last step of a device was in vain; what `wait` would have raised.
         """
-        self._raise_found()
+        self.raise_found()
         if not self.is_broken or self._monitor is None:
             return
         if self._lost is not None:
@@ -215,7 +223,8 @@ class Communicator:
             if self._found is not None:
                 self._give_up(self._found)
 
-    def _raise_found(self) -> None:
+    def raise_found(self) -> None:
+        """Raise what was found out about a device; to be called when the host has waited for it."""
         found, self._found = self._found, None
         if found is not None:
             raise found
@@ -233,7 +242,7 @@ class Communicator:
         try:
             self._monitor.publish(report)
             self._monitor.check_reports(self.epoch)
-            self._monitor.check_heartbeats()
+            self._monitor.check_heartbeats(f"; step {self.step}, {report.where}")
         except StepError as error:
             return error
         return None

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._private import group_timeout, new_nccl_group, new_registered_group
+from shardwise.errors import PeerAborted
 from shardwise.transport.api import CollectiveId, Operation, RankGroup, Reduction, Work
 from shardwise.transport.device import (
     STREAM_ORDERED,
@@ -65,6 +66,7 @@ class ProcessGroupCollectives:
         # Whether the device may wait for other ranks, and the host does not.
         self.is_monitored = backend in STREAM_ORDERED and world.size > 1
         self._epoch = 0
+        self._is_stopped = False
         self._issued = 0
         self._queued: deque[DeviceWork] = deque()  # oldest first
         self._ended: deque[int] = deque(maxlen=16)
@@ -93,7 +95,6 @@ class ProcessGroupCollectives:
             fill: writes this rank's slot, just before it is sent; None if it is written already.
             shared: where ``flat`` is in shared memory; for all ranks of the group or none.
         """
-        process_group = self._process_group(group)
         with self.stream.enqueue() as work:
             if fill is not None:
                 fill()
@@ -101,7 +102,7 @@ class ProcessGroupCollectives:
                 whole = flat if flat.dtype in _DTYPES else flat.view(torch.uint8)
                 size = len(whole) // group.size
                 own = whole[group.index * size : (group.index + 1) * size]
-                _all_gather(whole, own, group=process_group)
+                _all_gather(whole, own, group=self._process_group(group))
         return self._noted(work, label, flat.nbytes // group.size, group)
 
     def reduce(self, reduction: Reduction, label: str) -> Work:
@@ -111,11 +112,10 @@ class ProcessGroupCollectives:
         concurrently with them.
         """
         first, *rest = reduction.stages
-        over_first, *over_rest = [self._process_group(s.group) for s in reduction.stages]
         flat, inner, out = reduction.flat, reduction.inner, reduction.out
         with self.stream.enqueue() as work:
             if first.group.size > 1:
-                _sum_slots(inner, flat, over_first)
+                _sum_slots(inner, flat, self._process_group(first.group))
             elif inner.data_ptr() != flat.data_ptr():
                 inner.copy_(flat)
             if reduction.carried is not None:
@@ -130,12 +130,12 @@ class ProcessGroupCollectives:
         stream = self._second_stream if first.group.size > 1 else self.stream
         with stream.enqueue(after=work) as work:
             total = inner
-            for stage, process_group in zip(rest, over_rest, strict=True):
+            for stage in rest:
                 if stage.operation is Operation.REDUCE_SCATTER:
                     total = reduction.scattered(stage.group)
-                    _sum_slots(total, inner, process_group)
+                    _sum_slots(total, inner, self._process_group(stage.group))
                 else:
-                    dist.all_reduce(inner, group=process_group)
+                    dist.all_reduce(inner, group=self._process_group(stage.group))
             if out is not None:
                 copy_scaled_(out, total, reduction.scale)
         work.times = began, work.times[1]
@@ -143,10 +143,9 @@ class ProcessGroupCollectives:
 
     def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:
         """Leave in ``values`` [n] the largest that any rank of ``group`` has."""
-        process_group = self._process_group(group)
         with self.stream.enqueue() as work:
             if group.size > 1:
-                dist.all_reduce(values, dist.ReduceOp.MAX, group=process_group)
+                dist.all_reduce(values, dist.ReduceOp.MAX, group=self._process_group(group))
         return self._noted(work, label, values.nbytes, group)
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
@@ -157,6 +156,8 @@ class ProcessGroupCollectives:
         if group.size == 1:
             return None
         if group.digest not in self._groups:
+            if self._is_stopped:  # other ranks may never make it
+                raise PeerAborted("no process group is made while ranks are out of step")
             name = f"{self.name}/{self._epoch}" if self._epoch else self.name
             self._groups[group.digest] = new_group(group, self._backend, name)
         return self._groups[group.digest]
@@ -183,6 +184,7 @@ class ProcessGroupCollectives:
 
     def stop(self) -> None:
         """End what the device does, for some of it will not end otherwise; its results are lost."""
+        self._is_stopped = True
         for group in list(self._groups.values()):
             with contextlib.suppress(RuntimeError):  # it was aborted before, or cannot be
                 group.abort()
@@ -193,6 +195,7 @@ class ProcessGroupCollectives:
             self._groups.clear()
             self._queued.clear()
             self._epoch += 1
+            self._is_stopped = False
             self._issued = max(state.issued for state in states)
 
 

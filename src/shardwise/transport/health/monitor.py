@@ -77,8 +77,11 @@ class Monitor:
         if error is not None:
             raise error
 
-    def check_heartbeats(self) -> None:
+    def check_heartbeats(self, where: str = "") -> None:
         """Look at the others; to be called every now and then while waiting.
+
+        Args:
+            where: this rank is; for the error.
 
         Raises:
             PeerSilent: names a rank whose counter has stayed the same for ``silent_seconds`` of
@@ -100,6 +103,7 @@ class Monitor:
                     f"rank {self._rank} lost rank {other}: its process gave no sign of life for "
                     f"{now - since:.0f} s; it is stopped (SIGSTOP, a debugger), its machine is "
                     "frozen or off the network, or a call into C holds Python's lock"
+                    f"{where}"
                 )
 
     def meet(self, report: Report) -> list[Report]:

@@ -1,0 +1,201 @@
+"""Ranks of the strict group wait in vain: one error for all of them, and the next step is right."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+import shardwise as sw
+from shardwise.transport.health.monitor import Patience
+from tests import ranks
+from tests.models import Block
+from tests.ranks import RankFailed, on_ranks, run_on
+from tests.runtime.one_process import adamw, assert_equal_models, own_part, runtime_of
+from tests.streams.install import simulated
+from tests.streams.programs import DEVICE
+from tests.streams.simulation import Simulation
+
+PATIENCE = Patience(poll_seconds=0.05, beat_seconds=0.1, silent_seconds=1.0)
+DEADLINE = 60.0
+SECONDS = 15.0  # until each rank has the error
+LAST = 1
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Swapping(nn.Module):
+    """Calls two of its blocks in the other order while it ``swaps``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block(), Small(), Block()])
+        self.swaps = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *middle, last = self.layers
+        for layer in (first, *(reversed(middle) if self.swaps else middle), last):
+            x = layer(x)
+        return x
+
+
+class Training:
+    """Steps of one rank in transactions, and of one process besides."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        torch.manual_seed(0)
+        self.reference, self.model = Swapping().double(), Swapping().double()
+        self.model.load_state_dict(self.reference.state_dict())
+        simulation.current_device = DEVICE.index
+        sw.fully_shard(self.model.to(DEVICE), units={Block, Small})
+        self.optimizers = [adamw(net.parameters()) for net in (self.reference, self.model)]
+        self.num_steps = 0
+
+    def step(self, before_backward: Callable[[], None] = lambda: None) -> None:
+        torch.manual_seed(self.num_steps)
+        batch = torch.randn(12, 6, dtype=torch.float64)
+        with sw.transaction(self.model, self.optimizers[1]):
+            loss = self.model(own_part(batch).to(DEVICE)).square().mean()
+            before_backward()
+            torch.autograd.backward(loss)
+            self.optimizers[1].step()
+            self.optimizers[1].zero_grad()
+        with _disable_current_modes():
+            torch.autograd.backward(self.reference(batch).square().mean())
+            self.optimizers[0].step()
+            self.optimizers[0].zero_grad()
+            self.num_steps += 1
+            assert_equal_models(self.model, self.reference, self.num_steps)
+
+    def error(self, kind: type[sw.StepError], **options: Callable[[], None]) -> str:
+        """Of a step that fails on every rank."""
+        began = time.monotonic()
+        with pytest.raises(kind) as caught:
+            self.step(**options)
+        assert time.monotonic() - began < SECONDS
+        return str(caught.value)
+
+
+@contextmanager
+def training() -> Iterator[Training]:
+    simulation = Simulation(is_concurrent=True)
+    with simulated(simulation, patience=PATIENCE):
+        yield Training(simulation)
+
+
+def assert_same(text: str) -> None:
+    """On all ranks."""
+    texts = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    assert set(texts) == {text}
+
+
+def epochs(run: Training) -> set[int]:
+    scheduler = runtime_of(run.model).scheduler
+    return {links._epoch for links in (scheduler._links.gather, scheduler._links.reduce)}  # type: ignore[union-attr]
+
+
+@on_ranks(2, thorough=(4,), deadline=DEADLINE)
+def test_ranks_that_diverge() -> None:
+    with training() as run:
+        run.step()
+        run.model.swaps = dist.get_rank() == LAST
+        text = run.error(sw.RanksDiverged)
+        run.model.swaps = False
+        assert re.search(rf"\n  rank {LAST}: step 1, \w+ of layers\.\d, waits for gather", text)
+        assert f"rank {LAST} entered layers.2" in text
+        assert_same(text)
+        run.step()
+        assert epochs(run) == {1}
+
+
+@on_ranks(2, thorough=(4,), deadline=DEADLINE)
+@pytest.mark.parametrize("place", ["before backward", "at the end"])
+def test_a_rank_that_raises(place: str) -> None:
+    """The others wait for it on the device, where nothing raises."""
+
+    def fail(*_args: object) -> None:
+        raise ValueError("it hurts")
+
+    with training() as run:
+        run.step()
+        if dist.get_rank() != LAST:
+            text = run.error(sw.PeerAborted)
+            assert text == f"rank {LAST} gave up in step 1: ValueError: it hurts"
+        elif place == "before backward":
+            with pytest.raises(ValueError, match="it hurts"):
+                run.step(fail)
+        else:
+            handle = run.optimizers[1].register_step_post_hook(fail)
+            with pytest.raises(ValueError, match="it hurts"):
+                run.step()
+            handle.remove()
+        run.step()
+
+
+@on_ranks(2, deadline=DEADLINE)
+def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
+    over = tmp_path / "over"
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+
+    def wait_to_be_stopped() -> None:
+        while not over.exists():
+            time.sleep(0.01)
+
+    with training() as run:
+        run.step()
+        if dist.get_rank() != LAST:
+            os.kill(pids[LAST], signal.SIGSTOP)
+            try:
+                text = run.error(sw.PeerSilent)
+            finally:
+                over.touch()
+                os.kill(pids[LAST], signal.SIGCONT)
+        else:
+            text = run.error(sw.PeerSilent, before_backward=wait_to_be_stopped)
+        assert text.startswith(f"rank 0 lost rank {LAST}: its process gave no sign of life")
+        assert re.search(r"; step 1, \w+ of layers\.\d, waits for gather", text)
+        assert_same(text)
+        run.step()
+        assert epochs(run) == {1}
+
+
+def test_a_rank_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", DEADLINE)
+    with pytest.raises(RankFailed) as failure:
+        run_on(3, _outlive, tmp_path, deadline=DEADLINE)
+    assert failure.value.errors == {2: "was killed by SIGKILL"}
+    first, second = ((tmp_path / str(rank)).read_text() for rank in (0, 1))
+    assert first == second
+    assert "lost rank 2: its process gave no sign of life" in first
+    assert re.search(r"; step 1, \w+ of layers\.\d, waits for", first)
+
+
+def _outlive(folder: Path) -> None:
+    own = folder / str(dist.get_rank())
+
+    def die() -> None:
+        if dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with training() as run:
+        run.step()
+        own.write_text(run.error(sw.PeerSilent, before_backward=die))
+        while not all((folder / str(rank)).exists() for rank in (0, 1)):  # the store is rank 0's
+            time.sleep(0.05)
