@@ -1,6 +1,7 @@
 """accelerate's FSDP plugin with shardwise in the place of PyTorch's FSDP; a program for torchrun.
 
     torchrun --nproc-per-node=2 examples/hf/accelerate_fsdp.py OUT [--version 1] [--engine torch]
+        [--bf16]
 
 Saves and loads a checkpoint after the third of six steps, and writes the losses and gradient norms
 to OUT/ENGINE.json. The model is tiny and random.
@@ -35,18 +36,22 @@ def make_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def make_accelerator(engine: str, version: int) -> Accelerator:
+def make_accelerator(engine: str, version: int, bf16: bool) -> Accelerator:
     on_cpu = not torch.cuda.is_available()
+    precision = "bf16" if bf16 else "no"
+    common = {"cpu": on_cpu, "gradient_accumulation_steps": PARTS, "mixed_precision": precision}
     if engine == "ddp":
-        return Accelerator(cpu=on_cpu, gradient_accumulation_steps=PARTS)
+        return Accelerator(**common)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=version,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         state_dict_type="SHARDED_STATE_DICT",
     )
-    accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=plugin, gradient_accumulation_steps=PARTS)
+    accelerator = Accelerator(**common, fsdp_plugin=plugin)
     if on_cpu:  # where accelerate takes DDP whatever the plugin
+        if bf16:
+            plugin.set_mixed_precision(precision)
         PartialState().distributed_type = DistributedType.FSDP
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
@@ -85,8 +90,9 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("--version", type=int, choices=[1, 2], default=2)
     parser.add_argument("--engine", choices=["shardwise", "torch", "ddp"], default="shardwise")
+    parser.add_argument("--bf16", action="store_true")
     options = parser.parse_args()
-    accelerator = make_accelerator(options.engine, options.version)
+    accelerator = make_accelerator(options.engine, options.version, options.bf16)
     with contextlib.ExitStack() as stack:
         if options.engine == "shardwise":
             stack.enter_context(replace_torch_fsdp())

@@ -86,12 +86,24 @@ def test_accelerate_fsdp_plugin(version: int, judge: str, tmp_path: Path) -> Non
 
 
 @thorough
+@pytest.mark.parametrize("version", [1, 2])
+def test_accelerate_fsdp_plugin_in_bfloat16(version: int, tmp_path: Path) -> None:
+    """FSDP2 judges both versions."""
+    ours = run("hf/accelerate_fsdp.py", tmp_path, "shardwise", "--version", str(version), "--bf16")
+    theirs = run("hf/accelerate_fsdp.py", tmp_path, "torch", "--bf16")
+    assert len(ours) == 6
+    for one, expected in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(expected, rel=1e-2)
+
+
+@thorough
 @pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="lightning is not installed"
 )
 def test_lightning(tmp_path: Path) -> None:
     expected = run("lightning/fit.py", tmp_path, "torch")  # FSDP2
     assert len(expected) == 6
-    for strategy in ("model_parallel", "fsdp"):
-        ours = run("lightning/fit.py", tmp_path / strategy, "shardwise", "--strategy", strategy)
+    for strategy, *more in (("model_parallel",), ("model_parallel", "--full"), ("fsdp",)):
+        out = tmp_path / "-".join((strategy, *more))
+        ours = run("lightning/fit.py", out, "shardwise", "--strategy", strategy, *more)
         assert ours == pytest.approx(expected, rel=1e-5)
