@@ -23,7 +23,7 @@ def subject():
 """
 USAGE_ERRORS = {
     "gtp": "gtp: expected one of gpt, moe, encoder-decoder, conv, lora, bert, gpt2, llama, "
-    "mixtral, qwen2, t5, vit, hf; did you mean gpt?",
+    "mixtral, qwen2, t5, vit, hf; did you mean 'gpt'?",
     "own.py:subjects": "own.py has no function 'subjects'",
     "--strategies zero9": "strategy='zero9': expected one of",
     "--steps 0": "--steps 0: expected 1 or more",

@@ -187,7 +187,7 @@ def test_noise_has_no_cause() -> None:
         (["--mesh", "dp2,tp2"], "name the --engine that uses it"),
         (["--engine", "fsdp2", "--mesh", "tp2"], "one of them beginning with dp"),
         (["--engine", "fsdp2", "--mesh", "dp"], "each with a size"),
-        (["--engine", "fsdp3"], "expected one of shardwise, fsdp2, ddp; did you mean fsdp2"),
+        (["--engine", "fsdp3"], "expected one of shardwise, fsdp2, ddp; did you mean 'fsdp2"),
     ],
 )
 def test_the_command_names_mistakes(

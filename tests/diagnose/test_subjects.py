@@ -74,7 +74,7 @@ def test_the_users_own(source: str, own: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("gtp", "gtp: expected one of gpt, moe, .*; did you mean gpt"),
+        ("gtp", "gtp: expected one of gpt, moe, .*; did you mean 'gpt"),
         ("xyz", "or module:function, or file.py:function"),
         ("nope.py:two", "nope.py: no such file"),
         ("nope:two", "nope: no such module"),

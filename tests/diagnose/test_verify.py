@@ -203,7 +203,7 @@ def test_the_first_rank_shows_the_table(capfd: pytest.CaptureFixture[str]) -> No
         ({"steps": 0}, "steps=0.*expected one step or more"),
         ({"tolerance": -1.0}, "tolerance=-1.0"),
         ({"units": "Blok"}, "units="),
-        ({"corrupt": "frist.weight"}, "'frist.weight'.*did you mean first.weight?"),
+        ({"corrupt": "frist.weight"}, "'frist.weight'.*did you mean 'first.weight'"),
         ({"loss_fn": lambda model, x: model(x)}, r"the loss is shape \[12, 6\]: expected a scalar"),
         ({"loss_fn": lambda model, x: 3.0}, "the loss is float"),  # noqa: ARG005
         ({"model_fn": lambda: "model"}, "model_fn returned str: expected a new torch.nn.Module"),

@@ -1,11 +1,11 @@
 """The options of the command, and the setting that every rank gets."""
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.errors import ConfigError
+from shardwise.plan.spelling import did_you_mean
 from shardwise.train.config import read_config
 from shardwise.train.data import VOCABULARY
 from shardwise.train.model import Shape
@@ -94,6 +94,5 @@ def choose_words(option: str, words: Sequence[str], known: Sequence[str]) -> Non
         raise ConfigError(f"{option}: expected one of {', '.join(known)}, or several by comma")
     for word in words:
         if word not in known:
-            close = difflib.get_close_matches(word, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
-            raise ConfigError(f"{option} {word}: unknown; {hint}")
+            hint = did_you_mean(word, known) or f"; expected one of {', '.join(known)}"
+            raise ConfigError(f"{option} {word}: unknown{hint}")

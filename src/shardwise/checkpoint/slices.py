@@ -122,7 +122,10 @@ def _even_run(tensor: DTensor) -> Run:
 
 
 def _part_of_whole(whole: Tensor, tensor: DTensor) -> Tensor:
-    """What this rank stores of ``tensor``, whose elements are ``whole``."""
+    """What this rank stores of ``tensor``, whose elements are ``whole``.
+
+    `distribute_tensor` (torch 2.13) gives a rank rows of another where strided shards are uneven.
+    """
     dims = zip(tensor.placements, _coordinates(tensor.device_mesh), strict=True)
     # A strided shard cuts what the other mesh dims have cut.
     for placement, (size, index) in sorted(dims, key=lambda dim: is_strided_shard(dim[0])):

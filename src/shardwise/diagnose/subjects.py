@@ -1,6 +1,5 @@
 """Models to verify, by name or by the user's own function."""
 
-import difflib
 import importlib
 import importlib.util
 import sys
@@ -13,6 +12,7 @@ from shardwise.diagnose.engines import ENGINES, Engine
 from shardwise.diagnose.families import FAMILIES
 from shardwise.diagnose.models import Subject
 from shardwise.errors import ConfigError
+from shardwise.plan.spelling import did_you_mean
 
 __all__ = ["find_engine", "find_subjects"]
 
@@ -58,9 +58,8 @@ def find_engine(name: str) -> Engine:
 def _find_function(wanted: str, known: Iterable[str]) -> Callable[..., Any]:
     source, colon, name = wanted.rpartition(":")
     if not colon:
-        close = difflib.get_close_matches(wanted, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else "or module:function, or file.py:function"
-        raise ConfigError(f"{wanted}: expected one of {', '.join(known)}; {hint}")
+        hint = did_you_mean(wanted, known) or "; or module:function, or file.py:function"
+        raise ConfigError(f"{wanted}: expected one of {', '.join(known)}{hint}")
     module = _run_file(Path(source)) if source.endswith(".py") else _import(source)
     function = getattr(module, name, None)
     if not callable(function):

@@ -5,7 +5,6 @@ on its part of the same batches (`compare`). All of it runs in float64, so that 
 an error.
 """
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +25,7 @@ from shardwise.diagnose.reference import LossFn, Outcome, Reference, Training
 from shardwise.diagnose.verification import HEAD, Verification
 from shardwise.errors import PlanError
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
+from shardwise.plan.spelling import did_you_mean
 from shardwise.plan.strategy import STRATEGIES, Strategy, resolve_strategy
 from shardwise.plan.units import Units
 from shardwise.tensor.mesh import all_ranks_of, resolve_mesh
@@ -206,9 +206,8 @@ def _check_gets_gradient(name: str, outcomes: Sequence[Outcome]) -> None:
         {key for one in outcomes for key, gradient in one.gradients.items() if gradient is not None}
     )
     if name not in trained:
-        close = difflib.get_close_matches(name, trained, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(trained)}"
-        raise PlanError(f"corrupt={name!r}: no parameter of this name gets a gradient; {hint}")
+        hint = did_you_mean(name, trained) or f"; expected one of {', '.join(trained)}"
+        raise PlanError(f"corrupt={name!r}: no parameter of this name gets a gradient{hint}")
 
 
 def _corrupt(parameter: nn.Parameter, exchange: RankExchange) -> None:

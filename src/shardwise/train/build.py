@@ -72,15 +72,8 @@ def _check_step_in_backward(config: Config) -> None:
 
 def build_model(config: Config) -> GPT:
     """The model on the meta device; its values are initialized when it is sharded."""
-    shape = Shape(
-        vocabulary=VOCABULARY,
-        context=config.model.context,
-        width=config.model.width,
-        layers=config.model.layers,
-        heads=config.model.heads,
-    )
     with torch.device("meta"):
-        model = GPT(shape)
+        model = GPT(Shape(vocabulary=VOCABULARY, **config.model.model_dump()))
     model.checkpoint_every = config.memory.checkpoint_every
     model.checkpoint = config.memory.checkpoint
     return model
