@@ -5,7 +5,13 @@ import runpy
 from pathlib import Path
 
 from tests.ranks import on_ranks
-from tests.runtime.one_process import adamw, assert_close, assert_equal_models, mean_over_ranks
+from tests.runtime.one_process import (
+    adamw,
+    assert_close,
+    assert_equal_models,
+    assert_reduced_once,
+    mean_over_ranks,
+)
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "parallelism" / "ulysses.py"
 
@@ -26,6 +32,7 @@ def test_training_equals_one_process() -> None:
         loss.backward()
         assert_close(mean_over_ranks(loss), expected.detach(), "loss")
         assert_equal_models(model, reference, step)
+        assert_reduced_once(model)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

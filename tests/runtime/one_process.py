@@ -1,5 +1,6 @@
 """What one process on the global batch computes, and how ranks compare with it."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import shardwise as sw
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.runtime.engine import Runtime
+from shardwise.schedule.events import EventKind
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from tests.models import CASES, build
 
@@ -55,6 +57,15 @@ def runtime_of(model: nn.Module) -> Runtime:
     runtime = model.__dict__["_shardwise"].runtime
     assert isinstance(runtime, Runtime)
     return runtime
+
+
+def assert_reduced_once(model: nn.Module) -> None:
+    """Each unit was reduced once in the last step, and gathered for forward and for backward."""
+    events = [record.event for record in sw.ledger(model).records()]
+    counts = Counter((event.unit, event.kind) for event in events)
+    for index, unit in enumerate(runtime_of(model).units):
+        assert counts[index, EventKind.REDUCE] == 1, unit
+        assert 1 <= counts[index, EventKind.GATHER] <= 2, unit
 
 
 def own_part(batch: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise as sw
 from tests.ranks import on_ranks
-from tests.runtime.one_process import adamw, assert_close, full
+from tests.runtime.one_process import adamw, assert_close, assert_reduced_once, full
 
 WIDTH, EXPERTS, ROWS = 6, 4, 8
 
@@ -142,6 +142,7 @@ def check_training(mesh: DeviceMesh, *, as_dtensors: bool, without: tuple[int, .
         x = torch.randn(dense.size() * ROWS, WIDTH).double()
         reference(x).square().mean().backward()
         model(x.chunk(dense.size())[dist.get_rank()]).square().mean().backward()
+        assert_reduced_once(model)
         wanted = dict(reference.named_parameters())
         for name, one in model.named_parameters():
             compare(one.grad, wanted[name].grad, f"gradient of {name} in {step}", mesh["ep"])
