@@ -93,10 +93,10 @@ def fully_shard(
             ``"row"`` (between slices along dim 0), `sw.block(n)` (between blocks of n rows),
             ``"tensor"`` (nowhere) or ``"dim"`` (as in FSDP2: each rank has a chunk of dim 0 of
             every parameter, in the sizes of `torch.chunk`, in DTensors with ``Shard(0)``; it costs
-            two copies of a unit in each gather and reduction); one for all, or a mapping from
-            patterns of names (as in fnmatch; the first that fits decides), or a function of name
-            and shape. Others are by element. What an earlier call for a block chose, stays. Costly
-            padding is warned of.
+            one more copy of a unit in each gather and in each reduction); one for all, or a mapping
+            from patterns of names (as in fnmatch; the first that fits decides), or a function of
+            name and shape. Others are by element. What an earlier call for a block chose, stays.
+            Costly padding is warned of.
         mp_policy: the dtypes of gathers, compute, reductions and shards. Without one, only
             trainable parameters in bfloat16 or float16 get float32 shards ("masters").
         offload_policy: ``sw.CPUOffloadPolicy()`` keeps shards, their gradients and the states of

@@ -236,7 +236,7 @@ def test_fully_shard_of_the_drop_in_keeps_dtypes() -> None:
         (lambda: sw.fully_shard(nn.Linear(2, 2), offload_policy=True), "offload_policy: expected"),  # type: ignore[arg-type]
         (
             lambda: f.fully_shard(make_net()).set_custom_all_gather(print),  # type: ignore[operator]
-            "set_custom_all_gather has no place",
+            "set_custom_all_gather is not supported",
         ),
     ],
 )

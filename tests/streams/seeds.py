@@ -310,11 +310,11 @@ _ACTIVATIONS = Program("wide", offloads_activations=True)
 _HSDP = Program(strategy="hsdp")
 
 BUGS = {
-    "lane does not wait": Bug(lane_does_not_wait, Problem.RACE),
+    "communication stream does not wait": Bug(lane_does_not_wait, Problem.RACE),
     "event before the job": Bug(event_before_the_job, Problem.RACE),
     "current stream of another device": Bug(current_stream_of_another_device, Problem.RACE),
     "gather is not awaited": Bug(gather_is_not_awaited, Problem.RACE),
-    "free does not await a gather in vain": Bug(
+    "free does not wait for an unused prefetch": Bug(
         free_does_not_await_a_gather_in_vain,
         Problem.EARLY_FREE,
         Program("alternating", prefetch=3, granularity="dim"),
@@ -360,5 +360,7 @@ BUGS = {
     "one rank swaps two gathers": Bug(
         one_rank_swaps_two_gathers, Problem.ORDER, Program(prefetch=2)
     ),
-    "one rank does not agree on unused": Bug(one_rank_does_not_agree_on_unused, Problem.ORDER),
+    "one rank skips the exchange about unused parameters": Bug(
+        one_rank_does_not_agree_on_unused, Problem.ORDER
+    ),
 }

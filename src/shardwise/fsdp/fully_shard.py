@@ -30,10 +30,11 @@ def fully_shard(
     ignored_params: Collection[nn.Parameter] | None = None,
     **options: Any,
 ) -> M:
-    """`shardwise.fully_shard` with FSDP2's defaults, and with its refusals.
+    """`shardwise.fully_shard`, which describes the options, with FSDP2's defaults and refusals.
 
-    The defaults are its placements, shards in the parameter's dtype, where ours are float32 for
-    trainable parameters in 16 bits, and values that may differ between ranks.
+    Parameters are cut along a dim as FSDP2 does (``granularity="dim"``), shards keep the
+    parameter's dtype (there, those of trainable 16-bit parameters are float32), and ranks that
+    built different values are warned of and not refused.
     """
     modules = module if isinstance(module, Sequence) else (module,)
     if granularity is None:
@@ -55,7 +56,7 @@ def fully_shard(
     return module
 
 
-update_wrapper(fully_shard, api.fully_shard, assigned=("__doc__",))
+update_wrapper(fully_shard, api.fully_shard, assigned=())  # its signature
 fully_shard.state = handle_of  # type: ignore[attr-defined]  # as in FSDP2: one for each module
 
 

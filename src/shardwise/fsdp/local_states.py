@@ -40,7 +40,7 @@ def as_dtensor(value: Any, parameter: Tensor) -> Any:
 
 
 def as_local(value: Any) -> Any:
-    """``value`` as the state dict of an optimizer has it."""
+    """``value`` in the form that the state dict of an optimizer has."""
     is_local = isinstance(value, ShardedTensor) and _is_of_fsdp1(value)
     return local_of(value) if is_local else value
 

@@ -132,7 +132,7 @@ def to_load(
 ) -> States:
     """What this rank has of ``states``, with the optimizer's indices as keys.
 
-    With ``raw_names``, with the names that wrappers are a part of.
+    With ``raw_names``, by names that include the prefixes of wrappers.
     """
     own = {
         name: {

@@ -57,7 +57,7 @@ class Ranks:
 
     @property
     def sharding_factor(self) -> int | None:
-        """Of a process alone, which has no mesh."""
+        """1 for a single process without a mesh, otherwise None."""
         return 1 if self.strategy == "hsdp" and self.mesh is None else None
 
     @property

@@ -37,7 +37,7 @@ def summon_full_params(
 
     Raises:
         UnsupportedError: flags contradict each other or are not supported.
-        InStepError: a forward, a backward or this is under way.
+        InStepError: a forward, a backward or another `summon_full_params` is under way.
         StateError: a parameter was replaced by one of another shape, dtype or device.
     """
     parameters = clean_names(module)
@@ -104,7 +104,7 @@ def _full_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 def _full_gradient(gradient: DTensor) -> Tensor:
-    """All of ``gradient``; of a replicated one, itself, so that changes stay in any case."""
+    """All of ``gradient``; a replicated one itself, so that changes in place persist."""
     is_replicated = all(placement.is_replicate() for placement in gradient.placements)
     local = gradient.to_local()
     return local.view(gradient.shape) if is_replicated else gradient.full_tensor()

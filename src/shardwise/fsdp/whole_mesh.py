@@ -20,7 +20,7 @@ _NUM_DIMS = 2  # of data and of tensor parallelism; there may be others outside,
 
 
 def on_whole_mesh(tensor: DTensor) -> DTensor:
-    """``tensor`` on the mesh that its own is a dim of; every rank has to call this."""
+    """``tensor`` on the root of its mesh; every rank has to call this."""
     mesh = root_mesh(tensor.device_mesh)
     if mesh.ndim != _NUM_DIMS or mesh.mesh_dim_names is None:
         return tensor

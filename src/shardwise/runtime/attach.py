@@ -49,7 +49,7 @@ def device_for(
 ) -> torch.device:
     """Where the shards live: with the model, or on this rank's accelerator if the group has those.
 
-    Those of a model on the meta device otherwise on torch's default device.
+    For a model on the meta device: on the group's accelerator, or else torch's default device.
 
     Args:
         root: the model.

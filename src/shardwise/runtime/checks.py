@@ -46,7 +46,7 @@ def check_initialized(root: nn.Module) -> None:
 def check_tensor_parallel(
     root: nn.Module, mesh: DataParallelMesh, ignored: Collection[nn.Parameter]
 ) -> None:
-    """Refuse DTensors whose mesh does not join that of ``axis``.
+    """Refuse DTensors whose mesh cannot be joined with ``mesh``.
 
     Raises:
         PlanError: names the first of them.
@@ -137,8 +137,8 @@ def check_same_plan(plan: Plan, mesh: DataParallelMesh, *, warns: bool = False) 
         return
     rank = different.any(1).nonzero()[0].item()
     message = (
-        f"ranks 0 and {rank} plan otherwise; call fully_shard with the same model and the same "
-        "arguments on every rank"
+        f"ranks 0 and {rank} have different sharding plans; call fully_shard with the same "
+        "model and the same arguments on every rank"
     )
     if different[:, -1].any():
         raise PlanError(message)

@@ -45,10 +45,10 @@ class Materializer(Protocol):
         """Of every parameter that was filled, by name."""
 
     def fill(self, unit: UnitPlan) -> None:
-        """Make the parameters of ``unit`` whole, with values; those of the unit before are cut."""
+        """Give the parameters of ``unit`` values; those of the previous unit are sharded now."""
 
     def take_back(self) -> None:
-        """The parameters of the last unit are cut."""
+        """The parameters of the last unit are sharded now."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""FSDP2's all-gather extensions: parameters of classes that say what is gathered of them.
+"""FSDP2's all-gather extensions, of parameters that are tensor subclasses.
 
 ``fsdp_pre_all_gather`` makes plain tensors of what a rank stores, a tensor of such a class, and
-``fsdp_post_all_gather`` makes the parameter that modules compute with of the gathered ones. So
+``fsdp_post_all_gather`` builds the parameter that modules compute with from the gathered ones. So
 torchao gathers float8 weights in a byte for each element, and NF4 ones in half a byte::
 
     local    of the class, [rows / world_size, ...]

@@ -234,8 +234,8 @@ def _accumulate(parameter: FSDPParameter, gradient: Tensor) -> bool:
         return True
     if not isinstance(sharded.grad, DTensor):
         raise PlanError(
-            f"{parameter.name}.grad is a {type(sharded.grad).__name__} of the user's, not a "
-            "DTensor; set it to None before backward"
+            f"{parameter.name}.grad was set to a {type(sharded.grad).__name__}; expected None or a "
+            "DTensor before backward"
         )
     sharded.grad.add_(gradient)
     return False

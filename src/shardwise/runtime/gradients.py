@@ -21,8 +21,8 @@ from shardwise.transport.device import copy_, is_accelerator
 
 __all__ = ["GradientBuffer", "GradientState", "ReduceHook"]
 
-# Called with the gradients of this rank, and where parameters are sharded with memory for its shard
-# of their average. What it leaves there, or else in the first, is the gradient.
+# Called as hook(gradients), or as hook(gradients, shard) where parameters are sharded: it reduces
+# the gradients of this rank into its last argument, in place.
 ReduceHook = Callable[..., None]
 
 _DOMINANT = 7 / 8  # of a buffer
@@ -111,11 +111,11 @@ class GradientBuffer:
         self.divide_by(1.0)
 
     def claim(self, position: int, *, waits: bool, in_slot: bool) -> tuple[Tensor, bool] | None:
-        """Where to compute a gradient, and whether to add it to what is there; None: elsewhere.
+        """Where to compute a gradient, and whether to add it to what is there; None for anywhere.
 
-        That is its place in the buffer, for `write` to find it there, if it is empty and all uses
-        of the parameter would be added there (``in_slot``). One that ``waits`` while other units
-        compute is there only if the buffer is little larger.
+        The gradient may be computed in its place in the buffer, where `write` finds it, if that is
+        empty and all uses of the parameter are added there (``in_slot``). One that ``waits`` while
+        other units compute is put there only if the buffer is little larger.
         """
         parameter = self.parameters[position]
         if self.state is GradientState.REDUCING or parameter.dense.grad is not None:
@@ -263,9 +263,9 @@ class GradientBuffer:
         self._aliases = []
 
     def _evict(self, view: Tensor) -> None:
-        """Move a gradient to memory of its own that was computed in ``view`` and is held still.
+        """Copy a gradient that was computed in ``view``, and is still referenced, to new memory.
 
-        By autograd, which is to add that of an earlier call, or by a hook of the user's.
+        Autograd may hold it, to add that of an earlier call, or a hook of the user's.
         """
         for alias in self._aliases:
             gradient = alias()
@@ -303,12 +303,11 @@ class GradientBuffer:
 
 
 def _divisor_before_the_sum(dtype: torch.dtype, divisor: float) -> float:
-    """By what gradients are divided before they are summed; after it, by the rest.
+    """What gradients are divided by before the sum; the rest of the division comes after it.
 
-    After the sum there is less to divide. But large sums of float16 would have become infinite, and
-    before it a division takes small numbers below the smallest that there is. The square root
-    shares the 40 powers of two of float16 out between both, as a power of two, which does not
-    round.
+    To divide after the sum is cheaper. But large sums of float16 would overflow, and to divide by
+    everything before it would make small numbers underflow. A power of two near the square root
+    balances both, and does not round.
     """
     if dtype != torch.float16:
         return 1.0

@@ -56,7 +56,9 @@ class Pool:
     """
 
     shared: SharedMemory | None = None  # where other ranks can write to it
-    in_use = 0  # flat buffers: the same number on ranks where the same ones are
+    acquired_keys = (
+        0  # XOR of the keys of acquired buffers; equal on ranks that acquired the same ones
+    )
 
     def __init__(
         self,
@@ -272,7 +274,7 @@ class Pools:
 
     Gradients are whole in backward alone. What they take would be idle just when activations are
     at their peak, so it is allocated when backward begins and freed when it ends. Units with child
-    units may hold theirs all the time, which says nothing of how much is used again soon.
+    units may hold theirs all the time, so their peak does not tell how much is reused soon.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -346,7 +348,7 @@ class FlatBuffer:
         return self.flat[rank * size : (rank + 1) * size]
 
     def acquire(self, memory: torch.UntypedStorage | None = None) -> None:
-        """Give the buffer memory with undefined content, which it empties until `release`.
+        """Give the buffer memory with undefined content; ``memory`` is empty until `release`.
 
         Args:
             memory: of its size; by default the pool's.
@@ -355,7 +357,7 @@ class FlatBuffer:
         assert memory is None or (CAN_SWAP and memory.nbytes() == self.num_bytes)
         self._is_of_pool = memory is None
         self._memory = self._pool.allocate(self.num_bytes, self.owner) if memory is None else memory
-        self._pool.in_use ^= self._key
+        self._pool.acquired_keys ^= self._key
         _swap(self._storage, self._memory)
 
     def unpack(self) -> None:
@@ -370,7 +372,7 @@ class FlatBuffer:
         if shared is None or not num_bytes:
             return None
         return SharedRange(
-            *shared.locate(self._storage.data_ptr(), self._pool.in_use),
+            *shared.locate(self._storage.data_ptr(), self._pool.acquired_keys),
             lambda file, place: self._move(shared.open(file, place, num_bytes)),
             lambda: self._move(_allocate(num_bytes, self._pool.device)),
         )
@@ -385,7 +387,7 @@ class FlatBuffer:
             _swap(self._storage, self._memory)
         if self._is_of_pool:
             self._pool.free(self._memory)
-        self._pool.in_use ^= self._key
+        self._pool.acquired_keys ^= self._key
         self._memory = None
 
     def _move(self, elsewhere: torch.UntypedStorage) -> None:

@@ -1,7 +1,7 @@
 """What `fully_shard` makes of a module: `FSDPModule`, with FSDP2's methods.
 
-The schedule knows the order of the last pass and gathers ahead by itself, so hints about order have
-nothing to add; they are taken, so that a program that gives them runs, and that is all.
+The schedule knows the order of the last pass and gathers ahead by itself, so FSDP2's prefetch
+hints are accepted and ignored.
 """
 
 import contextlib
@@ -103,7 +103,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 class UnshardHandle:
-    """A gather under way, of `Controls.unshard`."""
+    """A gather under way, of `FSDPModule.unshard`."""
 
     def __init__(self, scheduler: Scheduler, indices: Sequence[int]) -> None:
         self._scheduler: Scheduler | None = scheduler
@@ -125,7 +125,7 @@ class FSDPModule(nn.Module):
     _is_accelerate_prepared = True  # accelerate, and so transformers' Trainer, wraps it in nothing
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "FSDPModule":
-        """A slice of a container, which makes one of the class of the container, is no unit."""
+        """Slicing an nn.Sequential makes an instance of its class; the slice is a plain module."""
         plain: Any = _plain_class(cls)
         made: FSDPModule = plain(*args, **kwargs)
         return made
@@ -275,46 +275,46 @@ class FSDPModule(nn.Module):
         """The older name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
-    # -- of no effect: the schedule, or the way in which collectives are written, has it already ---
+    # -- accepted, without effect ----------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Every backward ends with its reductions collected."""
+        """No effect: every backward ends with its reductions collected."""
 
     def set_modules_to_forward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
-        """Units are gathered ahead in the order of the last forward, ``prefetch`` of them."""
+        """No effect: ``prefetch`` units are gathered ahead, in the order of the last forward."""
 
     def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
-        """Units are gathered ahead in the order of backward, ``prefetch`` of them."""
+        """No effect: ``prefetch`` units are gathered ahead, in the order of backward."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Units are gathered for backward."""
+        """No effect: units are always gathered for backward."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Reductions are sums, and divisions are apart from them."""
+        """No effect: reductions are always sums, and the division is separate."""
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Units are reduced whole; ``unused=`` says what becomes of unused parameters."""
+        """No effect: units are reduced whole; see ``unused=`` of `fully_shard`."""
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """At most two are alive."""
+        """No effect: at most two reduce buffers are ever alive."""
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Gathers and reductions have a group each."""
+        """No effect: gathers and reductions always have a group each."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Buffers come from the model's own pool."""
+        """No effect: buffers come from the model's own pool."""
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Gathers wait for the stream that calls the model, and so for its optimizer."""
+        """No effect: gathers wait for the stream that calls the model, and so for its optimizer."""
 
     def reset_iter_state(self) -> None:
-        """An exception leaves no state behind."""
+        """No effect: an exception leaves no state behind."""
 
     # -- refused ---------------------------------------------------------------------------------
 
@@ -477,4 +477,4 @@ def runtimes_in(module: nn.Module) -> list[Runtime]:
 
 
 def _refusal(method: str, way_out: str) -> PlanError:
-    return PlanError(f"{method} has no place in how collectives are run here; {way_out}")
+    return PlanError(f"{method} is not supported; {way_out}")

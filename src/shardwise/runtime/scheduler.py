@@ -150,7 +150,7 @@ class Scheduler:
         self._perform(self.sequencer.before_backward(call, task))
 
     def hidden_call(self, index: int) -> Call | None:
-        """A call that backward cannot be seen to reach but by the gradients that it yields."""
+        """The call whose backward can be noticed only when its parameters receive gradients."""
         return None if self.units[index].expects_gradients else self._hidden.get(index)
 
     def finish_backward(self, task: int) -> None:
@@ -226,7 +226,9 @@ class Scheduler:
         Raises:
             StepError: a forward, a backward or `gathered` is running.
         """
-        self.check_idle("when the optimizer steps cannot change in the middle of a step")
+        self.check_idle(
+            "sw.optimizer_in_backward cannot be turned on or off in the middle of a step"
+        )
         self.recover()
         self.observer = observer
         self.sequencer.steps_in_backward = observer.steps_units
@@ -244,7 +246,7 @@ class Scheduler:
             raise PlanError(
                 "the model was converted to another dtype or device, or parameters were unfrozen, "
                 "while sw.optimizer_in_backward steps its parameters; call remove() of its handle "
-                "before, and it again after"
+                "first, and sw.optimizer_in_backward again afterwards"
             )
 
     # -- between steps ---------------------------------------------------------------------------

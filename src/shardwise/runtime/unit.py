@@ -5,7 +5,7 @@ parameters view, and the buffers that come and go::
 
     between steps   shard [S]   p = ShardedTensor(run of shard)
     in use          buffer [world_size * S], dense parameters view it    <- all-gather of shards
-    to be so again  part [world_size * S / subgroup]                     -> all-gather in subgroup
+    gathered again  part [world_size * S / subgroup]                     -> all-gather in subgroup
     in backward     gradients [world_size * S], one slot a parameter     -> reduce-scatter
     after it        gradient shard [S]   p.grad = ShardedTensor(run of it)
 """
@@ -39,7 +39,7 @@ from shardwise.transport.host.peers import INLINE_BYTES
 
 __all__ = ["FlatParameters", "Unit", "plan_memory"]
 
-SMALL_BYTES = INLINE_BYTES  # a shard that is sent at once; to agree on memory takes a message more
+SMALL_BYTES = INLINE_BYTES  # sent inline; shared memory needs one more message
 
 
 class FlatParameters:
@@ -382,7 +382,7 @@ class Unit:
         if not self.expects_gradients:
             parameter.dense.grad = None
             raise StepError(
-                f"{parameter.name}: a gradient came when {self.plan.label} had no part in this "
+                f"{parameter.name}: received a gradient, but {self.plan.label} is not part of this "
                 "backward; was something kept from a forward that raised, or from another model?"
             )
         flat.gradients.used[position] = True
@@ -412,7 +412,7 @@ class Unit:
         return tuple(self._reducing)
 
     def end_backward(self) -> None:
-        """What is held for a later one adds up in the dtype of reductions, not of compute."""
+        """Move what a later reduction gets to its buffer, so that it adds up in that dtype."""
         for flat in self.flats:
             self._write_kept(flat)
         self.expects_gradients = False
@@ -466,7 +466,7 @@ class Unit:
             flat.release_hold(write_back=False)
 
     def _waits(self, gradients: GradientBuffer) -> bool:
-        """Whether its gradients do, for their buffer would be open while units inside compute."""
+        """Whether they stay in ``.grad`` until REDUCE: no buffer while child units compute."""
         return self.plan.has_child_units and not gradients.owns_buffer
 
     def _write_kept(self, flat: FlatParameters) -> None:

@@ -54,7 +54,7 @@ class ShardVersions:
         )
         raise StepError(
             f"{names}: changed between a forward of {self._units[call.unit].plan.label} and its "
-            f"backward, whose gradient would be of neither value; {way_out}"
+            f"backward, so the gradient would match neither value; {way_out}"
         )
 
 
