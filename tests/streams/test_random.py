@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.fuzz.programs import Case, Chain, Complex, Mlp, Model, Odd, Sharding, Step, cases
+from tests.fuzz.programs import Case, Chain, Complex, Lookup, Mlp, Model, Odd, Sharding, Step, cases
 from tests.streams.random_programs import assert_holds_on_streams
 
 SEARCH = settings(
@@ -22,6 +22,12 @@ FOUND = {
         Model(Chain((Mlp(2, bias=True),))),
         Sharding(ranks=1, offload="all"),
         steps=(Step(before="copy"),),
+    ),
+    "two reductions of a unit in a backward that steps": Case(
+        Model(Chain((Lookup(1),)), width=5, frozen=(18,), root_gain=False),
+        Sharding(ranks=3),
+        steps=(Step(losses=("sum",)),),
+        in_backward=True,
     ),
 }
 

@@ -6,6 +6,7 @@ its learning rate stay what they are.
 """
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -42,7 +43,8 @@ class Stepper(StepObserver):
         self._device = device
         self._collected: dict[Unit, None] = {}  # units that have gradients
         self._stepped: set[Unit] = set()  # in the backward under way
-        self._syncs: dict[Unit, UsedParameterSync] = {}
+        # One for each reduction: the last one counts, and the device uses the memory of all.
+        self._syncs: defaultdict[Unit, list[UsedParameterSync]] = defaultdict(list)
         self._used: dict[Unit, list[bool]] = {}  # by this rank, in the backward under way
 
     def before_reduce(self, unit: Unit) -> None:
@@ -65,7 +67,8 @@ class Stepper(StepObserver):
             label = f"agree on unused parameters of {unit.plan.label}"
             used = self._used[unit] = _used_of(unit)
             parameters = _parameters_of(unit)
-            self._syncs[unit] = UsedParameterSync(parameters, used, links, self._device, label)
+            sync = UsedParameterSync(parameters, used, links, self._device, label)
+            self._syncs[unit].append(sync)
 
     def collected(self, unit: Unit) -> None:
         """The gradients of ``unit`` are with its parameters, and more may come."""
@@ -76,7 +79,8 @@ class Stepper(StepObserver):
         if self._unused == "zeros":
             rest = [True for _ in unit.parameters]
         else:
-            rest = self._syncs.pop(unit).wait(links)
+            syncs = self._syncs.pop(unit)
+            rest = syncs[-1].wait(links)
         of_parameter = iter(rest)
         for gradients in unit.gradients:
             gradients.settle([next(of_parameter) for _ in gradients.parameters])
@@ -110,7 +114,9 @@ class Stepper(StepObserver):
         self._update(unit)
 
     def failed(self) -> list[object]:
-        in_flight: list[object] = [sync.abandon() for sync in self._syncs.values()]
+        in_flight: list[object] = [
+            sync.abandon() for syncs in self._syncs.values() for sync in syncs
+        ]
         for state in (self._collected, self._stepped, self._syncs, self._used):
             state.clear()
         return in_flight
