@@ -243,6 +243,7 @@ def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, excha
 
     def new_group(ranks: Any, *args: Any) -> StrictGroup:
         *_, name, _timeout = args
+        simulation.groups.append((tuple(ranks), name))
         return StrictGroup(simulation, list(ranks), name, exchanges=exchanges)
 
     def allocate(num_bytes: int, device: torch.device) -> torch.UntypedStorage:

@@ -85,6 +85,7 @@ class Simulation:
         self.memory = Memory(self._check_end)
         self.found: list[Found] = []
         self.collectives: list[Collective] = []
+        self.groups: list[tuple[tuple[int, ...], str]] = []  # ranks and name of those it made
         self.syncs: Counter[str] = Counter()  # since the start, by where the host waited
         self.is_steady = False  # the host must not wait
         self.current_device = 0

@@ -1,0 +1,101 @@
+"""Process groups of the strict kind: two for each axis, made once, whatever other ranks do."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+import shardwise as sw
+from tests.models import Block, Stack
+from tests.ranks import on_ranks
+from tests.runtime.one_process import adamw, assert_equal_models
+from tests.streams.install import simulated
+from tests.streams.programs import DEVICE
+from tests.streams.simulation import Problem, Simulation
+
+STEPS = 3
+
+
+class Twins:
+    """A model on the ranks of a mesh, and the same one in one process."""
+
+    def __init__(self, mesh: DeviceMesh | None, ranks: Sequence[int], strategy: str) -> None:
+        torch.manual_seed(len(ranks))
+        self.reference, self.model = Stack(depth=2).double(), Stack(depth=2).double()
+        self.model.load_state_dict(self.reference.state_dict())
+        sw.fully_shard(self.model.to(DEVICE), units=Block, mesh=mesh, strategy=strategy)
+        self.ranks = ranks
+        self.optimizers = [adamw(net.parameters()) for net in (self.reference, self.model)]
+
+    def step(self, number: int) -> None:
+        torch.manual_seed(number)
+        batch = torch.randn(12, 6, dtype=torch.float64)
+        part = batch.chunk(len(self.ranks))[self.ranks.index(dist.get_rank())]
+        self._train(self.model, part.to(DEVICE), self.optimizers[1])
+        with _disable_current_modes():
+            self._train(self.reference, batch, self.optimizers[0])
+            assert_equal_models(self.model, self.reference, number)
+
+    def _train(self, net: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        torch.autograd.backward(net(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train(simulation: Simulation, *models: Twins) -> None:
+    """Turn by turn; all groups are there after the first step."""
+    for number in range(STEPS):
+        for model in models:
+            model.step(number)
+        if not number:
+            made = list(simulation.groups)
+    assert simulation.groups == made
+    assert len(set(made)) == len(made)
+    assert not [one for one in simulation.found if one.problem is not Problem.SYNC]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("strategy", "num_groups"), [("fsdp", 2), ("ddp", 1)])
+def test_models_on_parts_of_the_ranks(strategy: str, num_groups: int) -> None:
+    """Others have made other groups before, and the ranks of one model are not in order."""
+    simulation = Simulation(is_late=True)
+    simulation.current_device = DEVICE.index
+    rank = dist.get_rank()
+    # All ranks call this; groups of torch alone.
+    meshes = {ranks: DeviceMesh("cpu", ranks) for ranks in ((1, 3), (2, 0))}
+    ranks = next(ranks for ranks in meshes if rank in ranks)
+    with simulated(simulation):
+        mesh = DeviceMesh.from_group(meshes[ranks].get_group(), "cuda")
+        train(simulation, Twins(mesh, ranks, strategy))
+    assert len(simulation.groups) == num_groups
+
+
+@on_ranks(2)
+def test_two_models_on_one_group() -> None:
+    simulation = Simulation(is_late=True)
+    simulation.current_device = DEVICE.index
+    with simulated(simulation):
+        train(simulation, *(Twins(None, range(2), strategy) for strategy in ("fsdp", "zero2")))
+    assert len(simulation.groups) == 2, "one for gathers and one for reductions"
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
+def test_groups_of_two_axes(strategy: str) -> None:
+    simulation = Simulation(is_late=True)
+    simulation.current_device = DEVICE.index
+    with simulated(simulation):
+        grid = torch.arange(4).view(2, 2)
+        names = ("replicate", "shard")
+        mesh = DeviceMesh("cuda", grid, mesh_dim_names=names, _init_backend=False)
+        train(simulation, Twins(mesh, range(4), strategy))
+    rank = dist.get_rank()
+    row, column = (rank - rank % 2, rank - rank % 2 + 1), (rank % 2, rank % 2 + 2)
+    made = Counter(ranks for ranks, _ in simulation.groups)
+    assert made.keys() <= {row, column, (0, 1, 2, 3)}
+    assert max(made.values()) == 2, "one for gathers and one for reductions"
