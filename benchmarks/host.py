@@ -89,18 +89,19 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     options = parser.parse_args(words)
     rows: dict[str, Figures] = {}
-    rounds: dict[int, list[Round]] = {}
     for num_ranks in map(int, options.ranks.split(",")):
         is_bf16 = options.dtype == "bf16"
         setting = Setting(num_ranks, options.units, options.layers, is_bf16, options.rounds)
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            rounds[num_ranks], counts = process.submit(measure, setting).result()
+            rounds, counts = process.submit(measure, setting).result()
         for engine in COMPARED:
-            ratio = harness.ratio(rounds[num_ranks], engine, BASE).median
+            ratio = harness.ratio(rounds, engine, BASE)
             rows[f"{num_ranks} ranks: {engine}"] = {
-                **harness.medians(rounds[num_ranks], engine),
+                **harness.medians(rounds, engine),
                 **counts[engine],
-                "ratio": ratio,
+                "ratio": ratio.median,
+                "least_ratio": ratio.least,
+                "most_ratio": ratio.most,
             }
     columns = (
         ("µs", "seconds", microseconds),
@@ -109,8 +110,7 @@ def main(words: Sequence[str] | None = None) -> None:
         *((name.replace("_", " "), name, "{:.1f}".format) for name in COUNTED),
     )
     title = f"the host's part of a step, per unit: {options.units} units, {options.dtype}"
-    times = {str(ranks): [round_.cases for round_ in each] for ranks, each in rounds.items()}
-    harness.publish(title, columns, rows, options.out, rounds=times)
+    harness.publish(title, columns, rows, options.out, rounds=options.rounds)
 
 
 def microseconds(seconds: float) -> str:
@@ -195,13 +195,18 @@ def count_calls(step: Callable[[], object], units: int) -> Figures:
     return {name: counts[name] / units for name in COUNTED}
 
 
+def is_free(func: Any) -> bool:
+    """Whether an operator launches no kernel: a view, or an allocation."""
+    return bool(func.is_view) or func._schema.name in _NO_KERNELS
+
+
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is not Tensor and kind is not nn.Parameter for kind in types):
             return NotImplemented  # a DTensor, whose parts come here as well
         name = func._schema.name
         CALLS["operators"] += 1
-        CALLS["kernels"] += not (func.is_view or name in _NO_KERNELS)
+        CALLS["kernels"] += not is_free(func)
         CALLS["syncs"] += name in _SYNCS
         return func(*args, **(kwargs or {}))
 
@@ -212,28 +217,43 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def posing_as_one_of(num_ranks: int) -> Iterator[None]:
     """The first of ``num_ranks``, on an "accelerator" of memory of the host."""
-    dist.Backend.register_backend(
-        "fake",
+    backend = dist.Backend._BackendPlugin(
         lambda options, _: _Group(options.group_rank, options.group_size),  # type: ignore[call-arg]
         extended_api=True,
-        devices=["cpu"],
     )
+    backends = mock.patch.dict(dist.Backend._plugins, {"FAKE": backend})
     kinds = {"cpu": _Accelerator}
     streams: dict[str, Any] = {"Stream": _Stream, "Event": _Event, "_current_stream": _Stream()}
-    with mock.patch.multiple(torch.cpu, **streams), mock.patch.dict(transport_device.KINDS, kinds):
+    accelerator = mock.patch.dict(transport_device.KINDS, kinds)
+    with backends, accelerator, mock.patch.multiple(torch.cpu, **streams):
         dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
         yield
         dist.destroy_process_group()
 
 
 class _Group(dist.ProcessGroup):
-    def _count(self, *_args: object, **_options: object) -> "_Done":
+    def launched(self, num_bytes: int, *, times: int = 1) -> None:  # noqa: ARG002
+        """A collective was, which sends so many bytes so many times."""
         CALLS["collectives"] += 1
+
+    def all_gather_single(self, whole: Tensor, *_args: object) -> "_Done":
+        self.launched(whole.nbytes)
         return _Done()
 
-    all_gather_single = _allgather_base = _count
-    reduce_scatter_single = _reduce_scatter_base = _count
-    allreduce = barrier = _count
+    def reduce_scatter_single(self, _part: Tensor, whole: Tensor, *_args: object) -> "_Done":
+        self.launched(whole.nbytes)
+        return _Done()
+
+    def allreduce(self, tensors: list[Tensor], *_args: object) -> "_Done":  # type: ignore[override]
+        self.launched(tensors[0].nbytes, times=2)
+        return _Done()
+
+    def barrier(self, *_args: object, **_options: object) -> "_Done":
+        return _Done()
+
+    # Their names before torch 2.13.
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's)
         return "fake"
