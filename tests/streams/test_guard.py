@@ -1,6 +1,8 @@
 """Ranks of the strict group wait in vain: one error for all of them, and the next step is right."""
 
+import importlib
 import os
+import pickle
 import re
 import signal
 import time
@@ -111,8 +113,9 @@ def epochs(run: Training) -> set[int]:
 
 
 @on_ranks(2, thorough=(4,), deadline=DEADLINE)
-def test_ranks_that_diverge() -> None:
-    with training() as run:
+def test_ranks_that_diverge(tmp_path: Path) -> None:
+    with training() as run, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/")
         run.step()
         run.model.swaps = dist.get_rank() == LAST
         text = run.error(sw.RanksDiverged)
@@ -122,6 +125,22 @@ def test_ranks_that_diverge() -> None:
         assert_same(text)
         run.step()
         assert epochs(run) == {1}
+    dist.barrier()
+    records = sorted(tmp_path.glob("*_gather_*"))
+    assert len(records) == dist.get_world_size()
+    if not dist.get_rank():
+        _assert_torch_finds_the_difference(tmp_path, records[0].name[:-1])
+
+
+def _assert_torch_finds_the_difference(folder: Path, prefix: str) -> None:
+    # Here, as it prints something when it is imported.
+    fr_trace = importlib.import_module("torch.distributed.flight_recorder.fr_trace")
+    database = folder / "database"
+    fr_trace.main([str(folder), "--prefix", prefix, "-o", str(database)])
+    _, collected = pickle.loads(database.read_bytes())
+    first = next(one for one in collected.collectives if not one.pass_check)
+    assert first.collective_frames[0]["name"].startswith("gather layers.")
+    assert any("SIZE" in str(one.type_of_mismatch) for one in first.mismatch_collectives.values())
 
 
 @on_ranks(2, thorough=(4,), deadline=DEADLINE)

@@ -230,10 +230,10 @@ def test_the_host_reads_times_of_a_device_late() -> None:
     assert ended.event.synchronize.called  # type: ignore[attr-defined]
 
 
-@pytest.mark.usefixtures("clock")
-def test_an_error_of_a_job_on_a_device_is_raised_by_whoever_waits() -> None:
+def test_an_error_of_a_job_on_a_device_is_raised_by_whoever_waits(clock: _Clock) -> None:
     failed = DeviceStream(torch.device("cuda", 0)).submit(fail)
     assert failed.wait(0.0), "waiting for it does not raise"
+    assert clock.log[-1][:2] == ("wait", "current of cuda:0"), "it had queued something before"
     with pytest.raises(ValueError, match="it hurts"):
         failed.synchronize()
 

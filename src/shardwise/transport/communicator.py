@@ -1,6 +1,7 @@
 """The collectives of all ranks of a mesh, and how a wait that cannot end becomes an error."""
 
 import contextlib
+import os
 import weakref
 from collections import deque
 from dataclasses import replace
@@ -15,6 +16,7 @@ from shardwise._private import default_store
 from shardwise.errors import PeerAborted, PeerLost, PeerSilent, PlanError, StepError
 from shardwise.transport.api import CollectiveId, RankGroup, Work
 from shardwise.transport.device import ThreadStream, is_accelerator
+from shardwise.transport.health.flight_record import PREFIX_VARIABLE
 from shardwise.transport.health.monitor import POLL_SECONDS, Monitor, Patience
 from shardwise.transport.health.status import QueueState, Report
 from shardwise.transport.host.collectives import HostCollectives
@@ -255,7 +257,11 @@ class Communicator:
         report = replace(self._report(), failure=type(error).__name__, error=str(error))
         with contextlib.suppress(PeerLost):  # the store is gone, so no rank can be told
             self._monitor.publish(report)
+        prefix = os.environ.get(PREFIX_VARIABLE)
         for queue in self._monitored:
+            if prefix and isinstance(queue, ProcessGroupCollectives):
+                with contextlib.suppress(OSError):  # the error is more important than the record
+                    queue.write_flight_record(prefix)
             queue.stop()
 
     def _report(self) -> Report:

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from shardwise.transport.device import (
     copy_scaled_,
     own_device,
 )
+from shardwise.transport.health.flight_record import write_flight_record
 from shardwise.transport.health.status import QueueState
 from shardwise.transport.host.shared_memory import SharedRange
 
@@ -69,7 +71,7 @@ class ProcessGroupCollectives:
         self._is_stopped = False
         self._issued = 0
         self._queued: deque[DeviceWork] = deque()  # oldest first
-        self._ended: deque[int] = deque(maxlen=16)
+        self._ended: deque[CollectiveId] = deque(maxlen=16)
         self._lock = threading.Lock()
 
     @property
@@ -178,9 +180,23 @@ class ProcessGroupCollectives:
             while self._queued and self._queued[0].is_over:
                 collective = self._queued.popleft().collective
                 assert collective is not None
-                self._ended.append(collective.tag)
+                self._ended.append(collective)
             running = self._queued[0].collective if self._queued else None
-            return QueueState(self._issued, self._issued, running, tuple(self._ended))
+            ended = tuple(one.tag for one in self._ended)
+            return QueueState(self._issued, self._issued, running, ended)
+
+    def write_flight_record(self, prefix: str) -> None:
+        """Write the last collectives to the file ``prefix`` + name of the queue + rank."""
+        with self._lock:
+            queued = [work.collective for work in self._queued if work.collective is not None]
+            states = [(one, "completed") for one in self._ended]
+            states += [(one, "scheduled" if i else "started") for i, one in enumerate(queued)]
+        parent = self.world.parent
+        members = (
+            range(len(self._ranks)) if parent is None else dist.get_process_group_ranks(parent)
+        )
+        path = Path(f"{prefix}{self.name.replace('/', '_')}_{members[self._own_rank]}")
+        write_flight_record(path, str(self._backend), members, states)
 
     def stop(self) -> None:
         """End what the device does, for some of it will not end otherwise; its results are lost."""
