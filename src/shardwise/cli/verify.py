@@ -38,7 +38,7 @@ def verify(
             metavar="DIMS",
             help="With --engine: names and sizes of the mesh's dims, such as dp2,tp2. Those whose "
             "names begin with dp, efsdp and ep split the batch; over tp, shardwise and fsdp2 "
-            "divide linear layers.",
+            "divide linear layers, and ranks of ddp are copies.",
         ),
     ] = None,
     steps: Annotated[

@@ -36,19 +36,23 @@ Engine = Callable[[nn.Module, DeviceMesh | None, Units], Any]
 
 
 def _shardwise(model: nn.Module, mesh: DeviceMesh | None, units: Units) -> nn.Module:
-    return fully_shard(model, mesh=_divide_tensors(model, mesh), units=units)
+    data_parallel = _data_parallel(mesh)
+    _divide_layers(model, mesh)
+    return fully_shard(model, mesh=data_parallel, units=units)
 
 
 def _fsdp2(model: nn.Module, mesh: DeviceMesh | None, units: Units) -> nn.Module:
-    data_parallel = _divide_tensors(model, mesh)
+    data_parallel = _data_parallel(mesh)
+    _divide_layers(model, mesh)
     for name in reversed(choose_units(model, units)):  # those inside a unit first
         fsdp2_fully_shard(model.get_submodule(name), mesh=data_parallel)
     return model
 
 
 def _ddp(model: nn.Module, mesh: DeviceMesh | None, _units: Units) -> nn.Module:
-    _check_dims(mesh)
-    group = None if mesh is None else mesh.get_group()
+    """Over "tp", ranks are copies: DDP takes no DTensors."""
+    data_parallel = _data_parallel(mesh)
+    group = None if data_parallel is None else data_parallel.get_group()
     return DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
 
 
@@ -92,19 +96,32 @@ def splits_batch(dim: str) -> bool:
     return dim.startswith("dp") or dim in ("efsdp", "ep")
 
 
-def _divide_tensors(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Divide linear layers among the ranks of the dim "tp", if there is one.
+def _data_parallel(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """``mesh`` without "tp".
+
+    Raises:
+        PlanError: it has other dims than that and those of data parallelism.
+    """
+    names = () if mesh is None else mesh.mesh_dim_names or ("",)
+    if not all(name.startswith("dp") or name == "tp" for name in names):
+        raise PlanError(
+            f"{mesh}: this engine takes dims of data parallelism (dp...) and tp alone; pass "
+            "engine=FILE:FUNCTION, a function that makes the model parallel over the others"
+        )
+    if mesh is None or "tp" not in names:
+        return mesh
+    dims = data_dims(mesh)
+    return mesh[dims if len(dims) > 1 else dims[0]]
+
+
+def _divide_layers(model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Divide linear layers among the ranks of the dim "tp" of ``mesh``, if there is one.
 
     Each rank computes some of a layer's outputs, and gets all of them: that is right for any model
     which calls its layers. Tied weights stay whole.
-
-    Returns:
-        The part of ``mesh`` for data parallelism.
     """
-    _check_dims(mesh, "tp")
-    names = () if mesh is None else mesh.mesh_dim_names or ()
-    if mesh is None or "tp" not in names:
-        return mesh
+    if mesh is None or "tp" not in (mesh.mesh_dim_names or ()):
+        return
     uses: Counter[Tensor] = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
     layers: dict[str, ParallelStyle] = {
         name: ColwiseParallel(output_layouts=Replicate())
@@ -112,20 +129,3 @@ def _divide_tensors(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh | N
         if type(module) is nn.Linear and uses[module.weight] == 1
     }
     parallelize_module(model, mesh["tp"], layers)
-    dims = data_dims(mesh)
-    return mesh[dims if len(dims) > 1 else dims[0]]
-
-
-def _check_dims(mesh: DeviceMesh | None, *others: str) -> None:
-    """Check that the dims of ``mesh`` are of data parallelism, or some of ``others``.
-
-    Raises:
-        PlanError: one is not.
-    """
-    names = () if mesh is None else mesh.mesh_dim_names or ("",)
-    if not all(name.startswith("dp") or name in others for name in names):
-        known = " and ".join(("of data parallelism (dp...)", *others))
-        raise PlanError(
-            f"{mesh}: this engine takes dims {known} alone; pass engine=FILE:FUNCTION, a function "
-            "that makes the model parallel over the others"
-        )
