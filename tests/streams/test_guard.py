@@ -168,6 +168,27 @@ def test_a_rank_that_raises(place: str) -> None:
 
 
 @on_ranks(2, deadline=DEADLINE)
+def test_a_rank_that_raises_while_no_host_waits() -> None:
+    """Others learn of it after their last wait in the block, before they vote."""
+    with training() as run:
+        run.step()
+        links = runtime_of(run.model).scheduler._links
+
+        def act(*_args: object) -> None:
+            if dist.get_rank() == LAST:
+                raise ValueError("it hurts")
+            links.gather.all_gather(torch.zeros(2, device=DEVICE), links.world, "gather nothing")
+            while not links.is_broken:
+                time.sleep(0.01)
+
+        handle = run.optimizers[1].register_step_post_hook(act)
+        with pytest.raises((ValueError, sw.PeerAborted), match="it hurts"):
+            run.step()
+        handle.remove()
+        run.step()
+
+
+@on_ranks(2, deadline=DEADLINE)
 def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
     over = tmp_path / "over"
     pids = [0, 0]

@@ -116,7 +116,9 @@ class _Step:
     def end(self) -> None:
         """Return when every rank has come to the end of its step."""
         self._check_parameters()
-        if self._links.is_broken or self._links.epoch != self._epoch:
+        was_caught = self._links.is_broken or self._links.epoch != self._epoch
+        self._links.raise_found()  # on a device, where nothing has waited for it
+        if was_caught:
             raise StepError(
                 "an exception that other ranks know of was caught inside the transaction, so they "
                 "have undone their step; catch it outside of `with sw.transaction(...)`"

@@ -183,8 +183,9 @@ class Communicator:
             PeerLost: another rank is gone; or gives no sign of life, and the next call tries again.
             StepError: the last step of a device was in vain; what `wait` would have raised.
         """
+        is_broken = self.is_broken  # before: a thread that sets it has found something first
         self.raise_found()
-        if not self.is_broken or self._monitor is None:
+        if not is_broken or self._monitor is None:
             return
         if self._lost is not None:
             raise PeerLost(str(self._lost))
