@@ -48,6 +48,7 @@ __all__ = [
     "default_store",
     "eval_frame",
     "flat_mesh",
+    "foreach_copy_",
     "foreach_norm",
     "gradient_hooks",
     "group_timeout",
@@ -81,6 +82,7 @@ REQUIRED = (
     "torch._C._current_graph_task_id",
     "torch._C._dynamo.eval_frame.set_eval_frame",
     "torch._C._storage_Use_Count",
+    "torch._foreach_copy_",
     "torch._foreach_norm",
     "torch._C._will_engine_execute_node",
     "torch.Tensor._dtensor__new__",
@@ -208,6 +210,11 @@ def can_swap_storages() -> bool:
 def swap_storages(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Exchange the memory of two storages. Tensors that view them keep their storage."""
     one._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+def foreach_copy_(dsts: list[Tensor], srcs: list[Tensor]) -> None:
+    """Copy each of ``srcs`` to its place in ``dsts``, in one call of the host."""
+    torch._foreach_copy_(dsts, srcs)
 
 
 def foreach_norm(tensors: Sequence[Tensor], order: float) -> Sequence[Tensor]:

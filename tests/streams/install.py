@@ -19,12 +19,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
-from torch.utils.dlpack import from_dlpack
 
 from shardwise._private import AsyncCollectiveTensor, current_graph_task
 from shardwise.runtime import memory as runtime_memory
 from shardwise.runtime.memory import Arena, Pool
-from shardwise.tensor import sharding
 from shardwise.transport import communicator, device as transport_device, process_group
 from shardwise.transport.health.monitor import Patience
 from tests.streams.clock import Event, Stream
@@ -258,10 +256,6 @@ def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, excha
         simulation.memory.swap(one, other)
 
     original_swap = vars(runtime_memory)["swap_storages"]
-    for module in (runtime_memory, sharding):  # the driver would be asked for a stream
-        patch.setattr(
-            module, "from_dlpack", lambda tensor: from_dlpack(torch._C._to_dlpack(tensor))
-        )
     patch.setattr(runtime_memory, "_allocate", allocate)
     patch.setattr(runtime_memory, "swap_storages", swap)
     patch.setattr(transport_device, "torch", torch_on(installed))

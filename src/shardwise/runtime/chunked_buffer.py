@@ -6,11 +6,11 @@ from itertools import chain
 
 from torch import Tensor
 
+from shardwise._private import foreach_copy_
 from shardwise.plan.chunks import ChunkedLayout, chunk_of
 from shardwise.plan.granularity import Dim
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.runtime.memory import FlatBuffer, Pool
-from shardwise.transport.device import copy_
 
 __all__ = ["ChunkedBuffer", "flat_buffer"]
 
@@ -54,14 +54,14 @@ class ChunkedBuffer:
 
     def unpack(self) -> None:
         self._whole.acquire()
-        for chunk, part in self._pairs:
-            copy_(part, chunk)
+        chunks, parts = self._chunks_and_parts
+        foreach_copy_(parts, chunks)
         self._chunks.release()
 
     def pack(self) -> None:
         self._chunks.acquire()
-        for chunk, part in self._pairs:
-            copy_(chunk, part)
+        chunks, parts = self._chunks_and_parts
+        foreach_copy_(chunks, parts)
         if not self._owns_memory:
             self._whole.release()
 
@@ -71,14 +71,15 @@ class ChunkedBuffer:
                 buffer.release()
 
     @cached_property
-    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+    def _chunks_and_parts(self) -> tuple[list[Tensor], list[Tensor]]:
         """Chunks in ``flat``, and the same elements of the whole parameters: two pairs for each.
 
         They are views of the flat tensors, not of `views`, whose versions autograd compares.
         """
         layouts = zip(self.layout.extents, self.layout.whole.extents, strict=True)
-        pairs = chain.from_iterable(self._pairs_of(*extents) for extents in layouts)
-        return [(chunks, part) for chunks, part in pairs if part.numel()]
+        pairs = list(chain.from_iterable(self._pairs_of(*extents) for extents in layouts))
+        chunks = [chunk for chunk, _ in pairs if chunk.numel()]
+        return chunks, [part for _, part in pairs if part.numel()]
 
     def _pairs_of(
         self, extent: ParameterExtent, whole: ParameterExtent

@@ -11,10 +11,10 @@ live in a `Pool` of blocks.
 
 import zlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from shardwise._private import can_swap_storages, num_storage_references, swap_storages
 from shardwise.plan.chunks import ChunkedLayout
@@ -173,7 +173,7 @@ class Arena(Pool):
         self._observed: MemoryPlan[str] = MemoryPlan()
         self._planned_bytes = 0  # the most at once, in the schedule
         self._num_steps = 0  # from a moment with nothing allocated to the next one
-        self._bytes: Tensor | None = None  # uint8, [extent of the plan]
+        self._whole: torch.UntypedStorage | None = None  # of the plan's extent
         self._ranges: dict[str, torch.UntypedStorage] = {}  # of `_bytes`, by owner
         self._alive: dict[int, str] = {}  # owners, by the address of what they were given
 
@@ -183,7 +183,7 @@ class Arena(Pool):
 
     @property
     def idle_storages(self) -> list[torch.UntypedStorage]:
-        whole = [] if self._bytes is None else [self._bytes.untyped_storage()]
+        whole = [] if self._whole is None else [self._whole]
         ranges = [s for owner, s in self._ranges.items() if owner not in self._alive.values()]
         return [*super().idle_storages, *whole, *ranges]
 
@@ -223,12 +223,12 @@ class Arena(Pool):
         self._trim()
 
     def _owns(self, address: int) -> bool:
-        start = 0 if self._bytes is None else self._bytes.data_ptr()
+        start = 0 if self._whole is None else self._whole.data_ptr()
         return start <= address < start + self._arena_bytes
 
     @property
     def _arena_bytes(self) -> int:
-        return 0 if self._bytes is None else self._bytes.numel()
+        return 0 if self._whole is None else self._whole.nbytes()
 
     def _begin_step(self) -> None:
         self._num_steps += 1
@@ -247,17 +247,15 @@ class Arena(Pool):
         self._plan.update(most, int(most * _SLACK))
         self._ranges.clear()
         if self._arena_bytes != self._plan.extent:
-            self._bytes = None
+            self._whole = None
             self._idle.clear()
 
     def _range(self, owner: str, offset: int, num_bytes: int) -> torch.UntypedStorage:
-        if self._bytes is None:
-            whole = self._new_block(self._plan.extent)
-            self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device).set_(whole)
-        if owner not in self._ranges:
-            # The public way to a Storage of its own over a part of another, which it keeps alive.
-            part = from_dlpack(self._bytes[offset : offset + num_bytes])
-            self._ranges[owner] = part.untyped_storage()
+        if self._whole is None:
+            self._whole = self._new_block(self._plan.extent)
+        if owner not in self._ranges:  # a Storage of its own, which keeps the whole alive
+            part: Any = self._whole[offset : offset + num_bytes]
+            self._ranges[owner] = part
         return self._ranges[owner]
 
     def _new_block(self, num_bytes: int) -> torch.UntypedStorage:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.utils.dlpack import from_dlpack
 
 from shardwise._private import (
     AsyncCollectiveTensor,
@@ -232,9 +231,13 @@ class ChunkSharding(Sharding):
     def wrap(self, local: Tensor) -> DTensor:
         if local.storage_offset():
             local = _with_own_storage(local)
-        chunk = local.view(chunk_shape(self.extent.parameter, self.mesh.size, self.mesh.rank))
+        chunk = local.view(self._own_shape)
         wrapped: DTensor = new_dtensor(DTensor, chunk, self.spec(chunk), requires_grad=False)
         return wrapped
+
+    @cached_property
+    def _own_shape(self) -> tuple[int, ...]:
+        return chunk_shape(self.extent.parameter, self.mesh.size, self.mesh.rank)
 
     def own_part_of(self, whole: Tensor) -> Tensor:
         run = chunk_of(whole.shape[self._dim], self.mesh.size, self.mesh.rank)
@@ -288,11 +291,13 @@ class ExtendedSharding(ChunkSharding):
 def _with_own_storage(flat: Tensor) -> Tensor:
     """The same memory from the beginning of a Storage; with an offset, DTensors cannot be pickled.
 
-    DLPack is the public way to such a Storage, which keeps the other alive.
+    A part of a Storage is such a one, and keeps the whole alive.
     """
     if flat.is_meta or not flat.numel():
         return flat.new_empty(flat.shape)
-    return from_dlpack(flat.detach().view(torch.uint8)).view(flat.dtype)
+    start = flat.storage_offset() * flat.itemsize
+    part: Any = flat.untyped_storage()[start : start + flat.nbytes]
+    return flat.new_empty(0).set_(part, 0, flat.shape, (1,))
 
 
 def is_tensor_parallel(parameter: Tensor) -> bool:
