@@ -79,7 +79,7 @@ def without_waits(original: Callable[..., Any]) -> Callable[..., Any]:
     """Whatever it waits for on the device, it does not."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with patched(DeviceWork, "wait_on_device", instead(lambda _work: None)):
+        with patched(DeviceWork, "wait", instead(lambda _work, _timeout: True)):
             return original(*args, **kwargs)
 
     return run

@@ -210,7 +210,7 @@ class DeviceWork(Work):
     def wait_on_device(self) -> None:
         if self.error is not None:
             raise self.error
-        self._device.wait(self._device.current_stream(), self.times[1])
+        self.wait(0.0)
 
     def synchronize(self) -> None:
         if self.error is not None:
