@@ -3,7 +3,22 @@
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.fuzz.programs import Case, Chain, Complex, Lookup, Mlp, Model, Odd, Sharding, Step, cases
+from tests.fuzz.programs import (
+    Case,
+    Chain,
+    Complex,
+    Fault,
+    Lookup,
+    Mlp,
+    Model,
+    Norm,
+    Odd,
+    Residual,
+    Sharding,
+    Step,
+    Tiny,
+    cases,
+)
 from tests.streams.random_programs import assert_holds_on_streams
 
 SEARCH = settings(
@@ -28,6 +43,16 @@ FOUND = {
         Sharding(ranks=3),
         steps=(Step(losses=("sum",)),),
         in_backward=True,
+    ),
+    "a step that is undone while shards are copied to the device": Case(
+        Model(Chain((Lookup(11), Residual(Tiny()), Norm())), width=5, ties=((14, 16), (24, 11))),
+        Sharding(ranks=1, units=5, prefetch=0, reshard=True, offload="all"),
+        "adamw fused",
+        (Step(("sum",), fault=Fault("parameter", 16, 2, rank=None)),),
+        rows=3,
+        seed=90,
+        in_backward=True,
+        in_slot=True,
     ),
 }
 

@@ -14,6 +14,7 @@ from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.transport.communicator import Communicator, communicator
+from shardwise.transport.device import wait_for_device
 
 __all__ = ["transaction"]
 
@@ -128,6 +129,7 @@ class _Step:
     def undo(self, error: BaseException) -> None:
         """Tell the others, and put back what was there before."""
         self._scheduler.abandon(error)
+        wait_for_device(self._device)  # copies from and to shards that are on the host
         if self._model is not None:
             self._model.restore()
         for optimizer in self._optimizers:
