@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
+from torch.utils._device import _device_constructors
 
 from shardwise._private import AsyncCollectiveTensor, current_graph_task
 from shardwise.runtime import memory as runtime_memory
@@ -196,6 +197,7 @@ def simulated(
 
 def _install_tensors(installed: Simulated, patch: pytest.MonkeyPatch) -> None:
     simulation = installed.simulation
+    _device_constructors()  # keeps the factories that it finds first, for `with torch.device(...)`
     patch.setattr(Tensor, "device", property(installed.device_of), raising=False)
     patch.setattr(
         Tensor, "is_cuda", property(lambda t: installed.device_of(t).type == "cuda"), raising=False

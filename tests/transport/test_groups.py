@@ -3,6 +3,8 @@
 import inspect
 import threading
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -18,7 +20,7 @@ from shardwise.plan.strategy import PRESETS
 from shardwise.tensor.mesh import resolve_mesh
 from shardwise.transport import communicator as module, process_group
 from shardwise.transport.api import Operation, RankGroup, Reduction, Stage
-from shardwise.transport.communicator import communicator, make_collectives
+from shardwise.transport.communicator import Collectives, communicator, make_collectives
 from shardwise.transport.device import DeviceStream
 from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.process_group import ProcessGroupCollectives
@@ -33,11 +35,18 @@ def _by_torch(world: RankGroup, device: torch.device, name: str) -> ProcessGroup
     return ProcessGroupCollectives(world, device, "gloo", name)
 
 
+@contextmanager
+def _made_by(make: Callable[..., Collectives]) -> Iterator[None]:
+    """New communicators, whose collectives ``make`` makes; those of other tests are not used."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_communicators", weakref.WeakKeyDictionary())
+        patch.setattr(module, "make_collectives", make)
+        yield
+
+
 @on_ranks(2)
 def test_slots_follow_the_order_of_the_mesh_without_point_to_point() -> None:
-    unused: Any = weakref.WeakKeyDictionary()
-    new = mock.patch.object(module, "_communicators", unused)
-    with new, mock.patch.object(module, "make_collectives", _by_torch):
+    with _made_by(_by_torch):
         for order in ([0, 1], [1, 0]):
             mesh = DeviceMesh("cpu", order)
             assert_equal_training("stack", mesh=mesh)
@@ -46,7 +55,7 @@ def test_slots_follow_the_order_of_the_mesh_without_point_to_point() -> None:
 
 @on_ranks(4)
 def test_reductions_of_a_permuted_mesh_without_point_to_point() -> None:
-    with mock.patch.object(module, "make_collectives", _by_torch):
+    with _made_by(_by_torch):
         for strategy in ("hsdp", "hfsdp"):
             mesh = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("replicate", "shard"))
             assert_equal_training("stack", mesh=mesh, strategy=strategy)
@@ -58,7 +67,7 @@ def test_ranks_with_other_groups_before_agree(by_torch: bool) -> None:
     """Rank 2 is not in the first group, and does not count it."""
     dist.new_group([0, 1])
     make = _by_torch if by_torch else make_collectives
-    with mock.patch.object(module, "make_collectives", make):
+    with _made_by(make):
         mesh = DeviceMesh.from_group(dist.new_group([0, 1, 2]), "cpu")
         model = sw.fully_shard(nn.Linear(4, 4), mesh=mesh)
         model(torch.ones(1, 4)).sum().backward()
@@ -66,7 +75,7 @@ def test_ranks_with_other_groups_before_agree(by_torch: bool) -> None:
 
 @on_ranks(2)
 def test_two_process_groups_are_made() -> None:
-    with mock.patch.object(module, "make_collectives", _by_torch):
+    with _made_by(_by_torch):
         mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
         before = _num_groups()
         for _ in range(2):
@@ -94,7 +103,7 @@ def test_a_mesh_of_some_ranks_makes_its_groups_once() -> None:
 def test_each_device_has_a_communicator_of_its_own() -> None:
     group = dist.new_group([0, 1], backend="fake")
     world = RankGroup((0, 1), dist.get_rank(), group)
-    with mock.patch.object(module, "make_collectives", _by_torch):
+    with _made_by(_by_torch):
         one, other = (communicator(world, torch.device(name)) for name in ("cpu", "meta"))
         assert one is communicator(world, CPU)
         assert one is not other
@@ -188,7 +197,7 @@ def test_a_gather_passes_few_frames() -> None:
         return gather(*args, **kwargs)
 
     patched = mock.patch.object(process_group, "_all_gather", watched)
-    with patched, mock.patch.object(module, "make_collectives", _by_torch):
+    with patched, _made_by(_by_torch):
         mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
         model = sw.fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh, units=nn.Linear)
         model(torch.ones(1, 4)).sum().backward()
