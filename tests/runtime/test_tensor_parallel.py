@@ -15,8 +15,10 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
+from torch.nn import functional
 
 import shardwise as sw
 from tests.covering import covered_first
@@ -110,6 +112,27 @@ def test_training_equals_one_process(kind: str, options: dict[str, Any]) -> None
         weight = model.get_parameter("blocks.0.up.weight")
         expected = reference.get_parameter("blocks.0.up.weight")
         assert_close(full(weight.detach()), expected.detach(), "gathered")
+
+
+@on_ranks(4)
+def test_a_loss_over_classes_on_several_ranks_equals_one_process() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Embedding(10, WIDTH), Block(), nn.Linear(WIDTH, 10)).double()
+    model = copy.deepcopy(reference)
+    parallelize(model[1], mesh["tp"], "tensor")
+    style = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, mesh["tp"], {"2": style})
+    sw.fully_shard(model, mesh=mesh["dp"], units=Block)
+    tokens = torch.randint(10, (BATCH, TOKENS))
+    own = tokens.chunk(2)[mesh["dp"].get_local_rank()]
+    expected = functional.cross_entropy(reference(tokens).flatten(0, 1), tokens.flatten())
+    expected.backward()  # type: ignore[no-untyped-call]
+    with loss_parallel():
+        functional.cross_entropy(model(own).flatten(0, 1), own.flatten()).backward()  # type: ignore[no-untyped-call]
+    for (name, one), plain in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert one.grad is not None
+        assert_close(full(one.grad), plain.grad, f"gradient of {name}")
 
 
 @on_ranks(4)
