@@ -274,8 +274,8 @@ class FullyShardedDataParallel(nn.Module):
         units = [module for module in self.modules() if isinstance(module, FSDPModule)]
         if any(is_gathered(unit) for unit in units):
             raise WrapperError(
-                "apply: expected FSDP modules in states between steps, with sharded parameters; "
-                "call it outside summon_full_params"
+                "apply: FSDP modules are expected to be in states between steps, sharded; call it "
+                "outside summon_full_params"
             )
         with summon_full_params(self):
             _apply_inside_out(self, fn)
