@@ -79,8 +79,8 @@ class Stepper(StepObserver):
         if self._unused == "zeros":
             rest = [True for _ in unit.parameters]
         else:
-            syncs = self._syncs.pop(unit)
-            rest = syncs[-1].wait(links)
+            rest = self._syncs[unit][-1].wait(links)
+            del self._syncs[unit]  # not before: if the wait raises, they are still in flight
         of_parameter = iter(rest)
         for gradients in unit.gradients:
             gradients.settle([next(of_parameter) for _ in gradients.parameters])
