@@ -5,8 +5,6 @@ Lightning is no dependency of the tests: ``pip install lightning`` to run its pa
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,7 @@ from torch.distributed.fsdp import fully_sharded_data_parallel as torchs_module
 
 import shardwise.fsdp
 from shardwise.fsdp.frameworks import replace_torch_fsdp
-from tests.cli.commands import environment
-
-_ROOT = Path(__file__).parents[2]
+from tests.fsdp.torchrun import torchrun
 
 
 def thorough(test: Any) -> Any:
@@ -42,17 +38,8 @@ def test_torch_is_as_it_was_after_the_block() -> None:
 
 def run(script: str, out: Path, engine: str, *options: str, num_ranks: int = 2) -> Any:
     """What a program with this ``--engine`` wrote to OUT/ENGINE.json."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    program = [str(_ROOT / "examples" / script), str(out), "--engine", engine, *options]
     out.mkdir(exist_ok=True)
-    finished = subprocess.run(
-        [sys.executable, *torchrun, *program],
-        env={**environment(), "PYTHONPATH": str(_ROOT / "src")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-6000:]
+    torchrun(num_ranks, f"examples/{script}", str(out), "--engine", engine, *options)
     return json.loads((out / f"{engine}.json").read_text())
 
 

@@ -8,36 +8,23 @@ FSDP2 of torch 2.13 refuses the plain parameters of that, too.
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.commands import environment
+from tests.fsdp.torchrun import torchrun
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
-
-_ROOT = Path(__file__).parents[2]
 
 
 def losses(engine: str, directory: Path, *options: str, ranks: int = 4) -> Any:
     """Step, loss and gradient norm of each step of a run."""
     directory.mkdir(exist_ok=True)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     program = ["-m", "tests.fsdp.torchtitan_run", engine, str(directory), *options]
     last = "3" if any(option.startswith("pipeline") for option in options) else "0"
-    finished = subprocess.run(
-        [sys.executable, *torchrun, *program],
-        cwd=_ROOT,
-        env={**environment(), "PYTHONPATH": f"{_ROOT}/src:{_ROOT}", "LOGS": last},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
+    torchrun(ranks, *program, LOGS=last)
     return json.loads((directory / "losses.json").read_text())
 
 

@@ -4,34 +4,21 @@ Neither trl nor peft is a dependency of the tests: ``pip install trl peft`` to r
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import environment
+from tests.fsdp.torchrun import torchrun
 
 pytest.importorskip("trl", reason="trl is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
-_ROOT = Path(__file__).parents[2]
-
 
 def test_losses_are_those_of_ddp(tmp_path: Path) -> None:
     logs = {}
     for engine in ("ddp", "shardwise"):
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        program = [str(_ROOT / "examples/hf/sft_lora.py"), str(tmp_path), "--engine", engine]
-        finished = subprocess.run(
-            [sys.executable, *torchrun, *program],
-            env={**environment(), "PYTHONPATH": str(_ROOT / "src")},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert finished.returncode == 0, finished.stderr[-4000:]
+        torchrun(2, "examples/hf/sft_lora.py", str(tmp_path), "--engine", engine)
         lines = json.loads((tmp_path / f"{engine}.json").read_text())
         logs[engine] = [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
     assert len(logs["ddp"]) == 6

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import Phase, given, seed, settings
 
-from tests.fuzz.programs import Case, cases
+from tests.fuzz.programs import SEARCH, Case, cases
 from tests.fuzz.verdict import DEADLINE_SECONDS, assert_holds
 from tests.ranks import close_pools
 from tests.streams.random_programs import assert_holds_on_streams
@@ -43,11 +43,9 @@ def fuzz(num_cases: int, seed_value: int, judge: Callable[[Case], None], *, shri
 
     @seed(seed_value)
     @settings(
+        SEARCH,
         max_examples=num_cases,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        phases=SEARCH.phases if shrink else [Phase.generate],
     )
     @given(cases())
     def holds(case: Case) -> None:

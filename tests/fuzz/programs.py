@@ -9,11 +9,12 @@ no double backward.
 from dataclasses import dataclass, fields, replace
 from typing import TypeAlias
 
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, settings, strategies as st
 
 from shardwise.plan.strategy import STRATEGIES
 
 __all__ = [
+    "SEARCH",
     "Branch",
     "Case",
     "Chain",
@@ -429,6 +430,15 @@ STEP_IN_BACKWARD = st.builds(
     fault=st.none() | FAULT,
 )
 OPTIMIZERS = ("sgd", "adamw loop", "adamw foreach", "adamw fused")
+
+
+# A case takes long, and the smallest one that fails is what is wanted.
+SEARCH = settings(
+    deadline=None,
+    database=None,
+    phases=[Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
+)
 
 
 @st.composite

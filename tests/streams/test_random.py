@@ -1,9 +1,10 @@
 """Random programs of the fuzzer, on the simulated device; ``python -m tests.fuzz --streams``."""
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 
 from tests.fuzz.programs import (
+    SEARCH,
     Branch,
     Case,
     Chain,
@@ -27,13 +28,6 @@ from tests.fuzz.programs import (
 )
 from tests.streams.random_programs import assert_holds_on_streams
 
-SEARCH = settings(
-    derandomize=True,
-    deadline=None,
-    database=None,
-    phases=[Phase.generate, Phase.shrink],
-    suppress_health_check=list(HealthCheck),
-)
 # What random programs have found.
 FOUND = {
     "complex gradients": Case(
@@ -104,13 +98,13 @@ def test_what_was_found_holds(name: str) -> None:
 
 
 @given(cases())
-@settings(SEARCH, max_examples=4)
+@settings(SEARCH, derandomize=True, max_examples=4)
 def test_random_programs(case: Case) -> None:
     assert_holds_on_streams(case)
 
 
 @pytest.mark.thorough
 @given(cases())
-@settings(SEARCH, max_examples=40)
+@settings(SEARCH, derandomize=True, max_examples=40)
 def test_more_random_programs(case: Case) -> None:
     assert_holds_on_streams(case)

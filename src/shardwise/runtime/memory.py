@@ -56,9 +56,8 @@ class Pool:
     """
 
     shared: SharedMemory | None = None  # where other ranks can write to it
-    acquired_keys = (
-        0  # XOR of the keys of acquired buffers; equal on ranks that acquired the same ones
-    )
+    # XOR of the keys of acquired buffers: equal on ranks that have acquired the same ones.
+    acquired_keys = 0
 
     def __init__(
         self,
@@ -174,7 +173,7 @@ class Arena(Pool):
         self._planned_bytes = 0  # the most at once, in the schedule
         self._num_steps = 0  # from a moment with nothing allocated to the next one
         self._whole: torch.UntypedStorage | None = None  # of the plan's extent
-        self._ranges: dict[str, torch.UntypedStorage] = {}  # of `_bytes`, by owner
+        self._ranges: dict[str, torch.UntypedStorage] = {}  # parts of it, by owner
         self._alive: dict[int, str] = {}  # owners, by the address of what they were given
 
     @property
