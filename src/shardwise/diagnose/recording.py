@@ -1,0 +1,221 @@
+"""A recording: what every rank did in a run, in files that `shardwise report` reads.
+
+``RUN_DIR/recording/rank-00003.jsonl`` has one JSON object a line: first the header, then events,
+spans and samples of memory in the order in which they took place. Times are seconds on the clock of
+rank 0: each rank measures the offset of its own clock when it begins to record, and adds it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from shardwise.errors import ShardwiseError
+from shardwise.schedule.events import EventKind
+
+__all__ = [
+    "Header",
+    "Line",
+    "MemorySample",
+    "RankRecording",
+    "RecordedEvent",
+    "RecordingError",
+    "Span",
+    "StepTotals",
+    "UnitFigures",
+    "file_of_rank",
+    "read_recording",
+    "to_json",
+]
+
+
+class RecordingError(ShardwiseError):
+    """A recording cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitFigures:
+    """What a report needs of one `UnitPlan`; names are as there."""
+
+    label: str
+    num_parameters: int  # tensors
+    num_elements: int  # without padding
+    gathered_bytes: int
+    kept_bytes: int
+    shard_bytes: int
+    own_bytes: int  # what this rank has of the parameters: `shard_bytes` without padding
+    gradient_bytes: int
+    gradient_shard_bytes: int
+    reshard: bool
+    subgroup: int
+    two_level_gather: bool
+    has_child_units: bool
+    parent: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The first line of a rank's file."""
+
+    rank: int
+    world_size: int
+    strategy: str
+    prefetch: int
+    replicas: int
+    device: str  # such as "cpu" or "NVIDIA H100"
+    clock_offset: float  # seconds that were added to this rank's clock, for that of rank 0
+    units: tuple[UnitFigures, ...]
+    info: dict[str, Any]  # what else is known: optimizer, versions, granularity, ...
+    format: Literal[1] = 1
+    kind: Literal["header"] = "header"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedEvent:
+    """An event of the schedule, with its times."""
+
+    step: int  # of the ledger: one forward and its backward
+    event: EventKind
+    unit: int  # index in the header's units
+    bytes: int
+    began: float
+    ended: float  # of a wait, `ended - began` is exposed communication
+    spans: tuple[tuple[float, float], ...] = ()  # of the communication that it launched
+    kind: Literal["event"] = "event"
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something around the steps: "data", "optimizer", "validation", "checkpoint", ..."""
+
+    step: int  # of the ledger: under way, or the next one
+    name: str
+    began: float
+    ended: float
+    kind: Literal["span"] = "span"
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySample:
+    """Bytes that a rank holds at one time, by category."""
+
+    step: int
+    at: float
+    unit: int  # the last whose forward or backward began
+    shards: int
+    gathered: int
+    gradients: int  # shards of gradients, and buffers that are reduced
+    optimizer: int
+    activations: int  # what autograd keeps for backward
+    buffers: int
+    kind: Literal["memory"] = "memory"
+
+    @property
+    def total(self) -> int:
+        parts = (self.shards, self.gathered, self.gradients)
+        return sum(parts) + self.optimizer + self.activations + self.buffers
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """The totals of one step; written for every step, also for those without events."""
+
+    step: int
+    began: float
+    ended: float
+    updates: int  # how often an optimizer had changed the parameters before it
+    exposed_seconds: float  # compute waited for communication
+    communication_seconds: float  # gathers and reductions took, hidden or not
+    communication_bytes: int
+    peak_gathered_bytes: int
+    tokens: int | None = None  # that counted, on this rank
+    padded_tokens: int | None = None  # that did not
+    kind: Literal["step"] = "step"
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+Line = Header | RecordedEvent | Span | MemorySample | StepTotals
+_AnyLine = Annotated[Line, Field(discriminator="kind")]
+_LINE: TypeAdapter[Line] = TypeAdapter(_AnyLine)
+_LINES: TypeAdapter[list[Line]] = TypeAdapter(list[_AnyLine])
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecording:
+    """The file of one rank."""
+
+    header: Header
+    events: tuple[RecordedEvent, ...]
+    spans: tuple[Span, ...]
+    memory: tuple[MemorySample, ...]
+    steps: tuple[StepTotals, ...]
+
+    @property
+    def detailed_steps(self) -> tuple[int, ...]:
+        """Complete steps of which the events were recorded."""
+        ended = {step.step for step in self.steps}
+        return tuple(sorted({event.step for event in self.events} & ended))
+
+
+def file_of_rank(directory: Path, rank: int) -> Path:
+    """Where a rank writes, in the directory of a run."""
+    return directory / "recording" / f"rank-{rank:05}.jsonl"
+
+
+def to_json(line: Line) -> str:
+    """One line of a file, without its end."""
+    return _LINE.dump_json(line).decode()
+
+
+def read_recording(directory: Path) -> tuple[RankRecording, ...]:
+    """All ranks of the run in ``directory``, in order.
+
+    Raises:
+        RecordingError: there is none, or a file is damaged; it names the file and the line.
+    """
+    paths = sorted((directory / "recording").glob("rank-*.jsonl"))
+    if not paths:
+        raise RecordingError(
+            f"{directory} has no recording; record a run with "
+            "shardwise.diagnose.record.record(model, directory), or with `shardwise train`"
+        )
+    ranks = tuple(_read_rank(path) for path in paths)
+    expected = list(range(ranks[0].header.world_size))
+    found = [one.header.rank for one in ranks]
+    if found != expected:
+        raise RecordingError(
+            f"{directory}: expected the files of {len(expected)} ranks, got those of {found}"
+        )
+    return ranks
+
+
+def _read_rank(path: Path) -> RankRecording:
+    complete = path.read_bytes().split(b"\n")[:-1]  # without a line that a kill cut short
+    try:
+        lines = _LINES.validate_json(b"[" + b",".join(complete) + b"]")
+    except ValidationError as error:
+        first = error.errors()[0]
+        number, *where = first["loc"] or (0,)
+        place = f"line {int(number) + 1}{''.join(f', {key}' for key in where)}"
+        raise RecordingError(f"{path}: {place}: {first['msg']}") from None
+    if not lines or not isinstance(header := lines[0], Header):
+        raise RecordingError(f"{path}: line 1: expected the header of a recording")
+    return RankRecording(
+        header,
+        tuple(line for line in lines if isinstance(line, RecordedEvent)),
+        tuple(line for line in lines if isinstance(line, Span)),
+        tuple(line for line in lines if isinstance(line, MemorySample)),
+        tuple(line for line in lines if isinstance(line, StepTotals)),
+    )
