@@ -302,9 +302,6 @@ class _Monitor:
     def publish(self, _report: Any) -> None:
         pass
 
-    def call_at_each_beat(self, _look: Any) -> None:
-        pass
-
 
 class _Distributed:
     """`torch.distributed`, whose groups move the memory of the device by NCCL."""

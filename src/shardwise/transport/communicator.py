@@ -1,7 +1,6 @@
 """The collectives of all ranks of a mesh, and how a wait that cannot end becomes an error."""
 
 import contextlib
-import os
 import weakref
 from collections import deque
 from dataclasses import replace
@@ -14,9 +13,8 @@ from torch.distributed.distributed_c10d import Store
 
 from shardwise._private import default_store
 from shardwise.errors import PeerAborted, PeerLost, PeerSilent, PlanError, StepError
-from shardwise.transport.api import CollectiveId, RankGroup, Work
+from shardwise.transport.api import RankGroup, Work
 from shardwise.transport.device import ThreadStream, is_accelerator
-from shardwise.transport.health.flight_record import PREFIX_VARIABLE
 from shardwise.transport.health.monitor import POLL_SECONDS, Monitor, Patience
 from shardwise.transport.health.status import QueueState, Report
 from shardwise.transport.host.collectives import HostCollectives
@@ -104,16 +102,16 @@ class Communicator:
         self.where = "before the first step"
         # Step, number of the call in it, and unit.
         self._entered: deque[tuple[int, int, str]] = deque(maxlen=RECENT_UNITS)
-        self._monitor = self._new_monitor(world)
-
-    def _new_monitor(self, world: RankGroup) -> Monitor | None:
-        if not self._monitored or world.parent is None:
-            return None
-        store, name = _store(self.patience), f"{world.parent.group_name}/{self.gather.name}"
-        monitor = Monitor(store, name, self.rank, self.num_ranks, self.patience)
-        if not isinstance(self.gather, HostCollectives):  # on a device no host waits
-            monitor.call_at_each_beat(self._look_at_device)
-        return monitor
+        self._monitor: Monitor | None = None
+        if self._monitored:
+            assert world.parent is not None
+            name = f"{world.parent.group_name}/{self.gather.name}"
+            # On a device no host waits, so the thread of the heartbeat looks.
+            is_host = isinstance(self.gather, HostCollectives)
+            look = None if is_host else weakref.WeakMethod(self._look_at_device)
+            self._monitor = Monitor(
+                _store(patience), name, self.rank, self.num_ranks, patience, look
+            )
 
     @property
     def world(self) -> RankGroup:
@@ -139,13 +137,14 @@ class Communicator:
             PeerLost: another rank is gone, or gives no sign of life.
         """
         self.raise_found()
-        awaited = "" if work.collective is None else work.collective.label
+        collective = work.collective
+        awaited = "" if collective is None else collective.label
         looks = 0
         last: tuple[QueueState, ...] = ()
         while not work.wait(self.patience.poll_seconds):
             states = self._queues()
             # On a busy machine its thread may have ended it and not yet had the time to say so.
-            is_over = any(_ends(state, work.collective) for state in states)
+            is_over = collective is not None and any(collective.tag in s.ended for s in states)
             looks = looks + 1 if states == last and not is_over else 0
             last = states
             error = self._look_around(looks, awaited)
@@ -258,11 +257,7 @@ class Communicator:
         report = replace(self._report(), failure=type(error).__name__, error=str(error))
         with contextlib.suppress(PeerLost):  # the store is gone, so no rank can be told
             self._monitor.publish(report)
-        prefix = os.environ.get(PREFIX_VARIABLE)
         for queue in self._monitored:
-            if prefix and isinstance(queue, ProcessGroupCollectives):
-                with contextlib.suppress(OSError):  # the error is more important than the record
-                    queue.write_flight_record(prefix)
             queue.stop()
 
     def _report(self) -> Report:
@@ -270,10 +265,6 @@ class Communicator:
 
     def _queues(self) -> tuple[QueueState, ...]:
         return tuple(queue.state() for queue in self._monitored)
-
-
-def _ends(state: QueueState, collective: CollectiveId | None) -> bool:
-    return collective is not None and collective.tag in state.ended
 
 
 def _store(patience: Patience) -> Store:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 import threading
 import weakref
 from collections import deque
@@ -23,7 +24,7 @@ from shardwise.transport.device import (
     copy_scaled_,
     own_device,
 )
-from shardwise.transport.health.flight_record import write_flight_record
+from shardwise.transport.health.flight_record import PREFIX_VARIABLE, write_flight_record
 from shardwise.transport.health.status import QueueState
 from shardwise.transport.host.shared_memory import SharedRange
 
@@ -185,25 +186,25 @@ class ProcessGroupCollectives:
             ended = tuple(one.tag for one in self._ended)
             return QueueState(self._issued, self._issued, running, ended)
 
-    def write_flight_record(self, prefix: str) -> None:
-        """Write the last collectives to the file ``prefix`` + name of the queue + rank."""
+    def stop(self) -> None:
+        """End what the device does, for some of it will not end otherwise; its results are lost."""
+        if prefix := os.environ.get(PREFIX_VARIABLE):
+            with contextlib.suppress(OSError):  # the error is more important than the record
+                self._write_flight_record(prefix)
+        self._is_stopped = True
+        for group in list(self._groups.values()):
+            with contextlib.suppress(RuntimeError):  # it was aborted before, or cannot be
+                group.abort()
+
+    def _write_flight_record(self, prefix: str) -> None:
         with self._lock:
             queued = [work.collective for work in self._queued if work.collective is not None]
             states = [(one, "completed") for one in self._ended]
             states += [(one, "scheduled" if i else "started") for i, one in enumerate(queued)]
         parent = self.world.parent
-        members = (
-            range(len(self._ranks)) if parent is None else dist.get_process_group_ranks(parent)
-        )
+        members = self._ranks if parent is None else dist.get_process_group_ranks(parent)
         path = Path(f"{prefix}{self.name.replace('/', '_')}_{members[self._own_rank]}")
         write_flight_record(path, str(self._backend), members, states)
-
-    def stop(self) -> None:
-        """End what the device does, for some of it will not end otherwise; its results are lost."""
-        self._is_stopped = True
-        for group in list(self._groups.values()):
-            with contextlib.suppress(RuntimeError):  # it was aborted before, or cannot be
-                group.abort()
 
     def restart(self, states: Sequence[QueueState]) -> None:
         """Go on with new process groups, as all ranks do."""

@@ -42,7 +42,16 @@ class Monitor:
     Every method raises a PeerLost if the process that holds the store does not answer.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, size: int, patience: Patience) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        size: int,
+        patience: Patience,
+        on_beat: "weakref.WeakMethod[Callable[[], None]] | None" = None,
+    ) -> None:
+        """Start the heartbeat, whose thread calls ``on_beat`` for as long as its object exists."""
         self._store = store
         self._rank = rank
         self._patience = patience
@@ -50,21 +59,16 @@ class Monitor:
         self._beats = [f"shardwise/{name}/heartbeat/{other}" for other in range(size)]
         self._seen: dict[int, tuple[bytes, float]] = {}  # a counter, and since when it is that
         self._looked = 0.0
-        self._calls: list[weakref.WeakMethod[Callable[[], None]]] = []
         store.set(self._beats[rank], "0")
         done = threading.Event()
         thread = threading.Thread(
             target=_beat,
-            args=(store, self._beats[rank], done, patience.beat_seconds, self._calls),
+            args=(store, self._beats[rank], done, patience.beat_seconds, on_beat),
             name="shardwise-heartbeat",
             daemon=True,
         )
         thread.start()
         weakref.finalize(self, _end, done, thread)  # also before the interpreter ends
-
-    def call_at_each_beat(self, method: Callable[[], None]) -> None:
-        """Call ``method`` on the thread of the heartbeat, for as long as its object exists."""
-        self._calls.append(weakref.WeakMethod(method))
 
     def publish(self, report: Report) -> None:
         """Show ``report`` to the others."""
@@ -137,22 +141,16 @@ def _beat(
     key: str,
     done: threading.Event,
     seconds: float,
-    calls: Sequence["weakref.WeakMethod[Callable[[], None]]"],
+    on_beat: "weakref.WeakMethod[Callable[[], None]] | None",
 ) -> None:
     count = 0
     with contextlib.suppress(RuntimeError):  # the store is gone, and so is the job
         while not done.wait(seconds):
             count += 1
             store.set(key, str(count))
-            for call in calls:
-                _call(call)
-
-
-def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
-    """In a function, for the thread would keep the object between two beats."""
-    bound = method()
-    if bound is not None:
-        bound()
+            if on_beat is not None and (call := on_beat()) is not None:
+                call()
+                del call  # or this thread would keep the object until the next beat
 
 
 def _end(done: threading.Event, thread: threading.Thread) -> None:
