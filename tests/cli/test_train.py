@@ -153,6 +153,7 @@ def test_the_traceback_of_a_failed_rank_is_printed(tiny: Path, tmp_path: Path) -
     assert re.fullmatch("shardwise: rank 0 failed:", lines[0])
     assert lines[1] == "Traceback (most recent call last):"
     assert re.match(r"FloatingPointError: step \d+: loss .*; lower train\.lr", lines[-1])
+    assert re.search(r"\d+ of \d+ gradients are not finite\. The first in backward: ", lines[-1])
     assert len(lines) < 25, "the launcher's own traceback is not shown"
 
 

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import StepError
+from shardwise.optim.nonfinite import describe_nonfinite
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 from shardwise.tensor.sharding import sharding_of
 
@@ -16,18 +17,31 @@ __all__ = ["clip_grad_norm_"]
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale the gradients so that their norm, over all ranks, is at most ``max_norm``.
 
     Every rank has to call it. `torch.nn.utils.clip_grad_norm_` gives the same numbers in as many
-    collectives, unless the model has DTensors of several kinds, which it cannot combine.
+    collectives, unless the model has DTensors of several kinds, which it cannot combine, or the
+    norm is NaN or infinite: then this leaves the gradients as they are.
+
+    Args:
+        parameters: of the model.
+        max_norm: the largest norm that is left as it is.
+        norm_type: the order of the norm, which may be infinite.
+        error_if_nonfinite: raise if the norm is NaN or infinite, for which the host waits for the
+            device.
 
     Returns:
         The norm before clipping: a scalar, the same on every rank.
 
     Raises:
-        StepError: `sw.optimizer_in_backward` has used and dropped the gradients.
+        StepError: `sw.optimizer_in_backward` has used and dropped the gradients; or with
+            ``error_if_nonfinite``, names the first gradient in backward that is not finite.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for parameter in parameters:
@@ -39,8 +53,12 @@ def clip_grad_norm_(
                 "gradients in register_post_accumulate_grad_hook, or call remove() of its handle"
             )
     total = _total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise StepError(f"the gradient norm is {total.item()}: {describe_nonfinite(parameters)}")
+    # A scale that is NaN would spread to all gradients, and no error could name the first.
+    divisor = total.where(total.isfinite(), 0.0)
     for some in _by_mesh(parameters).values():
-        torch.nn.utils.clip_grads_with_norm_(some, max_norm, total, foreach=True)
+        torch.nn.utils.clip_grads_with_norm_(some, max_norm, divisor, foreach=True)
     return total
 
 

@@ -252,7 +252,7 @@ def sharding_for(
     else:
         inner = original._spec if isinstance(original, DTensor) else None
     kind = ExtendedSharding if extent.parameter.is_extended else ChunkSharding
-    return (kind if in_chunks else RunSharding)(layout, extent, mesh, label, inner)
+    return (kind if in_chunks else RunSharding)(layout, extent, mesh, label, unit.label, inner)
 
 
 @dataclass(frozen=True, slots=True)

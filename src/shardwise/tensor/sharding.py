@@ -50,6 +50,7 @@ class Sharding(ABC):
     extent: ParameterExtent
     mesh: DataParallelMesh
     label: str  # the same on ranks that give the parameter other names
+    unit: str  # its label
     dense_spec: DTensorSpec | None = None  # of a parameter that was a DTensor before
     _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
 

@@ -17,6 +17,7 @@ import shardwise as sw
 from shardwise.checkpoint.stores import folder_at
 from shardwise.launch.stop_signal import StopSignal
 from shardwise.launch.world import World
+from shardwise.optim.nonfinite import describe_nonfinite
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.reductions import across
@@ -267,10 +268,12 @@ class Trainer:
         # With a loss scale an infinite norm is a skipped step.
         ignores_norm = grad_norm is None or self.scaler.is_enabled()
         if not (math.isfinite(mean_loss) and (ignores_norm or math.isfinite(norms[0]))):
-            raise FloatingPointError(
-                f"step {self.step}: loss {mean_loss}, gradient norm {grad_norm}; "
-                f"lower train.lr (now {self.config.train.lr}) or train.grad_clip"
-            )
+            text = f"step {self.step}: loss {mean_loss}, gradient norm {grad_norm}; "
+            text += f"lower train.lr (now {self.config.train.lr}) or train.grad_clip"
+            if grad_norm is not None and not math.isfinite(grad_norm):
+                text += f". {describe_nonfinite(list(self.model.parameters()))}"
+            raise FloatingPointError(text)
+        self.optimizer.zero_grad()  # not before, as the error names gradients
         return mean_loss, grad_norm
 
     def _update(self) -> Tensor | None:
@@ -282,7 +285,6 @@ class Trainer:
             norm = sw.clip_grad_norm_(self.model.parameters(), max_norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            self.optimizer.zero_grad()
         with warnings.catch_warnings():  # in float16 the first steps may be skipped
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self._scheduler.step()
