@@ -27,7 +27,7 @@ import shardwise as sw
 from shardwise._private import TorchDispatchMode, pytree
 from shardwise.runtime.module import runtime_of_root
 from shardwise.transport.communicator import Collectives, communicator
-from shardwise.transport.device import CommStream
+from shardwise.transport.device import CommStream, ThreadStream
 
 __all__ = ["Traffic", "watch_traffic"]
 
@@ -154,12 +154,12 @@ _SENT: dict[str, tuple[int, int]] = {
 
 
 def _queues(model: nn.Module) -> list[Collectives]:
-    """The collectives of shardwise, each of which has a thread."""
+    """The collectives of shardwise that have a thread."""
     if not isinstance(model, sw.FSDPModule):
         return []
     runtime = runtime_of_root(model)
     links = communicator(runtime.mesh.world, runtime.pools.device)
-    return [links.gather, links.reduce]
+    return [q for q in (links.gather, links.reduce) if isinstance(q.stream, ThreadStream)]
 
 
 def _run_on(stream: CommStream, job: Callable[[], object]) -> None:

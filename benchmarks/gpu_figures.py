@@ -1,0 +1,113 @@
+"""What `benchmarks.gpu` measures of a step: time, memory, and what the device ran."""
+
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from shardwise.bench.harness import Figures
+
+__all__ = ["device_figures", "memory_figures", "reset_memory_figures", "seconds_each"]
+
+Span = tuple[float, float]  # begin and end
+_COUNTED = ("allocator_calls", "device_allocations")
+# NCCL's kernels; and copies between devices, where it has copy engines do the work.
+_COMMUNICATION = ("nccl", "Memcpy PtoP")
+_COPIES = ("Memcpy", "Memset")
+# Of the driver, in which the host waits. A wait for the whole device is not among them: the
+# profiler does that, too.
+_WAITS = ("StreamSynchronize", "EventSynchronize")
+
+
+def seconds_each(action: Callable[[], object], times: int, device: torch.device) -> float:
+    """Seconds of ``action``, over so many ``times``."""
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(times):
+        action()
+    synchronize(device)
+    return (time.perf_counter() - began) / times
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def reset_memory_figures(device: torch.device) -> Figures:
+    """Forget peaks, and return idle memory to the driver; for `memory_figures`."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return _memory(device)
+
+
+def memory_figures(device: torch.device, before: Figures, steps: int) -> Figures:
+    """Peaks since ``before``, and calls per step; on a CPU, none."""
+    return {
+        name: (value - before[name]) / steps if name in _COUNTED else value
+        for name, value in _memory(device).items()
+    }
+
+
+def _memory(device: torch.device) -> Figures:
+    """Of torch's allocator until now."""
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    return {
+        "allocated_peak": torch.cuda.max_memory_allocated(device),
+        "reserved_peak": torch.cuda.max_memory_reserved(device),
+        "allocator_calls": stats["allocation.all.allocated"],
+        "device_allocations": stats["segment.all.allocated"],
+    }
+
+
+def device_figures(step: Callable[[], object], device: torch.device) -> Figures:
+    """What the device ran in a step, from its own records; on a CPU, none."""
+    if device.type != "cuda":
+        return {}
+    figures: Figures = {}
+    for _ in range(2):  # the first one also loads the profiler
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            step()
+            synchronize(device)
+        figures = summarize(seen.events() or ())
+    return figures
+
+
+def summarize(events: Iterable[torch.autograd.profiler_util.FunctionEvent]) -> Figures:
+    """Kernels, waits of the host, and seconds of communication, from a profiler's events.
+
+    Communication is *exposed* while no other kernel runs. A collective's kernel also waits for
+    other ranks, so its seconds are not those of the network alone.
+    """
+    on_device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    communication: list[Span] = []
+    compute: list[Span] = []
+    kernels = waits = 0
+    for event in events:
+        if event.is_user_annotation:
+            continue
+        if event.device_type != on_device:
+            waits += event.name.endswith(_WAITS)
+            continue
+        kernels += not event.name.startswith(_COPIES)
+        spans = communication if event.name.startswith(_COMMUNICATION) else compute
+        spans.append((event.time_range.start / 1e6, event.time_range.end / 1e6))
+    return {
+        "kernel_launches": kernels,
+        "host_waits": waits,
+        "communication_seconds": total(communication),
+        "exposed_seconds": total([*communication, *compute]) - total(compute),
+    }
+
+
+def total(spans: Iterable[Span]) -> float:
+    """The length of the union of ``spans``."""
+    length, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        length += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return length

@@ -1,0 +1,121 @@
+"""The part of `benchmarks.gpu` that runs on several GPUs, with a real process group.
+
+In each round every engine builds the model, trains it, and leaves, so that the memory of one does
+not show in another's. Of the figures of ranks the largest counts.
+"""
+
+import gc
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.gpu_figures import (
+    device_figures,
+    memory_figures,
+    reset_memory_figures,
+    seconds_each,
+)
+from benchmarks.gpu_models import MODELS, make_work
+from shardwise.bench import harness
+from shardwise.bench.engines import ENGINES
+from shardwise.bench.harness import Figures
+from shardwise.bench.traffic import watch_traffic
+from shardwise.launch.world import World
+
+__all__ = ["BASE", "COMPARED", "WARM_UP", "Options", "compare", "gigabytes"]
+
+WARM_UP = 3  # steps
+BASE = "fsdp2"
+COMPARED = {BASE: "fsdp2", "shardwise": "shardwise-fsdp"}  # rows of `shardwise bench`
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line."""
+
+    models: tuple[str, ...]
+    blocks: int | None
+    steps: int
+    rounds: int
+    out: Path | None
+
+
+def gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f}"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
+COLUMNS = (
+    ("ms", "seconds", milliseconds),
+    (f"of {BASE}'s", "ratio", str),
+    ("tokens/s per rank", "tokens_per_second", "{:,.0f}".format),
+    ("peak GB", "allocated_peak", gigabytes),
+    ("reserved GB", "reserved_peak", gigabytes),
+    ("communication ms", "communication_seconds", milliseconds),
+    ("of it exposed", "exposed_seconds", milliseconds),
+    ("collectives", "collectives", "{:.0f}".format),
+    ("sent GB", "sent_bytes", gigabytes),
+    ("kernels", "kernel_launches", "{:.0f}".format),
+    ("waits of the host", "host_waits", "{:.0f}".format),
+    ("loss", "loss", "{:.4f}".format),
+)
+
+
+def compare(world: World, options: Options) -> None:
+    """Measure on every rank; the first one prints."""
+    rows: dict[str, dict[str, Any]] = {}
+    rounds_by_model = {}
+    for name in options.models:
+        cases = {
+            engine: partial(_train, world, options, name, ENGINES[row])
+            for engine, row in COMPARED.items()
+        }
+        own = harness.interleave(cases, options.rounds, title=name, visible=world.is_first)
+        rounds = rounds_by_model[name] = harness.merge(world.gather(own), worst=None)
+        for engine in cases:
+            figures = harness.medians(rounds, engine)
+            rows[f"{name}: {engine}"] = figures | {
+                "ratio": harness.ratio(rounds, engine, BASE),
+                "tokens_per_second": MODELS[name].tokens / figures["seconds"],
+            }
+    if not world.is_first:
+        return
+    title = f"{world.size} ranks on {world.device.type}, {dist.get_backend()}"
+    harness.make_console().print(harness.make_table(title, COLUMNS, rows))
+    if options.out is not None:
+        written = {name: row | {"ratio": asdict(row["ratio"])} for name, row in rows.items()}
+        by_model = {name: [asdict(one) for one in some] for name, some in rounds_by_model.items()}
+        document = {"ranks": world.size, "backend": dist.get_backend()}
+        harness.write_json(options.out, {**document, "rounds": by_model, "rows": written})
+
+
+def _train(world: World, options: Options, name: str, engine: Any, number: int) -> Figures:
+    """A turn of one engine on this rank."""
+    device = world.device
+    work = make_work(name, options.blocks, device)
+    trainee, batch = engine.start(work), work.batch(number, world.rank)
+    step = partial(trainee.step, batch)
+    for _ in range(WARM_UP):
+        step()
+    before = reset_memory_figures(device)
+    dist.barrier()
+    seconds = seconds_each(step, options.steps, device)
+    figures = {"seconds": seconds, **memory_figures(device, before, options.steps)}
+    with watch_traffic(trainee.model) as traffic:
+        loss = step()
+    figures |= device_figures(step, device)
+    figures |= {
+        "collectives": traffic.num_collectives,
+        "sent_bytes": traffic.sent_bytes,
+        "loss": float(loss),
+    }
+    dist.barrier()
+    del work, trainee, step
+    gc.collect()  # FSDP2's modules are in cycles
+    return figures
