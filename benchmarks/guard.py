@@ -26,7 +26,7 @@ from shardwise.runtime.module import runtime_of_root
 from shardwise.schedule.events import EventKind
 from shardwise.train.model import Shape
 from shardwise.transport.communicator import communicator
-from shardwise.transport.host.collectives import Exchange, HostCollectives
+from shardwise.transport.host.collectives import HostCollectives
 
 BATCHES, REPETITIONS = 15, 2000
 
@@ -99,8 +99,7 @@ def time_chores(model: torch.nn.Module) -> dict[str, Figures]:
 
 def note_collective(queue: HostCollectives) -> None:
     """What is noted of a collective of two exchanges."""
-    exchange = Exchange(queue.world, 1 << 20, lambda _: None)
-    collective = queue._next_id("gather blocks.0", exchange)
+    collective, _ = queue._exchange("gather blocks.0", queue.world, 1 << 20, lambda _: None)
     queue._begin(collective)
     _ = collective.tag, collective.tag
     queue._end(collective)

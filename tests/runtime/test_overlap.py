@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.runtime.ledger import Ledger
 from shardwise.schedule.events import EventKind
-from shardwise.transport.host.channel import Message
+from shardwise.transport.host.peers import Message
 from shardwise.transport.host.point_to_point import PointToPoint
 from tests.ranks import on_ranks
 

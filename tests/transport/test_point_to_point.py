@@ -23,8 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.errors import PeerLost
 from shardwise.transport.api import RankGroup
 from shardwise.transport.host import handshake, peers, process_memory
-from shardwise.transport.host.channel import Channel
-from shardwise.transport.host.peers import INLINE_BYTES, Offer
+from shardwise.transport.host.peers import INLINE_BYTES, Offer, Peer
 from shardwise.transport.host.point_to_point import _PIECE_BYTES, PointToPoint
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_equal_training, rank, world_size as num_ranks
@@ -171,7 +170,7 @@ def test_exchanges_of_several_threads_find_each_other_by_tag() -> None:
 def test_a_rank_that_is_gone_is_named(num_bytes: int) -> None:
     transport = _transport()
     if rank():
-        transport.host.peers[0].channel.connection.shutdown(socket.SHUT_RDWR)
+        transport.host.peers[0].connection.shutdown(socket.SHUT_RDWR)
         return
     sent = torch.zeros(num_bytes, dtype=torch.uint8)
     with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
@@ -214,7 +213,7 @@ def test_strangers_are_rejected_and_not_waited_for() -> None:
         accepted = handshake.accept(listener, SECRET, {1})
         assert time.monotonic() - began < 5
         assert list(accepted) == [1]
-        one, two = (Channel(each, timedelta(seconds=9)) for each in (called[0], accepted[1]))
+        one, two = (Peer(each, timedelta(seconds=9)) for each in (called[0], accepted[1]))
         one.send(7, b"hello")
         assert two.recv(7).content == b"hello"
         for stranger in (silent, guessing):
@@ -259,19 +258,19 @@ def test_nothing_outside_of_an_offer_or_its_target_is_touched() -> None:
             (64, into, 0),
             (8, into[:16], 16),
         ):
-            Offer(os.getpid(), source.data_ptr(), 64, target, lambda: None).read(start)
+            Offer(os.getpid(), source.data_ptr(), 64, target).read(start)
             address = source.data_ptr() + start
             read.assert_called_once_with(os.getpid(), address, into.data_ptr(), size)
             read.reset_mock()
         for start in (-1, 65):
             with pytest.raises(ValueError, match="of a tensor of 64 bytes"):
-                Offer(os.getpid(), source.data_ptr(), 64, into, lambda: None).read(start)
+                Offer(os.getpid(), source.data_ptr(), 64, into).read(start)
         read.assert_not_called()
 
 
 def test_a_file_is_passed_with_a_message() -> None:
     one, two = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sender, receiver = (Channel(each, timedelta(seconds=9)) for each in (one, two))
+    sender, receiver = (Peer(each, timedelta(seconds=9)) for each in (one, two))
     with tempfile.TemporaryFile() as file:
         file.write(b"content")
         file.flush()

@@ -23,8 +23,8 @@ from shardwise.transport.api import Work
 from shardwise.transport.communicator import Communicator, communicator
 from shardwise.transport.health.monitor import Patience
 from shardwise.transport.host import handshake
-from shardwise.transport.host.channel import Descriptor
 from shardwise.transport.host.collectives import HostCollectives
+from shardwise.transport.host.peers import Descriptor
 from shardwise.transport.host.shared_memory import (
     _MAX_SEGMENTS,
     Place,
@@ -341,7 +341,7 @@ def test_an_open_place_outlives_its_owner() -> None:
 
 def test_ranks_agree_on_which_of_them_share() -> None:
     rows = ["0000", "1000", "1000", "0000"]  # 0, 1, 2 are connected, but not 1 with 2
-    host = handshake.Host({}, [], [bytes(map(int, row)) for row in rows])
+    host = handshake.Host({}, False, [bytes(map(int, row)) for row in rows])
     sharing = [pair for pair in itertools.combinations(range(4), 2) if host.can_share(pair)]
     assert sharing == [(0, 1), (0, 2)]
     assert host.can_share((2, 0)), "in any order"

@@ -9,7 +9,6 @@ instead of mixing their numbers.
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,17 +23,10 @@ from shardwise.transport.host.point_to_point import PointToPoint
 from shardwise.transport.host.shared_memory import Place, SharedRange
 from shardwise.transport.host.sums import Finish, Run, Summation
 
-__all__ = ["Exchange", "HostCollectives"]
+__all__ = ["HostCollectives"]
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """One exchange of a collective, not yet numbered."""
-
-    group: RankGroup
-    slot_bytes: int
-    run: Run
-    is_shared: bool = False
+_Exchange = tuple[CollectiveId, Run]  # one of a collective
 
 
 class HostCollectives:
@@ -60,7 +52,7 @@ class HostCollectives:
     @property
     def sent(self) -> tuple[int, int]:
         """Exchanges so far, and the bytes that this rank sent in them."""
-        return self.point_to_point.num_exchanges, self.point_to_point.sent_bytes
+        return self.point_to_point.sent
 
     def all_gather(
         self,
@@ -74,7 +66,7 @@ class HostCollectives:
         gather = self._gathering(flat, group)
         slot_bytes = flat.nbytes // group.size
         if shared is None or not self._shares_memory(group):
-            return self._submit(label, [Exchange(group, slot_bytes, gather)], fill)
+            return self._submit([self._exchange(label, group, slot_bytes, gather)], fill)
 
         def run(tag: int) -> None:
             if self._fill_shared(group, shared, fill, label, tag):
@@ -82,54 +74,57 @@ class HostCollectives:
             else:
                 gather(tag)
 
-        return self._submit(label, [Exchange(group, slot_bytes, run, is_shared=True)])
+        return self._submit([self._exchange(label, group, slot_bytes, run, is_shared=True)])
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
         """Send the first of each pair to its rank, and receive the second from it."""
         group = RankGroup(tuple(sorted({*pairs, self._own})), self._own)
-        return self._submit(
-            label, [Exchange(group, 0, partial(self.point_to_point.exchange, pairs))]
-        )
+        run = partial(self.point_to_point.exchange, pairs)
+        return self._submit([self._exchange(label, group, 0, run)])
 
     def reduce(self, reduction: Reduction, label: str) -> Work:
         """As `ProcessGroupCollectives.reduce`, in the order of the ranks."""
         inner, out, scale = reduction.inner, reduction.out, reduction.scale
         first, *rest = reduction.stages
         finish = Finish(reduction.carried, None if rest else out, scale)
-        exchanges = [self._reduce_scatter(reduction.flat, inner, first.group, finish)]
+        exchanges = [self._reduce_scatter(label, reduction.flat, inner, first.group, finish)]
         cast: Callable[[], None] | None = None
         for stage in rest:
             if stage.operation is Operation.REDUCE_SCATTER:
                 total, finish = reduction.scattered(stage.group), Finish(None, out, scale)
-                exchanges.append(self._reduce_scatter(inner, total, stage.group, finish))
+                exchanges.append(self._reduce_scatter(label, inner, total, stage.group, finish))
                 continue
-            exchanges += self._all_reduce(inner, stage.group, 1.0 if reduction.is_cast else scale)
+            factor = 1.0 if reduction.is_cast else scale
+            exchanges += self._all_reduce(label, inner, stage.group, factor)
             if out is not None and reduction.is_cast:
                 cast = partial(copy_scaled_, out, inner, scale)
-        return self._submit(label, exchanges, finish=cast)
+        return self._submit(exchanges, finish=cast)
 
     def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:
         """As `ProcessGroupCollectives.all_reduce_max`; for few values."""
         rows = values.repeat(group.size, 1)  # [ranks, n]
-        gather = Exchange(group, values.nbytes, self._gathering(rows.view(-1), group))
-        return self._submit(label, [gather], finish=lambda: torch.amax(rows, 0, out=values))
+        gather = self._gathering(rows.view(-1), group)
+        exchange = self._exchange(label, group, values.nbytes, gather)
+        return self._submit([exchange], finish=lambda: torch.amax(rows, 0, out=values))
 
     # -- the queue -------------------------------------------------------------------------------
 
+    def _exchange(
+        self, label: str, group: RankGroup, slot_bytes: int, run: Run, *, is_shared: bool = False
+    ) -> _Exchange:
+        self._issued += 1
+        return CollectiveId(self._issued, label, slot_bytes, group.ranks, is_shared), run
+
     def _submit(
         self,
-        label: str,
-        exchanges: Sequence[Exchange],
+        exchanges: Sequence[_Exchange],
         prepare: Callable[[], None] | None = None,
         finish: Callable[[], object] | None = None,
     ) -> Work:
-        numbered = [(self._next_id(label, exchange), exchange.run) for exchange in exchanges]
-        work = Work(numbered[-1][0])
-
         def job() -> None:
             if prepare is not None and not self._stopped:
                 prepare()  # if it raises, the exchange was not begun
-            for collective, run in numbered:
+            for collective, run in exchanges:
                 self._begin(collective)
                 try:
                     run(collective.tag)
@@ -138,12 +133,7 @@ class HostCollectives:
             if finish is not None:
                 finish()
 
-        return self.stream.submit(job, work)
-
-    def _next_id(self, label: str, exchange: Exchange) -> CollectiveId:
-        self._issued += 1
-        ranks = exchange.group.ranks
-        return CollectiveId(self._issued, label, exchange.slot_bytes, ranks, exchange.is_shared)
+        return self.stream.submit(job, Work(exchanges[-1][0]))
 
     def _begin(self, collective: CollectiveId) -> None:
         with self._lock:
@@ -221,37 +211,37 @@ class HostCollectives:
     # -- the stages of a reduction ---------------------------------------------------------------
 
     def _reduce_scatter(
-        self, flat: Tensor, total: Tensor, group: RankGroup, finish: Finish
-    ) -> Exchange:
-        if group.size > 1:
-            return self._sum(group, flat.view(group.size, -1).unbind(), total, finish)
+        self, label: str, flat: Tensor, total: Tensor, group: RankGroup, finish: Finish
+    ) -> _Exchange:
+        return self._sum(label, group, flat.view(group.size, -1).unbind(), total, finish)
 
-        def copy(_tag: int) -> None:
-            if total.data_ptr() != flat.data_ptr():
-                total.copy_(flat)
-            finish(total, slice(None))
-
-        return Exchange(group, total.nbytes, copy)
-
-    def _all_reduce(self, inner: Tensor, group: RankGroup, scale: float) -> Iterator[Exchange]:
+    def _all_reduce(
+        self, label: str, inner: Tensor, group: RankGroup, scale: float
+    ) -> Iterator[_Exchange]:
         """Exchanges that leave ``scale`` times the sum in ``inner``."""
         # What is sent inline was copied before the sum is written.
         if inner.nbytes <= INLINE_BYTES:
-            yield self._sum(group, [inner] * group.size, inner, Finish(None, inner, scale))
+            yield self._sum(label, group, [inner] * group.size, inner, Finish(None, inner, scale))
             return
         size = inner.numel() // group.size
         cut, rest = inner[: size * group.size], inner[size * group.size :]
         parts = cut.view(group.size, size).unbind()
         own = parts[group.index]
-        yield self._sum(group, parts, own, Finish(None, own, scale))
-        yield Exchange(group, own.nbytes, self._gathering(cut, group))
+        yield self._sum(label, group, parts, own, Finish(None, own, scale))
+        yield self._exchange(label, group, own.nbytes, self._gathering(cut, group))
         if rest.numel():
-            yield self._sum(group, [rest] * group.size, rest, Finish(None, rest, scale))
+            yield self._sum(label, group, [rest] * group.size, rest, Finish(None, rest, scale))
 
     def _sum(
-        self, group: RankGroup, parts: Sequence[Tensor], total: Tensor, finish: Finish
-    ) -> Exchange:
-        return Exchange(group, total.nbytes, self._sums.prepare(group, parts, total, finish))
+        self,
+        label: str,
+        group: RankGroup,
+        parts: Sequence[Tensor],
+        total: Tensor,
+        finish: Finish,
+    ) -> _Exchange:
+        run = self._sums.prepare(group, parts, total, finish)
+        return self._exchange(label, group, total.nbytes, run)
 
     # -- coming back into step -------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from shardwise.transport.host import process_memory
-from shardwise.transport.host.channel import Channel
 from shardwise.transport.host.peers import Peer
 
 __all__ = ["Host", "Identity", "accept", "connect", "find_peers", "listen"]
@@ -43,7 +42,7 @@ class Host:
     """The other ranks of this host, and what ranks of the group can do with each other."""
 
     peers: dict[int, Peer]
-    reads: list[bytes]  # [a][b]: whether rank a reads the memory of rank b
+    all_read: bool  # each rank of the group reads the memory of every other one
     connected: list[bytes]  # [a][b], b < a: whether they are
 
     def can_share(self, ranks: Sequence[int]) -> bool:
@@ -84,13 +83,14 @@ def find_peers(
     reads = share("reads", bytes(rank in {*readable, own} for rank in ranks))
     peers = {
         rank: Peer(
-            Channel(connection, timeout),
-            processes[rank],
+            connection,
+            timeout,
+            process=processes[rank],
             can_read=bool(reads[own][rank] and reads[rank][own]),
         )
         for rank, connection in sockets.items()
     }
-    return Host(peers, reads, connected)
+    return Host(peers, all(map(all, reads)), connected)
 
 
 def listen(num_ranks: int) -> socket.socket | None:

@@ -9,70 +9,156 @@ Whether memory can be read is tried in the handshake. A host that does not permi
 (`kernel.yama.ptrace_scope`, some containers) leaves large exchanges to Gloo; another system, all.
 """
 
+import contextlib
 import ctypes
+import errno
+import os
+import socket
 import struct
-from collections.abc import Callable
+import threading
 from dataclasses import dataclass
-from functools import partial
+from datetime import timedelta
+from typing import NamedTuple
 
 from torch import Tensor
 
-from shardwise.transport.host.channel import MAX_BYTES, Channel
 from shardwise.transport.host.process_memory import read_memory
 
-__all__ = ["INLINE_BYTES", "Offer", "Peer"]
+__all__ = ["INLINE_BYTES", "Descriptor", "Message", "Offer", "Peer"]
 
-INLINE_BYTES = MAX_BYTES  # what is larger is read from memory
+INLINE_BYTES = 1 << 15  # of a message, two of which fit into a socket; more is read from memory
+_TAG = struct.Struct("<q")
 _OFFER = struct.Struct("<qq")  # address and bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Another rank of this host. Both sides of an exchange must name the same sizes."""
+class Descriptor:
+    """An open file that another process has passed; closed when it is dropped."""
 
-    channel: Channel
-    process: int  # as this process sees it
-    can_read: bool  # each of the two reads the other's memory
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self.number)
+
+
+class Message(NamedTuple):
+    """What a process sent."""
+
+    tag: int
+    content: bytes
+    file: Descriptor | None = None
+
+
+class Peer:
+    """Another rank of this host, at the other end of a socket; used by several threads at once.
+
+    Messages are matched by their tags. Both sides of an exchange must name the same sizes. Every
+    method raises an OSError if the rank is gone, or sent nothing for the timeout of the job.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        timeout: timedelta,
+        *,
+        process: int = 0,
+        can_read: bool = False,
+    ) -> None:
+        # By the system: a timeout of Python's takes one more call each time.
+        connection.setblocking(True)
+        self._seconds = int(timeout.total_seconds())
+        limit = struct.pack("ll", self._seconds, 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self.connection = connection
+        self.process = process  # as this process sees it
+        self.can_read = can_read  # each of the two reads the other's memory
+        self._kept: list[Message] = []  # received while another tag was waited for
+        self._changed = threading.Condition()
+        self._is_read = False
 
     def handles(self, sent: Tensor, received: Tensor) -> bool:
         """Whether these are exchanged here; the other rank comes to the same conclusion."""
         return self.can_read or max(sent.nbytes, received.nbytes) <= INLINE_BYTES
 
-    def send(self, tensor: Tensor, tag: int) -> None:
+    # -- messages --------------------------------------------------------------------------------
+
+    def send(self, tag: int, content: bytes, descriptor: int = -1) -> None:
+        """Send a message, and with it an open file unless ``descriptor`` is negative."""
+        if descriptor < 0:
+            self.connection.sendall(_TAG.pack(tag) + content)
+        else:
+            socket.send_fds(self.connection, [_TAG.pack(tag) + content], [descriptor])
+
+    def recv(self, tag: int) -> Message:
+        """The next message of that tag."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._is_read or self._find(tag))
+                if (message := self._find(tag)) is not None:
+                    self._kept.remove(message)
+                    return message
+                self._is_read = True
+            received: list[Message] = []
+            try:
+                received.append(self._read())
+            finally:
+                with self._changed:
+                    self._is_read = False
+                    self._kept += received
+                    self._changed.notify_all()
+
+    def _find(self, tag: int) -> Message | None:
+        return next((message for message in self._kept if message.tag == tag), None)
+
+    def _read(self) -> Message:
+        size, flags = _TAG.size + INLINE_BYTES, socket.MSG_CMSG_CLOEXEC
+        try:
+            content, passed, _, _ = socket.recv_fds(self.connection, size, 1, flags)
+        except BlockingIOError as error:
+            raise TimeoutError(f"it sent nothing for {self._seconds} s") from error
+        files = [Descriptor(number) for number in passed]
+        if not content:
+            raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+        tag = _TAG.unpack_from(content)[0]
+        return Message(tag, content[_TAG.size :], files[0] if files else None)
+
+    # -- tensors ---------------------------------------------------------------------------------
+
+    def send_tensor(self, tensor: Tensor, tag: int) -> None:
         """Send a small tensor, or the place of a large one, which must not change until `end`."""
         if tensor.nbytes <= INLINE_BYTES:
             content = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
         else:
             content = _OFFER.pack(tensor.data_ptr(), tensor.nbytes)
-        self.channel.send(tag, content)
+        self.send(tag, content)
 
-    def recv(self, into: Tensor, num_bytes: int, tag: int) -> "Offer | None":
+    def recv_tensor(self, into: Tensor, num_bytes: int, tag: int) -> "Offer | None":
         """Fill ``into`` with a small tensor, or return the offer of a large one.
 
         Raises:
-            OSError: the rank is gone, or sends another number of bytes than ``num_bytes``.
+            ConnectionError: it sends another number of bytes than ``num_bytes``.
         """
-        content = self.channel.recv(tag).content
+        content = self.recv(tag).content
         if num_bytes <= INLINE_BYTES:
             _check_size(len(content), num_bytes)
             ctypes.memmove(into.data_ptr(), content, num_bytes)
             return None
         _check_size(len(content), _OFFER.size)
         address, offered = _OFFER.unpack(content)
-        release = partial(self.channel.send, tag, b"")
         if offered != num_bytes:
-            release()
+            self.release(tag)
         _check_size(offered, num_bytes)
-        return Offer(self.process, address, num_bytes, into, release)
+        return Offer(self.process, address, num_bytes, into)
+
+    def release(self, tag: int) -> None:
+        """Say that an offered tensor has been read."""
+        self.send(tag, b"")
 
     def end(self, sent: Tensor, tag: int) -> None:
-        """Return when the rank has ``sent``.
-
-        Raises:
-            OSError: the rank is gone.
-        """
+        """Return when the rank has ``sent``."""
         if sent.nbytes > INLINE_BYTES:
-            self.channel.recv(tag)
+            self.recv(tag)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +169,6 @@ class Offer:
     address: int
     num_bytes: int
     into: Tensor  # as large, or a window that pieces of it pass through
-    release: Callable[[], None]
 
     def read(self, start: int) -> None:
         """Copy bytes from ``start`` on to the beginning of ``into``, as many as there are and fit.

@@ -15,9 +15,8 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 from shardwise._private import group_timeout
 from shardwise.errors import PeerLost
 from shardwise.transport.api import RankGroup
-from shardwise.transport.host.channel import Message
 from shardwise.transport.host.handshake import find_peers
-from shardwise.transport.host.peers import INLINE_BYTES, Offer
+from shardwise.transport.host.peers import INLINE_BYTES, Message, Offer
 
 __all__ = ["PointToPoint", "Use"]
 
@@ -36,8 +35,7 @@ class PointToPoint:
     def __init__(self, world: RankGroup, name: str) -> None:
         assert world.parent is not None
         self._own = world.own_rank
-        self.num_exchanges = 0
-        self.sent_bytes = 0
+        self.sent = (0, 0)  # exchanges so far, and the bytes that this rank sent in them
         self.timeout = group_timeout(world.parent)
         store = PrefixStore(name, world.parent.get_group_store())
 
@@ -46,10 +44,9 @@ class PointToPoint:
             return store.multi_get([f"{key}/{rank}" for rank in range(world.size)])
 
         self.host = find_peers(world.own_rank, world.size, share, self.timeout)
-        all_read = all(map(all, self.host.reads))
-        self._gloo: Any = (
-            None if all_read else ProcessGroupGloo(store, self._own, world.size, self.timeout)
-        )
+        self._gloo: Any = None
+        if not self.host.all_read:
+            self._gloo = ProcessGroupGloo(store, self._own, world.size, self.timeout)
 
     def window_elements(self, group: RankGroup, num_windows: int, itemsize: int) -> int:
         """How many elements of each rank of ``group`` are summed at a time."""
@@ -103,22 +100,21 @@ class PointToPoint:
         Raises:
             PeerLost: as `exchange`.
         """
-        channels = {rank: self.host.peers[rank].channel for _, rank in group.others}
+        peers = {rank: self.host.peers[rank] for _, rank in group.others}
         lost: _Errors = {}
         messages = {}
-        for rank, channel in channels.items():
+        for rank, peer in peers.items():
             with _noting(lost, rank):
-                channel.send(tag, content, descriptor)
-        for rank, channel in channels.items():
+                peer.send(tag, content, descriptor)
+        for rank, peer in peers.items():
             with _noting(lost, rank):
-                messages[rank] = channel.recv(tag)
+                messages[rank] = peer.recv(tag)
         self._raise(lost)
         return messages
 
     def count(self, num_bytes: int) -> None:
         """Note an exchange in which this rank sent so many."""
-        self.num_exchanges += 1
-        self.sent_bytes += num_bytes
+        self.sent = self.sent[0] + 1, self.sent[1] + num_bytes
 
     @contextlib.contextmanager
     def _offering(
@@ -129,18 +125,19 @@ class PointToPoint:
         offers: list[tuple[int, Offer]] = []
         for rank, (sent, _) in near.items():
             with _noting(lost, rank):
-                peers[rank].send(sent, tag)
+                peers[rank].send_tensor(sent, tag)
         for rank, (sent, into) in near.items():
             with _noting(lost, rank):
-                offer = peers[rank].recv(into, sent.nbytes if in_windows else into.nbytes, tag)
+                num_bytes = sent.nbytes if in_windows else into.nbytes
+                offer = peers[rank].recv_tensor(into, num_bytes, tag)
                 if offer is not None:
                     offers.append((rank, offer))
         try:
             yield offers
         finally:  # let all peers go on, and wait until none of them reads this rank's tensors
-            for rank, offer in offers:
+            for rank, _ in offers:
                 with _noting(lost, rank):
-                    offer.release()
+                    peers[rank].release(tag)
             for rank, (sent, _) in near.items():
                 with _noting(lost, rank):
                     peers[rank].end(sent, tag)

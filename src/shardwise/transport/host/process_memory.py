@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import os
-from collections.abc import Callable
 
 __all__ = ["has_bytes", "read_memory"]
 
@@ -14,19 +13,11 @@ class _Piece(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
 
 
-def _find_reader() -> Callable[..., int] | None:
-    try:
-        found = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    except (AttributeError, OSError, TypeError):  # another system
-        return None
-    pieces = (ctypes.POINTER(_Piece), ctypes.c_ulong)
-    found.argtypes = (ctypes.c_int, *pieces, *pieces, ctypes.c_ulong)
-    found.restype = ctypes.c_ssize_t
-    reader: Callable[..., int] = found
-    return reader
-
-
-_process_vm_readv = _find_reader()
+_process_vm_readv = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+if _process_vm_readv is not None:
+    _pieces = (ctypes.POINTER(_Piece), ctypes.c_ulong)
+    _process_vm_readv.argtypes = (ctypes.c_int, *_pieces, *_pieces, ctypes.c_ulong)
+    _process_vm_readv.restype = ctypes.c_ssize_t
 
 
 def read_memory(process: int, address: int, into: int, num_bytes: int) -> None:

@@ -54,6 +54,8 @@ class Summation:
         """
         if not total.numel():
             return lambda _tag: None
+        if group.size == 1:
+            return lambda _tag: _copy(parts[0], total, finish)
         own, casts = parts[group.index], finish.out is not None and finish.out.dtype != total.dtype
         num_windows = group.size if casts else group.size - 1
         size = self._peers.window_elements(group, num_windows, own.itemsize)
@@ -86,3 +88,10 @@ class Summation:
             if self._window.numel() < num_bytes:
                 self._window = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             return self._window[:num_bytes].view(dtype)
+
+
+def _copy(part: Tensor, total: Tensor, finish: Finish) -> None:
+    """The sum of one part."""
+    if total.data_ptr() != part.data_ptr():
+        total.copy_(part)
+    finish(total, slice(None))
