@@ -177,7 +177,7 @@ def test_the_largest_values_of_all_ranks(by_torch: bool) -> None:
     group = RankGroup((2, 0, 1), rank, dist.group.WORLD)
     queue = (_by_torch if by_torch else make_collectives)(group, CPU, f"largest {by_torch}")
     values = torch.tensor([rank == 0, rank == 1, False, True], dtype=torch.uint8)
-    queue.all_reduce_max(values, group, "largest").synchronize()
+    queue.all_reduce_max(values, group, "largest").wait()
     assert values.tolist() == [1, 1, 0, 1]
 
 

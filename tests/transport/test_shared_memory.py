@@ -52,7 +52,7 @@ def test_a_gathered_unit_is_in_memory_once() -> None:
     common = buffers.pools.gathered.shared
     assert common is not None
     # The files of all but the first have nothing in them: no page was ever touched.
-    taken = [os.fstat(segment.descriptor).st_blocks for segment in common._own.values()]
+    taken = [os.fstat(segment.file.number).st_blocks for segment in common._own.values()]
     assert taken
     assert (sum(taken) > 0) == (rank() == 0)
 

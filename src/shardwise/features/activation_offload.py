@@ -18,8 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.errors import StepError
 from shardwise.runtime.module import runtime_of_root
-from shardwise.transport.api import Work
-from shardwise.transport.device import DeviceStream, is_accelerator
+from shardwise.transport.device import DeviceStream, DeviceWork, is_accelerator
 
 if TYPE_CHECKING:
     from shardwise.runtime.engine import Runtime
@@ -100,7 +99,7 @@ class _Mover:
         self.device = device
         self._has_streams = is_accelerator(device)
         self._to_host, self._to_device = to_host, to_device
-        self._leaving: deque[tuple[Tensor, Work]] = deque()  # whose memory is still read
+        self._leaving: deque[tuple[Tensor, DeviceWork]] = deque()  # whose memory is still read
         self._last: Callable[[], _Moved | None] = lambda: None
 
     def move(self, tensor: Tensor) -> "_Moved":
@@ -122,7 +121,7 @@ class _Mover:
             _, work = self._leaving.popleft()
             work.wait_on_device()
 
-    def bring(self, copy: Tensor, after: Work) -> tuple[Tensor, Work | None]:
+    def bring(self, copy: Tensor, after: DeviceWork) -> tuple[Tensor, DeviceWork | None]:
         """Begin to copy ``copy`` back to the device, when ``after`` has made it."""
         if not self._has_streams:
             return copy, None
@@ -136,13 +135,13 @@ class _Moved:
     """A copy in host memory, and later one on the device."""
 
     def __init__(
-        self, mover: _Mover, copy: Tensor, work: Work, previous: "Callable[[], _Moved | None]"
+        self, mover: _Mover, copy: Tensor, work: DeviceWork, previous: "Callable[[], _Moved | None]"
     ) -> None:
         self._mover = mover
         self._copy = copy
         self._work = work
         self._previous = previous  # what was moved before it, as long as backward needs that
-        self._brought: tuple[Tensor, Work | None] | None = None
+        self._brought: tuple[Tensor, DeviceWork | None] | None = None
 
     def __del__(self) -> None:
         if self._brought is not None and self._brought[1] is not None:  # in vain

@@ -19,8 +19,7 @@ from torch import Tensor
 from shardwise.plan.layout import Layout
 from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.runtime.memory import Pool
-from shardwise.transport.api import Work
-from shardwise.transport.device import DeviceStream, copy_, is_accelerator
+from shardwise.transport.device import DeviceStream, DeviceWork, copy_, is_accelerator
 
 __all__ = ["HostOffloader"]
 
@@ -47,6 +46,6 @@ class HostOffloader:
         work = self._to_device.submit(partial(copy_, to, of))
         return work.wait_on_device
 
-    def to_host(self, to: Tensor, of: Tensor) -> Work:
-        """Begin to fill ``to`` on the host; `Work.synchronize` before it is read."""
+    def to_host(self, to: Tensor, of: Tensor) -> DeviceWork:
+        """Begin to fill ``to`` on the host; `DeviceWork.synchronize` before it is read."""
         return self._to_host.submit(partial(copy_, to, of))

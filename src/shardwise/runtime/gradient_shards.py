@@ -13,8 +13,7 @@ from shardwise.plan.layout import Layout
 from shardwise.runtime.hooks import apply_gradient_hooks, run_accumulated_hooks
 from shardwise.runtime.memory import Pool, is_shared
 from shardwise.runtime.parameters import FSDPParameter
-from shardwise.transport.api import Work
-from shardwise.transport.device import copy_scaled_
+from shardwise.transport.device import DeviceWork, copy_scaled_
 
 __all__ = ["GradientShard", "ShardOffloader"]
 
@@ -32,8 +31,8 @@ class ShardOffloader(Protocol):
     def to_device(self, to: Tensor, of: Tensor) -> Callable[[], None]:
         """Begin to copy; what to call before ``to`` is sent by a collective."""
 
-    def to_host(self, to: Tensor, of: Tensor) -> Work:
-        """Begin to copy; `Work.synchronize` before ``to`` is read."""
+    def to_host(self, to: Tensor, of: Tensor) -> DeviceWork:
+        """Begin to copy; `DeviceWork.synchronize` before ``to`` is read."""
 
 
 class GradientShard:
@@ -221,7 +220,7 @@ class _PendingOffload:
 
     reduced: Tensor  # [S], on the device, of the pool
     arrived: Tensor  # [S], on the host
-    work: Work
+    work: DeviceWork
 
 
 def _accumulate(parameter: FSDPParameter, gradient: Tensor) -> bool:

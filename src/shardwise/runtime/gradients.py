@@ -197,8 +197,8 @@ class GradientBuffer:
             reduced = flat.new_empty(self._layout.shard_elements)
             hook(flat, reduced)
         copy_(self._target(), reduced)
-        work = Work()
-        work.run(lambda: None)
+        work = Work(job=lambda: None)
+        work.run()
         return work
 
     def collect(self) -> None:

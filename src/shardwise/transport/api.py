@@ -121,8 +121,11 @@ class Work:
     which have such seconds once they have taken place.
     """
 
-    def __init__(self, collective: CollectiveId | None = None) -> None:
+    def __init__(
+        self, collective: CollectiveId | None = None, job: Callable[[], None] | None = None
+    ) -> None:
         self.collective = collective  # that it ends with
+        self._job = job  # until it has run
         self.times: tuple[SupportsFloat, SupportsFloat] = (0.0, 0.0)
         self.error: BaseException | None = None
         self.done = False
@@ -135,35 +138,24 @@ class Work:
         """When it ran, in seconds; on a device the host waits until it has."""
         return float(self.times[0]), float(self.times[1])
 
-    def wait(self, timeout_seconds: float) -> bool:
-        """Whether the job ended, after at most ``timeout_seconds``; its error is not raised."""
+    def wait(self, timeout_seconds: float = -1) -> bool:
+        """Whether the job ended, after at most ``timeout_seconds``; its error is not raised.
+
+        By default, wait until it ends.
+        """
         if not self.done and self._running.acquire(timeout=timeout_seconds):
             self._running.release()  # for other waiters
         return self.done
 
-    def wait_on_device(self) -> None:
-        """Have the current stream wait for it; on the CPU, the caller."""
-        self._join()
-
-    def synchronize(self) -> None:
-        """Return when the host may read what the job wrote, or raise the job's error."""
-        self._join()
-        if self.error is not None:
-            raise self.error
-
-    def run(self, job: Callable[[], None]) -> None:
-        """Run ``job``, and drop it before any waiter continues; its error is kept."""
+    def run(self) -> None:
+        """Run the job, and drop it before any waiter continues; its error is kept."""
         began = time.perf_counter()
+        assert self._job is not None
         try:
-            job()
+            self._job()
         except Exception as error:  # noqa: BLE001 - it is raised where the result is needed
             self.error = error
-        del job  # and the memory that it holds, or the peak would depend on thread timing
+        self._job = None  # and the memory that it holds, or the peak would depend on thread timing
         self.times = (began, time.perf_counter())
         self.done = True
         self._running.release()
-
-    def _join(self) -> None:
-        if not self.done:
-            with self._running:
-                pass

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import PlanError
-from shardwise.transport.api import Work
+from shardwise.transport.api import CollectiveId, Work
 
 __all__ = [
     "KINDS",
@@ -184,14 +184,14 @@ class ThreadStream:
     """Runs jobs on a thread of its own, which ends when the stream is dropped."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[_Submitted | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Work | None] = SimpleQueue()
         worker = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
         weakref.finalize(self, self._jobs.put, None)
         worker.start()
 
-    def submit(self, job: Callable[[], None], work: Work | None = None) -> Work:
-        work = Work() if work is None else work
-        self._jobs.put(([job], work))
+    def submit(self, job: Callable[[], None], collective: CollectiveId | None = None) -> Work:
+        work = Work(collective, job)
+        self._jobs.put(work)
         return work
 
 
@@ -202,17 +202,19 @@ class DeviceWork(Work):
         super().__init__()
         self._device = device
 
-    def wait(self, timeout_seconds: float) -> bool:  # noqa: ARG002 - the host never waits
+    def wait(self, timeout_seconds: float = -1) -> bool:  # noqa: ARG002 - the host never waits
         # Also for one that failed: what it had queued before uses memory that may be freed now.
         self._device.wait(self._device.current_stream(), self.times[1])
         return True
 
     def wait_on_device(self) -> None:
+        """Have the current stream wait for it, or raise its error; on the CPU, it is over."""
         if self.error is not None:
             raise self.error
-        self.wait(0.0)
+        self.wait()
 
     def synchronize(self) -> None:
+        """Return when the host may read what the job wrote, or raise its error."""
         if self.error is not None:
             raise self.error
         self._device.synchronize(self.times[1])
@@ -250,7 +252,7 @@ class DeviceStream:
         work.times = (began, device.record(stream))
         work.done = True
 
-    def submit(self, job: Callable[[], None]) -> Work:
+    def submit(self, job: Callable[[], None]) -> DeviceWork:
         with self.enqueue() as work:
             job()
         return work
@@ -258,14 +260,11 @@ class DeviceStream:
 
 CommStream = DeviceStream | ThreadStream  # runs jobs in the order of their submission
 
-_Submitted = tuple[list[Callable[[], None]], Work]  # a box with one job, to be emptied
 
-
-def _work(jobs: "SimpleQueue[_Submitted | None]") -> None:
-    while (submitted := jobs.get()) is not None:
-        box, work = submitted
-        work.run(box.pop())
-        del submitted, box, work  # an idle stream keeps no tensor alive
+def _work(jobs: "SimpleQueue[Work | None]") -> None:
+    while (work := jobs.get()) is not None:
+        work.run()
+        del work  # an idle stream keeps no tensor alive
 
 
 # -- copies --------------------------------------------------------------------------------------

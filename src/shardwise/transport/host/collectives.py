@@ -133,7 +133,7 @@ class HostCollectives:
             if finish is not None:
                 finish()
 
-        return self.stream.submit(job, Work(exchanges[-1][0]))
+        return self.stream.submit(job, exchanges[-1][0])
 
     def _begin(self, collective: CollectiveId) -> None:
         with self._lock:
@@ -257,7 +257,7 @@ class HostCollectives:
     def restart(self, states: Sequence[QueueState]) -> None:
         """Take up work again, with the same numbers on all ranks."""
         self._release(states)
-        self.stream.submit(lambda: None).synchronize()
+        self.stream.submit(lambda: None).wait()
         with self._lock:
             self._issued = self._begun = max(state.issued for state in states)
             self._stopped = False

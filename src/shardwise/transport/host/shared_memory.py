@@ -61,22 +61,17 @@ class SharedRange:
 
 
 class _Segment(mmap.mmap):
-    """A file in memory, and a descriptor to pass to other processes."""
+    """A file in memory, to be passed to other processes."""
 
-    descriptor: int
+    file: Descriptor
     number: int
 
 
 def _make_segment(num_bytes: int) -> _Segment:
-    descriptor = os.memfd_create("shardwise")
-    try:
-        os.ftruncate(descriptor, num_bytes)
-        segment = _Segment(descriptor, num_bytes)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    segment.descriptor = descriptor
-    weakref.finalize(segment, os.close, descriptor)
+    file = Descriptor(os.memfd_create("shardwise"))
+    os.ftruncate(file.number, num_bytes)
+    segment = _Segment(file.number, num_bytes)
+    segment.file = file
     return segment
 
 
@@ -113,7 +108,7 @@ class SharedMemory:
         oldest = min(segment.number for segment in segments.values())
         segment = segments[start]
         place = Place(in_use, self._id, segment.number, oldest, address - start)
-        return place, segment.descriptor
+        return place, segment.file.number
 
     def open(self, file: Descriptor, place: Place, num_bytes: int) -> torch.UntypedStorage:
         """The ``place`` in ``file`` that another process has located.
