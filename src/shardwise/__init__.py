@@ -9,6 +9,7 @@ from shardwise.checkpoint.directory import Retention, latest
 from shardwise.checkpoint.load import Loaded as Loaded, load
 from shardwise.checkpoint.matching import LoadReport as LoadReport
 from shardwise.checkpoint.save import Save as Save, save
+from shardwise.diagnose.record import Recorder as Recorder, record as record
 from shardwise.diagnose.verification import (
     Verification as Verification,
     VerificationError as VerificationError,

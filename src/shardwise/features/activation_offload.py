@@ -23,7 +23,7 @@ from shardwise.transport.device import DeviceStream, DeviceWork, is_accelerator
 if TYPE_CHECKING:
     from shardwise.runtime.engine import Runtime
 
-__all__ = ["offload_activations"]
+__all__ = ["Left", "offload_activations", "unpack"]
 
 _WORTH_BYTES = 1 << 12  # a copy of less takes longer than its memory matters
 # To the host and back. To make them takes a synchronization, so a model keeps them.
@@ -68,14 +68,14 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
         _streams[runtime] = DeviceStream(device), DeviceStream(device)
     mover = _Mover(runtime.pools.device, *_streams[runtime])
 
-    def pack(tensor: Tensor) -> "_Moved | _Left":
+    def pack(tensor: Tensor) -> "_Moved | Left":
         small = tensor.numel() * tensor.element_size() < _WORTH_BYTES
         moves = tensor.device == mover.device and tensor.layout is torch.strided
         if small or not moves or _storage_of(tensor) in buffers:
-            return _Left(tensor, tensor._version)
+            return Left(tensor, tensor._version)
         return mover.move(tensor)
 
-    with saved_tensors_hooks(pack, _unpack):
+    with saved_tensors_hooks(pack, unpack):
         try:
             yield
         finally:
@@ -83,7 +83,7 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
+class Left:
     """A tensor that stays where it is. Autograd does not watch what a hook has packed."""
 
     tensor: Tensor
@@ -165,7 +165,12 @@ class _Moved:
         return tensor
 
 
-def _unpack(packed: _Moved | _Left) -> Tensor:
+def unpack(packed: _Moved | Left) -> Tensor:
+    """What backward needs of a tensor that was saved.
+
+    Raises:
+        StepError: it was changed in place since.
+    """
     if isinstance(packed, _Moved):
         return packed.take()
     tensor = packed.tensor

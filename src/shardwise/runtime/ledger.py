@@ -1,17 +1,42 @@
 """The ledger: the events of the last steps, with the time each took."""
 
+import contextlib
 import json
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import SupportsFloat
 
 from shardwise.runtime.records import Record, trace_events
 from shardwise.schedule.events import Event, EventKind, describe
 
-__all__ = ["Ledger", "Record"]
+__all__ = ["Ledger", "LedgerReader", "Record"]
 
 _GATHERS = (EventKind.GATHER, EventKind.RESHARD_TO_SUBGROUP)
 _MAX_RECORDS = 1 << 14  # of forwards that wait for their backward: more than 100 layers x 32 passes
+
+
+class LedgerReader:
+    """Is called when the ledger is written. Its methods do nothing, for readers that need some."""
+
+    def forward_began(self) -> None:
+        """An outermost forward is about to enter its first unit."""
+
+    def forward_ended(self) -> None:
+        """It has ended."""
+
+    def appended(self, record: Record) -> None:
+        """An event of the step under way took place, or was launched."""
+
+    def step_ended(self, step: int, records: Sequence[Record]) -> None:
+        """A backward has ended; on a device it may still run."""
+
+    def step_abandoned(self) -> None:
+        """The step under way raised, and is tried again under the same number."""
+
+    def span_ended(self, step: int, name: str, began: SupportsFloat, ended: SupportsFloat) -> None:
+        """What a user of the model named has ended; ``step`` is under way or the next one."""
 
 
 class Ledger:
@@ -22,8 +47,16 @@ class Ledger:
     step under way until the next forward begins.
     """
 
-    def __init__(self, labels: Sequence[str], max_steps: int = 8) -> None:
+    def __init__(
+        self,
+        labels: Sequence[str],
+        max_steps: int = 8,
+        clock: Callable[[], SupportsFloat] = time.perf_counter,  # of the stream that computes
+    ) -> None:
         self._labels = labels  # of the plan's units
+        self.clock = clock
+        self.readers: list[LedgerReader] = []
+        self.updates = 0  # forwards before which parameters had changed
         self._steps: deque[list[Record]] = deque([[]], maxlen=max_steps)
         self._step = 0
         self._gathered_bytes = 0
@@ -43,9 +76,24 @@ class Ledger:
         elif event.kind in (EventKind.FREE, EventKind.FREE_SUBGROUP):
             self._gathered_bytes -= event.bytes
         self._peak_gathered_bytes = max(self._peak_gathered_bytes, self._gathered_bytes)
+        for reader in self.readers:
+            reader.appended(record)
 
-    def begin_forward(self) -> None:
-        """An outermost forward begins."""
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Have readers know when the body of the ``with`` ran, such as "data" or "optimizer"."""
+        began = self.clock()
+        try:
+            yield
+        finally:
+            for reader in self.readers:
+                reader.span_ended(self._step, name, began, self.clock())
+
+    def begin_forward(self, *, has_changes: bool = False) -> None:
+        """An outermost forward begins, perhaps with other parameters than the one before."""
+        self.updates += has_changes
+        for reader in self.readers:
+            reader.forward_began()
         records = self._steps[-1]
         del records[self._forward]
         # Forwards with gradients that no backward follows, as in an evaluation without `no_grad`.
@@ -54,10 +102,15 @@ class Ledger:
 
     def end_forward(self, *, awaits_backward: bool) -> None:
         """It has ended, and a backward may follow or not."""
+        for reader in self.readers:
+            reader.forward_ended()
         if not awaits_backward:
             self._forward = slice(self._forward.start, len(self._steps[-1]))
 
     def begin_step(self) -> None:
+        """The backward of the step under way has ended."""
+        for reader in self.readers:
+            reader.step_ended(self._step, self._steps[-1])
         self._step += 1
         self._steps.append([])
         self._forward = slice(0, 0)
@@ -67,6 +120,8 @@ class Ledger:
         self._gathered_bytes = 0
         self._steps[-1].clear()
         self._forward = slice(0, 0)
+        for reader in self.readers:
+            reader.step_abandoned()
 
     def records(self, step: int = -1) -> list[Record]:
         """What happened in a step that is still kept; -1 is the last complete one.

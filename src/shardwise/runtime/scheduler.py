@@ -37,7 +37,6 @@ class Scheduler:
         device: torch.device,
         observer: StepObserver,
     ) -> None:
-        self.ledger = Ledger([unit.label for unit in plan.units])
         self.sequencer = Sequencer(plan)
         self.units = tuple(units)
         self.observer = observer
@@ -45,7 +44,10 @@ class Scheduler:
         self._with_copies = [unit for unit in units if unit.plan.device_copy_bytes]
         self._versions = ShardVersions(self.units)
         self._mesh = mesh
-        self._device = device_of(device)
+        self._device = here = device_of(device)
+        self.ledger = Ledger(
+            [unit.label for unit in plan.units], clock=lambda: here.record(here.current_stream())
+        )
         self._depth = 0  # of forwards
         self._tasks: set[int] = set()  # autograd's graph tasks that have reached the model
         self._is_broken = False  # an event failed, so units are not where the sequencer has them
@@ -126,7 +128,7 @@ class Scheduler:
         for unit in self.units:  # `Module.to` before the step is no change within it
             unit.reclaim_locals()
         changed = self._versions.update(self.sequencer.tick)
-        self.ledger.begin_forward()
+        self.ledger.begin_forward(has_changes=bool(changed))
         stale = [unit for unit in changed if self.sequencer.outlasts_passes(unit)]
         self._perform(self.sequencer.request(EventKind.FREE, stale))
 
@@ -345,13 +347,13 @@ class Scheduler:
         if self._is_broken or not events:
             return
         self._is_broken = True
-        device = self._device
-        now = device.record(device.current_stream())
+        clock = self.ledger.clock
+        now = clock()
         for event in events:
             record = Record(event, self.ledger.step, now)
             if event.kind in _ACTIONS:
                 record.works = self._do(event.kind, self.units[event.unit])
-                now = device.record(device.current_stream())
+                now = clock()
             record.ended = now
             self.ledger.append(record)
         self._is_broken = False

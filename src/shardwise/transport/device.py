@@ -34,12 +34,14 @@ __all__ = [
     "DeviceStream",
     "DeviceWork",
     "ThreadStream",
+    "allocated_bytes",
     "check_device",
     "copy_",
     "copy_scaled_",
     "device_of",
     "is_accelerator",
     "local_device",
+    "name_of",
     "num_local_accelerators",
     "own_device",
     "peak_memory_bytes",
@@ -322,6 +324,18 @@ def own_device() -> torch.device:
     if not index:  # chosen, or nobody has chosen yet
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
     return torch.device(kind.type, index)
+
+
+def name_of(device: torch.device) -> str:
+    """Such as "cpu" or "NVIDIA H100"."""
+    if device.type in _ON_HOST:
+        return device.type
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What the allocator of an accelerator has given to tensors."""
+    return torch.accelerator.memory_allocated(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

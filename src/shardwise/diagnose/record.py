@@ -1,0 +1,293 @@
+"""Writing a recording: reads the ledger of a model, and writes one file for each rank."""
+
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, SupportsFloat
+
+import torch
+from torch import nn
+
+from shardwise.diagnose.clocks import measure_clock_offset
+from shardwise.diagnose.memory_meter import HeldBytes, MemoryMeter
+from shardwise.diagnose.recorded_steps import EndedSpan, EndedStep
+from shardwise.diagnose.recording import (
+    Header,
+    Line,
+    UnitFigures,
+    file_of_rank,
+    to_json,
+)
+from shardwise.runtime.engine import Runtime
+from shardwise.runtime.ledger import LedgerReader
+from shardwise.runtime.module import runtime_of_root
+from shardwise.runtime.records import Record
+from shardwise.runtime.unit import Unit
+from shardwise.schedule.events import EventKind
+from shardwise.transport.device import device_of, is_accelerator, name_of
+
+__all__ = ["Recorder", "SomeSteps", "record"]
+
+_COMPUTE = (EventKind.FORWARD, EventKind.BACKWARD)
+
+
+@dataclass(frozen=True, slots=True)
+class SomeSteps(Container[int]):
+    """A few steps after the first ones, which are slower, and then a few of every ``period``."""
+
+    first: range = range(3, 8)
+    period: int = 100
+    num_of_period: int = 3
+
+    def __contains__(self, step: object) -> bool:
+        if not isinstance(step, int):
+            return False
+        return step in self.first or (
+            step >= self.period and step % self.period < self.num_of_period
+        )
+
+
+def record(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    steps: Container[int] = SomeSteps(),
+    optimizer: torch.optim.Optimizer | None = None,
+    info: Mapping[str, Any] | None = None,
+) -> "Recorder":
+    """Record a run for `shardwise report`, until the end of the ``with``::
+
+        with sw.record(model, "runs/first", optimizer=optimizer) as recorder:
+            for batch in batches:
+                with recorder.span("data"):
+                    ...
+
+    Writes ``directory/recording/rank-00003.jsonl`` on every rank: the totals of every step, and for
+    some steps all events and samples of memory. A recording that is there is replaced.
+
+    Args:
+        model: the root, sharded. All ranks of its mesh have to call this.
+        directory: of the run; the same, or one on each host whose files are put together later.
+        steps: those to record in detail, by the number in the ledger, in which each backward ends
+            a step: any container, such as ``range(10, 13)``.
+        optimizer: its steps are recorded as spans, and its state as memory.
+        info: what else a report should show; values as in JSON.
+
+    Raises:
+        PlanError: the model is not sharded, or is a unit inside one that is.
+    """
+    return Recorder(model, Path(directory), steps, optimizer, dict(info or {}))
+
+
+class Recorder(LedgerReader):
+    """A recording under way. Call `close` at its end, or use it in a ``with``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        directory: Path,
+        steps: Container[int],
+        optimizer: torch.optim.Optimizer | None,
+        info: dict[str, Any],
+    ) -> None:
+        runtime = runtime_of_root(model)
+        self._ledger = weakref.ref(runtime.scheduler.ledger)  # which holds this
+        self._clock = runtime.scheduler.ledger.clock
+        self._steps = steps
+        self._device = device_of(runtime.pools.device)
+        self._meter = MemoryMeter(model, runtime, optimizer)
+        self._samples: list[tuple[Record, HeldBytes]] = []  # of the step under way
+        self._sampled_step = -1
+        self._tokens: tuple[int, int] | None = None
+        self._pending: deque[EndedStep | EndedSpan] = deque()  # that may not have taken place
+        self._closing = ExitStack()
+        clock = measure_clock_offset(runtime)
+        self._offset = clock.seconds
+        info = {
+            "torch": torch.__version__,
+            "clock_error_seconds": clock.error_seconds,
+            **({} if optimizer is None else _info_of(optimizer)),
+            **info,
+        }
+        path = file_of_rank(directory, runtime.mesh.world.index)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+        self._write([_header(runtime, clock.seconds, info)])
+        runtime.scheduler.ledger.readers.append(self)
+        if optimizer is not None:
+            self._watch(optimizer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write what is left and stop recording."""
+        self._detach()
+        while self._pending:  # on a device, the host waits for them
+            self._write(self._pending.popleft().lines(self._offset))
+        self._file.close()
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Record what takes place within as ``name``, such as "data" or "checkpoint"."""
+        ledger = self._ledger()
+        return nullcontext() if ledger is None else ledger.span(name)
+
+    def count_tokens(self, tokens: int, padded: int = 0) -> None:
+        """Add to the tokens of the step under way that count, and to those that do not."""
+        counted, others = self._tokens or (0, 0)
+        self._tokens = counted + tokens, others + padded
+
+    # -- what the ledger calls -------------------------------------------------------------------
+
+    def forward_began(self) -> None:
+        ledger = self._ledger()
+        if ledger is None or ledger.step not in self._steps:
+            return
+        if self._sampled_step != ledger.step:
+            self._sampled_step = ledger.step
+            self._meter.step_begins()
+        self._meter.forward_began()
+
+    def forward_ended(self) -> None:
+        self._meter.forward_ended()
+
+    def appended(self, record: Record) -> None:
+        ledger = self._ledger()
+        if record.event.kind in _COMPUTE and record.step == self._sampled_step and ledger:
+            self._samples.append((record, self._meter.sample(ledger.gathered_bytes)))
+
+    def step_ended(self, step: int, records: Sequence[Record]) -> None:
+        ledger = self._ledger()
+        assert ledger is not None
+        samples, self._samples = self._samples, []
+        tokens, self._tokens = self._tokens, None
+        ended = EndedStep(
+            step,
+            records,
+            samples,
+            updates=ledger.updates,
+            gathered_bytes=ledger.gathered_bytes,
+            tokens=tokens,
+            is_detailed=step in self._steps,
+        )
+        self._pending.append(ended)
+        self._write_pending()
+
+    def step_abandoned(self) -> None:
+        self._meter.forward_ended()
+        self._samples.clear()
+        self._tokens = None
+
+    def span_ended(self, step: int, name: str, began: SupportsFloat, ended: SupportsFloat) -> None:
+        self._pending.append(EndedSpan(step, name, began, ended))
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def _write_pending(self) -> None:
+        """Write what has taken place; the host waits for nothing."""
+        lines: list[Line] = []
+        while self._pending and self._pending[0].is_over(self._device):
+            lines += self._pending.popleft().lines(self._offset)
+        self._write(lines)
+
+    def _write(self, lines: Iterable[Line]) -> None:
+        text = "".join(to_json(line) + "\n" for line in lines)
+        try:
+            self._file.write(text)
+            self._file.flush()  # so that a killed run leaves its steps
+        except OSError as error:  # a full disk is no reason to stop training
+            warnings.warn(f"{self._file.name}: recording stopped: {error}", stacklevel=2)
+            self._detach()
+
+    def _detach(self) -> None:
+        ledger = self._ledger()
+        if ledger is not None and self in ledger.readers:
+            ledger.readers.remove(self)
+        self._closing.close()
+        self._meter.forward_ended()
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the steps of ``optimizer`` as spans."""
+        began: list[SupportsFloat] = []
+        clock, this = self._clock, weakref.ref(self)
+
+        def begin(*_: object) -> None:
+            began[:] = [clock()]
+
+        def end(*_: object) -> None:
+            recorder = this()
+            ledger = None if recorder is None else recorder._ledger()
+            if recorder is not None and ledger is not None and began:
+                recorder.span_ended(ledger.step, "optimizer", began.pop(), clock())
+
+        self._closing.callback(optimizer.register_step_pre_hook(begin).remove)
+        self._closing.callback(optimizer.register_step_post_hook(end).remove)
+
+
+def _header(runtime: Runtime, clock_offset: float, info: dict[str, Any]) -> Header:
+    plan, world = runtime.plan, runtime.mesh.world
+    return Header(
+        rank=world.index,
+        world_size=world.size,
+        strategy=plan.strategy.name,
+        prefetch=plan.prefetch,
+        replicas=plan.replicas,
+        device=name_of(runtime.pools.device),
+        clock_offset=clock_offset,
+        units=tuple(map(_figures_of, runtime.units)),
+        info=info,
+    )
+
+
+def _figures_of(of: Unit) -> UnitFigures:
+    unit = of.plan
+    return UnitFigures(
+        label=unit.label,
+        num_parameters=len(unit.parameters),
+        num_elements=sum(spec.num_elements for spec in unit.parameters),
+        gathered_bytes=unit.gathered_bytes,
+        kept_bytes=unit.kept_bytes,
+        shard_bytes=unit.shard_bytes,
+        own_bytes=sum(parameter.local.nbytes for parameter in of.parameters),
+        gradient_bytes=unit.gradient_bytes,
+        gradient_shard_bytes=unit.gradient_shard_bytes,
+        reshard=unit.reshard,
+        subgroup=unit.subgroup,
+        two_level_gather=unit.two_level_gather,
+        has_child_units=unit.has_child_units,
+        parent=unit.parent,
+    )
+
+
+def _info_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """How ``optimizer`` goes over its tensors: "fused", "foreach", or one after the other."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    groups = optimizer.param_groups
+    on_accelerator = all(is_accelerator(one.device) for one in parameters)
+    if all(group.get("fused") for group in groups):
+        way = "fused"
+    elif all(
+        group.get("foreach") or (group.get("foreach") is None and on_accelerator)
+        for group in groups
+    ):
+        way = "foreach"
+    else:
+        way = "loop"
+    return {
+        "optimizer": type(optimizer).__name__,
+        "optimizer_tensors": len(parameters),
+        "optimizer_way": way,
+    }

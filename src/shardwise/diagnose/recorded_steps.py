@@ -1,0 +1,109 @@
+"""The lines that a step or a span makes in a recording, once it has taken place."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import SupportsFloat
+
+from shardwise.diagnose.memory_meter import HeldBytes
+from shardwise.diagnose.recording import Line, MemorySample, RecordedEvent, Span, StepTotals
+from shardwise.runtime.records import Record
+from shardwise.schedule.events import Event, EventKind
+from shardwise.transport.device import Device
+
+__all__ = ["EndedSpan", "EndedStep"]
+
+_WAITS = (EventKind.WAIT, EventKind.FINISH_REDUCE)
+_GATHERS = (EventKind.GATHER, EventKind.RESHARD_TO_SUBGROUP)
+_FREES = (EventKind.FREE, EventKind.FREE_SUBGROUP)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedSpan:
+    """A span that has ended for the host."""
+
+    step: int
+    name: str
+    began: SupportsFloat
+    ended: SupportsFloat
+
+    def is_over(self, device: Device) -> bool:
+        """Whether its times are known without a wait of the host."""
+        return device.is_over(self.ended)
+
+    def lines(self, offset: float) -> Iterator[Line]:
+        """Its line, with ``offset`` added to the clock of this rank."""
+        yield Span(self.step, self.name, float(self.began) + offset, float(self.ended) + offset)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedStep:
+    """A step that has ended for the host."""
+
+    step: int
+    records: Sequence[Record]
+    samples: Sequence[tuple[Record, HeldBytes]]
+    updates: int
+    gathered_bytes: int  # at its end
+    tokens: tuple[int, int] | None  # that counted, and others
+    is_detailed: bool
+
+    def is_over(self, device: Device) -> bool:
+        """Whether its times are known without a wait of the host."""
+        last = self.records[-1:]
+        works = (work for record in self.records for work in record.works)
+        return all(device.is_over(record.ended) for record in last) and all(
+            work.done and device.is_over(work.times[1]) for work in works
+        )
+
+    def lines(self, offset: float) -> Iterator[Line]:
+        """Events and memory if it is detailed, and its totals, on the clock of rank 0."""
+        if not self.records:
+            return
+        if self.is_detailed:
+            for record in self.records:
+                yield _event(self.step, record, offset)
+            kept = set(map(id, self.records))  # those of an evaluation are left out
+            for record, held in self.samples:
+                if id(record) in kept:
+                    at = float(record.ended) + offset
+                    yield MemorySample(self.step, at, record.event.unit, **asdict(held))
+        yield self._totals(offset)
+
+    def _totals(self, offset: float) -> StepTotals:
+        records = self.records
+        tokens, padded = self.tokens or (None, None)
+        changes = list(accumulate(_gathered_change(record.event) for record in records))
+        before = self.gathered_bytes - changes[-1]
+        launched = [record for record in records if record.works]
+        return StepTotals(
+            step=self.step,
+            began=float(records[0].began) + offset,
+            ended=float(records[-1].ended) + offset,
+            updates=self.updates,
+            exposed_seconds=sum(r.seconds for r in records if r.event.kind in _WAITS),
+            communication_seconds=sum(record.busy_seconds for record in launched),
+            communication_bytes=sum(record.event.bytes for record in launched),
+            peak_gathered_bytes=before + max(0, *changes),
+            tokens=tokens,
+            padded_tokens=padded,
+        )
+
+
+def _event(step: int, record: Record, offset: float) -> RecordedEvent:
+    spans = [(began + offset, ended + offset) for began, ended in (w.span for w in record.works)]
+    return RecordedEvent(
+        step=step,
+        event=record.event.kind,
+        unit=record.event.unit,
+        bytes=record.event.bytes,
+        began=float(record.began) + offset,
+        ended=float(record.ended) + offset,
+        spans=tuple(spans),
+    )
+
+
+def _gathered_change(event: Event) -> int:
+    if event.kind in _GATHERS:
+        return event.bytes
+    return -event.bytes if event.kind in _FREES else 0
