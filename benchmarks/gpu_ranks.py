@@ -54,15 +54,15 @@ def milliseconds(seconds: float) -> str:
 COLUMNS = (
     ("ms", "seconds", milliseconds),
     (f"of {BASE}'s", "ratio", str),
-    ("tokens/s per rank", "tokens_per_second", "{:,.0f}".format),
+    ("tokens/s", "tokens_per_second", "{:,.0f}".format),
     ("peak GB", "allocated_peak", gigabytes),
     ("reserved GB", "reserved_peak", gigabytes),
-    ("communication ms", "communication_seconds", milliseconds),
-    ("of it exposed", "exposed_seconds", milliseconds),
+    ("comm. ms", "communication_seconds", milliseconds),
+    ("exposed", "exposed_seconds", milliseconds),
     ("collectives", "collectives", "{:.0f}".format),
     ("sent GB", "sent_bytes", gigabytes),
     ("kernels", "kernel_launches", "{:.0f}".format),
-    ("waits of the host", "host_waits", "{:.0f}".format),
+    ("waits", "host_waits", "{:.0f}".format),
     ("loss", "loss", "{:.4f}".format),
 )
 

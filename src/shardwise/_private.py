@@ -67,6 +67,7 @@ __all__ = [
     "queue_callback",
     "register_fully_shard",
     "root_mesh",
+    "scaled_sum",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
@@ -101,6 +102,7 @@ REQUIRED = (
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.distributed_c10d._new_process_group_helper",
     "torch.distributed.distributed_c10d._world",
+    "torch.distributed._make_nccl_premul_sum",
 )
 COMPOSABLE_FSDP = "torch.distributed._composable.fsdp"  # where older programs import FSDP2 from
 OPTIONAL = ("torch.UntypedStorage._swap_data_ptr_",)  # new in 2.13; `resize_` does the same, slower
@@ -331,6 +333,11 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
             timeout: timedelta = options._timeout
             return timeout
     return default_pg_timeout
+
+
+def scaled_sum(factor: float) -> Any:
+    """The ReduceOp that multiplies each rank's addend by ``factor``; it has no public maker."""
+    return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
 def new_registered_group(

@@ -1,6 +1,7 @@
 """A process group that takes what NCCL takes, and refuses the rest."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -86,14 +87,17 @@ class StrictGroup:
         if whole.numel() != output.numel() * self.size():
             self._refuse("reduce_scatter", f"{whole.numel()} elements to {output.numel()} each")
         self._check_slot("reduce_scatter", whole, output)
-        return self._run("reduce_scatter", [whole], [output], self._scatter)
+        operator = _Operator.read(options)
+        name = f"reduce_scatter {operator.name}"
+        return self._run(name, [whole], [output], partial(self._scatter, operator))
 
     _reduce_scatter_base = reduce_scatter_single
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> "_Done":
         self._check("all_reduce", tensors, options, _DTYPES)
-        operation = dist.ReduceOp.SUM if options is None else options.reduceOp
-        return self._run("all_reduce", tensors, tensors, partial(self._reduce, operation))
+        operator = _Operator.read(options)
+        name = f"all_reduce {operator.name}"
+        return self._run(name, tensors, tensors, partial(self._reduce, operator))
 
     # -- what NCCL requires ------------------------------------------------------------------------
 
@@ -176,16 +180,13 @@ class StrictGroup:
         for slot, part in zip(slots, parts, strict=False):
             slot.copy_(part.view(-1))
 
-    def _scatter(self, whole: Tensor, output: Tensor) -> None:
-        parts = self._parts("reduce_scatter", whole)
+    def _scatter(self, operator: "_Operator", whole: Tensor, output: Tensor) -> None:
+        parts = self._parts(f"reduce_scatter {operator.name}", whole)
         own = [part.view(self.size(), -1)[self._own] for part in parts]
-        _combine(own, output)
+        operator.combine(own, output)
 
-    def _reduce(self, operation: Any, tensor: Tensor, output: Tensor) -> None:
-        is_max = operation == dist.ReduceOp.MAX
-        assert is_max or operation == dist.ReduceOp.SUM
-        parts = self._parts("max" if is_max else "all_reduce", tensor)
-        _combine(parts, output, is_max=is_max)
+    def _reduce(self, operator: "_Operator", tensor: Tensor, output: Tensor) -> None:
+        operator.combine(self._parts(f"all_reduce {operator.name}", tensor), output)
 
     def _parts(self, operation: str, own: Tensor) -> Sequence[Tensor]:
         """Of each rank; none if the group was aborted."""
@@ -194,13 +195,32 @@ class StrictGroup:
         return self._exchange.gather(operation, own) or ()
 
 
-def _combine(parts: Sequence[Tensor], output: Tensor, *, is_max: bool = False) -> None:
-    if not parts:
-        return
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total = torch.maximum(total, part) if is_max else total.add_(part)
-    output.copy_(total.view(output.shape))
+@dataclass(frozen=True)
+class _Operator:
+    """A ReduceOp as NCCL applies it."""
+
+    name: str
+    factor: float | None = None  # of each addend, before the sum
+
+    @classmethod
+    def read(cls, options: Any) -> "_Operator":
+        """Of the options of a collective."""
+        kind, factor = (
+            (dist.ReduceOp.SUM, None) if options is None else options.reduceOp.__getstate__()
+        )
+        name = kind.name.lower()
+        assert name in {"sum", "max", "avg", "premul_sum"}
+        return cls(name, factor)
+
+    def combine(self, parts: Sequence[Tensor], output: Tensor) -> None:
+        if not parts:
+            return
+        factor = 1 / len(parts) if self.name == "avg" else self.factor
+        addends = [part if factor is None else part * factor for part in parts]
+        total = addends[0].clone()
+        for addend in addends[1:]:
+            total = torch.maximum(total, addend) if self.name == "max" else total.add_(addend)
+        output.copy_(total.view(output.shape))
 
 
 class _Done:

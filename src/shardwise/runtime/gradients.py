@@ -72,6 +72,7 @@ class GradientBuffer:
         self.parameters = parameters  # in the order of the layout's extents
         self.owns_buffer = owns_buffer
         self.used = [False] * len(layout.extents)  # whether autograd gave them a gradient
+        self.only_sums = False  # the backend multiplies no sum, even if it can
         self._layout = layout
         self._mesh = mesh
         self._pool = pool
@@ -182,7 +183,8 @@ class GradientBuffer:
             inner = flat.view(row.size, -1)[row.index]
         else:
             inner = out
-        reduction = Reduction(flat, inner, carried, out, stages, self.shard.scale_on_device)
+        scale = self.shard.scale_on_device
+        reduction = Reduction(flat, inner, carried, out, stages, scale, self.only_sums)
         return collectives.reduce(reduction, label)
 
     @torch.no_grad()

@@ -275,6 +275,13 @@ class FSDPModule(nn.Module):
         """The older name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Have the backend sum this unit's gradients, and divide them in a pass of its own.
+
+        By default NCCL divides by powers of two, which gives the same bits.
+        """
+        settings.keep([self], settings.only_sums, enable)
+
     # -- accepted, without effect ----------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -288,9 +295,6 @@ class FSDPModule(nn.Module):
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """No effect: units are always gathered for backward."""
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """No effect: reductions are always sums, and the division is separate."""
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True

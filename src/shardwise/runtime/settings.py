@@ -19,6 +19,7 @@ __all__ = [
     "divisor",
     "keep",
     "kept",
+    "only_sums",
     "reduce",
     "reduce_hook",
     "reduced_hook",
@@ -75,6 +76,12 @@ def divisor(scheduler: Scheduler, index: int, value: float) -> None:
     """What its gradients' sum is divided by."""
     for gradients in scheduler.units[index].gradients:
         gradients.divide_by(value)
+
+
+def only_sums(scheduler: Scheduler, index: int, value: bool) -> None:
+    """Whether the backend is asked for sums only, and their division is a pass of its own."""
+    for gradients in scheduler.units[index].gradients:
+        gradients.only_sums = value
 
 
 def reduced_hook(scheduler: Scheduler, index: int, value: Callable[[Tensor], None]) -> None:

@@ -80,7 +80,8 @@ class Reduction:
     carried: Tensor | None  # [M], an earlier sum of the first stage, to be added
     out: Tensor | None  # for the sum of the last stage; None: the sum stays in `inner`
     stages: tuple[Stage, ...]
-    scale: float = 1.0  # of `out`, applied in its own dtype
+    scale: float = 1.0  # of `out`; applied in its own dtype, unless that makes no difference
+    only_sums: bool = False  # the backend is asked for sums, and not for averages
 
     @property
     def is_cast(self) -> bool:

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from shardwise.errors import PlanError
 from shardwise.transport.api import CollectiveId, Work
+from shardwise.transport.backends import capabilities_of
 
 __all__ = [
     "KINDS",
-    "STREAM_ORDERED",
     "Accelerator",
     "CommStream",
     "Device",
@@ -51,8 +51,6 @@ __all__ = [
     "wait_for_device",
 ]
 
-# Backends of torch.distributed whose works the device's streams order, so the host never waits.
-STREAM_ORDERED = {"nccl", "xccl", "hccl"}
 _ON_HOST = ("cpu", "meta")
 _CACHED_ELEMENTS = 1 << 17  # a copy of so many is still in the processor's cache
 
@@ -299,7 +297,9 @@ def copy_scaled_(dst: Tensor, src: Tensor, scale: float) -> None:
 def num_local_accelerators() -> int:
     """Accelerators of this machine that ranks can use; 0 where they compute on the CPU."""
     kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None or dist.get_default_backend_for_device(kind) not in STREAM_ORDERED:
+    if kind is None:
+        return 0
+    if not capabilities_of(dist.get_default_backend_for_device(kind)).is_stream_ordered:
         return 0  # ranks of MPS cannot exchange anything
     return torch.accelerator.device_count()
 

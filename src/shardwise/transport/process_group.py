@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 import os
 import threading
 import weakref
@@ -14,16 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise._private import group_timeout, new_nccl_group, new_registered_group
+from shardwise._private import group_timeout, new_nccl_group, new_registered_group, scaled_sum
 from shardwise.errors import PeerAborted
 from shardwise.transport.api import CollectiveId, Operation, RankGroup, Reduction, Work
-from shardwise.transport.device import (
-    STREAM_ORDERED,
-    DeviceStream,
-    DeviceWork,
-    copy_scaled_,
-    own_device,
-)
+from shardwise.transport.backends import capabilities_of
+from shardwise.transport.device import DeviceStream, DeviceWork, copy_scaled_, own_device
 from shardwise.transport.health.flight_record import PREFIX_VARIABLE, write_flight_record
 from shardwise.transport.health.status import QueueState
 from shardwise.transport.host.shared_memory import SharedRange
@@ -43,11 +39,10 @@ __all__ = [
 # Their names since torch 2.13, which warns about the old ones.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-# What each backend of `STREAM_ORDERED` gathers, complex numbers as real ones; others go as bytes.
-_DTYPES = {
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
-    *(torch.complex128, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
-}
+SUM = dist.ReduceOp.SUM
+# Factors 2**-k leave these exact, so it does not matter when they are applied. In float16 small
+# numbers would be lost (`_divisor_before_the_sum` of the runtime).
+_SCALED = {torch.bfloat16, torch.float32, torch.float64}
 
 
 class ProcessGroupCollectives:
@@ -62,12 +57,13 @@ class ProcessGroupCollectives:
         # Weakly: this object is kept for as long as the group is.
         self._parent = None if world.parent is None else weakref.ref(world.parent)
         self._backend = backend
+        self._can = capabilities_of(backend)
         self.name = name
         self._groups: dict[bytes, dist.ProcessGroup] = {}  # by the digests of their ranks
         self.stream = DeviceStream(device)
         self._second_stream = DeviceStream(device)
         # Whether the device may wait for other ranks, and the host does not.
-        self.is_monitored = backend in STREAM_ORDERED and world.size > 1
+        self.is_monitored = self._can.is_stream_ordered and world.size > 1
         self._epoch = 0
         self._is_stopped = False
         self._issued = 0
@@ -102,10 +98,11 @@ class ProcessGroupCollectives:
             if fill is not None:
                 fill()
             if group.size > 1 and flat.numel():
-                whole = flat if flat.dtype in _DTYPES else flat.view(torch.uint8)
+                whole = flat if flat.dtype in self._can.dtypes else flat.view(torch.uint8)
                 size = len(whole) // group.size
                 own = whole[group.index * size : (group.index + 1) * size]
-                _all_gather(whole, own, group=self._process_group(group))
+                sent = own if self._can.in_place else own.clone()
+                _all_gather(whole, sent, group=self._process_group(group))
         return self._noted(work, label, flat.nbytes // group.size, group)
 
     def reduce(self, reduction: Reduction, label: str) -> Work:
@@ -116,15 +113,16 @@ class ProcessGroupCollectives:
         """
         first, *rest = reduction.stages
         flat, inner, out = reduction.flat, reduction.inner, reduction.out
+        last_sum, scale = self._last_sum(reduction)
         with self.stream.enqueue() as work:
             if first.group.size > 1:
-                _sum_slots(inner, flat, self._process_group(first.group))
+                self._sum_slots(inner, flat, first.group, SUM if rest else last_sum)
             elif inner.data_ptr() != flat.data_ptr():
                 inner.copy_(flat)
             if reduction.carried is not None:
                 inner.add_(reduction.carried)
             if not rest and out is not None:
-                copy_scaled_(out, inner, reduction.scale)
+                copy_scaled_(out, inner, scale)
         self._noted(work, label, inner.nbytes, first.group)
         if not rest or work.error is not None:
             return work
@@ -133,14 +131,14 @@ class ProcessGroupCollectives:
         stream = self._second_stream if first.group.size > 1 else self.stream
         with stream.enqueue(after=work) as work:
             total = inner
-            for stage in rest:
+            for stage in rest:  # there is one at most
                 if stage.operation is Operation.REDUCE_SCATTER:
                     total = reduction.scattered(stage.group)
-                    _sum_slots(total, inner, self._process_group(stage.group))
+                    self._sum_slots(total, inner, stage.group, last_sum)
                 else:
-                    dist.all_reduce(inner, group=self._process_group(stage.group))
+                    dist.all_reduce(inner, last_sum, group=self._process_group(stage.group))
             if out is not None:
-                copy_scaled_(out, total, reduction.scale)
+                copy_scaled_(out, total, scale)
         work.times = began, work.times[1]
         return self._noted(work, label, inner.nbytes, rest[-1].group)
 
@@ -154,6 +152,29 @@ class ProcessGroupCollectives:
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
         """Send the first of each pair to its rank, and receive the second from it."""
         raise NotImplementedError(f"{label}: no exchange between pairs on {self._backend}")
+
+    def _last_sum(self, reduction: Reduction) -> tuple[Any, float]:
+        """How the last stage sums, and what is left to multiply its result by.
+
+        The backend multiplies where this gives the bits that a multiplication of the sum gives.
+        """
+        *before, last = reduction.stages
+        scale, size = reduction.scale, last.group.size
+        is_whole = reduction.out is not None and (bool(before) or reduction.carried is None)
+        is_exact = reduction.flat.dtype in _SCALED and math.frexp(scale)[0] == 0.5  # noqa: PLR2004
+        if size == 1 or scale == 1.0 or reduction.only_sums or not (is_whole and is_exact):
+            return SUM, scale
+        if self._can.averages and scale * size == 1.0:
+            return dist.ReduceOp.AVG, 1.0
+        return (scaled_sum(scale), 1.0) if self._can.scales else (SUM, scale)
+
+    def _sum_slots(self, out: Tensor, flat: Tensor, group: RankGroup, operator: Any) -> None:
+        """Reduce-scatter ``flat`` [ranks * S] to ``out`` [S]."""
+        if not self._can.in_place:
+            flat = flat.clone()
+        if flat.is_complex():  # torch does so itself in other collectives
+            out, flat = torch.view_as_real(out).view(-1), torch.view_as_real(flat).view(-1)
+        _reduce_scatter(out, flat, operator, group=self._process_group(group))
 
     def _process_group(self, group: RankGroup) -> dist.ProcessGroup | None:
         if group.size == 1:
@@ -216,13 +237,6 @@ class ProcessGroupCollectives:
             self._issued = max(state.issued for state in states)
 
 
-def _sum_slots(out: Tensor, flat: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Reduce-scatter ``flat`` [ranks * S] to ``out`` [S]."""
-    if flat.is_complex():  # torch does so itself in other collectives
-        out, flat = torch.view_as_real(out).view(-1), torch.view_as_real(flat).view(-1)
-    _reduce_scatter(out, flat, group=group)
-
-
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
     """What moves the bytes of tensors on ``device_type``: "gloo", "nccl", "fake" or None."""
     return _backends(group).get(device_type)
@@ -230,8 +244,8 @@ def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
 
 def accelerator_type(group: dist.ProcessGroup | None) -> str | None:
     """The type of the accelerators between which ``group`` moves bytes; None if there are none."""
-    kinds = (kind for kind, backend in _backends(group).items() if backend in STREAM_ORDERED)
-    return next(kinds, None)
+    backends = _backends(group).items()
+    return next((kind for kind, name in backends if capabilities_of(name).is_stream_ordered), None)
 
 
 def rank_device(group: dist.ProcessGroup | None) -> torch.device:
