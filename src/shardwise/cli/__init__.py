@@ -20,6 +20,7 @@ from typer.main import get_command
 from shardwise.cli.bench import bench
 from shardwise.cli.doctor import doctor
 from shardwise.cli.export import export
+from shardwise.cli.report import report
 from shardwise.cli.train import train
 from shardwise.cli.verify import verify
 from shardwise.errors import ConfigError, PlanError, ShardwiseError
@@ -41,6 +42,7 @@ app.command()(train)
 app.command()(verify)
 app.command()(doctor)
 app.command()(export)
+app.command()(report)
 
 
 @app.callback()

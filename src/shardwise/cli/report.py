@@ -1,0 +1,29 @@
+"""``shardwise report``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="A run's directory, with its recording/.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The page to write (default: RUN_DIR/report.html)."),
+    ] = None,
+) -> None:
+    """Say where the time and the memory of a recorded run went, and what to change.
+
+    Prints findings, units and ranks, and writes them with a timeline of each step to one HTML page
+    that needs no network.
+    """
+    from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
+
+    from shardwise.diagnose.report import report as write  # noqa: PLC0415
+
+    console = Console()
+    page = write(run, output, console)
+    typer.echo(f"{page}: written")

@@ -1,0 +1,64 @@
+/** What all drawings share: colors of the theme, canvases in device pixels, axes and the tooltip. */
+
+const style = getComputedStyle(document.documentElement);
+
+/** The value of a color of report.css, in the present theme. */
+export const color = (name) => style.getPropertyValue(`--${name}`).trim();
+
+/** Call `draw` when the theme changes. */
+export function onTheme(draw) {
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+}
+
+/** Size a canvas for the screen's pixels and return its context, in CSS pixels, cleared. */
+export function prepare(canvas, width, height) {
+  const ratio = devicePixelRatio || 1;
+  const [wide, high] = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== wide || canvas.height !== high) {
+    canvas.width = wide;
+    canvas.height = high;
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
+  context.textBaseline = "middle";
+  return context;
+}
+
+/** Round values from `low` to `high`, about `count` of them. */
+export function ticks(low, high, count) {
+  const rough = (high - low) / Math.max(1, count);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= rough) || rough;
+  const found = [];
+  for (let n = Math.ceil(low / step); n * step <= high * (1 + 1e-12); n += 1) found.push(n * step);
+  return found;
+}
+
+/** Draw at most once per frame. */
+export function oncePerFrame(draw) {
+  let waiting = false;
+  return () => {
+    if (waiting) return;
+    waiting = true;
+    requestAnimationFrame(() => {
+      waiting = false;
+      draw();
+    });
+  };
+}
+
+const tooltip = document.getElementById("tooltip");
+
+/** Show `text` next to the pointer, or nothing. */
+export function showTooltip(text, event) {
+  tooltip.hidden = !text;
+  if (!text) return;
+  tooltip.textContent = text;
+  const { width, height } = tooltip.getBoundingClientRect();
+  const left = event.clientX + 14 + width > innerWidth ? event.clientX - 14 - width : event.clientX + 14;
+  const top = event.clientY + 16 + height > innerHeight ? event.clientY - 12 - height : event.clientY + 16;
+  tooltip.style.left = `${Math.max(4, left)}px`;
+  tooltip.style.top = `${Math.max(4, top)}px`;
+}

@@ -1,0 +1,31 @@
+/** Tables whose columns sort and whose rows can be filtered by name. */
+
+/** Make the buttons in the headings of a table sort it: numbers from the most, names from A. */
+export function makeSortable(table) {
+  const headings = [...table.tHead.rows[0].cells];
+  const body = table.tBodies[0];
+  headings.forEach((heading, column) => {
+    heading.querySelector("button").addEventListener("click", () => {
+      const before = heading.getAttribute("aria-sort");
+      const descending = before === "none" ? column > 0 : before === "ascending";
+      for (const one of headings) one.setAttribute("aria-sort", "none");
+      heading.setAttribute("aria-sort", descending ? "descending" : "ascending");
+      const value = (row) => Number(row.cells[column].dataset.value);
+      const sign = descending ? -1 : 1;
+      body.append(...[...body.rows].sort((a, b) => sign * (value(a) - value(b))));
+    });
+  });
+}
+
+/** Show the rows of a table whose name has the text of `input` in it, and say how many. */
+export function makeFilterable(table, input, count) {
+  const filter = () => {
+    const wanted = input.value.trim().toLowerCase();
+    const rows = [...table.tBodies[0].rows];
+    for (const row of rows) row.hidden = !row.dataset.name.toLowerCase().includes(wanted);
+    const shown = rows.filter((row) => !row.hidden).length;
+    count.textContent = shown === rows.length ? `${rows.length} units` : `${shown} of ${rows.length} units`;
+  };
+  input.addEventListener("input", filter);
+  filter();
+}

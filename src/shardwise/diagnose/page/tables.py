@@ -1,0 +1,155 @@
+"""The words and the tables of the page, as HTML; every name that a user has chosen is escaped."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from shardwise.diagnose.recording import Header
+from shardwise.diagnose.summary import Finding, RankSummary, Summary, UnitSummary
+from shardwise.diagnose.words import NOTHING, bytes_text, percent, savings, seconds_text
+
+__all__ = ["findings_list", "ranks_table", "tiles", "units_table"]
+
+
+def tiles(summary: Summary, header: Header) -> str:
+    """The figures at the top."""
+    share = summary.exposed_seconds / summary.seconds if summary.seconds else 0.0
+    found = [
+        ("Step", seconds_text(summary.seconds), f"mean of {len(summary.steps)} recorded"),
+        ("Exposed communication", seconds_text(summary.exposed_seconds), f"{share:.0%} of a step"),
+    ]
+    if summary.peak is not None:
+        rank, peak = summary.peak
+        where = f"rank {rank}, at {header.units[peak.unit].label}"
+        found.append(("Peak memory", bytes_text(peak.bytes), where))
+    if summary.straggler is None:
+        found.append(("Straggler", "none", "ranks do equal work"))
+    else:
+        late = lateness(summary, summary.straggler)
+        found.append(
+            ("Straggler", f"rank {summary.straggler}", f"{late} more work than the median")
+        )
+    return "\n".join(
+        f"<div><dt>{name}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
+        for name, value, note in found
+    )
+
+
+def lateness(summary: Summary, rank: int) -> str:
+    busy = sorted(row.busy_seconds for row in summary.ranks)
+    own = next(row.busy_seconds for row in summary.ranks if row.rank == rank)
+    return seconds_text(own - busy[len(busy) // 2 - (len(busy) % 2 == 0)])
+
+
+def findings_list(findings: Sequence[Finding], summary: Summary) -> str:
+    """An ordered list; each with what it saves, and a button to what it is about."""
+    if not findings:
+        return "<p>Nothing that costs more than noise.</p>"
+    return f"<ol>{''.join(_finding(finding, summary) for finding in findings)}</ol>"
+
+
+def _finding(finding: Finding, summary: Summary) -> str:
+    saves = "".join(f"<b>{escape(line)}</b>" for line in savings(finding, summary.seconds))
+    buttons = ""
+    if finding.unit is not None:
+        label = escape(summary.units[finding.unit].label)
+        buttons += f'<button data-unit="{finding.unit}">Show {label}</button>'
+    if finding.rank is not None:
+        buttons += f'<button data-rank="{finding.rank}">Show rank {finding.rank}</button>'
+    detail = f"<p>{escape(finding.detail)}</p>" if finding.detail else ""
+    return (
+        f"<li><div><h3>{escape(finding.title)}</h3>{detail}{buttons}</div>"
+        f'<p class="saves">{saves}</p></li>'
+    )
+
+
+_UNIT_COLUMNS = (
+    "Unit", "Elements", "Gathered", "Shard", "Gather", "Exposed wait", "Forward", "Backward",
+    "Reduce", "Exposed wait",
+)  # fmt: skip
+_RANK_COLUMNS = (
+    "Rank", "Step", "Compute", "Exposed", "Around steps", "Where the time went", "Sent", "Shards",
+    "Padding", "Padded tokens", "Peak memory", "Peak at",
+)  # fmt: skip
+
+
+def units_table(summary: Summary) -> str:
+    """Per unit; the script sorts and filters it."""
+    caption = "Per unit: bytes, and seconds of a step (means over ranks and steps)"
+    rows = (_unit_row(unit) for unit in summary.units)
+    return _table("units", caption, _UNIT_COLUMNS, rows)
+
+
+def _unit_row(unit: UnitSummary) -> str:
+    name = escape(unit.label)
+    button = f'<button data-unit="{unit.index}" aria-pressed="false">{name}</button>'
+    times = (
+        (unit.gather_seconds, ""),
+        (unit.wait_seconds, "exposed"),
+        (unit.forward_seconds, ""),
+        (unit.backward_seconds, ""),
+        (unit.reduce_seconds, ""),
+        (unit.reduce_wait_seconds, "exposed"),
+    )
+    return (
+        f'<tr data-name="{name}"><th scope="row" data-value="{unit.index}">{button}</th>'
+        + _cell(unit.num_elements, f"{unit.num_elements:,}")
+        + _cell(unit.gathered_bytes, bytes_text(unit.gathered_bytes))
+        + _cell(unit.shard_bytes, bytes_text(unit.shard_bytes))
+        + "".join(_cell(seconds, seconds_text(seconds), css) for seconds, css in times)
+        + "</tr>"
+    )
+
+
+def ranks_table(summary: Summary) -> str:
+    """Per rank, with the straggler named."""
+    caption = "Per rank: seconds of a step (means over steps), bytes and padding"
+    longest = max(rank.busy_seconds + rank.exposed_seconds for rank in summary.ranks)
+    rows = (_rank_row(rank, summary, longest or 1.0) for rank in summary.ranks)
+    return _table("ranks", caption, _RANK_COLUMNS, rows)
+
+
+def _rank_row(rank: RankSummary, summary: Summary, longest: float) -> str:
+    is_straggler = rank.rank == summary.straggler
+    badge = " <mark>straggler</mark>" if is_straggler else ""
+    button = f'<button data-rank="{rank.rank}">rank {rank.rank}</button>'
+    times = (rank.seconds, rank.compute_seconds, rank.exposed_seconds, rank.around_seconds)
+    peak = rank.peak
+    return (
+        f'<tr><th scope="row" data-value="{rank.rank}">{button}{badge}</th>'
+        + "".join(_cell(seconds, seconds_text(seconds)) for seconds in times)
+        + _cell(rank.busy_seconds, _shares(rank, longest), "wide")
+        + _cell(rank.communication_bytes, bytes_text(rank.communication_bytes))
+        + _cell(rank.own_bytes, bytes_text(rank.own_bytes))
+        + _cell(rank.padding_bytes, bytes_text(rank.padding_bytes))
+        + _cell(rank.padded_tokens or 0, percent(rank.padded_tokens or 0))
+        + _cell(peak.bytes if peak else 0, bytes_text(peak.bytes if peak else 0))
+        + _cell(
+            peak.unit if peak else -1, escape(summary.units[peak.unit].label) if peak else NOTHING
+        )
+        + "</tr>"
+    )
+
+
+def _shares(rank: RankSummary, longest: float) -> str:
+    parts = (
+        ("forward", rank.compute_seconds),
+        ("exposed", rank.exposed_seconds),
+        ("around", rank.around_seconds),
+    )
+    bars = (f'<i class="{css}" style="width:{s / longest:.2%}"></i>' for css, s in parts)
+    return f'<span class="shares" aria-hidden="true">{"".join(bars)}</span>'
+
+
+def _table(name: str, caption: str, headings: Sequence[str], rows: Iterable[str]) -> str:
+    heads = "".join(
+        f'<th scope="col" aria-sort="none"><button>{heading}</button></th>' for heading in headings
+    )
+    return (
+        f'<table id="{name}-table"><caption>{caption}</caption>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    )
+
+
+def _cell(value: float, text: str, css: str = "") -> str:
+    attribute = f' class="{css}"' if css else ""
+    return f'<td data-value="{value:.9g}"{attribute}>{text}</td>'

@@ -1,0 +1,104 @@
+"""The findings of a run, its units and its ranks as tables of the terminal."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.diagnose.summary import Finding, RankSummary, Summary, UnitSummary
+from shardwise.diagnose.words import NOTHING, bytes_text, percent, savings, seconds_text
+
+__all__ = ["show"]
+
+MAX_ROWS = 20  # of a table; the page has all
+
+
+def show(console: Console, summary: Summary, findings: Sequence[Finding]) -> None:
+    """Print what a report says."""
+    console.print(Text(overview(summary)))
+    console.print(_findings_table(findings, summary.seconds))
+    console.print(_units_table(summary.units))
+    console.print(_ranks_table(summary))
+
+
+def overview(summary: Summary) -> str:
+    """One line: the step, what of it is exposed, the straggler, the peak."""
+    ranks = f"{len(summary.ranks)} rank{'' if len(summary.ranks) == 1 else 's'}"
+    steps = f"{len(summary.steps)} recorded step{'' if len(summary.steps) == 1 else 's'}"
+    share = summary.exposed_seconds / summary.seconds if summary.seconds else 0.0
+    parts = [
+        f"{ranks}, {steps}",
+        f"{seconds_text(summary.seconds)} a step",
+        f"{seconds_text(summary.exposed_seconds)} of it exposed communication ({share:.0%})",
+    ]
+    if summary.peak is not None:
+        rank, peak = summary.peak
+        parts.append(f"peak {bytes_text(peak.bytes)} on rank {rank}")
+    if summary.straggler is not None:
+        parts.append(f"rank {summary.straggler} is the straggler")
+    return "; ".join(parts)
+
+
+def _findings_table(findings: Sequence[Finding], step_seconds: float) -> Table:
+    table = Table(title="Findings, by what they cost", title_justify="left", show_lines=True)
+    table.add_column("", justify="right")
+    table.add_column("finding", ratio=1)
+    table.add_column("of a step", justify="right", no_wrap=True)
+    for number, finding in enumerate(findings, start=1):
+        words = Text(finding.title, style="bold")
+        if finding.detail:
+            words.append(f"\n{finding.detail}", style="not bold")
+        table.add_row(str(number), words, "\n".join(savings(finding, step_seconds)))
+    if not findings:
+        table.add_row("", "nothing that costs more than noise", "")
+    return table
+
+
+def _units_table(units: Sequence[UnitSummary]) -> Table:
+    table = Table(title="Units, by exposed communication", title_justify="left")
+    table.add_column("unit", overflow="fold", ratio=1)
+    for heading in ("bytes", "gather", "exposed", "forward", "backward", "reduce", "exposed"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    by_cost = sorted(units, key=lambda unit: -(unit.wait_seconds + unit.reduce_wait_seconds))
+    for unit in by_cost[:MAX_ROWS]:
+        times = (
+            unit.gather_seconds,
+            unit.wait_seconds,
+            unit.forward_seconds,
+            unit.backward_seconds,
+            unit.reduce_seconds,
+            unit.reduce_wait_seconds,
+        )
+        table.add_row(Text(unit.label), bytes_text(unit.gathered_bytes), *map(seconds_text, times))
+    _say_rest(table, len(units))
+    return table
+
+
+def _ranks_table(summary: Summary) -> Table:
+    table = Table(title="Ranks, by their own work", title_justify="left")
+    table.add_column("rank", no_wrap=True)
+    for heading in ("step", "compute", "exposed", "around", "padding", "padded tokens", "peak"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    by_work = sorted(summary.ranks, key=lambda rank: -rank.busy_seconds)
+    for rank in by_work[:MAX_ROWS]:
+        is_straggler = rank.rank == summary.straggler
+        name = f"{rank.rank} (straggler)" if is_straggler else str(rank.rank)
+        table.add_row(name, *_rank_cells(rank), style="bold" if is_straggler else "")
+    _say_rest(table, len(summary.ranks))
+    return table
+
+
+def _rank_cells(rank: RankSummary) -> tuple[str, ...]:
+    times = (rank.seconds, rank.compute_seconds, rank.exposed_seconds, rank.around_seconds)
+    return (
+        *map(seconds_text, times),
+        bytes_text(rank.padding_bytes),
+        NOTHING if rank.padded_tokens is None else percent(rank.padded_tokens),
+        NOTHING if rank.peak is None else bytes_text(rank.peak.bytes),
+    )
+
+
+def _say_rest(table: Table, num_rows: int) -> None:
+    if num_rows > MAX_ROWS:
+        table.caption = f"{num_rows - MAX_ROWS} more on the page"

@@ -1,0 +1,41 @@
+"""Numbers as people read them, in the terminal and on the page."""
+
+from rich.filesize import decimal
+
+from shardwise.diagnose.summary import Finding
+
+__all__ = ["NOTHING", "bytes_text", "percent", "savings", "seconds_text"]
+
+NOTHING = "-"
+_SCALES = ((1.0, "s", 1.0), (1e-3, "ms", 1e3), (0.0, "µs", 1e6))
+
+
+def seconds_text(seconds: float) -> str:
+    """Three digits, such as 41.3 ms; a dash for nothing."""
+    if not seconds:
+        return NOTHING
+    _, unit, factor = next(scale for scale in _SCALES if abs(seconds) >= scale[0])
+    value = seconds * factor
+    digits = max(0, 2 - len(str(int(abs(value)))) + 1)
+    return f"{value:.{digits}f} {unit}"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Such as 180.4 MB; a dash for nothing."""
+    return decimal(round(num_bytes)) if num_bytes else NOTHING
+
+
+def percent(share: float) -> str:
+    return f"{share:.1%}" if share else NOTHING
+
+
+def savings(finding: Finding, step_seconds: float) -> list[str]:
+    """What a finding would save of a step: time with its share of it, and memory."""
+    lines = []
+    if finding.saves_seconds:
+        share = finding.saves_seconds / step_seconds if step_seconds else 0.0
+        lines.append(f"saves {seconds_text(finding.saves_seconds)} ({share:.0%})")
+    if finding.saves_bytes:
+        verb = "costs" if finding.saves_bytes < 0 else "saves"
+        lines.append(f"{verb} {bytes_text(abs(finding.saves_bytes))}")
+    return lines

@@ -1,0 +1,215 @@
+"""A headless Chromium that a test drives through a pipe, by the DevTools protocol.
+
+It has one page. What the page logs, raises or fails to load is in `Page.problems`.
+"""
+
+import base64
+import fcntl
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Page", "find_chromium", "open_browser"]
+
+PATIENCE_SECONDS = 60.0
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+_FLAGS = (
+    "--headless=new",
+    "--remote-debugging-pipe",
+    "--no-sandbox",  # which root must not use
+    "--no-first-run",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--hide-scrollbars",
+    "--force-device-scale-factor=1",
+)
+_KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Home": 36, "Enter": 13}
+
+
+def find_chromium() -> str | None:
+    """The path of a Chromium or Chrome of this machine."""
+    return next((path for name in _NAMES if (path := shutil.which(name))), None)
+
+
+class Page:
+    """The only page of a browser."""
+
+    def __init__(self, reader: int, writer: int) -> None:
+        self._reader, self._writer = reader, writer
+        self._buffer = b""
+        self._numbers = count(1)
+        self._session = ""
+        self.problems: list[str] = []
+        target = self._call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self._call(f"{domain}.enable")
+
+    def show(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Open a report of that size and theme, and wait until it has drawn."""
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[scheme])
+        self._call("Page.navigate", url=path.resolve().as_uri())
+        self.wait_for("document.documentElement?.dataset.ready")
+
+    def wait_for(self, expression: str) -> None:
+        """Wait until an expression of the page is true."""
+        end = time.monotonic() + PATIENCE_SECONDS
+        while not self.get(f"!!({expression})"):
+            if time.monotonic() > end:
+                raise TimeoutError(f"never true: {expression}; {self.problems}")
+            time.sleep(0.02)
+
+    def get(self, expression: str) -> Any:
+        """The value of an expression of the page, or of its promise."""
+        result = self._call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        if "exceptionDetails" in result:
+            raise RuntimeError(f"{expression}: {result['exceptionDetails']}")
+        return result["result"].get("value")
+
+    def click(self, selector: str) -> None:
+        """Press the left button on the middle of an element."""
+        x, y = self.middle(selector)
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self.mouse(kind, x, y)
+
+    def middle(self, selector: str) -> tuple[float, float]:
+        """Where an element is, scrolled into view."""
+        element = f"document.querySelector({json.dumps(selector)})"
+        self.get(f"{element}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        box = self.get(f"{element}.getBoundingClientRect().toJSON()")
+        return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+    def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
+        """An event of the mouse, such as mouseMoved or mouseWheel."""
+        button = "none" if kind in ("mouseMoved", "mouseWheel") else "left"
+        event = {"type": kind, "x": x, "y": y, "button": button, "clickCount": 1, **more}
+        self._call("Input.dispatchMouseEvent", **event)
+
+    def press(self, key: str) -> None:
+        """Press and release a key, which is a character or one of a few names."""
+        text = key if len(key) == 1 else ""
+        code = _KEYS.get(key, ord(key[0]))
+        for kind in ("keyDown", "keyUp"):
+            self._call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                text=text if kind == "keyDown" else "",
+                windowsVirtualKeyCode=code,
+            )
+
+    def type(self, selector: str, text: str) -> None:
+        """Replace the text of an input and leave it."""
+        element = f"document.querySelector({json.dumps(selector)})"
+        self.get(f"{element}.focus(); {element}.select()")
+        self._call("Input.insertText", text=text)
+        self.get(f"{element}.blur()")
+
+    def save_picture(self, path: Path, *, whole: bool = False) -> None:
+        """A PNG of the window, or of the whole page."""
+        found = self._call("Page.captureScreenshot", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(found["data"]))
+
+    def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        number = next(self._numbers)
+        message = {"id": number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._writer, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._receive()
+            if answer.get("id") != number:
+                self._note(answer)
+            elif "error" in answer:
+                raise RuntimeError(f"{method}: {answer['error']['message']}")
+            else:
+                result: dict[str, Any] = answer["result"]
+                return result
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            if not select.select([self._reader], [], [], PATIENCE_SECONDS)[0]:
+                raise TimeoutError("the browser does not answer")
+            found = os.read(self._reader, 1 << 20)
+            if not found:
+                raise ConnectionError("the browser has ended")
+            self._buffer += found
+        line, _, self._buffer = self._buffer.partition(b"\0")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _note(self, event: dict[str, Any]) -> None:
+        parameters = event.get("params", {})
+        match event.get("method"):
+            case "Runtime.exceptionThrown":
+                self.problems.append(json.dumps(parameters["exceptionDetails"]))
+            case "Runtime.consoleAPICalled" | "Log.entryAdded" | "Network.loadingFailed":
+                self.problems.append(json.dumps(parameters))
+            case "Network.requestWillBeSent":
+                url = parameters["request"]["url"]
+                if not url.startswith(("file:", "data:", "about:")):
+                    self.problems.append(f"asked for {url}")
+
+
+@contextmanager
+def open_browser(profile: Path) -> Iterator[Page]:
+    """Run Chromium with a profile in a directory that does not exist yet."""
+    program = find_chromium()
+    if program is None:
+        raise FileNotFoundError(f"no Chromium: none of {', '.join(_NAMES)} is on the PATH")
+    theirs, ours = _pipe(), _pipe()  # what they read, what we read
+
+    def place() -> None:  # in the new process, where Chromium expects them
+        os.dup2(theirs[0], 3)
+        os.dup2(ours[1], 4)
+
+    process = subprocess.Popen(
+        [program, *_FLAGS, f"--user-data-dir={profile}"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(3, 4),
+        preexec_fn=place,  # noqa: PLW1509 (it takes no lock)
+    )
+    os.close(theirs[0])
+    os.close(ours[1])
+    try:
+        page = Page(ours[0], theirs[1])
+        yield page
+    finally:
+        os.close(theirs[1])  # whereupon it ends
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        os.close(ours[0])
+
+
+def _pipe() -> tuple[int, int]:
+    """A pipe whose ends are neither 3 nor 4."""
+    found = os.pipe()
+    moved = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in found)
+    for end in found:
+        os.close(end)
+    return moved[0], moved[1]
