@@ -53,8 +53,8 @@ class Message(NamedTuple):
 class Peer:
     """Another rank of this host, at the other end of a socket; used by several threads at once.
 
-    Messages are matched by their tags. Both sides of an exchange must name the same sizes. Every
-    method raises an OSError if the rank is gone, or sent nothing for the timeout of the job.
+    Messages are matched by their tags. Both sides of an exchange must name the same sizes. Methods
+    that receive raise an OSError if the rank is gone, or sent nothing for the timeout of the job.
     """
 
     def __init__(
@@ -85,10 +85,11 @@ class Peer:
 
     def send(self, tag: int, content: bytes, descriptor: int = -1) -> None:
         """Send a message, and with it an open file unless ``descriptor`` is negative."""
-        if descriptor < 0:
-            self.connection.sendall(_TAG.pack(tag) + content)
-        else:
-            socket.send_fds(self.connection, [_TAG.pack(tag) + content], [descriptor])
+        with contextlib.suppress(ConnectionError):  # raised when its answer is received
+            if descriptor < 0:
+                self.connection.sendall(_TAG.pack(tag) + content)
+            else:
+                socket.send_fds(self.connection, [_TAG.pack(tag) + content], [descriptor])
 
     def recv(self, tag: int) -> Message:
         """The next message of that tag."""
@@ -146,14 +147,13 @@ class Peer:
             return None
         _check_size(len(content), _OFFER.size)
         address, offered = _OFFER.unpack(content)
-        if offered != num_bytes:
-            self.release(tag)
         _check_size(offered, num_bytes)
         return Offer(self.process, address, num_bytes, into)
 
-    def release(self, tag: int) -> None:
-        """Say that an offered tensor has been read."""
-        self.send(tag, b"")
+    def release(self, num_bytes: int, tag: int) -> None:
+        """Let the rank go on, if a tensor of so many bytes was offered."""
+        if num_bytes > INLINE_BYTES:
+            self.send(tag, b"")
 
     def end(self, sent: Tensor, tag: int) -> None:
         """Return when the rank has ``sent``."""

@@ -3,9 +3,8 @@
 Ranks of one host use sockets and each other's memory (`Peer`), the others Gloo.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ _PIECE_BYTES = 1 << 19  # three of them fit into the cache of a processor
 # MB and 44 in pieces of 4 MB.
 _GLOO_PIECE_BYTES = 1 << 25
 _Pairs = Mapping[int, tuple[Tensor, Tensor]]
-_Errors = dict[int, Exception]
+_T = TypeVar("_T")
 Use = Callable[[slice], None]
 
 
@@ -69,22 +68,27 @@ class PointToPoint:
             PeerLost: at the end, so that the other peers do not wait for this rank.
         """
         self.count(sum(sent.nbytes for sent, _ in pairs.values()))
-        lost: _Errors = {}
         peers = self.host.peers
         near = {r: p for r, p in pairs.items() if r in peers and peers[r].handles(*p)}
         far = {rank: pair for rank, pair in pairs.items() if rank not in near}
-        with self._offering(near, tag, lost, in_windows=use is not None) as offers:
+        expected = {r: (into if use is None else sent).nbytes for r, (sent, into) in near.items()}
+        self._for_each(near, lambda rank: peers[rank].send_tensor(near[rank][0], tag))
+        try:
+            offers = self._for_each(
+                near, lambda rank: peers[rank].recv_tensor(near[rank][1], expected[rank], tag)
+            )
             if use is None:
-                self._receive(offers, 0, far, tag, lost)
+                self._receive(offers, 0, far, tag)
             else:
                 own, window = next(iter(pairs.values()))
                 for start in range(0, len(own), len(window)):
                     piece = slice(start, min(start + len(window), len(own)))
                     parts = {r: (s[piece], into[: len(s[piece])]) for r, (s, into) in far.items()}
-                    self._receive(offers, start * own.itemsize, parts, tag, lost)
-                    if not lost:
-                        use(piece)
-        self._raise(lost)
+                    self._receive(offers, start * own.itemsize, parts, tag)
+                    use(piece)
+        finally:  # let all peers go on, and wait until none of them reads this rank's tensors
+            self._for_each(near, lambda rank: peers[rank].release(expected[rank], tag))
+            self._for_each(near, lambda rank: peers[rank].end(near[rank][0], tag))
 
     def swap_messages(
         self, group: RankGroup, content: bytes, tag: int, descriptor: int = -1
@@ -100,83 +104,53 @@ class PointToPoint:
         Raises:
             PeerLost: as `exchange`.
         """
-        peers = {rank: self.host.peers[rank] for _, rank in group.others}
-        lost: _Errors = {}
-        messages = {}
-        for rank, peer in peers.items():
-            with _noting(lost, rank):
-                peer.send(tag, content, descriptor)
-        for rank, peer in peers.items():
-            with _noting(lost, rank):
-                messages[rank] = peer.recv(tag)
-        self._raise(lost)
-        return messages
+        ranks, peers = [rank for _, rank in group.others], self.host.peers
+        self._for_each(ranks, lambda rank: peers[rank].send(tag, content, descriptor))
+        return self._for_each(ranks, lambda rank: peers[rank].recv(tag))
 
     def count(self, num_bytes: int) -> None:
         """Note an exchange in which this rank sent so many."""
         self.sent = self.sent[0] + 1, self.sent[1] + num_bytes
 
-    @contextlib.contextmanager
-    def _offering(
-        self, near: _Pairs, tag: int, lost: _Errors, *, in_windows: bool
-    ) -> Iterator[list[tuple[int, Offer]]]:
-        """Exchange small tensors with peers on this host, and yield their offers of large ones."""
-        peers = self.host.peers
-        offers: list[tuple[int, Offer]] = []
-        for rank, (sent, _) in near.items():
-            with _noting(lost, rank):
-                peers[rank].send_tensor(sent, tag)
-        for rank, (sent, into) in near.items():
-            with _noting(lost, rank):
-                num_bytes = sent.nbytes if in_windows else into.nbytes
-                offer = peers[rank].recv_tensor(into, num_bytes, tag)
-                if offer is not None:
-                    offers.append((rank, offer))
-        try:
-            yield offers
-        finally:  # let all peers go on, and wait until none of them reads this rank's tensors
-            for rank, _ in offers:
-                with _noting(lost, rank):
-                    peers[rank].release(tag)
-            for rank, (sent, _) in near.items():
-                with _noting(lost, rank):
-                    peers[rank].end(sent, tag)
-
     def _receive(
-        self,
-        offers: list[tuple[int, Offer]],
-        start: int,
-        far: _Pairs,
-        tag: int,
-        lost: _Errors,
+        self, offers: Mapping[int, Offer | None], start: int, far: _Pairs, tag: int
     ) -> None:
         """Read what peers on this host offer from byte ``start`` on, and exchange ``far`` pairs."""
-        works: list[tuple[int, dist.Work]] = []
-        for rank, (sent, into) in far.items():
-            with _noting(lost, rank):
-                works += [(rank, self._gloo.recv([one], rank, tag)) for one in _pieces(into)]
-                works += [(rank, self._gloo.send([one], rank, tag)) for one in _pieces(sent)]
-        for rank, offer in offers:
-            with _noting(lost, rank):
+
+        def launch(rank: int) -> list[dist.Work]:
+            sent, into = far[rank]
+            works = [self._gloo.recv([one], rank, tag) for one in _pieces(into)]
+            return works + [self._gloo.send([one], rank, tag) for one in _pieces(sent)]
+
+        def finish(rank: int) -> None:
+            if (offer := offers.get(rank)) is not None:
                 offer.read(start)
-        for rank, work in works:
-            with _noting(lost, rank):
+            for work in works.get(rank, ()):
                 work.wait()
 
-    def _raise(self, lost: _Errors) -> None:
-        for rank, error in lost.items():
-            raise PeerLost(f"rank {self._own} lost rank {rank}: {error}") from error
+        works = self._for_each(far, launch)
+        self._for_each([*offers, *works], finish)
+
+    def _for_each(self, ranks: Iterable[int], action: Callable[[int], _T]) -> dict[int, _T]:
+        """Call ``action`` for all ``ranks``, so that none waits for this one; what it returns.
+
+        Raises:
+            PeerLost: at the end, for the first error.
+        """
+        results: dict[int, _T] = {}
+        lost: PeerLost | None = None
+        for rank in ranks:
+            try:
+                results[rank] = action(rank)
+            except (RuntimeError, OSError) as error:
+                if lost is None:
+                    lost = PeerLost(f"rank {self._own} lost rank {rank}: {error}")
+                    lost.__cause__ = error
+        if lost is not None:
+            raise lost
+        return results
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     """The bytes of ``tensor``: Gloo does not know all dtypes."""
     return torch.split(tensor.view(torch.uint8), _GLOO_PIECE_BYTES)
-
-
-@contextlib.contextmanager
-def _noting(errors: _Errors, rank: int) -> Iterator[None]:
-    """Keep the first error of the connection to ``rank``."""
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        errors.setdefault(rank, error)
