@@ -342,6 +342,8 @@ def torch_on(installed: Simulated) -> Any:
         "get_rng_state": lambda _device: torch.get_rng_state(),
         "set_rng_state": lambda state, _device: torch.set_rng_state(state),
         "max_memory_allocated": lambda _device: 0,
+        "memory_allocated": lambda _device: 0,
+        "memory_stats": lambda _device: {},
     }
     module = SimpleNamespace(**common)
     return _Torch(

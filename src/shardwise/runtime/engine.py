@@ -23,6 +23,7 @@ from shardwise.runtime.attach import make_unit, move_buffers
 from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.checks import check_same_sums
 from shardwise.runtime.gradient_shards import ShardOffloader
+from shardwise.runtime.held_memory import HeldMemory
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.nested import tensors_left_in
 from shardwise.runtime.observer import StepObserver
@@ -97,7 +98,8 @@ class Runtime:
             self.units = self._materialize(root, materializer)
         plan_memory([unit.flats for unit in self.units], schedule(plan))
         move_buffers(root, device)
-        self.scheduler = Scheduler(plan, self.units, mesh, device, observer)
+        held_memory = HeldMemory(root, plan, self.units, self.pools)
+        self.scheduler = Scheduler(plan, self.units, mesh, device, observer, held_memory)
         self._frozen = [
             parameter
             for unit in self.units
@@ -225,4 +227,8 @@ def _accept(
     hidden = scheduler.hidden_call(index)
     if hidden is not None:
         _begin_backward(scheduler, hidden)
-    scheduler.units[index].accept(flat, position)
+    try:
+        scheduler.units[index].accept(flat, position)
+    except BaseException as error:
+        scheduler.explain(error)
+        raise

@@ -10,6 +10,7 @@ from shardwise.errors import PlanError, StepError
 from shardwise.plan.plan import Plan
 from shardwise.runtime import hooks
 from shardwise.runtime.checks import check_same_sums
+from shardwise.runtime.held_memory import HeldMemory
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.recovery import Recovery
@@ -36,10 +37,12 @@ class Scheduler:
         mesh: DataParallelMesh,
         device: torch.device,
         observer: StepObserver,
+        held_memory: HeldMemory,
     ) -> None:
         self.sequencer = Sequencer(plan)
         self.units = tuple(units)
         self.observer = observer
+        self._held_memory = held_memory
         self.is_held = False  # by `gathered`
         self._with_copies = [unit for unit in units if unit.plan.device_copy_bytes]
         self._versions = ShardVersions(self.units)
@@ -108,6 +111,8 @@ class Scheduler:
 
     def leave(self, call: Call, outcome: Outcome, error: BaseException | None = None) -> None:
         """A unit has computed, or raised ``error``."""
+        if error is not None:
+            self.explain(error)
         self._depth -= 1
         events = self.sequencer.exit(call, outcome)
         if outcome is Outcome.HIDDEN:
@@ -123,6 +128,7 @@ class Scheduler:
 
     def _begin_step(self) -> None:
         self.recover()
+        self._held_memory.forget()
         for unit in self._with_copies:
             unit.expect_changes()
         for unit in self.units:  # `Module.to` before the step is no change within it
@@ -182,6 +188,7 @@ class Scheduler:
     def abandon_backward(self, task: int, error: BaseException) -> None:
         """A graph task died."""
         self._tasks.discard(task)
+        self._held_memory.remember(f"step {self.ledger.step}, {self._links.where}")
         if not self._tasks:
             self.fail(error)
 
@@ -318,6 +325,7 @@ class Scheduler:
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks and go back to shards."""
+        self.explain(error)
         self._links.abort(error)
         self.sequencer.abandon()
         self._offloading = None
@@ -325,6 +333,10 @@ class Scheduler:
         self._recovery.reset_units(error, self.observer.failed())
         self._hidden.clear()
         self.ledger.abandon_step()
+
+    def explain(self, error: BaseException) -> None:
+        """Add who holds what to an ``error`` of an allocation that failed."""
+        self._held_memory.note(error, f"step {self.ledger.step}, {self._links.where}")
 
     @contextlib.contextmanager
     def _aborting(self, is_needed: bool) -> Iterator[None]:
@@ -359,7 +371,11 @@ class Scheduler:
         self._is_broken = False
 
     def _do(self, kind: EventKind, unit: Unit) -> tuple[Work, ...]:
-        return _ACTIONS[kind](self, unit, self._links) or ()
+        try:
+            return _ACTIONS[kind](self, unit, self._links) or ()
+        except BaseException as error:
+            self.explain(error)
+            raise
 
     def _conceal(self, indices: Sequence[int]) -> None:
         for index in indices:

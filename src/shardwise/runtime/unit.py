@@ -104,6 +104,12 @@ class FlatParameters:
         """The gathered parameters."""
         return self.buffer.views
 
+    @property
+    def gathered_bytes(self) -> int:
+        """What gathered parameters take now, those that are held between steps included."""
+        buffers = (self.buffer, self._held)
+        return sum(one.num_bytes for one in buffers if one is not None and one.is_acquired)
+
     def listen(self, position: int, callback: Callable[[], None]) -> None:
         """Call ``callback`` for each gradient that autograd has put on a dense parameter."""
         hooks.on_gradient(self.parameters[position].dense, callback)

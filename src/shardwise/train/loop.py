@@ -179,7 +179,12 @@ class Trainer:
             step_began = time.perf_counter()
             lr = float(self._scheduler.get_last_lr()[0])
             self.step += 1
-            loss, grad_norm = self._step(next(batches))
+            batch = next(batches)
+            try:
+                loss, grad_norm = self._step(batch)
+            except BaseException as error:
+                runtime_of_root(self.model).scheduler.explain(error)
+                raise
             step_seconds = time.perf_counter() - step_began
             self._training_seconds += step_seconds
             self.num_trained += 1

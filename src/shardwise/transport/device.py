@@ -346,6 +346,13 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def num_allocation_failures(device: torch.device) -> int:
+    """How often an accelerator has run out of memory for this process; 0 on the CPU."""
+    if device.type in _ON_HOST:
+        return 0
+    return int(torch.accelerator.memory_stats(device).get("num_ooms", 0))
+
+
 def random_states(device: torch.device) -> list[Tensor]:
     """The states of torch's default generators: of the CPU, and of ``device`` if it is another.
 

@@ -1,0 +1,164 @@
+"""Who holds what when memory runs out, and what would free some of it: a note on the error."""
+
+import errno
+import gc
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise.plan.plan import Plan
+from shardwise.runtime.memory import Pools
+from shardwise.runtime.unit import Unit
+from shardwise.tensor.sharding import local_of
+from shardwise.transport.device import allocated_bytes, is_accelerator, num_allocation_failures
+
+__all__ = ["HeldMemory", "is_out_of_memory"]
+
+_NUM_LARGEST = 3
+_NUM_REDUCED = 2  # units whose gradients are whole at the same time
+_LARGE_SHARE = 0.5  # of what is gathered, in one unit
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, of Python, an accelerator, the host or shared memory."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    is_of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return is_of_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What one kind of tensors takes of the device."""
+
+    kind: str
+    num_bytes: int
+    remark: str = ""
+
+
+class HeldMemory:
+    """The memory of one model on this rank: looked at only when an allocation has failed."""
+
+    def __init__(self, root: nn.Module, plan: Plan, units: Sequence[Unit], pools: Pools) -> None:
+        self._root = weakref.ref(root)
+        self._plan = plan
+        self._units = tuple(units)
+        self._pools = pools
+        self._seen: str | None = None  # the table of a failure whose exception is not known yet
+        self._num_failures = num_allocation_failures(pools.device)
+
+    def note(self, error: BaseException, where: str) -> None:
+        """Add the table to ``error`` if it says that memory ran out, once."""
+        if is_out_of_memory(error) and not _is_noted(error):
+            error.add_note(self._seen or self.table(where))
+            self._num_failures = num_allocation_failures(self._pools.device)
+
+    def remember(self, where: str) -> None:
+        """Backward failed in an operator, whose exception only its caller will see.
+
+        On an accelerator the allocator says whether memory was the reason; this then warns.
+        """
+        self._seen = self.table(where)
+        before = self._num_failures
+        self._num_failures = num_allocation_failures(self._pools.device)
+        if self._num_failures > before:
+            warnings.warn(self._seen, stacklevel=2)
+
+    def forget(self) -> None:
+        """A new step begins."""
+        self._seen = None
+
+    def table(self, where: str) -> str:
+        """Who holds what on the device, and what would free some of it; ``where`` this rank is."""
+        rows = list(self._rows())
+        if is_accelerator(self._pools.device):
+            others = allocated_bytes(self._pools.device) - sum(row.num_bytes for row in rows)
+            rows.append(_Row("activations and all others", max(0, others)))
+        lines = [f"out of memory in {where}; on {self._pools.device} are:"]
+        lines += [f"  {row.kind:<28}{_megabytes(row.num_bytes):>14}  {row.remark}" for row in rows]
+        advice = sorted(self._advice({row.kind: row.num_bytes for row in rows}), reverse=True)
+        if advice:
+            lines.append("to free some of it:")
+            lines += [f"  {text}: up to {_megabytes(num)}" for num, text in advice]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _rows(self) -> Iterator[_Row]:
+        gathered = self._gathered()
+        largest = ", ".join(f"{label} {_megabytes(n)}" for n, label in gathered[:_NUM_LARGEST])
+        remark = f"{len(gathered)} of {len(self._units)}; the largest: {largest}"
+        sharded = [parameter.sharded for unit in self._units for parameter in unit.parameters]
+        pools = self._pools
+        yield _Row("shards", self._here(flat.shard for unit in self._units for flat in unit.flats))
+        yield _Row("gathered units", sum(n for n, _ in gathered), remark if gathered else "")
+        whole = pools.gradients.allocated_bytes + pools.outer_gradients.allocated_bytes
+        whole += sum(unit.plan.gradient_bytes for unit in self._units if unit.plan.holds_gradients)
+        yield _Row("gradients before reduction", whole)
+        yield _Row("gradients", self._here(p.grad for p in sharded))
+        yield _Row("optimizer states", self._here(_states_of(sharded)))
+        root = self._root()
+        yield _Row("buffers", 0 if root is None else self._here(root.buffers()))
+        idle = sum(pool.held_bytes - pool.allocated_bytes for pool in pools)
+        yield _Row("kept for the next units", max(0, idle))
+
+    def _gathered(self) -> list[tuple[int, str]]:
+        """Bytes and label of the units that are gathered now, the largest first."""
+        sizes = (
+            (sum(flat.gathered_bytes for flat in unit.flats), unit.plan.label)
+            for unit in self._units
+        )
+        return sorted((size for size in sizes if size[0]), reverse=True)
+
+    def _advice(self, held: dict[str, int]) -> Iterator[tuple[int, str]]:
+        """What a user can change, with the bytes that it frees at most."""
+        gathered = self._gathered()
+        stays = {unit.plan.label for unit in self._units if not unit.plan.reshard}
+        kept = sum(n for n, label in gathered if label in stays)
+        if len(gathered) > 1 and kept:
+            yield kept, "reshard_after_forward=True frees units until their backward"
+        if len(gathered) > 1 and self._plan.prefetch:
+            ahead = sum(n for n, _ in gathered[: self._plan.prefetch])
+            yield ahead, f"prefetch=0 instead of {self._plan.prefetch} gathers none ahead"
+        if gathered and gathered[0][0] > _LARGE_SHARE * held["gathered units"]:
+            yield gathered[0][0] // 2, f"smaller units: {gathered[0][1]} could be several"
+        at_once = _NUM_REDUCED * max(unit.plan.gradient_bytes for unit in self._units)
+        if held["gradients before reduction"] > at_once:
+            waiting = held["gradients before reduction"] - at_once
+            yield waiting, "set_requires_gradient_sync(True) reduces each micro-batch's gradients"
+        if held["gradients"]:
+            yield held["gradients"], "sw.optimizer_in_backward drops each gradient after its use"
+        if is_accelerator(self._pools.device):
+            moved = held["shards"] + held["gradients"] + held["optimizer states"]
+            yield moved, "offload_policy=sw.CPUOffloadPolicy() keeps shards and their states there"
+        others = held.get("activations and all others")
+        if others:
+            yield others, "activation checkpointing, sw.offload_activations or a smaller batch"
+
+    def _here(self, tensors: Iterable[Tensor | None]) -> int:
+        """Bytes of this rank's parts of ``tensors`` on the device, each memory counted once."""
+        own = (local_of(one) if isinstance(one, DTensor) else one for one in tensors)
+        here = [one for one in own if one is not None and one.device == self._pools.device]
+        return sum({one.data_ptr(): one.nbytes for one in here}.values())
+
+
+def _states_of(parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+    """What optimizers keep for ``parameters``; they are found among all objects of the process."""
+    wanted = {id(parameter) for parameter in parameters}
+    for found in gc.get_objects():
+        if issubclass(type(found), Optimizer):
+            for parameter, state in found.state.items():
+                if id(parameter) in wanted:
+                    yield from (one for one in state.values() if isinstance(one, Tensor))
+
+
+def _is_noted(error: BaseException) -> bool:
+    return any(note.startswith("out of memory in ") for note in getattr(error, "__notes__", ()))
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"
