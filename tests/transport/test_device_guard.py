@@ -172,3 +172,29 @@ def test_only_backends_that_streams_order_are_watched() -> None:
     for backend, watched in (("nccl", True), ("xccl", True), ("fake", False), ("gloo", False)):
         queue = ProcessGroupCollectives(world, torch.device("cpu"), backend, "queue")
         assert queue.is_monitored is watched
+
+
+def test_an_error_found_while_this_rank_raises_one_is_not_raised_later(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links = ranks.links[0]
+    looking, goes_on = threading.Event(), threading.Event()
+
+    def check_reports(_epoch: int) -> None:
+        looking.set()
+        goes_on.wait(DEADLINE_SECONDS)
+        raise sw.PeerAborted("rank 1 gave up")
+
+    assert links._monitor is not None
+    monkeypatch.setattr(links._monitor, "check_reports", check_reports)
+    Late.is_open = False
+    ranks.gather(0, "gather a")
+    assert looking.wait(DEADLINE_SECONDS)
+    aborting = threading.Thread(target=links.abort, args=(ValueError("it hurts"),))
+    aborting.start()
+    aborting.join(0.05)  # long enough to overtake the look, if it may
+    goes_on.set()
+    aborting.join(DEADLINE_SECONDS)
+    time.sleep(0.05)  # for the look to end
+    assert links.is_broken
+    assert links._found is None

@@ -1,6 +1,7 @@
 """The collectives of all ranks of a mesh, and how a wait that cannot end becomes an error."""
 
 import contextlib
+import threading
 import weakref
 from collections import deque
 from dataclasses import replace
@@ -95,6 +96,7 @@ class Communicator:
         self.is_broken = False  # an error has reached the ranks since they were last in step
         self._lost: PeerLost | None = None  # for good
         self._recovery: Work | None = None  # under way
+        self._lock = threading.Lock()  # held by a look at the device, and by `abort`
         self._found: StepError | None = None  # by `_look_at_device`, to be raised
         self._stuck = 0  # looks at a device that has come no further
         self._seen: tuple[QueueState, ...] = ()  # at the last one
@@ -169,11 +171,12 @@ class Communicator:
 
     def abort(self, error: BaseException) -> None:
         """Tell the others that this rank raised, so that they need not wait for it."""
-        self._found = None  # this rank has an error to raise
-        if self._monitor is not None and not self.is_broken:
-            text = f"{type(error).__name__}: {error}"[:500]
-            aborted = PeerAborted(f"rank {self.rank} gave up in step {self.step}: {text}")
-            self._give_up(error if isinstance(error, PeerLost) else aborted)
+        with self._lock:
+            self._found = None  # this rank has an error to raise
+            if self._monitor is not None and not self.is_broken:
+                text = f"{type(error).__name__}: {error}"[:500]
+                aborted = PeerAborted(f"rank {self.rank} gave up in step {self.step}: {text}")
+                self._give_up(error if isinstance(error, PeerLost) else aborted)
 
     def recover(self) -> None:
         """After an error: bring all ranks back into step. Costs nothing when there was none.
@@ -213,17 +216,18 @@ class Communicator:
 
         Nothing of this takes place in a step, where the host waits for no collective.
         """
-        if self.is_broken:
-            return
-        states, was_stuck = self._queues(), self._stuck
-        running = [state.running.label for state in states if state.running is not None]
-        self._stuck = was_stuck + 1 if running and states == self._seen else 0
-        self._seen = states
-        if self._stuck or was_stuck:
-            looks = max(0, self._stuck - _DEVICE_GRACE)
-            self._found = self._look_around(looks, ", ".join(running))
-            if self._found is not None:
-                self._give_up(self._found)
+        with self._lock:
+            if self.is_broken:
+                return
+            states, was_stuck = self._queues(), self._stuck
+            running = [state.running.label for state in states if state.running is not None]
+            self._stuck = was_stuck + 1 if running and states == self._seen else 0
+            self._seen = states
+            if self._stuck or was_stuck:
+                looks = max(0, self._stuck - _DEVICE_GRACE)
+                self._found = self._look_around(looks, ", ".join(running))
+                if self._found is not None:
+                    self._give_up(self._found)
 
     def raise_found(self) -> None:
         """Raise what was found out about a device; to be called when the host has waited for it."""
