@@ -366,7 +366,7 @@ def _sharded_apart(root: nn.Module, mesh: DataParallelMesh) -> dict[str, nn.Modu
     joining = {
         handle.runtime
         for handle in others.values()
-        if handle.choice.gradient_divisor is not None
+        if handle.unit.settings.gradient_divisor is not None
         and handle.mesh.mesh is not None
         and set(handle.mesh.global_ranks) < ranks
     }
@@ -414,7 +414,7 @@ def _choice_within(mesh: DataParallelMesh, name: str, handle: Handle) -> UnitCho
     own, choice = handle.mesh, handle.choice
     if set(own.global_ranks) == set(mesh.global_ranks):
         return choice
-    if choice.gradient_divisor is None:
+    if handle.unit.settings.gradient_divisor is None:
         raise PlanError(
             f"{name} is a unit inside one with ranks and a divisor of its own; call "
             "set_gradient_divide_factor on it, too, before fully_shard of the module around both"

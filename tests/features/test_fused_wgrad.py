@@ -144,8 +144,8 @@ def _train(build: Callable[[str], nn.Module], way: str, strategy: str) -> tuple[
     claims: list[bool] = []
     claim = GradientBuffer.claim
 
-    def count(gradients: GradientBuffer, position: int, *, waits: bool, in_slot: bool) -> Any:
-        claimed = claim(gradients, position, waits=waits, in_slot=in_slot)
+    def count(gradients: GradientBuffer, position: int, *, in_slot: bool) -> Any:
+        claimed = claim(gradients, position, in_slot=in_slot)
         slot = gradients._buffer.views[position]
         claims.append(claimed is not None and claimed[0].data_ptr() == slot.data_ptr())
         return claimed

@@ -172,13 +172,10 @@ class Materializer:
     def _allocate_parameter(self, names: Sequence[str]) -> Tensor:
         owners = [owner_of(self._root, name) for name in names]
         original = self._root.get_parameter(names[0])
+        storage = self._pool.allocate(original.nbytes)
+        self._lent.append(storage)
         whole = torch.empty(0, dtype=original.dtype, device=self._device)
-        if original.numel():
-            storage = self._pool.allocate(original.nbytes)
-            self._lent.append(storage)
-            whole.set_(storage, 0, original.shape, original.stride())
-        else:
-            whole = whole.new_empty(original.shape)
+        whole.set_(storage, 0, original.shape, original.stride())
         parameter = replace_parameter(original, _without_value(whole))
         for owner in owners:
             owner.put(parameter)

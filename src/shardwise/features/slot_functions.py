@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 # Where to compute a gradient, and whether it is to be added to one that is there.
-SlotOffer = Callable[[], tuple[Tensor, bool] | None]
+Offered = tuple[Tensor, bool] | None
+SlotOffer = Callable[[], Offered]
 
 _OFFER = "_shardwise_slot"
 _NUMBER = "_shardwise_number"
@@ -85,20 +86,13 @@ class SlotLinearFunction(torch.autograd.Function):
         x, weight = saved.saved_tensors  # [..., inputs], [outputs, inputs]
         rows = gradient.reshape(-1, weight.shape[0])
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        needs_x = needs_x and _is_wanted(ctx.next_functions[0][0])
-        needs_weight = needs_weight and _is_wanted(ctx.next_functions[1][0])
+        # Torch cannot tell in `torch.autograd.grad`, which returns what comes there.
+        needs_x = needs_x and _is_reached(ctx.next_functions[0][0], in_doubt=True)
+        needs_weight = needs_weight and _is_reached(ctx.next_functions[1][0], in_doubt=True)
         of_weight = None
         if needs_weight:
             offered = ctx.offer() if _goes_to_grad(ctx.next_functions[1][0]) else None
-            inputs = x.reshape(-1, weight.shape[1])
-            if offered is None:
-                of_weight = rows.t() @ inputs
-            else:
-                slot, is_begun = offered
-                if is_begun:
-                    slot.addmm_(rows.t(), inputs)
-                else:
-                    of_weight = torch.mm(rows.t(), inputs, out=slot)
+            of_weight = _multiply(rows.t(), x.reshape(-1, weight.shape[1]), offered)
         of_x = gradient @ weight if needs_x else None
         return of_x, of_weight, rows.sum(0) if needs_bias else None, None, None
 
@@ -115,16 +109,8 @@ class SlotEmbeddingFunction(torch.autograd.Function):
         (gradient,) = gradients  # [..., width]
         (x,) = ctx.saved_tensors  # [...]
         offered = ctx.offer() if _goes_to_grad(ctx.next_functions[1][0]) else None
-        if offered is None:
-            whole: Tensor = torch.ops.aten.embedding_dense_backward(
-                gradient, x, ctx.num_rows, ctx.padding, False
-            )
-            return None, whole, None, None
-        slot, is_begun = offered
-        if not is_begun:
-            slot.zero_()
-        _add_rows(slot, gradient, x, ctx.padding)
-        return None, None if is_begun else slot, None, None
+        of_weight = _add_rows(gradient, x, ctx.num_rows, ctx.padding, offered)
+        return None, of_weight, None, None
 
 
 class CompiledLinear(torch.autograd.Function):
@@ -163,33 +149,14 @@ class CompiledEmbedding(torch.autograd.Function):
         return None, of_weight, None, None
 
 
-def _linear_gradient(rows: Tensor, inputs: Tensor, number: Tensor) -> Tensor:
-    """The gradient [outputs, inputs] of a weight, in its slot if that is free."""
-    slot = _claim(number)
-    return rows.t() @ inputs if slot is None else torch.mm(rows.t(), inputs, out=slot)
-
-
-def _embedding_gradient(
-    gradient: Tensor, x: Tensor, num_rows: int, padding: int, number: Tensor
-) -> Tensor:
-    slot = _claim(number)
-    if slot is None:
-        whole: Tensor = torch.ops.aten.embedding_dense_backward(
-            gradient, x, num_rows, padding, False
-        )
-        return whole
-    _add_rows(slot.zero_(), gradient, x, padding)
-    return slot
-
-
-def _claim(number: Tensor) -> Tensor | None:
+def _claim(number: Tensor) -> Offered:
     """The empty slot of a weight; a compiled backward adds gradients of several uses by itself."""
     weight = _weights.get(int(number))
     offer: SlotOffer | None = getattr(weight, _OFFER, None)
     if weight is None or offer is None or not _goes_to_grad(get_gradient_edge(weight).node):
         return None
     offered = offer()
-    return None if offered is None or offered[1] else offered[0]
+    return None if offered is None or offered[1] else offered
 
 
 def _define(schema: str, kernel: Any, shape: Callable[..., tuple[int, int]]) -> None:
@@ -205,19 +172,42 @@ def _define(schema: str, kernel: Any, shape: Callable[..., tuple[int, int]]) -> 
 _library = torch.library.Library("shardwise", "DEF")  # type: ignore[no-untyped-call]
 _define(
     "linear_gradient(Tensor rows, Tensor inputs, Tensor number) -> Tensor",
-    _linear_gradient,
+    lambda rows, inputs, number: _multiply(rows.t(), inputs, _claim(number)),
     lambda rows, inputs, _: (rows.shape[1], inputs.shape[1]),
 )
 _define(
     "embedding_gradient(Tensor gradient, Tensor x, SymInt num_rows, int padding, Tensor number)"
     " -> Tensor",
-    _embedding_gradient,
+    lambda gradient, x, num_rows, padding, number: _add_rows(
+        gradient, x, num_rows, padding, _claim(number)
+    ),
     lambda gradient, _x, num_rows, *_: (num_rows, gradient.shape[-1]),
 )
 
 
-def _add_rows(slot: Tensor, gradient: Tensor, x: Tensor, padding: int) -> None:
-    """Add an embedding's gradient to ``slot`` [rows, width]."""
+def _multiply(rows: Tensor, inputs: Tensor, offered: Offered) -> Tensor | None:
+    """A linear layer's gradient, of its weight; None if it was added to what is in the slot."""
+    if offered is None:
+        return rows @ inputs
+    slot, is_begun = offered
+    if is_begun:
+        slot.addmm_(rows, inputs)
+        return None
+    return torch.mm(rows, inputs, out=slot)
+
+
+def _add_rows(
+    gradient: Tensor, x: Tensor, num_rows: int, padding: int, offered: Offered
+) -> Tensor | None:
+    """An embedding's gradient [rows, width]; None if it was added to what is in the slot."""
+    if offered is None:
+        whole: Tensor = torch.ops.aten.embedding_dense_backward(
+            gradient, x, num_rows, padding, False
+        )
+        return whole
+    slot, is_begun = offered
+    if not is_begun:
+        slot.zero_()
     numbers, places = x.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     # Summed on their own first: small ones would get lost in a large one, in bfloat16.
     total = torch.promote_types(slot.dtype, torch.float32)
@@ -225,14 +215,15 @@ def _add_rows(slot: Tensor, gradient: Tensor, x: Tensor, padding: int) -> None:
     sums.index_add_(0, places.flatten(), gradient.reshape(-1, slot.shape[1]).to(total))
     sums[numbers == padding] = 0
     slot.index_add_(0, numbers, sums.to(slot.dtype))
+    return None if is_begun else slot
 
 
-def _is_wanted(node: Any) -> bool:
-    """Whether this backward reaches ``node``; one to some tensors only, of a pipeline, may not."""
+def _is_reached(node: Any, *, in_doubt: bool) -> bool:
+    """Whether this backward runs ``node``; one to some tensors only, of a pipeline, may not."""
     try:
         return _private.will_execute(node)
-    except RuntimeError:  # so says torch in `torch.autograd.grad`, which returns what comes there
-        return True
+    except RuntimeError:
+        return in_doubt
 
 
 def _goes_to_grad(node: Any) -> bool:
@@ -240,7 +231,4 @@ def _goes_to_grad(node: Any) -> bool:
     weight = getattr(node, "variable", None)
     if torch.is_grad_enabled() or weight is None or _private.gradient_hooks(weight):
         return False
-    try:
-        return _private.will_execute(node)
-    except RuntimeError:  # so says torch in `torch.autograd.grad`, which returns it
-        return False
+    return _is_reached(node, in_doubt=False)

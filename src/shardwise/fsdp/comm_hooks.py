@@ -7,7 +7,8 @@ from typing import Any
 from shardwise.errors import PlanError
 from shardwise.fsdp.api import ShardingStrategy
 from shardwise.fsdp.errors import WrapperError
-from shardwise.runtime.module import FSDPModule, reduce_with
+from shardwise.runtime.attach import settings_of
+from shardwise.runtime.module import FSDPModule
 
 __all__ = ["register_comm_hook"]
 
@@ -35,4 +36,4 @@ def register_comm_hook(wrappers: Iterable[Any], state: object, hook: Callable[..
     for wrapper in wrappers:
         wrapper._comm_hook, wrapper._comm_hook_state = hook, state
         if isinstance(wrapper.module, FSDPModule):  # a list of modules is no unit
-            reduce_with(wrapper.module, partial(hook, state))
+            settings_of(wrapper.module).reduce_hook = partial(hook, state)

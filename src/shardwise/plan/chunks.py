@@ -40,7 +40,8 @@ class ChunkedLayout(Layout):
 
     def __post_init__(self) -> None:
         assert self.extents
-        assert self.extents[-1].offset + self._slot(self.extents[-1]) <= self.shard_elements
+        last = self.extents[-1]
+        assert last.offset + self.num_owned(last, 0) <= self.shard_elements
 
     @cached_property
     def whole(self) -> Layout:
@@ -72,21 +73,18 @@ class ChunkedLayout(Layout):
     def boundaries_inside(self, extent: ParameterExtent) -> int:
         return self.world_size - 1 if extent.parameter.num_elements else 0
 
-    def _slot(self, extent: ParameterExtent) -> int:
-        return self.num_owned(extent, 0)
 
-
-def lay_out_chunks(parameters: Sequence[ParameterSpec], world_size: int) -> Layout:
-    """Place ``parameters`` (of one dtype and "dim" granularity) in order."""
+def lay_out_chunks(parameters: Sequence[ParameterSpec], world_size: int) -> tuple[Layout, ...]:
+    """Place ``parameters`` (of one dtype and "dim" granularity) in order, in one buffer."""
     if world_size == 1:
-        return lay_out(parameters, 1)
+        return (lay_out(parameters, 1),)
     alignment = alignment_of(parameters[0])
     extents, end = [], 0
     for parameter in parameters:
         extents.append(ParameterExtent(parameter, end))
         slot = prod(chunk_shape(parameter, world_size, 0))
         end = -(-(end + slot) // alignment) * alignment
-    return ChunkedLayout(tuple(extents), world_size, end)
+    return (ChunkedLayout(tuple(extents), world_size, end),)
 
 
 def _dim_of(parameter: ParameterSpec) -> int:

@@ -96,8 +96,7 @@ class Granularizer:
             self._by_function = choice
         else:
             self._by_pattern = {"*": _checked(choice, "")}
-        self._may_match_nothing = not isinstance(choice, Mapping)
-        self._unmatched = set(self._by_pattern)
+        self._unmatched = dict(self._by_pattern) if isinstance(choice, Mapping) else {}
 
     def of(self, names: Sequence[str], shape: tuple[int, ...]) -> Granularity:
         """The granularity of a parameter: that of the first pattern that matches one of its names.
@@ -113,7 +112,8 @@ class Granularizer:
             for pattern in self._by_pattern
             if any(fnmatchcase(name, pattern) for name in names)
         ]
-        self._unmatched.difference_update(fitting)
+        for pattern in fitting:
+            self._unmatched.pop(pattern, None)
         return self._by_pattern[fitting[0]] if fitting else "element"
 
     def check_all_matched(self, names: Sequence[str]) -> None:
@@ -122,13 +122,12 @@ class Granularizer:
         Raises:
             PlanError: a pattern matched no parameter.
         """
-        for pattern in self._by_pattern:
-            if pattern in self._unmatched and not self._may_match_nothing:
-                some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")  # noqa: PLR2004
-                raise PlanError(
-                    f"granularity[{pattern!r}] matches no parameter; expected a name or a pattern "
-                    f"as in fnmatch, such as '*.weight'; the parameters are: {some or 'none'}"
-                )
+        for pattern in self._unmatched:
+            some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")  # noqa: PLR2004
+            raise PlanError(
+                f"granularity[{pattern!r}] matches no parameter; expected a name or a pattern "
+                f"as in fnmatch, such as '*.weight'; the parameters are: {some or 'none'}"
+            )
 
 
 def _checked(granularity: object, where: str) -> Granularity:

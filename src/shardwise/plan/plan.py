@@ -1,6 +1,6 @@
 """The plan of one model on one mesh, decided before anything runs: units, layouts, strategy."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -13,7 +13,7 @@ from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.strategy import Level, Strategy, resolve_strategy
 from shardwise.plan.units import UnitOptions, UnitPlan, Units, choose_units, plan_units
 
-__all__ = ["Plan", "UnitChoice", "UnitRanks", "make_plan"]
+__all__ = ["Plan", "UnitChoice", "UnitRanks", "UnitSettings", "make_plan"]
 
 # Size of the units of strategies that gather nothing: that of the gradient buckets of torch's DDP.
 BUCKET_BYTES = 25 << 20
@@ -101,8 +101,32 @@ class UnitChoice:
     reshard_after_forward: bool | int | None = None
     precision: MixedPrecisionPolicy = AS_IT_CAME
     offload: OffloadPolicy = NO_OFFLOAD
-    gradient_divisor: float | None = None  # of sums over ranks; None: the number of ranks
     ranks: UnitRanks | None = None  # None: those of the model
+
+
+@dataclass(slots=True)
+class UnitSettings:
+    """What a user may change of a unit at any time.
+
+    Its module keeps them, for the unit is made anew when the module around it is sharded.
+    """
+
+    reshard_after_forward: bool | None = None  # None: as planned
+    # Or not before a backward that reduces its gradients, after which an optimizer may step.
+    reshard_after_backward: bool = True
+    reduce_grads: bool = True  # in backward, or a later one does
+    all_reduce_grads: bool = True  # over the outer axis, or a later backward does
+    gradient_divisor: float | None = None  # of sums over ranks; None: the number of ranks
+    only_sums: bool = False  # the backend multiplies no sum, even if it can
+    # Called as hook(gradients), or as hook(gradients, shard) where parameters are sharded, with
+    # sums: reduces the gradients of this rank into its last argument, in the transport's place.
+    reduce_hook: Callable[..., None] | None = None
+    reduced_hook: Callable[..., None] | None = None  # called with the reduced gradients [S]
+
+    @property
+    def reduces_fully(self) -> bool:
+        """Whether its gradients reach the parameters in each backward."""
+        return self.reduce_grads and self.all_reduce_grads
 
 
 def make_plan(
@@ -185,7 +209,6 @@ def _options(
         subgroup=world_size // replicas if two_level else subgroup,
         two_level_gather=two_level,
         num_shards=None if choice.ranks is None else world_size,
-        gradient_divisor=choice.gradient_divisor,
         holds_gradients=strategy.inner is Level.OPTIMIZER,
         precision=choice.precision,
         offload=choice.offload if isinstance(choice.offload, CPUOffloadPolicy) else None,

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from shardwise.errors import PlanError
+from shardwise.plan.layout import Cast
 
-__all__ = ["AS_IT_CAME", "Dtypes", "MixedPrecisionPolicy", "as_precision_policy"]
+__all__ = ["AS_IT_CAME", "MixedPrecisionPolicy", "as_precision_policy"]
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -56,17 +57,23 @@ class MixedPrecisionPolicy:
             if is_dtype and not (isinstance(value, torch.dtype) and value.is_floating_point):
                 raise PlanError(f"{field.name}={value!r}: expected a floating-point torch.dtype")
 
-    def dtypes_of(self, parameter: torch.Tensor, module: nn.Module) -> "Dtypes":
-        """Of a parameter, by its own dtype and the module that has it."""
-        came = parameter.dtype
+    def dtypes_of(
+        self, parameter: torch.Tensor, module: nn.Module
+    ) -> tuple[torch.dtype, Cast | None]:
+        """Of the shard of a parameter that ``module`` has, and of compute and reductions."""
+        kept = came = parameter.dtype
         if not came.is_floating_point:
-            return Dtypes(came, came, came)
-        kept = came
+            return kept, None
         if came in _LOW and parameter.requires_grad and self.master_dtype != "keep":
             kept = self.master_dtype or torch.float32
         is_full = isinstance(module, self.full_precision)
         compute = kept if is_full else self.param_dtype or came
-        return Dtypes(kept, compute, self.reduce_dtype or (self.param_dtype and compute) or kept)
+        reduce = self.reduce_dtype or (self.param_dtype and compute) or kept
+        if kept == compute == reduce:
+            return kept, None
+        names = [str(dtype).removeprefix("torch.") for dtype in (compute, reduce)]
+        sizes = compute.itemsize, reduce.itemsize
+        return kept, Cast(names[0], sizes[0], names[1], sizes[1], self.keep_low_precision_grads)
 
 
 AS_IT_CAME = MixedPrecisionPolicy()
@@ -90,12 +97,3 @@ def as_precision_policy(policy: object) -> MixedPrecisionPolicy:
 
 
 _TORCH_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-
-
-@dataclass(frozen=True, slots=True)
-class Dtypes:
-    """Of one parameter, in its three places."""
-
-    kept: torch.dtype  # the shard, its gradient and the optimizer's states
-    compute: torch.dtype  # the gathered parameter
-    reduce: torch.dtype  # its gradient on the way to the shards

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.errors import PlanError
@@ -18,7 +17,7 @@ from shardwise.plan.chunks import ChunkedLayout, lay_out_chunks
 from shardwise.plan.granularity import Dim, Granularities, Granularizer
 from shardwise.plan.layout import Cast, Layout, ParameterSpec, lay_out_in_buffers
 from shardwise.plan.offload import CPUOffloadPolicy
-from shardwise.plan.precision import AS_IT_CAME, Dtypes, MixedPrecisionPolicy
+from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.spelling import did_you_mean
 
 __all__ = [
@@ -48,7 +47,6 @@ class UnitOptions:
     subgroup: int = 0  # ranks among which it is gathered again; 0: all that shard it
     two_level_gather: bool = False  # and for forward too, after one gather over the outer axis
     num_shards: int | None = None  # None: as the model
-    gradient_divisor: float | None = None  # of sums over ranks; None: the number of ranks
     holds_gradients: bool = False  # has room of its own for unsharded gradients all the time
     precision: MixedPrecisionPolicy = AS_IT_CAME
     offload: CPUOffloadPolicy | None = None  # shards and their gradients are on the host
@@ -198,13 +196,15 @@ def plan_units(
         cast = spec.cast if options[owner].precision.master_dtype == "keep" else before.cast
         owned[owner].append(replace(spec, shape=before.shape, granularity=chosen, cast=cast))
     granularizer.check_all_matched([spec.name for specs in owned.values() for spec in specs])
+    root_label = type(root).__name__
+    root_label += " (root)" * (root_label in options)
     index = {name: i for i, name in enumerate(options)}
     parents = {name: index[chains[name][-2]] for name in options if name}
     enclosing = set(parents.values())
     return tuple(
         UnitPlan(
             name=name,
-            label=name or _root_label(root, options),
+            label=name or root_label,
             parameters=tuple(specs),
             layouts=_lay_out_by_kind(specs, options[name].num_shards or world_size, options[name]),
             parent=parents.get(name),
@@ -336,14 +336,15 @@ def _owned_parameters(
         is_extended = keeps_its_class(parameter)
         if is_extended:
             precision = replace(precision, master_dtype="keep")
-        dtypes = precision.dtypes_of(parameter, modules[0])
+        dtype, cast = precision.dtypes_of(parameter, modules[0])
         spec = ParameterSpec(
             names=names,
-            shape=_local_shape(parameter),
-            dtype=_name_of(dtypes.kept),
-            itemsize=dtypes.kept.itemsize,
+            # This rank's part of it, with tensor parallelism.
+            shape=tuple(getattr(parameter, "_local_tensor", parameter).shape),
+            dtype=str(dtype).removeprefix("torch."),
+            itemsize=dtype.itemsize,
             trainable=parameter.requires_grad,
-            cast=_cast_to(dtypes, precision),
+            cast=cast,
             is_extended=is_extended,
         )
         yield unit, spec
@@ -358,28 +359,6 @@ def keeps_its_class(parameter: Tensor) -> bool:
     return any(hasattr(kind, name) for name in ("fsdp_pre_all_gather", "__tensor_flatten__"))
 
 
-def _local_shape(parameter: Tensor) -> tuple[int, ...]:
-    """That of this rank's part, with tensor parallelism."""
-    return tuple(getattr(parameter, "_local_tensor", parameter).shape)
-
-
-def _cast_to(dtypes: Dtypes, policy: MixedPrecisionPolicy) -> Cast | None:
-    if dtypes.kept == dtypes.compute == dtypes.reduce:
-        return None
-    compute, reduce = dtypes.compute, dtypes.reduce
-    return Cast(
-        _name_of(compute),
-        compute.itemsize,
-        _name_of(reduce),
-        reduce.itemsize,
-        policy.keep_low_precision_grads,
-    )
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _lay_out_by_kind(
     specs: Iterable[ParameterSpec], world_size: int, options: UnitOptions
 ) -> tuple[Layout, ...]:
@@ -388,20 +367,11 @@ def _lay_out_by_kind(
         in_chunks = isinstance(spec.granularity, Dim)
         kind = spec.dtype, spec.cast, spec.trainable, spec.is_extended, in_chunks
         kinds.setdefault(kind, []).append(spec)
-    return tuple(
-        replace(layout, is_offloaded=options.offload is not None)
-        for (*_, in_chunks), kind in kinds.items()
-        for layout in (
-            (lay_out_chunks(kind, world_size),)
-            if in_chunks
-            else lay_out_in_buffers(kind, world_size)
-        )
-    )
-
-
-def _root_label(root: nn.Module, names: Collection[str]) -> str:
-    label = type(root).__name__
-    return label if label not in names else f"{label} (root)"
+    layouts: list[Layout] = []
+    for (*_, in_chunks), of_kind in kinds.items():
+        lay_out = lay_out_chunks if in_chunks else lay_out_in_buffers
+        layouts += lay_out(of_kind, world_size)
+    return tuple(replace(one, is_offloaded=options.offload is not None) for one in layouts)
 
 
 def _num_elements(module: nn.Module) -> int:

@@ -1,7 +1,7 @@
 """Putting shards in the place of parameters: what `fully_shard` does to a model once."""
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise.tensor.operations  # noqa: F401 - what can be done with shards
 from shardwise.errors import PlanError
-from shardwise.plan.layout import Layout, ParameterExtent
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import Plan, UnitSettings
 from shardwise.plan.units import UnitPlan, keeps_its_class, named_parameters
 from shardwise.runtime import replaced
 from shardwise.runtime.checks import is_on_meta
@@ -23,12 +22,7 @@ from shardwise.runtime.parameters import FSDPParameter, ParameterOwner
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import sharding_for
-from shardwise.tensor.sharding import (
-    ExtendedSharding,
-    Sharding,
-    local_of,
-    sharding_of,
-)
+from shardwise.tensor.sharding import ExtendedSharding, Sharding, local_of, sharding_of
 from shardwise.transport.device import check_device
 
 __all__ = [
@@ -37,8 +31,12 @@ __all__ = [
     "move_buffers",
     "owner_of",
     "replace_parameter",
+    "settings_of",
     "show_as_sharded",
 ]
+
+_CLASS = "_shardwise_class"  # that a sharded parameter has while its unit computes
+_SETTINGS = "_shardwise_settings"  # of a module
 
 
 def device_for(
@@ -98,46 +96,49 @@ def make_unit(
     warn_of_empty_steps()
     in_step = mesh if own_mesh is None else own_mesh.within(mesh)
     mesh = mesh if own_mesh is None else own_mesh
+    settings = settings_of(root.get_submodule(plan.name))
     flats = [
         (ExtendedParameters if layout.is_extended else FlatParameters)(
-            layout, in_step, pools, plan, offloader
+            layout, in_step, pools, plan, settings, offloader
         )
         for layout in plan.layouts
     ]
     fill(plan)  # now that the memory in which the flat buffers were laid out is free again
-    for flat, layout in zip(flats, plan.layouts, strict=True):
-        if layout.is_extended:
-            flat.parameters += [
-                _keep(root, plan, layout, extent, mesh) for extent in layout.extents
-            ]
-            continue
-        locals_ = [flat.shard[own].data for own in layout.slices_of_shard(mesh.rank)]
-        for extent, local, view in zip(layout.extents, locals_, flat.buffer.views, strict=True):
-            original = root.get_parameter(extent.parameter.name)
-            sharding = sharding_for(plan, layout, extent, mesh, original)
-            del original
-            flat.parameters.append(_manage(root, sharding, local, view))
-    return Unit(plan, flats)
+    for flat in flats:
+        slices = flat.layout.slices_of_shard(mesh.rank)
+        for position, extent in enumerate(flat.layout.extents):
+            sharding = sharding_for(
+                plan, flat.layout, extent, mesh, root.get_parameter(extent.parameter.name)
+            )
+            if flat.layout.is_extended:
+                parameter = _manage_extended(root, sharding)
+            else:
+                local = flat.shard[slices[position]].data
+                parameter = _manage(root, sharding, local, flat.buffer.views[position])
+            flat.parameters.append(parameter)
+    return Unit(plan, flats, settings)
+
+
+def settings_of(module: nn.Module) -> UnitSettings:
+    """What is set of the unit ``module``, which may not be sharded yet."""
+    settings: UnitSettings = module.__dict__.setdefault(_SETTINGS, UnitSettings())
+    return settings
 
 
 def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) -> FSDPParameter:
     """Replace a parameter of ``root`` by its part ``local`` (1-D) of the shard."""
-    spec = sharding.extent.parameter
-    owners = [owner_of(root, name) for name in spec.names]
-    original = root.get_parameter(spec.name)
+    original = root.get_parameter(sharding.name)
     with torch.no_grad():
         local.copy_(_own_part_of(original, sharding))  # a cast, where the shard is a master
     kind, attributes = _class_of(original)
-    sharded = _put_sharded(original, sharding, sharding.wrap(local), owners)
-    dense = nn.Parameter(sharding.dense(view), requires_grad=spec.trainable)
+    owners, sharded = _put_sharded(root, original, sharding, sharding.wrap(local))
+    trainable = sharding.extent.parameter.trainable
+    dense = nn.Parameter(sharding.dense(view), requires_grad=trainable)
     if kind is not None:
         dense.__class__ = kind
         vars(dense).update(attributes)
         vars(sharded)[_CLASS] = kind
     return FSDPParameter(sharding, sharded, local_of(sharded), dense, owners)
-
-
-_CLASS = "_shardwise_class"  # that a sharded parameter has while its unit computes
 
 
 def _class_of(original: nn.Parameter) -> tuple[type | None, dict[str, Any]]:
@@ -152,20 +153,11 @@ def _class_of(original: nn.Parameter) -> tuple[type | None, dict[str, Any]]:
     return (kind, attributes) if is_own else (None, {})
 
 
-def _keep(
-    root: nn.Module,
-    plan: UnitPlan,
-    layout: Layout,
-    extent: ParameterExtent,
-    mesh: DataParallelMesh,
-) -> FSDPParameter:
+def _manage_extended(root: nn.Module, sharding: Sharding) -> FSDPParameter:
     """Replace a parameter of ``root`` by this rank's part of it, a tensor of its class."""
-    spec = extent.parameter
-    owners = [owner_of(root, name) for name in spec.names]
-    original = root.get_parameter(spec.name)
-    sharding = sharding_for(plan, layout, extent, mesh, original)
+    original = root.get_parameter(sharding.name)
     stored = _stored_part_of(original, sharding)
-    sharded = _put_sharded(original, sharding, stored, owners)
+    owners, sharded = _put_sharded(root, original, sharding, stored)
     dense = nn.Parameter(torch.empty(0), requires_grad=False)  # until the class makes one
     return FSDPParameter(sharding, sharded, local_of(sharded), dense, owners)
 
@@ -181,16 +173,17 @@ def _stored_part_of(original: nn.Parameter, sharding: Sharding) -> DTensor:
 
 
 def _put_sharded(
-    original: nn.Parameter, sharding: Sharding, payload: Tensor, owners: Sequence[ParameterOwner]
-) -> nn.Parameter:
-    """Have ``owners`` hold ``payload`` in the place of ``original``."""
+    root: nn.Module, original: nn.Parameter, sharding: Sharding, payload: Tensor
+) -> tuple[list[ParameterOwner], nn.Parameter]:
+    """Have modules hold ``payload`` in the place of ``original``: which, and as what."""
+    owners = [owner_of(root, name) for name in sharding.extent.parameter.names]
     sharded = replace_parameter(original, payload)
     sharding.mark(sharded)
     for owner in owners:
         owner.put(sharded)
     if sharded is not original and not (isinstance(original, DTensor) or keeps_its_class(original)):
         replaced.replace(original, sharded)
-    return sharded
+    return owners, sharded
 
 
 def show_as_sharded(root: nn.Module, plan: Plan, mesh: DataParallelMesh) -> Mapping[str, Sharding]:
@@ -200,8 +193,7 @@ def show_as_sharded(root: nn.Module, plan: Plan, mesh: DataParallelMesh) -> Mapp
         (unit, one, extent) for unit in plan.units for one in unit.layouts for extent in one.extents
     ]
     for unit, layout, extent in extents:
-        spec = extent.parameter
-        original = root.get_parameter(spec.name)
+        original = root.get_parameter(extent.parameter.name)
         sharding = sharding_of(original)
         if sharding is None:  # of a unit inside it otherwise
             sharding = sharding_for(unit, layout, extent, mesh, original)
@@ -209,8 +201,8 @@ def show_as_sharded(root: nn.Module, plan: Plan, mesh: DataParallelMesh) -> Mapp
                 empty = _stored_part_of(original, sharding)
             else:
                 empty = sharding.empty(getattr(torch, layout.dtype), torch.device("meta"))
-            _put_sharded(original, sharding, empty, [owner_of(root, name) for name in spec.names])
-        shown.update(dict.fromkeys(spec.names, sharding))
+            _put_sharded(root, original, sharding, empty)
+        shown.update(dict.fromkeys(extent.parameter.names, sharding))
     return shown
 
 

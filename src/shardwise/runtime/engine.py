@@ -61,10 +61,13 @@ class Handle:
     choice: UnitChoice  # as the user said it
 
     @property
+    def unit(self) -> Unit:
+        return self.runtime.units[self.index]
+
+    @property
     def mesh(self) -> DataParallelMesh:
         """The ranks that shard the unit."""
-        name = self.runtime.plan.units[self.index].name
-        return self.runtime.own_meshes.get(name, self.runtime.mesh)
+        return self.runtime.own_meshes.get(self.unit.plan.name, self.runtime.mesh)
 
 
 class Runtime:
@@ -153,8 +156,7 @@ class Runtime:
             for unit in self.units
             for parameter in unit.parameters
         )
-        is_between_steps = self.scheduler.is_idle and not self.scheduler.is_held
-        return is_between_steps and any(
+        return self.scheduler.is_between_steps and any(
             tensor is not None and (tensor.dtype, tensor.device) != (local.dtype, local.device)
             for tensor, local in held
         )
@@ -162,7 +164,7 @@ class Runtime:
     def unfrozen(self) -> list[str]:
         """The parameters, by name, that were frozen when they were sharded and no longer are."""
         names = [one.name for one in self._frozen if one.sharded.requires_grad]
-        return names if self.scheduler.is_idle and not self.scheduler.is_held else []
+        return names if self.scheduler.is_between_steps else []
 
     def watch_structure(self, root: nn.Module, *, warns: bool) -> None:
         """Have forward refuse parameters that are added from now on, or warn of them."""

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
+from shardwise.plan.plan import UnitSettings
 from shardwise.runtime.hooks import apply_gradient_hooks, run_accumulated_hooks
 from shardwise.runtime.memory import Pool, is_shared
 from shardwise.runtime.parameters import FSDPParameter
@@ -49,6 +50,7 @@ class GradientShard:
         parameters: Sequence[FSDPParameter],
         rank: int,
         pool: Pool,
+        settings: UnitSettings,
         offloader: ShardOffloader | None,
         *,
         keeps_memory: bool,
@@ -57,7 +59,7 @@ class GradientShard:
         self.offloader = offloader
         self.dtype: torch.dtype = getattr(torch, layout.gradient_dtype)
         self.scale = 1.0  # of the sums, to make averages of them
-        self.reduced_hook: Callable[[Tensor], None] | None = None  # called with [S], may change it
+        self._settings = settings
         self._layout = layout
         self._own = layout.slices_of_shard(rank)
         self._pool = pool
@@ -66,7 +68,7 @@ class GradientShard:
         self._is_handed_over = False
         self._fresh: list[int] = []  # positions whose .grad was None before this backward
         # [S], until it is handed over; if it is kept, until somebody holds the last .grad
-        self._memory: Tensor | None = None
+        self.current: Tensor | None = None
         self._offload: _PendingOffload | None = None
 
     @property
@@ -85,31 +87,26 @@ class GradientShard:
         """Whether its memory may be that of the reduce buffer."""
         return not self._is_stepped and self.is_empty
 
-    @property
-    def current(self) -> Tensor | None:
-        """Its memory [S], if it has any."""
-        return self._memory
-
     def memory(self) -> Tensor:
         """[S], for the gradients of this backward."""
         size = self._layout.shard_elements
         if self._is_stepped:
-            if self._memory is None:
-                self._memory = self._step_pool.allocate_tensor(size, self.dtype)
-        elif self._memory is None or is_shared(self._memory, own_references=1):
+            if self.current is None:
+                self.current = self._step_pool.allocate_tensor(size, self.dtype)
+        elif self.current is None or is_shared(self.current, own_references=1):
             if self.offloader is None:
                 with torch.inference_mode(mode=False):
-                    self._memory = torch.empty(size, dtype=self.dtype, device=self._pool.device)
+                    self.current = torch.empty(size, dtype=self.dtype, device=self._pool.device)
             else:
-                self._memory = self.offloader.allocate_shard(
+                self.current = self.offloader.allocate_shard(
                     self._layout, self._layout.gradient_dtype
                 )  # takes long
-        return self._memory
+        return self.current
 
     def release_memory(self) -> None:
         """The reduce buffer was in it, and its sums are not the gradients."""
         if not self._keeps_memory:
-            self._memory = None
+            self.current = None
 
     def deliver(self, reduced: Tensor) -> bool:
         """Hand over ``reduced`` [S], or begin to copy it to the host; whether it is copied."""
@@ -158,13 +155,13 @@ class GradientShard:
     def step_in_backward(self, is_stepped: bool) -> None:
         """Whether gradients, of which there are none now, live until `drop`, in a pool's memory."""
         self._is_stepped = is_stepped
-        self._memory = None
+        self.current = None
 
     def drop(self) -> None:
         """The optimizer has had the gradients: free them."""
         for parameter in self.parameters:
             parameter.sharded.grad = None
-        memory, self._memory = self._memory, None
+        memory, self.current = self.current, None
         if memory is not None:
             # A hook, or the optimizer, may have kept a gradient.
             pool = self._step_pool
@@ -180,7 +177,7 @@ class GradientShard:
         if self._is_stepped:
             self.drop()
         elif self.offloader is None:
-            self._memory = None
+            self.current = None
 
     @property
     def _step_pool(self) -> Pool:
@@ -188,9 +185,9 @@ class GradientShard:
         return self._pool if self.offloader is None else self.offloader.staging
 
     def _hand_over(self, reduced: Tensor) -> None:
-        if self.reduced_hook is not None:
-            self.reduced_hook(reduced)
-        is_own = reduced is self._memory
+        if self._settings.reduced_hook is not None:
+            self._settings.reduced_hook(reduced)
+        is_own = reduced is self.current
         pairs = zip(self.parameters, self._own, strict=True)
         with torch.no_grad():
             for position, (parameter, own_run) in enumerate(pairs):
@@ -202,7 +199,7 @@ class GradientShard:
                 if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
                     self._fresh.append(position)
         if not self._is_stepped and not self._keeps_memory:
-            self._memory = None  # it is freed with the gradients
+            self.current = None  # it is freed with the gradients
         self._is_handed_over = True
 
     def _end_offload(self) -> None:
@@ -210,7 +207,7 @@ class GradientShard:
         assert offload is not None
         assert self.offloader is not None
         self._pool.free(offload.reduced.untyped_storage())
-        if offload.arrived is not self._memory:
+        if offload.arrived is not self.current:
             self.offloader.staging.free(offload.arrived.untyped_storage())
 
 

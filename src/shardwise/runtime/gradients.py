@@ -10,20 +10,18 @@ from torch import Tensor
 
 from shardwise._private import num_tensor_references
 from shardwise.plan.layout import Layout
+from shardwise.plan.plan import UnitSettings
+from shardwise.plan.units import UnitPlan
 from shardwise.runtime.chunked_buffer import ChunkedBuffer, flat_buffer
 from shardwise.runtime.gradient_shards import GradientShard, ShardOffloader
-from shardwise.runtime.memory import CAN_SWAP, FlatBuffer, Pool
+from shardwise.runtime.memory import CAN_SWAP, FlatBuffer, Pools
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.transport.api import Reduction, Work
 from shardwise.transport.communicator import Collectives
 from shardwise.transport.device import copy_, is_accelerator
 
-__all__ = ["GradientBuffer", "GradientState", "ReduceHook"]
-
-# Called as hook(gradients), or as hook(gradients, shard) where parameters are sharded: it reduces
-# the gradients of this rank into its last argument, in place.
-ReduceHook = Callable[..., None]
+__all__ = ["GradientBuffer", "GradientState"]
 
 _DOMINANT = 7 / 8  # of a buffer
 
@@ -61,36 +59,37 @@ class GradientBuffer:
         layout: Layout,
         parameters: Sequence[FSDPParameter],
         mesh: DataParallelMesh,
-        pool: Pool,
-        offloader: ShardOffloader | None = None,
-        *,
-        owns_buffer: bool = False,
-        has_child_units: bool = False,
-        divisor: float | None = None,
+        pools: Pools,
+        plan: UnitPlan,
+        settings: UnitSettings,
+        offloader: ShardOffloader | None,
     ) -> None:
         self.state = GradientState.IDLE
         self.parameters = parameters  # in the order of the layout's extents
-        self.owns_buffer = owns_buffer
+        self._owns_buffer = plan.holds_gradients
+        # In ``.grad`` until the reduction: there is no buffer while child units compute.
+        self._waits = plan.has_child_units and not plan.holds_gradients
         self.used = [False] * len(layout.extents)  # whether autograd gave them a gradient
-        self.only_sums = False  # the backend multiplies no sum, even if it can
         self._layout = layout
         self._mesh = mesh
+        pool = pools.outer_gradients if plan.has_child_units else pools.gradients
         self._pool = pool
+        self._settings = settings
         dtype = layout.cast.reduce_dtype
         self._buffer: FlatBuffer | ChunkedBuffer = flat_buffer(
-            layout, pool, dtype=dtype, owns_memory=owns_buffer, fills_views=True
+            layout, pool, dtype=dtype, owns_memory=self._owns_buffer, fills_views=True
         )
-        can_move = CAN_SWAP and offloader is None and not has_child_units and not owns_buffer
-        self._can_be_in_place = can_move and layout.is_whole_sum
+        is_replaceable = offloader is None and not (plan.has_child_units or self._owns_buffer)
+        self._can_be_in_place = CAN_SWAP and is_replaceable and layout.is_whole_sum
         self.shard = GradientShard(
             layout,
             parameters,
             mesh.rank,
             pool,
+            settings,
             offloader,
             keeps_memory=self._can_be_in_place and not is_accelerator(pool.device),
         )
-        self.divide_by(mesh.num_ranks if divisor is None else divisor)
         self._written = [False] * len(layout.extents)
         # By position: a gradient on its way in memory that `claim` gave, while autograd holds it.
         self._claimed: dict[int, weakref.ref[Tensor]] = {}
@@ -99,23 +98,21 @@ class GradientBuffer:
         self._reduced: Tensor | None = None  # [S]
         self._partial: Tensor | None = None  # [M]
         self._scratch: list[torch.UntypedStorage] = []  # of the pool, until `collect`
-        self._hook: ReduceHook | None = None
 
-    def divide_by(self, divisor: float) -> None:
-        """Divide the sum over all ranks by ``divisor``; their number makes it the average."""
+    @property
+    def _divisors(self) -> tuple[float, float]:
+        """Of gradients before the sum over ranks, and of the sum."""
+        divisor = self._settings.gradient_divisor or self._mesh.num_ranks
+        if self._settings.reduce_hook is not None:
+            divisor = 1.0
         before = _divisor_before_the_sum(self._buffer.flat.dtype, divisor)
-        self._scale_before, self.shard.scale = 1.0 / before, before / divisor
+        return before, divisor / before
 
-    def reduce_with(self, hook: ReduceHook) -> None:
-        """Have ``hook`` reduce, on the thread and stream of backward, instead of the transport."""
-        self._hook = hook
-        self.divide_by(1.0)
-
-    def claim(self, position: int, *, waits: bool, in_slot: bool) -> tuple[Tensor, bool] | None:
+    def claim(self, position: int, *, in_slot: bool) -> tuple[Tensor, bool] | None:
         """Where to compute a gradient, and whether to add it to what is there; None for anywhere.
 
         The gradient may be computed in its place in the buffer, where `write` finds it, if that is
-        empty and all uses of the parameter are added there (``in_slot``). One that ``waits`` while
+        empty and all uses of the parameter are added there (``in_slot``). One that waits while
         other units compute is put there only if the buffer is little larger.
         """
         parameter = self.parameters[position]
@@ -130,7 +127,7 @@ class GradientBuffer:
         view = self._buffer.views[position]
         dominates = view.numel() > _DOMINANT * self._layout.num_elements
         fits = parameter.dense.dtype == view.dtype and not self._written[position]
-        if fits and in_slot and (dominates or not waits):
+        if fits and in_slot and (dominates or not self._waits):
             self._fill()
             place = view.detach()  # a tensor of its own, or autograd would copy it
             self._aliases.append(weakref.ref(place))
@@ -139,11 +136,23 @@ class GradientBuffer:
         self._claimed[position] = weakref.ref(place)
         return place, False
 
+    def accept(self, position: int) -> None:
+        """Autograd has put a gradient on a dense parameter: take it, now or when it is reduced."""
+        self.used[position] = True
+        if not self._waits:
+            self.write(position, self.parameters[position].take_gradient())
+
+    def write_kept(self) -> None:
+        """Take the gradients that are on dense parameters."""
+        for position, parameter in enumerate(self.parameters):
+            if parameter.dense.grad is not None:
+                self.write(position, self.parameters[position].take_gradient())
+
     def write(self, position: int, gradient: Tensor) -> None:
         """Put a gradient into its place in the buffer, divided as far as is done here."""
         self._fill()
         view = self._buffer.views[position]
-        scale = self._scale_before
+        scale = 1.0 / self._divisors[0]
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         if self._written[position]:
@@ -157,8 +166,9 @@ class GradientBuffer:
         self._claimed.pop(position, None)
         self._written[position] = True
 
-    def launch_reduce(self, collectives: Collectives, label: str, *, all_reduces: bool) -> Work:
+    def launch_reduce(self, collectives: Collectives, label: str) -> Work:
         """Reduce what was written; places that nothing was written to count as zeros."""
+        self.write_kept()
         self._fill()
         for position, view in enumerate(self._buffer.views):
             self._evict(view)
@@ -168,8 +178,10 @@ class GradientBuffer:
         self._claimed = {}
         self._buffer.pack()
         self._move(GradientState.REDUCING)
-        if self._hook is not None:
-            return self._call_hook(self._hook)
+        self.shard.scale = 1.0 / self._divisors[1]
+        if self._settings.reduce_hook is not None:
+            return self._call_hook(self._settings.reduce_hook)
+        all_reduces = self._settings.all_reduce_grads
         carried, self._partial = self._partial, None
         if carried is not None:
             self._scratch.append(carried.untyped_storage())
@@ -183,12 +195,12 @@ class GradientBuffer:
             inner = flat.view(row.size, -1)[row.index]
         else:
             inner = out
-        scale = self.shard.scale_on_device
-        reduction = Reduction(flat, inner, carried, out, stages, scale, self.only_sums)
+        scale, only_sums = self.shard.scale_on_device, self._settings.only_sums
+        reduction = Reduction(flat, inner, carried, out, stages, scale, only_sums)
         return collectives.reduce(reduction, label)
 
     @torch.no_grad()
-    def _call_hook(self, hook: ReduceHook) -> Work:
+    def _call_hook(self, hook: Callable[..., None]) -> Work:
         """Have ``hook`` reduce the buffer, padding included."""
         flat = self._buffer.flat.detach()  # whose `.data` it may replace
         _zero_padding(flat, self._layout)
@@ -248,7 +260,7 @@ class GradientBuffer:
         if self.state is GradientState.FILLING:
             return
         self._move(GradientState.FILLING)
-        if not self.owns_buffer:
+        if not self._owns_buffer:
             self._is_in_place = self._can_be_in_place and self.shard.is_free
             if self._is_in_place and isinstance(self._buffer, FlatBuffer):
                 self._buffer.acquire(self.shard.memory().untyped_storage())

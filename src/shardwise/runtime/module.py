@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import Plan, UnitSettings
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.units import named_parameters
-from shardwise.runtime import compiler, settings
+from shardwise.runtime import compiler
+from shardwise.runtime.attach import settings_of
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
-from shardwise.runtime.gradients import ReduceHook
 from shardwise.runtime.ledger import Ledger
-from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import Unit
 from shardwise.schedule.events import EventKind
 from shardwise.tensor.sharding import sharding_of
@@ -37,13 +36,13 @@ __all__ = [
     "is_gathered",
     "ledger",
     "mark",
-    "reduce_with",
     "register_forward_method",
     "runtime_of_root",
     "runtimes_in",
     "unit_of",
 ]
 
+_NO_BACKEND = "is not supported; choose a backend by the process group of the mesh"
 _METHODS = "_shardwise_methods"  # those that gather the unit as forward does
 
 
@@ -105,15 +104,14 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 class UnshardHandle:
     """A gather under way, of `FSDPModule.unshard`."""
 
-    def __init__(self, scheduler: Scheduler, indices: Sequence[int]) -> None:
-        self._scheduler: Scheduler | None = scheduler
-        self._indices = indices
+    def __init__(self, unit: Handle) -> None:
+        self._unit: Handle | None = unit
 
     def wait(self) -> None:
         """Have the whole parameters in the module; calling it again does nothing."""
-        scheduler, self._scheduler = self._scheduler, None
-        if scheduler is not None:
-            scheduler.request(EventKind.WAIT, self._indices)
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            unit.runtime.scheduler.request(EventKind.WAIT, unit.index)
 
 
 class FSDPModule(nn.Module):
@@ -180,9 +178,9 @@ class FSDPModule(nn.Module):
         Args:
             async_op: return at once, with a handle to wait for them.
         """
-        scheduler, indices = _scheduler_of(self), [handle_of(self).index]
-        scheduler.request(EventKind.GATHER, indices)
-        handle = UnshardHandle(scheduler, indices)
+        unit = handle_of(self)
+        unit.runtime.scheduler.request(EventKind.GATHER, unit.index)
+        handle = UnshardHandle(unit)
         if async_op:
             return handle
         handle.wait()
@@ -190,7 +188,8 @@ class FSDPModule(nn.Module):
 
     def reshard(self) -> None:
         """Free this unit's gathered parameters, if no forward or backward of it is under way."""
-        _scheduler_of(self).request(EventKind.FREE, [handle_of(self).index])
+        unit = handle_of(self)
+        unit.runtime.scheduler.request(EventKind.FREE, unit.index)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether units are freed after forward and gathered again for backward.
@@ -203,9 +202,8 @@ class FSDPModule(nn.Module):
                 f"set_reshard_after_forward({reshard_after_forward!r}): expected True or False; "
                 "pass a number to fully_shard(reshard_after_forward=...)"
             )
-        settings.keep(
-            _units_in(self, recurse), settings.reshard_after_forward, reshard_after_forward
-        )
+        for settings in _settings_in(self, recurse):
+            settings.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -215,9 +213,8 @@ class FSDPModule(nn.Module):
         If not, they stay gathered for the next micro-batch, until a backward reduces. As in FSDP2,
         but for a unit that is reduced or changed, which is freed in any case.
         """
-        settings.keep(
-            _units_in(self, recurse), settings.reshard_after_backward, reshard_after_backward
-        )
+        for settings in _settings_in(self, recurse):
+            settings.reshard_after_backward = reshard_after_backward
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -229,14 +226,16 @@ class FSDPModule(nn.Module):
         For accumulation with one reduction: set it to False before the first micro-batch and to
         True before the last. As in FSDP2; every rank has to call it.
         """
-        settings.keep(_units_in(self, recurse), settings.reduce, requires_gradient_sync)
+        for settings in _settings_in(self, recurse):
+            settings.reduce_grads = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over the outer axis of a two-dimensional mesh, too.
 
         While not, they add up in shards of the inner axis. As in FSDP2.
         """
-        settings.keep(_units_in(self, recurse), settings.all_reduce, requires_all_reduce)
+        for settings in _settings_in(self, recurse):
+            settings.all_reduce_grads = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's gradients, summed over its ranks, by ``factor``, not their number.
@@ -249,10 +248,7 @@ class FSDPModule(nn.Module):
         """
         if not factor > 0:
             raise PlanError(f"set_gradient_divide_factor({factor!r}): expected a positive number")
-        handle = self.__dict__.get(HANDLE)
-        if handle is not None:
-            self.__dict__[HANDLE] = _with_divisor(handle, factor)
-        settings.keep([self], settings.divisor, factor)
+        settings_of(self).gradient_divisor = factor
 
     def set_all_reduce_hook(
         self,
@@ -269,7 +265,7 @@ class FSDPModule(nn.Module):
             hook: called on the thread and stream of backward, in the same order on every rank.
             stream: taken, and not used.
         """
-        settings.keep([self], settings.reduced_hook, hook)
+        settings_of(self).reduced_hook = hook
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
@@ -280,7 +276,7 @@ class FSDPModule(nn.Module):
 
         By default NCCL divides by powers of two, which gives the same bits.
         """
-        settings.keep([self], settings.only_sums, enable)
+        settings_of(self).only_sums = enable
 
     # -- accepted, without effect ----------------------------------------------------------------
 
@@ -324,33 +320,31 @@ class FSDPModule(nn.Module):
 
     def set_custom_all_gather(self, *_args: Any, **_kwargs: Any) -> None:
         """Raises PlanError."""
-        raise _refusal("set_custom_all_gather", "choose a backend by the process group of the mesh")
+        raise PlanError(f"set_custom_all_gather {_NO_BACKEND}")
 
     def set_custom_reduce_scatter(self, *_args: Any, **_kwargs: Any) -> None:
         """Raises PlanError."""
-        way_out = "choose a backend by the process group of the mesh"
-        raise _refusal("set_custom_reduce_scatter", way_out)
+        raise PlanError(f"set_custom_reduce_scatter {_NO_BACKEND}")
 
     def set_symm_mem_for_comm(self, *_args: Any, **_kwargs: Any) -> None:
         """Raises PlanError."""
-        raise _refusal("set_symm_mem_for_comm", "leave it out")
+        raise PlanError("set_symm_mem_for_comm is not supported; leave it out")
 
 
 def handle_of(module: nn.Module) -> Handle:
     handle = module.__dict__.get(HANDLE)
     if handle is None:
-        raise PlanError(f"{type(module).__name__} is not sharded; call sw.fully_shard on it first")
+        name = type(module).__name__
+        if isinstance(module, FSDPModule):
+            raise PlanError(f"{name} is on the meta device, so not sharded yet")
+        raise PlanError(f"{name} is not sharded; call sw.fully_shard on it first")
     assert isinstance(handle, Handle)
     return handle
 
 
 def mark(module: nn.Module, handle: Handle, methods: frozenset[str] = frozenset()) -> None:
-    """Make ``module`` the unit of ``handle``, with what has been set of it before."""
-    divisor = settings.kept(module, settings.divisor)
-    if divisor is not None:
-        handle = _with_divisor(handle, divisor)
+    """Make ``module`` the unit of ``handle``."""
     module.__dict__[HANDLE] = handle
-    settings.apply_kept(module, handle)
     if not isinstance(module, FSDPModule):
         module.__class__ = _fsdp_class(type(module), methods)  # type: ignore[arg-type]
 
@@ -415,23 +409,6 @@ def is_gathered(module: nn.Module) -> bool:
     return handle_of(module).runtime.scheduler.is_held
 
 
-def _scheduler_of(module: nn.Module) -> Scheduler:
-    if HANDLE not in module.__dict__:
-        raise PlanError(f"{type(module).__name__} is on the meta device, so not sharded yet")
-    scheduler: Scheduler = module.__dict__[HANDLE].runtime.scheduler
-    return scheduler
-
-
-def reduce_with(module: nn.Module, hook: ReduceHook) -> None:
-    """Have ``hook`` reduce gradients of the unit ``module``; see `GradientBuffer.reduce_with`."""
-    settings.keep([module], settings.reduce_hook, hook)
-
-
-def _with_divisor(handle: Handle, divisor: float) -> Handle:
-    """``handle`` with what a call for a module around it has to know."""
-    return replace(handle, choice=replace(handle.choice, gradient_divisor=divisor))
-
-
 def change_precision(
     root: nn.Module, policies: Mapping["FSDPModule", MixedPrecisionPolicy]
 ) -> None:
@@ -466,7 +443,7 @@ def _keeping_gradients(root: nn.Module) -> Iterator[None]:
 
 def unit_of(module: nn.Module) -> Unit:
     """What runs the unit ``module``."""
-    return _scheduler_of(module).units[handle_of(module).index]
+    return handle_of(module).unit
 
 
 def _units_in(module: nn.Module, recurse: bool) -> "list[FSDPModule]":
@@ -474,11 +451,11 @@ def _units_in(module: nn.Module, recurse: bool) -> "list[FSDPModule]":
     return [unit for unit in inner if isinstance(unit, FSDPModule)]
 
 
+def _settings_in(module: nn.Module, recurse: bool) -> list[UnitSettings]:
+    return [settings_of(unit) for unit in _units_in(module, recurse)]
+
+
 def runtimes_in(module: nn.Module) -> list[Runtime]:
     """What runs the units in ``module``: several, if some of them are models of their own."""
-    _scheduler_of(module)
+    handle_of(module)
     return list(dict.fromkeys(handle_of(unit).runtime for unit in _units_in(module, recurse=True)))
-
-
-def _refusal(method: str, way_out: str) -> PlanError:
-    return PlanError(f"{method} is not supported; {way_out}")

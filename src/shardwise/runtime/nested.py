@@ -18,7 +18,7 @@ _LEAVES = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch
 def tensors_left_in(module: nn.Module, mark: str) -> Iterator[Tensor]:
     """Tensors in attributes of ``module`` and of modules inside it, except those of other units.
 
-    A unit has an attribute named ``mark``.
+    A unit has an attribute named ``mark``, and others that begin with it are the engine's.
 
     Tensors may be buffers, or up to three containers or objects deep in an attribute. Of long
     containers that begin with something else only the first parts are looked at: this runs at every
@@ -26,7 +26,8 @@ def tensors_left_in(module: nn.Module, mark: str) -> Iterator[Tensor]:
     """
     yield from (buffer for buffer in module._buffers.values() if buffer is not None)
     for name, value in vars(module).items():
-        if name not in _OF_EVERY_MODULE and name != mark and not isinstance(value, _LEAVES):
+        is_own = name in _OF_EVERY_MODULE or name.startswith(mark)
+        if not is_own and not isinstance(value, _LEAVES):
             yield from _tensors_within(value, depth=3)
     for child in module.children():
         if mark not in vars(child):

@@ -24,10 +24,7 @@ class StepObserver:
     Its methods do nothing, for features that need only some of them.
     """
 
-    @property
-    def steps_units(self) -> bool:
-        """Whether an optimizer steps units in backward."""
-        return False
+    steps_units = False  # whether an optimizer steps units in backward
 
     def before_reduce(self, unit: Unit) -> None:
         """The gradients of ``unit`` are about to be reduced."""

@@ -93,11 +93,10 @@ class FSDPParameter:
             self._follow_requires_grad()
         self._put(self.dense)
 
-    def take_gradient(self) -> Tensor | None:
+    def take_gradient(self) -> Tensor:
         """Take the gradient [shape] that autograd has put on the dense parameter."""
         gradient, self.dense.grad = self.dense.grad, None
-        if gradient is None:
-            return None
+        assert gradient is not None
         local = self.sharding.local_of_dense(gradient)
         if type(local) is Tensor:
             return local

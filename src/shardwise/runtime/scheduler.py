@@ -1,6 +1,7 @@
 """Performs the schedule: asks the sequencer what must follow, does it, and records it."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
@@ -13,7 +14,6 @@ from shardwise.runtime.checks import check_same_sums
 from shardwise.runtime.held_memory import HeldMemory
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.observer import Backward, StepObserver
-from shardwise.runtime.recovery import Recovery
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.versions import ShardVersions
 from shardwise.runtime.write_back import ADVICE, changed_names, collect_changes, sums_of
@@ -21,7 +21,7 @@ from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, Sequencer
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.transport.api import Work
-from shardwise.transport.communicator import Communicator, communicator
+from shardwise.transport.communicator import POLL_SECONDS, Communicator, communicator
 from shardwise.transport.device import device_of
 
 __all__ = ["Scheduler"]
@@ -39,7 +39,7 @@ class Scheduler:
         observer: StepObserver,
         held_memory: HeldMemory,
     ) -> None:
-        self.sequencer = Sequencer(plan)
+        self.sequencer = Sequencer(plan, [unit.settings for unit in units])
         self.units = tuple(units)
         self.observer = observer
         self._held_memory = held_memory
@@ -54,7 +54,10 @@ class Scheduler:
         self._depth = 0  # of forwards
         self._tasks: set[int] = set()  # autograd's graph tasks that have reached the model
         self._is_broken = False  # an event failed, so units are not where the sequencer has them
-        self._recovery = Recovery(self.units)
+        # After an exception, until `recover`: units with communication under way, and what holds
+        # memory that other ranks may still write to.
+        self._in_flight: list[Unit] = []
+        self._exchanges: list[object] = []
         self._offloading: Unit | None = None
         self._hidden: dict[int, Call] = {}
         self._shows_dense = False  # by `taking_gradients`
@@ -69,6 +72,10 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Whether no forward or backward is running."""
         return self._depth == 0 and not self._tasks
+
+    @property
+    def is_between_steps(self) -> bool:
+        return self.is_idle and not self.is_held
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
@@ -169,7 +176,7 @@ class Scheduler:
         if self._tasks:
             self._perform(events)
             return
-        complete = [unit for i, unit in enumerate(self.units) if self._reduces_fully(i)]
+        complete = [unit for unit in self.units if unit.settings.reduces_fully]
         backward = Backward(self.units, complete, self._links)
         reduces = [i for i, event in enumerate(events) if event.kind is EventKind.REDUCE]
         after_reduces = max(reduces, default=-1) + 1
@@ -191,10 +198,6 @@ class Scheduler:
         self._held_memory.remember(f"step {self.ledger.step}, {self._links.where}")
         if not self._tasks:
             self.fail(error)
-
-    def _reduces_fully(self, index: int) -> bool:
-        """Whether its gradients reach the parameters in this backward and wait for no other."""
-        return self.sequencer.reduce_grads[index] and self.sequencer.all_reduce_grads[index]
 
     @contextlib.contextmanager
     def taking_gradients(self) -> Iterator[None]:
@@ -262,24 +265,22 @@ class Scheduler:
 
     def check_idle(self, message: str) -> None:
         """Raise a StepError with ``message`` in a forward, a backward or `gathered`."""
-        if not self.is_idle or self.is_held:
+        if not self.is_between_steps:
             raise StepError(message)
 
-    def request(self, kind: EventKind, indices: Sequence[int]) -> None:
-        """Gather units, wait for them or free them, for a user; all ranks have to do the same."""
+    def request(self, kind: EventKind, index: int) -> None:
+        """Gather a unit, wait for it or free it, for a user; all ranks have to do the same."""
         if self.is_held:
             return
         with self.guarded():
             if kind is EventKind.GATHER and self.is_idle:
                 self.recover()
-                for index in indices:
-                    self.units[index].expect_changes()
-            self._perform(self.sequencer.request(kind, indices))
-            if kind is EventKind.WAIT:
-                for index in filter(self.sequencer.is_usable, indices):  # and not freed meanwhile
-                    self.units[index].use_unsharded()
+                self.units[index].expect_changes()
+            self._perform(self.sequencer.request(kind, [index]))
+            if kind is EventKind.WAIT and self.sequencer.is_usable(index):  # not freed meanwhile
+                self.units[index].use_unsharded()
             elif kind is EventKind.FREE:
-                self._conceal(indices)
+                self._conceal([index])
 
     @contextlib.contextmanager
     def gathered(self, *, write_back: bool) -> Iterator[None]:
@@ -297,9 +298,13 @@ class Scheduler:
         self.is_held, is_agreed, changed = True, False, set[str]()
         before = sums_of(self.units) if write_back else {}
         try:
-            with self._aborting(write_back):
+            try:
                 yield
                 sums = collect_changes(self.units) if write_back else {}
+            except BaseException as error:
+                if write_back:  # the other ranks wait for this one at the end
+                    self._links.abort(error)
+                raise
             for mesh, of_mesh in sums.items():
                 check_same_sums(of_mesh, mesh, ADVICE)
             is_agreed, changed = write_back, changed_names(before, sums)
@@ -316,7 +321,11 @@ class Scheduler:
     def recover(self) -> None:
         """After an exception: bring the ranks back into step and free what was left behind."""
         self._links.recover()
-        self._recovery.finish()
+        for unit in self._in_flight:  # the ranks are back in step, so all of it ends
+            unit.quiesce(time.monotonic() + POLL_SECONDS)
+            unit.reset()
+        self._in_flight.clear()
+        self._exchanges.clear()
 
     def abandon(self, error: BaseException) -> None:
         """End the step where it is, backwards included."""
@@ -330,23 +339,24 @@ class Scheduler:
         self.sequencer.abandon()
         self._offloading = None
         self._is_broken = False
-        self._recovery.reset_units(error, self.observer.failed())
+        self._exchanges += self.observer.failed()
+        # What all ranks launched ends in a moment; what only some did never will.
+        patience = 0.0 if isinstance(error, StepError) else POLL_SECONDS
+        until = time.monotonic() + patience
+        for unit in self.units:
+            if unit in self._in_flight:
+                continue
+            if unit.quiesce(until):
+                unit.reset()
+            else:
+                unit.use_sharded()
+                self._in_flight.append(unit)
         self._hidden.clear()
         self.ledger.abandon_step()
 
     def explain(self, error: BaseException) -> None:
         """Add who holds what to an ``error`` of an allocation that failed."""
         self._held_memory.note(error, f"step {self.ledger.step}, {self._links.where}")
-
-    @contextlib.contextmanager
-    def _aborting(self, is_needed: bool) -> Iterator[None]:
-        """Tell the other ranks of an exception, where they wait for this one at the end."""
-        try:
-            yield
-        except BaseException as error:
-            if is_needed:
-                self._links.abort(error)
-            raise
 
     def report(self, where: str) -> None:
         """Say where this rank is, for the error of ranks that wait for it."""
@@ -387,10 +397,9 @@ class Scheduler:
         unit.use_unsharded()
 
     def _reduce(self, unit: Unit, links: Communicator) -> tuple[Work, ...]:
-        all_reduces = self.sequencer.all_reduce_grads[self.units.index(unit)]
         self.observer.before_reduce(unit)
-        works = unit.launch_reduce(links.reduce, all_reduces=all_reduces)
-        if all_reduces:
+        works = unit.launch_reduce(links.reduce)
+        if unit.settings.all_reduce_grads:
             self.observer.after_reduce(unit, links)
         return works
 
@@ -418,7 +427,7 @@ _ACTIONS: dict[EventKind, Callable[[Scheduler, Unit, Communicator], tuple[Work, 
     EventKind.BACKWARD: Scheduler._begin_backward_of,
     EventKind.FREE: lambda _, unit, links: unit.free(links),
     EventKind.RESHARD_TO_SUBGROUP: lambda _, unit, links: unit.launch_subgroup_part(links.gather),
-    EventKind.FREE_SUBGROUP: lambda _, unit, _links: unit.drop(),
+    EventKind.FREE_SUBGROUP: lambda _, unit, _links: unit.free_subgroup_part(),
     EventKind.REDUCE: Scheduler._reduce,
     EventKind.FINISH_REDUCE: Scheduler._finish_reduce,
     EventKind.STEP: Scheduler._step,

@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
+from shardwise.plan.plan import UnitSettings
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime import hooks
 from shardwise.runtime.chunked_buffer import ChunkedBuffer, flat_buffer
 from shardwise.runtime.gradient_shards import ShardOffloader
-from shardwise.runtime.gradients import GradientBuffer, ReduceHook
+from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.memory import Arena, FlatBuffer, Pool, Pools
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.schedule.events import Event, EventKind
@@ -51,6 +52,7 @@ class FlatParameters:
         mesh: DataParallelMesh,
         pools: Pools,
         plan: UnitPlan,
+        settings: UnitSettings,
         offloader: ShardOffloader | None = None,
     ) -> None:
         self.layout = layout
@@ -63,21 +65,11 @@ class FlatParameters:
         self.device_copy_is_stale = True
         self.parameters: list[FSDPParameter] = []  # in the order of the layout's extents
         self._allocate()
-        trainable = layout.extents[0].parameter.trainable
-        self.gradients = (
-            GradientBuffer(
-                layout,
-                self.parameters,
-                mesh,
-                pools.outer_gradients if plan.has_child_units else pools.gradients,
-                offloader,
-                owns_buffer=plan.holds_gradients,
-                has_child_units=plan.has_child_units,
-                divisor=plan.gradient_divisor,
+        self.gradients: GradientBuffer | None = None
+        if layout.extents[0].parameter.trainable:
+            self.gradients = GradientBuffer(
+                layout, self.parameters, mesh, pools, plan, settings, offloader
             )
-            if trainable
-            else None
-        )
 
     def _allocate(self) -> None:
         """Make the shard and the buffer."""
@@ -253,9 +245,13 @@ def plan_memory(units: Sequence[Sequence[FlatParameters]], events: Iterable[Even
 class Unit:
     """The parameters of a `UnitPlan`, gathered and freed together."""
 
-    def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters]) -> None:
+    def __init__(
+        self, plan: UnitPlan, flats: Sequence[FlatParameters], settings: UnitSettings
+    ) -> None:
         self.plan = plan
+        self.settings = settings
         self.flats = tuple(flats)
+        self._cut = [flat for flat in flats if not flat.is_whole]
         self.expects_gradients = False
         self._gathering: list[Work] = []
         self._reducing: list[Work] = []
@@ -274,33 +270,25 @@ class Unit:
 
     def launch_gather(self, collectives: Collectives) -> tuple[Work, ...]:
         label = f"gather {self.plan.label}"
-        cut = [flat for flat in self.flats if not flat.is_whole]
-        pending = [flat.launch_gather(collectives, label) for flat in cut]
-        self._gathering += pending
-        return tuple(pending)
+        works = tuple(flat.launch_gather(collectives, label) for flat in self._cut)
+        self._gathering += works
+        return works
 
     def launch_subgroup_part(self, collectives: Collectives) -> tuple[Work, ...]:
         label = f"keep {self.plan.label}"
-        cut = [flat for flat in self.flats if not flat.is_whole]
-        pending = [
-            one
-            for flat in cut
-            if (one := flat.launch_subgroup_part(collectives, label)) is not None
-        ]
-        self._gathering += pending
-        return tuple(pending)
+        launched = [flat.launch_subgroup_part(collectives, label) for flat in self._cut]
+        works = tuple(work for work in launched if work is not None)
+        self._gathering += works
+        return works
 
-    def drop(self) -> None:
+    def free_subgroup_part(self) -> None:
         for flat in self.flats:
             flat.free_subgroup_part()
 
     def await_gather(self, links: Communicator) -> None:
-        for pending in self._gathering:
-            links.wait(pending)
-        self._gathering = []
-        for flat in self.flats:
-            if not flat.is_whole:
-                flat.finish_gather()
+        self._await_all(self._gathering, links)
+        for flat in self._cut:
+            flat.finish_gather()
 
     def use_unsharded(self) -> None:
         """Put the dense parameters into the modules."""
@@ -325,9 +313,7 @@ class Unit:
         Raises:
             StepError: one of them was changed in place, and the change would be lost.
         """
-        for pending in self._gathering:
-            links.wait(pending)
-        self._gathering = []
+        self._await_all(self._gathering, links)
         self.use_sharded()
         for flat in self.flats:
             flat.free()
@@ -346,9 +332,7 @@ class Unit:
         ]
 
     def await_hold(self, links: Communicator) -> None:
-        for pending in self._gathering:
-            links.wait(pending)
-        self._gathering = []
+        self._await_all(self._gathering, links)
         self._is_exposed = True
         for flat in self.flats:
             flat.use_held()
@@ -358,17 +342,7 @@ class Unit:
         for flat in self.flats:
             flat.release_hold(write_back=write_back)
 
-    def forget_changes(self) -> None:
-        """Do not mind that the gathered parameters were changed."""
-        for parameter in self.parameters:
-            parameter.forget_changes()
-
     # -- gradients -------------------------------------------------------------------------------
-
-    def reduce_with(self, hook: ReduceHook) -> None:
-        """Have ``hook`` reduce the gradients; see `GradientBuffer.reduce_with`."""
-        for gradients in self.gradients:
-            gradients.reduce_with(hook)
 
     def claim_gradient(
         self, flat: FlatParameters, position: int, *, in_slot: bool
@@ -376,14 +350,13 @@ class Unit:
         """Where to compute the gradient of a parameter; see `GradientBuffer.claim`."""
         if flat.gradients is None or not self.expects_gradients:
             return None
-        return flat.gradients.claim(position, waits=self._waits(flat.gradients), in_slot=in_slot)
+        return flat.gradients.claim(position, in_slot=in_slot)
 
     def accept(self, flat: FlatParameters, position: int) -> None:
         """Take the gradient that autograd has just put on a dense parameter."""
         assert flat.gradients is not None
         parameter = flat.parameters[position]
-        gradient = parameter.dense.grad
-        if gradient is None:
+        if parameter.dense.grad is None:
             return
         if not self.expects_gradients:
             parameter.dense.grad = None
@@ -391,11 +364,7 @@ class Unit:
                 f"{parameter.name}: received a gradient, but {self.plan.label} is not part of this "
                 "backward; was something kept from a forward that raised, or from another model?"
             )
-        flat.gradients.used[position] = True
-        if self._waits(flat.gradients):
-            return
-        del gradient
-        self._write(flat.gradients, position)
+        flat.gradients.accept(position)
 
     def take_gradients(self) -> None:
         """`accept` all gradients that there are on dense parameters, outside of a backward."""
@@ -405,22 +374,19 @@ class Unit:
                 self.accept(flat, position)
         self.end_backward()
 
-    def launch_reduce(self, collectives: Collectives, *, all_reduces: bool) -> tuple[Work, ...]:
-        """Reduce the gradients over the row, and over the column if ``all_reduces``."""
+    def launch_reduce(self, collectives: Collectives) -> tuple[Work, ...]:
+        """Reduce the gradients over the row, and over the column if the settings say so."""
         label = f"reduce {self.plan.label}"
-        for flat in self.flats:
-            self._write_kept(flat)
         self._reducing = [
-            gradients.launch_reduce(collectives, label, all_reduces=all_reduces)
-            for gradients in self.gradients
+            gradients.launch_reduce(collectives, label) for gradients in self.gradients
         ]
         self.expects_gradients = False
         return tuple(self._reducing)
 
     def end_backward(self) -> None:
         """Move what a later reduction gets to its buffer, so that it adds up in that dtype."""
-        for flat in self.flats:
-            self._write_kept(flat)
+        for gradients in self.gradients:
+            gradients.write_kept()
         self.expects_gradients = False
 
     def reclaim_locals(self) -> None:
@@ -435,34 +401,26 @@ class Unit:
             flat.device_copy_is_stale = True
 
     def collect(self, links: Communicator) -> None:
-        for pending in self._reducing:
-            links.wait(pending)
-        self._reducing = []
+        self._await_all(self._reducing, links)
         for gradients in self.gradients:
             gradients.collect()
 
     # -- after an exception ----------------------------------------------------------------------
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether no communication of this unit is under way."""
-        return all(work.done for work in (*self._gathering, *self._reducing))
-
-    def quiesce(self, seconds: float) -> bool:
-        """Wait a little for its communication to end, successfully or not."""
-        until = time.monotonic() + seconds
-        for work in (*self._gathering, *self._reducing):
+    def quiesce(self, until: float) -> bool:
+        """Wait for its communication to end, successfully or not, until that time; if it has."""
+        works = (*self._gathering, *self._reducing)
+        for work in works:
             work.wait(max(0.0, until - time.monotonic()))
-        return self.is_quiet
+        return all(work.done for work in works)
 
     def reset(self) -> None:
-        """Back to shards, whatever was going on."""
-        assert self.is_quiet
+        """Back to shards, whatever was going on; no communication is under way."""
         self._gathering, self._reducing = [], []
         self.expects_gradients = False
         self.use_sharded()
-        self.forget_changes()
         for parameter in self.parameters:
+            parameter.forget_changes()
             parameter.dense.grad = None
         for gradients in self.gradients:
             gradients.discard()
@@ -471,16 +429,7 @@ class Unit:
             flat.free_subgroup_part()
             flat.release_hold(write_back=False)
 
-    def _waits(self, gradients: GradientBuffer) -> bool:
-        """Whether they stay in ``.grad`` until REDUCE: no buffer while child units compute."""
-        return self.plan.has_child_units and not gradients.owns_buffer
-
-    def _write_kept(self, flat: FlatParameters) -> None:
-        for position, parameter in enumerate(flat.parameters):
-            if parameter.dense.grad is not None and flat.gradients is not None:
-                self._write(flat.gradients, position)
-
-    def _write(self, gradients: GradientBuffer, position: int) -> None:
-        gradient = gradients.parameters[position].take_gradient()
-        assert gradient is not None
-        gradients.write(position, gradient)
+    def _await_all(self, works: list[Work], links: Communicator) -> None:
+        for work in works:
+            links.wait(work)
+        works.clear()

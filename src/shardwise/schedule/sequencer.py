@@ -27,13 +27,13 @@ What is decided here, and why:
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
 from operator import attrgetter
 
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import Plan, UnitSettings
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.passes import BackwardPass, Call, Outcome, Pass
 
@@ -93,14 +93,10 @@ class Sequencer:
     Every method returns the events to perform, in order, before the caller goes on.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, settings: Sequence[UnitSettings] | None = None) -> None:
         self._units = plan.units
+        self._settings = settings or [UnitSettings() for _ in plan.units]
         self._prefetch = plan.prefetch
-        self.reshards = [unit.reshard for unit in plan.units]  # after forward
-        # Or not before a backward that reduces its gradients, after which an optimizer may step.
-        self.reshards_after_backward = [True] * len(plan.units)
-        self.reduce_grads = [True] * len(plan.units)  # in backward, or a later one does
-        self.all_reduce_grads = [True] * len(plan.units)  # over the outer axis, or a later one does
         self.steps_in_backward = False
         self._residency = [Residency() for _ in plan.units]
         self.tick = 0  # of what is reported here
@@ -191,14 +187,14 @@ class Sequencer:
             self._finish_reduces(1)
             return self._flush()
         for unit in sorted(self._unreduced):
-            if self._reduces_fully(unit):
+            if self._settings[unit].reduces_fully:
                 self._reduce(unit)
         self._finish_reduces(0)
         for unit in sorted(self._unstepped):
             self._step(unit)
         if not self.steps_in_backward:
             self._calls_left.clear()
-        self._is_accumulating = not all((*self.reduce_grads, *self.all_reduce_grads))
+        self._is_accumulating = not all(one.reduces_fully for one in self._settings)
         self._free_all()
         return self._flush()
 
@@ -287,7 +283,8 @@ class Sequencer:
         calls = call.of.by_unit[call.unit]
         if any(other.outcome is Outcome.HIDDEN for other in calls):
             return True  # nothing would gather it before its backward
-        if self.reshards[call.unit]:
+        chosen = self._settings[call.unit].reshard_after_forward
+        if self._units[call.unit].reshard if chosen is None else chosen:
             return False
         return self.outlasts_passes(call.unit) or any(c.is_differentiable for c in calls)
 
@@ -315,11 +312,12 @@ class Sequencer:
             self._residency[unit].reservation = Reservation.MICRO_BATCH
         elif unit not in keep:
             # Another backward follows before an optimizer changes the parameters.
-            accumulates = self._units[unit].two_level_gather and not self._reduces_fully(unit)
+            reduces_fully = self._settings[unit].reduces_fully
+            accumulates = self._units[unit].two_level_gather and not reduces_fully
             self._free(unit, to_subgroup=not is_last or accumulates)
         if self._units[unit].gradient_bytes and is_last:
             self._calls_left[unit] -= backward.num_calls[unit]
-            if self.reduce_grads[unit]:
+            if self._settings[unit].reduce_grads:
                 self._reduce(unit)
             else:
                 self._unreduced.add(unit)
@@ -327,10 +325,8 @@ class Sequencer:
     # -- reductions ------------------------------------------------------------------------------
 
     def _keeps_after_backward(self, unit: int) -> bool:
-        return not (self.reshards_after_backward[unit] or self._reduces_fully(unit))
-
-    def _reduces_fully(self, unit: int) -> bool:
-        return self.reduce_grads[unit] and self.all_reduce_grads[unit]
+        settings = self._settings[unit]
+        return not (settings.reshard_after_backward or settings.reduces_fully)
 
     def _reduce(self, unit: int) -> None:
         is_root = unit == 0 and self._units[unit].has_child_units
@@ -338,7 +334,7 @@ class Sequencer:
         self._finish_reduces_of(unit)
         self._emit(EventKind.REDUCE, unit)
         self._reducing.append(unit)
-        if self.all_reduce_grads[unit]:
+        if self._settings[unit].all_reduce_grads:
             self._unreduced.discard(unit)
         else:
             self._unreduced.add(unit)
@@ -428,7 +424,7 @@ class Sequencer:
 
     def _free_subgroup(self, unit: int) -> None:
         outlives = self._units[unit].two_level_gather and self._is_accumulating
-        if self.steps_in_backward and self._reduces_fully(unit):
+        if self.steps_in_backward and self._settings[unit].reduces_fully:
             outlives = False  # it has stepped, whatever others wait for
         if self._residency[unit].has_subgroup_shard and not outlives and not self.is_in_use(unit):
             self._residency[unit].has_subgroup_shard = False
