@@ -16,6 +16,8 @@ from tests.ranks import on_ranks, run_on
 from tests.runtime.modules import Choosing
 from tests.runtime.one_process import assert_close, assert_equal_models, own_part, world_size
 
+CPU = torch.device("cpu")
+
 
 @on_ranks(1, 2, 4)
 def test_a_parameter_that_no_rank_used_is_named() -> None:
@@ -80,8 +82,8 @@ def test_gradients_that_are_taken_of_inputs_are_no_mistake() -> None:
 @pytest.mark.parametrize("used", [[True, True, True], [True, False, True]])
 def test_only_a_rank_that_left_out_parameters_reads_what_others_used(used: list[bool]) -> None:
     """And no rank exchanges more than a byte for each parameter, however many ranks there are."""
-    links, parameters = mock.Mock(num_ranks=16384), [mock.Mock() for _ in used]
-    sync = UsedParameterSync(parameters, used, links, torch.device("cpu"), "agree")
+    links, gradients = mock.Mock(num_ranks=16384), _gradients(used)
+    sync = UsedParameterSync([mock.Mock(gradients=[gradients])], links, CPU, "agree")
     (flags, _, _), _ = links.reduce.all_reduce_max.call_args
     assert flags.shape == (3,)
     flags.fill_(0)  # as if read too early
@@ -90,11 +92,15 @@ def test_only_a_rank_that_left_out_parameters_reads_what_others_used(used: list[
 
 
 def test_frozen_parameters_are_not_read() -> None:
-    links, parameters = mock.Mock(num_ranks=2), [mock.Mock(), mock.Mock()]
-    parameters[1].sharded.requires_grad = False
-    sync = UsedParameterSync(parameters, [True, False], links, torch.device("cpu"), "agree")
+    links, gradients = mock.Mock(num_ranks=2), _gradients([True, False])
+    gradients.parameters[1].sharded.requires_grad = False
+    sync = UsedParameterSync([mock.Mock(gradients=[gradients])], links, CPU, "agree")
     links.reduce.all_reduce_max.call_args.args[0].fill_(0)
     assert sync.wait(links) == [True, True]
+
+
+def _gradients(used: list[bool]) -> mock.Mock:
+    return mock.Mock(parameters=[mock.Mock() for _ in used], used=used)
 
 
 def test_the_list_of_parameters_and_ranks_is_short_enough_to_read() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.features import activation_offload, offload
 from shardwise.features.offload import HostOffloader
-from shardwise.features.unused import UsedParameterSync
+from shardwise.features.unused import UsedParameterSync, gradients_of
 from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.memory import Pool
@@ -298,8 +298,9 @@ def one_rank_swaps_two_gathers(_simulation: Simulation) -> Any:
 
 
 def one_rank_does_not_agree_on_unused(_simulation: Simulation) -> Any:
-    def init(self: Any, _parameters: Any, used: Any, *_others: Any) -> None:
-        self._own, self._pending = [True] * len(used), None
+    def init(self: Any, units: Any, *_others: Any) -> None:
+        self._gradients, self._pending = gradients_of(units), None
+        self._own = [True for each in self._gradients for _ in each.used]
 
     wrap: Wrap = instead(init) if dist.get_rank() == 1 else lambda one: one
     return patched(UsedParameterSync, "__init__", wrap)

@@ -13,6 +13,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,8 +46,7 @@ class Initialization:
 
     Attributes:
         seed: of the whole model; every module has its own, made from it and the module's name.
-        init_fn: called with each module that holds parameters or buffers itself, to fill these;
-            None calls ``reset_parameters()`` or ``_reset_parameters()`` of all that have it.
+        init_fn: as in `initialize`.
     """
 
     seed: int = 0
@@ -69,13 +69,10 @@ class Initialization:
 
     def _filler(self, module: nn.Module) -> Callable[[], None] | None:
         if self.init_fn is not None:
-            init_fn, has_own = self.init_fn, bool(module._parameters or module._buffers)
-            return (lambda: init_fn(module)) if has_own else None
-        for method in _METHODS:
-            found: Callable[[], None] | None = getattr(module, method, None)
-            if callable(found):
-                return found
-        return None
+            has_own = module._parameters or module._buffers
+            return partial(self.init_fn, module) if has_own else None
+        found = (getattr(module, method, None) for method in _METHODS)
+        return next((one for one in found if callable(one)), None)
 
 
 @torch.no_grad()
@@ -139,10 +136,6 @@ class Materializer:
         """Make the parameters of ``unit`` and the buffers of its modules whole, with values.
 
         Units inside it come first; those that were filled before have been cut by now.
-
-        Raises:
-            PlanError: a parameter or buffer was left without values, or a module's initialisation
-                reaches into another unit.
         """
         self.take_back()
         parameters = {spec.name: self._allocate_parameter(spec.names) for spec in unit.parameters}

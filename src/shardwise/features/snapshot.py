@@ -72,7 +72,7 @@ class OptimizerSnapshot:
         return self._parameters is not None
 
     @torch.no_grad()
-    def complete(self) -> None:
+    def complete_before_step(self, *_args: object) -> None:
         """Keep parameters [run] and states, before the optimizer's first step changes them."""
         if self.is_complete:
             return

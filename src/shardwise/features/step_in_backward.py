@@ -8,11 +8,18 @@ its learning rate stay what they are.
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 
 import torch
 
 from shardwise.errors import StepError
-from shardwise.features.unused import Unused, UsedParameterSync, check_all_used
+from shardwise.features.unused import (
+    Unused,
+    UsedParameterSync,
+    check_all_used,
+    gradients_of,
+    settle,
+)
 from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
@@ -48,11 +55,7 @@ class Stepper(StepObserver):
         self._used: dict[Unit, list[bool]] = {}  # by this rank, in the backward under way
 
     def before_reduce(self, unit: Unit) -> None:
-        """The gradients of ``unit`` are about to be reduced.
-
-        Raises:
-            StepError: it has stepped already in this backward, without them.
-        """
+        """Raise a StepError if ``unit`` has stepped already in this backward."""
         if unit in self._stepped:
             raise StepError(
                 f"{unit.plan.label}: gradients came after sw.optimizer_in_backward had stepped "
@@ -64,11 +67,9 @@ class Stepper(StepObserver):
     def after_reduce(self, unit: Unit, links: Communicator) -> None:
         """Have ranks agree on what they used, in the wake of the reduction."""
         if self._unused != "zeros":
+            self._used[unit] = _used_of(unit)
             label = f"agree on unused parameters of {unit.plan.label}"
-            used = self._used[unit] = _used_of(unit)
-            parameters = _parameters_of(unit)
-            sync = UsedParameterSync(parameters, used, links, self._device, label)
-            self._syncs[unit].append(sync)
+            self._syncs[unit].append(UsedParameterSync([unit], links, self._device, label))
 
     def collected(self, unit: Unit) -> None:
         """The gradients of ``unit`` are with its parameters, and more may come."""
@@ -77,41 +78,28 @@ class Stepper(StepObserver):
     def step(self, unit: Unit, links: Communicator) -> None:
         """Step ``unit`` and free its gradients."""
         if self._unused == "zeros":
-            rest = [True for _ in unit.parameters]
+            settle(unit.gradients, repeat(True))
         else:
-            rest = self._syncs[unit][-1].wait(links)
+            self._syncs[unit][-1].settle(links)
             del self._syncs[unit]  # not before: if the wait raises, they are still in flight
-        of_parameter = iter(rest)
-        for gradients in unit.gradients:
-            gradients.settle([next(of_parameter) for _ in gradients.parameters])
         self._update(unit)
 
     def step_end(self, backward: Backward) -> None:
-        """Backward is over.
-
-        With ``unused="zeros"``, units that did not run are stepped now.
-
-        Raises:
-            StepError: with ``unused="error"``, a rank did not use some of the parameters.
-        """
+        """Backward is over: step units that did not run, or raise, as ``unused`` says."""
         units = backward.complete
         late = [unit for unit in units if unit not in self._stepped]
         used, self._used = self._used, {}
         if self._unused == "error":
             self._stepped.clear()
-            parameters = [parameter for unit in units for parameter in _parameters_of(unit)]
+            parameters = [one for each in gradients_of(units) for one in each.parameters]
             by_this_rank = [u for unit in units for u in used.get(unit, _used_of(unit))]
             check_all_used(parameters, by_this_rank, backward.links, self._device)
-        if self._unused == "zeros":
-            for unit in late:  # one after the other: the optimizer steps whatever has gradients
-                self._step_zeros(unit)
+        for unit in late if self._unused == "zeros" else ():
+            for gradients in unit.gradients:
+                gradients.shard.fill_with_zeros()
+                gradients.forget()
+            self._update(unit)  # one after the other: the optimizer steps whatever has gradients
         self._stepped.clear()
-
-    def _step_zeros(self, unit: Unit) -> None:
-        for gradients in unit.gradients:
-            gradients.shard.fill_with_zeros()
-            gradients.forget()
-        self._update(unit)
 
     def failed(self) -> list[object]:
         in_flight: list[object] = [
@@ -149,7 +137,3 @@ class Stepper(StepObserver):
 
 def _used_of(unit: Unit) -> list[bool]:
     return [used for gradients in unit.gradients for used in gradients.used]
-
-
-def _parameters_of(unit: Unit) -> list[FSDPParameter]:
-    return [parameter for gradients in unit.gradients for parameter in gradients.parameters]

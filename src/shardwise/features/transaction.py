@@ -1,8 +1,7 @@
 """`transaction`: a training step that happens on every rank, or on none."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -63,7 +62,11 @@ def transaction(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
         StepError: the block is inside another transaction of the model, a forward, a backward or
             `gathered`; or something other than ``optimizers`` changed a parameter.
     """
-    _check_optimizers(optimizers)
+    others = [type(one).__name__ for one in optimizers if not isinstance(one, Optimizer)]
+    if others:
+        raise PlanError(
+            f"transaction takes torch.optim.Optimizers after the model, got {others[0]}"
+        )
     runtime = runtime_of_root(model)
     _begin(runtime.scheduler)
     step = _Step(runtime)
@@ -111,7 +114,7 @@ class _Step:
         for optimizer in optimizers:
             snapshot = OptimizerSnapshot(optimizer)
             self._optimizers.append(snapshot)
-            handle = optimizer.register_step_pre_hook(_completing(snapshot))
+            handle = optimizer.register_step_pre_hook(snapshot.complete_before_step)
             self._cleanup.callback(handle.remove)
 
     def end(self) -> None:
@@ -188,14 +191,3 @@ class _Step:
         if against:
             raise PeerAborted(f"rank {against[0]} gave up in this step; its own output says why")
         self.is_decided = True
-
-
-def _check_optimizers(optimizers: Sequence[object]) -> None:
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            name = type(optimizer).__name__
-            raise PlanError(f"transaction takes torch.optim.Optimizers after the model, got {name}")
-
-
-def _completing(snapshot: OptimizerSnapshot) -> Callable[[Optimizer, Any, Any], None]:
-    return lambda _optimizer, _args, _kwargs: snapshot.complete()

@@ -4,7 +4,7 @@ Ranks tell each other which parameters they used by one all-reduce of a byte for
 used all of them knows the outcome beforehand, so its host does not wait for the device to read it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -14,6 +14,7 @@ from shardwise.errors import StepError
 from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.parameters import FSDPParameter
+from shardwise.runtime.unit import Unit
 from shardwise.transport.communicator import Communicator
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "UnusedParameters",
     "UsedParameterSync",
     "check_all_used",
+    "gradients_of",
+    "settle",
 ]
 
 Unused = Literal["none", "zeros", "error"]
@@ -30,30 +33,33 @@ UNUSED: tuple[str, ...] = get_args(Unused)
 _MOST_SHOWN = 20
 
 
-class UsedParameterSync:
-    """A collective that is under way: which of ``parameters`` any rank used.
+def gradients_of(units: Iterable[Unit]) -> list[GradientBuffer]:
+    return [gradients for unit in units for gradients in unit.gradients]
 
-    Args:
-        parameters: with room for gradients; those that were frozen since do not count.
-        used: whether this rank used each of them.
-        links: between the ranks.
-        device: of the model.
-        label: of the collective.
-    """
+
+def settle(gradients: Iterable[GradientBuffer], used_anywhere: Iterable[bool]) -> None:
+    """Parameters that no rank used keep the gradient that they had."""
+    flags = iter(used_anywhere)
+    for each in gradients:
+        each.settle([next(flags) for _ in each.used])
+
+
+class UsedParameterSync:
+    """A collective that is under way: which parameters of ``units`` any rank used."""
 
     def __init__(
-        self,
-        parameters: Sequence[FSDPParameter],
-        used: Sequence[bool],
-        links: Communicator,
-        device: torch.device,
-        label: str,
+        self, units: Iterable[Unit], links: Communicator, device: torch.device, label: str
     ) -> None:
-        pairs = zip(parameters, used, strict=True)
-        self._own = [is_used or not p.sharded.requires_grad for p, is_used in pairs]
+        self._gradients = gradients_of(units)
+        # Those that were frozen since do not count.
+        self._own = [
+            is_used or not parameter.sharded.requires_grad
+            for each in self._gradients
+            for parameter, is_used in zip(each.parameters, each.used, strict=True)
+        ]
         self._flags = _flags(self._own, device)
         self._pending = None
-        if links.num_ranks > 1 and used:
+        if links.num_ranks > 1 and self._own:
             self._pending = links.reduce.all_reduce_max(self._flags, links.world, label)
 
     def wait(self, links: Communicator) -> list[bool]:
@@ -63,6 +69,10 @@ class UsedParameterSync:
             if not all(self._own):
                 return list(map(bool, self._flags.tolist()))
         return self._own
+
+    def settle(self, links: Communicator) -> None:
+        """Wait, and leave the gradients of parameters that no rank used as they were."""
+        settle(self._gradients, self.wait(links))
 
     def abandon(self) -> "UsedParameterSync":
         """Go on without the result; keep what is returned until ranks are back in step."""
@@ -79,7 +89,7 @@ def check_all_used(
 ) -> list[bool]:
     """Refuse a backward in which some rank left out parameters that require gradients.
 
-    All ranks call this. Arguments are those of `UsedParameterSync`.
+    All ranks call this; ``used`` says which of ``parameters`` this rank used.
 
     Returns:
         Whether any rank used each parameter: all, or none.
@@ -156,16 +166,12 @@ class UnusedParameters(StepObserver):
     def reductions_launched(self, backward: Backward) -> None:
         if self.mode == "none" and backward.complete:
             self._sync = UsedParameterSync(
-                *_used(backward), backward.links, self.device, "agree on unused parameters"
+                backward.units, backward.links, self.device, "agree on unused parameters"
             )
 
     def step_end(self, backward: Backward) -> None:
-        """Leave the gradient of a parameter alone if no rank used it, or refuse that.
-
-        Raises:
-            StepError: with ``unused="error"``, a rank did not use some parameters.
-        """
-        gradients = _gradients(backward)
+        """Leave the gradient of a parameter alone if no rank used it, or refuse that."""
+        gradients = gradients_of(backward.units)
         if self.mode == "zeros" or not backward.complete:
             for each in gradients:
                 if backward.complete:
@@ -173,26 +179,14 @@ class UnusedParameters(StepObserver):
                 each.forget()
             return
         if self.mode == "error":
-            used = check_all_used(*_used(backward), backward.links, self.device)
+            parameters = [parameter for each in gradients for parameter in each.parameters]
+            used = [is_used for each in gradients for is_used in each.used]
+            settle(gradients, check_all_used(parameters, used, backward.links, self.device))
         else:
             assert self._sync is not None
-            used = self._sync.wait(backward.links)
+            self._sync.settle(backward.links)
             self._sync = None
-        used_anywhere = iter(used)
-        for each in gradients:
-            each.settle([next(used_anywhere) for _ in each.used])
 
     def failed(self) -> list[object]:
         in_flight, self._sync = self._sync, None
         return [] if in_flight is None else [in_flight.abandon()]
-
-
-def _gradients(backward: Backward) -> list[GradientBuffer]:
-    return [gradients for unit in backward.units for gradients in unit.gradients]
-
-
-def _used(backward: Backward) -> tuple[list[FSDPParameter], list[bool]]:
-    """The parameters of all units, and whether this rank used each."""
-    gradients = _gradients(backward)
-    parameters = [parameter for each in gradients for parameter in each.parameters]
-    return parameters, [used for each in gradients for used in each.used]

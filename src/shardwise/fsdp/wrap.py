@@ -27,7 +27,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from shardwise.errors import PlanError
-from shardwise.runtime.casting import compute_in_full_precision
+from shardwise.runtime.casting import FullPrecision
 
 __all__ = [
     "CustomPolicy",
@@ -115,7 +115,7 @@ def _keep_full_precision(modules: Collection[nn.Module]) -> None:
         stacklevel=4,
     )
     for module in modules:
-        compute_in_full_precision(module)
+        FullPrecision(module)
 
 
 def _check_none_wrapped(

@@ -99,11 +99,7 @@ class Granularizer:
         self._unmatched = dict(self._by_pattern) if isinstance(choice, Mapping) else {}
 
     def of(self, names: Sequence[str], shape: tuple[int, ...]) -> Granularity:
-        """The granularity of a parameter: that of the first pattern that matches one of its names.
-
-        Raises:
-            PlanError: the user's function returned no granularity.
-        """
+        """The granularity of a parameter: of the first pattern that matches one of its names."""
         if self._by_function is not None:
             answer = self._by_function(names[0], shape)
             return "element" if answer is None else _checked(answer, f"({names[0]!r}, {shape})")
@@ -117,11 +113,7 @@ class Granularizer:
         return self._by_pattern[fitting[0]] if fitting else "element"
 
     def check_all_matched(self, names: Sequence[str]) -> None:
-        """Refuse patterns that matched none of ``names``.
-
-        Raises:
-            PlanError: a pattern matched no parameter.
-        """
+        """Raise a PlanError if a pattern matched none of ``names``."""
         for pattern in self._unmatched:
             some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")  # noqa: PLR2004
             raise PlanError(

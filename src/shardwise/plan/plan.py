@@ -147,22 +147,13 @@ def make_plan(
 ) -> Plan:
     """Plan ``root`` without touching its storage; it may be on the meta device.
 
+    Arguments that `fully_shard` has too are described there. With strategies that shard nothing,
+    units are of 25 MiB if none are given, as DDP's buckets.
+
     Args:
         root: the model.
         world_size: ranks to shard over.
         replicas: size of the outer axis, which replicates the shards or shards them again.
-        units: a module class or set of classes, ``"auto"`` (the repeated blocks), a size in
-            parameters, a policy ``(module, recurse, nonwrapped_numel) -> bool``, or None for one
-            unit (with strategies that shard nothing, for units of 25 MiB, as DDP's buckets).
-        strategy: a row of ``plan.strategy`` or its name.
-        prefetch: how many units to gather ahead of the one that computes.
-        reshard_after_forward: free a unit after forward and gather it again for backward; None
-            does so for every unit but the root, as in FSDP2; a number keeps shards for subgroups
-            of so many neighboring ranks, in which the unit is gathered again.
-        granularity: where parameters may be cut: ``"element"``, ``"row"``, ``"tensor"``, ``"dim"``
-            or a `block`; for all of them, by pattern of names, or by a function of name and shape.
-        precision: the dtypes of shards, compute and reductions.
-        offload: what is kept on the host.
         manual: further units by name, each with its own choices.
         settled: parameters that were sharded before, by name.
         ignored: names of parameters that are not sharded.
@@ -172,7 +163,7 @@ def make_plan(
     """
     strategy = resolve_strategy(strategy)
     if units is None and not strategy.shards and not manual:
-        units = _bucket_elements(root)
+        units = BUCKET_BYTES // max((p.dtype.itemsize for p in root.parameters()), default=1)
     own = UnitChoice(reshard_after_forward, precision, offload)
     choices = dict.fromkeys(choose_units(root, units), own) | dict(manual or {})
     options = {
@@ -227,8 +218,3 @@ def _check_subgroup(name: str, size: int, strategy: Strategy, world_size: int) -
             f"{name or 'root'}: reshard_after_forward={size}: expected a number that divides the "
             f"{world_size} ranks of the shard axis: {fitting}"
         )
-
-
-def _bucket_elements(root: nn.Module) -> int:
-    itemsize = max((p.dtype.itemsize for p in root.parameters()), default=1)
-    return BUCKET_BYTES // itemsize

@@ -144,11 +144,7 @@ def choose_units(root: nn.Module, units: Units) -> list[str]:
 
 
 def check_is_unit(module: nn.Module, name: str) -> None:
-    """Refuse a module that has no forward, since nothing would ever gather its parameters.
-
-    Raises:
-        PlanError: ``module`` is a container of modules or parameters.
-    """
+    """Raise a PlanError for a container, whose forward would gather nothing: it has none."""
     if isinstance(module, NEVER_CALLED):
         raise PlanError(
             "fully_shard does not support containers that do not implement forward: "

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shardwise._private import pytree
 from shardwise.plan.precision import MixedPrecisionPolicy
 
-__all__ = ["apply_precision", "cast_tensors", "compute_in_full_precision"]
+__all__ = ["FullPrecision", "apply_precision", "cast_tensors"]
 
 
 def cast_tensors(values: Any, dtype: torch.dtype) -> Any:
@@ -36,16 +36,11 @@ def apply_precision(
             if policy.buffer_dtype is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.to(policy.buffer_dtype)
         if policy.full_precision and isinstance(module, policy.full_precision):
-            compute_in_full_precision(module)
+            FullPrecision(module)
 
 
-def compute_in_full_precision(module: nn.Module) -> None:
-    """Cast inputs of ``module`` to the dtype of its parameters, and outputs back."""
-    _FullPrecision(module)
-
-
-class _FullPrecision:
-    """Hooks of one module: in with the dtype of its parameters, out with that of its inputs."""
+class FullPrecision:
+    """Hooks that cast a module's inputs to the dtype of its parameters, and its outputs back."""
 
     def __init__(self, module: nn.Module) -> None:
         self._came: list[torch.dtype] = []  # of the calls under way

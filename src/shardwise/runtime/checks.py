@@ -33,11 +33,7 @@ __all__ = [
 
 
 def check_initialized(root: nn.Module) -> None:
-    """Refuse parameters that have no shape yet.
-
-    Raises:
-        PlanError: names the first of them.
-    """
+    """Raise a PlanError that names the first parameter without a shape."""
     for name, parameter in root.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise PlanError(f"{name} has no shape yet; run one forward before fully_shard")
@@ -46,11 +42,7 @@ def check_initialized(root: nn.Module) -> None:
 def check_tensor_parallel(
     root: nn.Module, mesh: DataParallelMesh, ignored: Collection[nn.Parameter]
 ) -> None:
-    """Refuse DTensors whose mesh cannot be joined with ``mesh``.
-
-    Raises:
-        PlanError: names the first of them.
-    """
+    """Raise a PlanError that names the first DTensor whose mesh cannot be joined with ``mesh``."""
     for name, parameter in named_parameters(root, ignored=ignored):
         if mesh.dims and sharding_of(parameter) is None:
             _check_replicated(name, parameter, mesh)
@@ -88,11 +80,7 @@ def _check_tensor_parallel(name: str, parameter: Tensor, mesh: DataParallelMesh)
 
 
 def check_not_renormalized(root: nn.Module, ignored: Collection[nn.Parameter]) -> None:
-    """Refuse embeddings that change their weight in forward, each rank the rows that it reads.
-
-    Raises:
-        PlanError: names the first of them.
-    """
+    """Raise a PlanError for embeddings whose forward changes the rows that this rank reads."""
     planned = {id(parameter) for _, parameter in named_parameters(root, ignored=ignored)}
     for name, module in root.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
@@ -121,12 +109,7 @@ def is_on_meta(root: nn.Module, ignored: Collection[nn.Parameter] = ()) -> bool:
 
 
 def check_same_plan(plan: Plan, mesh: DataParallelMesh, *, warns: bool = False) -> None:
-    """Refuse to put together what ranks have cut in different ways.
-
-    Raises:
-        PlanError: names the first rank that differs; with ``warns`` it is a warning if only names
-            of parameters differ.
-    """
+    """Raise a PlanError if ranks have different plans; if only names differ, it ``warns``."""
     if not _can_compare(mesh):
         return
     plans = (plan, _without_names(plan)) if warns else (plan,)
@@ -165,10 +148,9 @@ def _without_names(plan: Plan) -> Plan:
 def check_same_values(
     root: nn.Module, plan: Plan, mesh: DataParallelMesh, *, warns: bool = False
 ) -> None:
-    """Refuse to shard different values: their shards would make up a weight of neither rank.
+    """Raise a PlanError, or warn, if ranks would shard different values of a parameter.
 
-    Raises:
-        PlanError: names a parameter and a rank; with ``warns`` it is a warning.
+    Their shards would make up a weight of neither rank.
     """
     planned = {spec.name for unit in plan.units for spec in unit.parameters}
     named = [
@@ -192,7 +174,7 @@ def check_same_sums(
     advice: str = "build the model from the same seed, or load the same weights, on every rank "
     "before fully_shard",
 ) -> None:
-    """Refuse `checksum`s, by parameter, that differ between ranks."""
+    """Raise a PlanError if `checksum`s, by parameter, differ between ranks."""
     if not sums or not _can_compare(mesh):
         return
     by_rank = across(list(sums.values()), mesh, mesh.world)  # [ranks, parameters]

@@ -120,11 +120,7 @@ class ExtendedParameters(FlatParameters):
             parameter.use_unsharded()
 
     def held_parameters(self) -> Iterator[tuple[FSDPParameter, Tensor]]:
-        """None: what they were gathered as cannot be written to the shards.
-
-        Raises:
-            PlanError: one of them was changed.
-        """
+        """None: gathered parameters cannot be written to the shards, so they must not change."""
         for parameter in self.parameters:
             if parameter.owners[0].get() is not parameter.dense or parameter.forget_changes():
                 raise PlanError(

@@ -32,11 +32,7 @@ class ParameterOwner:
         return self._module()
 
     def get(self) -> Tensor | None:
-        """The parameter that the module holds now; None if the module was deleted.
-
-        Raises:
-            PlanError: the module has no such parameter any more.
-        """
+        """The parameter that the module holds now; None if the module was deleted."""
         module = self._module()
         if module is None:
             return None
@@ -114,11 +110,7 @@ class FSDPParameter:
         self._put(self.sharded)
 
     def assigned_tensor(self) -> Tensor | None:
-        """The dense tensor [shape] that the modules hold since `use_tensor`; None without modules.
-
-        Raises:
-            PlanError: it cannot be written to the shards.
-        """
+        """The dense tensor [shape] that modules hold since `use_tensor`; None without modules."""
         if self.sharded._version != self._shard_version:
             raise PlanError(
                 f"{self.name}: its shard was changed inside sw.gathered(write_back=True), by an "
@@ -144,11 +136,7 @@ class FSDPParameter:
         return tensor.detach()
 
     def adopt(self, replacement: Tensor) -> None:
-        """Copy what the user put in place of the sharded parameter into the shard.
-
-        Raises:
-            PlanError: it has another dtype, device or shape, or is no sharded parameter.
-        """
+        """Copy what the user put in place of the sharded parameter into the shard, if it fits."""
         if not isinstance(replacement, nn.Parameter):
             raise PlanError(
                 f"{self.name}: expected a parameter, got a {type(replacement).__name__}: "

@@ -233,11 +233,7 @@ class Scheduler:
         return self.observer.steps_units
 
     def observe_with(self, observer: StepObserver) -> None:
-        """Exchange the observer.
-
-        Raises:
-            StepError: a forward, a backward or `gathered` is running.
-        """
+        """Exchange the observer, between steps."""
         self.check_idle(
             "sw.optimizer_in_backward cannot be turned on or off in the middle of a step"
         )
@@ -249,11 +245,7 @@ class Scheduler:
                 gradients.shard.step_in_backward(observer.steps_units)
 
     def check_convertible(self) -> None:
-        """Refuse to shard the model again: with another dtype or device, or unfrozen parameters.
-
-        Raises:
-            PlanError: an optimizer steps the units in backward.
-        """
+        """Raise a PlanError if the model cannot be sharded again while units step in backward."""
         if self.steps_in_backward:
             raise PlanError(
                 "the model was converted to another dtype or device, or parameters were unfrozen, "

@@ -24,11 +24,7 @@ class Structure:
         self._ignored = {name for name, _ in self._unsharded(module)}
 
     def check(self, module: nn.Module) -> None:
-        """Refuse parameters that no unit manages, or warn of them.
-
-        Raises:
-            PlanError: names the parameters.
-        """
+        """Raise a PlanError that names parameters that no unit manages, or warn of them."""
         found = self._fingerprint(module)
         if found == self._seen:
             return

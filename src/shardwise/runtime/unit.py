@@ -308,11 +308,7 @@ class Unit:
             self._is_exposed = False
 
     def free(self, links: Communicator) -> None:
-        """Drop the gathered parameters; a gather under way is waited for first.
-
-        Raises:
-            StepError: one of them was changed in place, and the change would be lost.
-        """
+        """Drop the gathered parameters, unchanged; a gather under way is waited for first."""
         self._await_all(self._gathering, links)
         self.use_sharded()
         for flat in self.flats:

@@ -38,11 +38,7 @@ class ShardVersions:
         self._changed[unit] = tick, ", ".join(names)
 
     def check(self, call: Call, *, steps_in_backward: bool) -> None:
-        """Refuse the backward of ``call`` if its unit has other values now.
-
-        Raises:
-            StepError: names the parameters.
-        """
+        """Raise a StepError if parameters have changed since ``call``, whose backward begins."""
         tick, names = self._changed.get(call.unit, (-1, ""))
         if call.entered > tick:
             return

@@ -25,9 +25,6 @@ def collect_changes(units: Sequence[Unit]) -> Sums:
     """Copy what the modules hold into the held buffers; returns checksums of these.
 
     Shards are left alone, so that nothing is written if this raises or if ranks differ.
-
-    Raises:
-        PlanError: a parameter was replaced by something that does not fit its shard.
     """
     assigned = [(view, _assigned(parameter, view)) for parameter, view in _held(units)]
     for view, tensor in assigned:
