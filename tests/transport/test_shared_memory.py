@@ -23,7 +23,6 @@ from shardwise.transport.api import Work
 from shardwise.transport.communicator import Communicator, communicator
 from shardwise.transport.health.monitor import Patience
 from shardwise.transport.host import handshake
-from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.host.peers import Descriptor
 from shardwise.transport.host.shared_memory import (
     _MAX_SEGMENTS,
@@ -197,7 +196,7 @@ def test_training_where_ranks_may_not_make_files(forbidden: set[int]) -> None:
 
 @on_ranks(3)
 def test_training_without_shared_memory() -> None:
-    with mock.patch.object(HostCollectives, "_shares_memory", return_value=False):
+    with mock.patch.object(handshake.Host, "can_share", return_value=False):
         assert_equal_training("gpt")
 
 

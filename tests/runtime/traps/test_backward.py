@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.runtime.memory import Arena, FlatBuffer, Pool
 from shardwise.runtime.unit import FlatParameters
-from shardwise.transport.host.collectives import HostCollectives
+from shardwise.transport.host.handshake import Host
 from tests.models import CASES, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
@@ -167,7 +167,7 @@ def test_memory_that_was_given_back_is_used_by_nobody() -> None:
         return mock.patch.object(kind, "free", free_spoilt)
 
     # Shared memory may still be in use by others; see `_spoil_before_filling`.
-    alone = mock.patch.object(HostCollectives, "_shares_memory", return_value=False)
+    alone = mock.patch.object(Host, "can_share", return_value=False)
     with alone, spoiling(Pool), spoiling(Arena):
         _train_in_many_ways()
 

@@ -41,7 +41,6 @@ class HostCollectives:
         self._own = world.own_rank
         self.point_to_point = PointToPoint(world, name)
         self._sums = Summation(self.point_to_point)
-        self._can_share: dict[tuple[int, ...], bool] = {}  # memory, by ranks
         self.stream = ThreadStream(f"shardwise-{name}")
         self._issued = self._begun = 0
         self._running: CollectiveId | None = None
@@ -65,7 +64,7 @@ class HostCollectives:
         """As `ProcessGroupCollectives.all_gather`."""
         gather = self._gathering(flat, group)
         slot_bytes = flat.nbytes // group.size
-        if shared is None or not self._shares_memory(group):
+        if shared is None or group.size == 1 or not self.point_to_point.host.can_share(group.ranks):
             return self._submit([self._exchange(label, group, slot_bytes, gather)], fill)
 
         def run(tag: int) -> None:
@@ -89,15 +88,15 @@ class HostCollectives:
         finish = Finish(reduction.carried, None if rest else out, scale)
         exchanges = [self._reduce_scatter(label, reduction.flat, inner, first.group, finish)]
         cast: Callable[[], None] | None = None
-        for stage in rest:
+        for stage in rest:  # there is one at most
             if stage.operation is Operation.REDUCE_SCATTER:
                 total, finish = reduction.scattered(stage.group), Finish(None, out, scale)
                 exchanges.append(self._reduce_scatter(label, inner, total, stage.group, finish))
-                continue
-            factor = 1.0 if reduction.is_cast else scale
-            exchanges += self._all_reduce(label, inner, stage.group, factor)
-            if out is not None and reduction.is_cast:
+            elif out is not None and reduction.is_cast:
+                exchanges += self._all_reduce(label, inner, stage.group, 1.0)
                 cast = partial(copy_scaled_, out, inner, scale)
+            else:
+                exchanges += self._all_reduce(label, inner, stage.group, scale)
         return self._submit(exchanges, finish=cast)
 
     def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:
@@ -157,12 +156,6 @@ class HostCollectives:
         own = slots[group.index]
         pairs = {rank: (own, slots[i]) for i, rank in group.others}
         return partial(self.point_to_point.exchange, pairs)
-
-    def _shares_memory(self, group: RankGroup) -> bool:
-        if group.ranks not in self._can_share:  # once, for it takes quadratic time
-            can_share = group.size > 1 and self.point_to_point.host.can_share(group.ranks)
-            self._can_share[group.ranks] = can_share
-        return self._can_share[group.ranks]
 
     def _fill_shared(
         self,

@@ -14,7 +14,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -37,17 +37,20 @@ class Identity(NamedTuple):
     name: bytes  # of the socket at which it listens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Host:
     """The other ranks of this host, and what ranks of the group can do with each other."""
 
     peers: dict[int, Peer]
     all_read: bool  # each rank of the group reads the memory of every other one
     connected: list[bytes]  # [a][b], b < a: whether they are
+    _sharing: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
-    def can_share(self, ranks: Sequence[int]) -> bool:
+    def can_share(self, ranks: tuple[int, ...]) -> bool:
         """Whether all of these can pass each other files; each of them has the same answer."""
-        return all(self.connected[a][b] for a in ranks for b in ranks if a > b)
+        if ranks not in self._sharing:  # once, for it takes quadratic time
+            self._sharing[ranks] = all(self.connected[a][b] for a in ranks for b in ranks if a > b)
+        return self._sharing[ranks]
 
 
 def find_peers(
@@ -74,22 +77,18 @@ def find_peers(
         if listener is not None:
             callers = {rank for rank in ranks[own + 1 :] if connected[rank][own]}
             sockets |= accept(listener, secret, callers)
-    processes = {rank: _credentials(connection)[0] for rank, connection in sockets.items()}
-    readable = {
-        rank
-        for rank, process in processes.items()
-        if process_memory.has_bytes(process, identities[rank].address, identities[rank].secret)
-    }
-    reads = share("reads", bytes(rank in {*readable, own} for rank in ranks))
     peers = {
-        rank: Peer(
-            connection,
-            timeout,
-            process=processes[rank],
-            can_read=bool(reads[own][rank] and reads[rank][own]),
-        )
+        rank: Peer(connection, timeout, _credentials(connection)[0])
         for rank, connection in sockets.items()
     }
+    readable = {
+        rank
+        for rank, peer in peers.items()
+        if process_memory.has_bytes(peer.process, identities[rank].address, identities[rank].secret)
+    }
+    reads = share("reads", bytes(rank in {*readable, own} for rank in ranks))
+    for rank, peer in peers.items():
+        peer.can_read = bool(reads[own][rank] and reads[rank][own])
     return Host(peers, all(map(all, reads)), connected)
 
 

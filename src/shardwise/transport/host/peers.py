@@ -57,14 +57,9 @@ class Peer:
     that receive raise an OSError if the rank is gone, or sent nothing for the timeout of the job.
     """
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        timeout: timedelta,
-        *,
-        process: int = 0,
-        can_read: bool = False,
-    ) -> None:
+    can_read = False  # each of the two reads the other's memory
+
+    def __init__(self, connection: socket.socket, timeout: timedelta, process: int = 0) -> None:
         # By the system: a timeout of Python's takes one more call each time.
         connection.setblocking(True)
         self._seconds = int(timeout.total_seconds())
@@ -72,7 +67,6 @@ class Peer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self.connection = connection
         self.process = process  # as this process sees it
-        self.can_read = can_read  # each of the two reads the other's memory
         self._kept: list[Message] = []  # received while another tag was waited for
         self._changed = threading.Condition()
         self._is_read = False
