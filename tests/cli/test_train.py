@@ -6,11 +6,13 @@ import re
 import signal
 import socket
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from shardwise.diagnose.recording import read_recording
 from shardwise.train.config import read_config
 
 from .commands import Command, Finished, losses, run
@@ -51,13 +53,24 @@ def test_the_run_directory_has_its_files(two_ranks: Run, tiny: Path) -> None:
         "config.toml",
         "loss.png",
         "metrics.jsonl",
+        "recording",
         "summary.json",
-        "timeline.json",
     }
     assert (two_ranks.directory / "loss.png").read_bytes().startswith(b"\x89PNG")
     written = read_config(two_ranks.directory / "config.toml")
     assert written == read_config(tiny, [f"run.directory={two_ranks.directory}"])
-    assert json.loads((two_ranks.directory / "timeline.json").read_text())["traceEvents"]
+
+
+def test_the_run_is_recorded(two_ranks: Run) -> None:
+    for rank in read_recording(two_ranks.directory):
+        assert [step.step for step in rank.steps] == list(range(20))
+        assert rank.detailed_steps == (3, 4, 5, 6, 7)
+        assert Counter(span.name for span in rank.spans) == {
+            "data": 20,
+            "optimizer": 20,
+            "checkpoint": 1,
+            "validation": 1,
+        }
 
 
 def test_metrics_have_one_line_per_step(two_ranks: Run) -> None:

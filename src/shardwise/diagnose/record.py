@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from shardwise.diagnose.recorded_steps import EndedSpan, EndedStep
 from shardwise.diagnose.recording import (
     Header,
     Line,
+    StepTotals,
     UnitFigures,
     file_of_rank,
     to_json,
@@ -105,6 +106,7 @@ class Recorder(LedgerReader):
         self._sampled_step = -1
         self._tokens: tuple[int, int] | None = None
         self._pending: deque[EndedStep | EndedSpan] = deque()  # that may not have taken place
+        self.exposed_seconds = 0.0  # of all steps whose times are known
         self._closing = ExitStack()
         clock = measure_clock_offset(runtime)
         self._offset = clock.seconds
@@ -137,7 +139,7 @@ class Recorder(LedgerReader):
         """Write what is left and stop recording."""
         self._detach()
         while self._pending:  # on a device, the host waits for them
-            self._write(self._pending.popleft().lines(self._offset))
+            self._write(list(self._pending.popleft().lines(self._offset)))
         self._file.close()
 
     def span(self, name: str) -> AbstractContextManager[None]:
@@ -203,7 +205,10 @@ class Recorder(LedgerReader):
             lines += self._pending.popleft().lines(self._offset)
         self._write(lines)
 
-    def _write(self, lines: Iterable[Line]) -> None:
+    def _write(self, lines: Collection[Line]) -> None:
+        self.exposed_seconds += sum(
+            line.exposed_seconds for line in lines if isinstance(line, StepTotals)
+        )
         text = "".join(to_json(line) + "\n" for line in lines)
         try:
             self._file.write(text)

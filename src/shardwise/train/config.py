@@ -109,6 +109,15 @@ class CheckpointConfig(Section):
     wait: bool = True  # False: write in the background, from a copy in host memory
 
 
+class RecordConfig(Section):
+    """[record]: what `shardwise report` reads: `recording` in run.directory."""
+
+    enabled: bool = True
+    # Those of which every event is recorded: a few of the first ones and of every hundred, or a
+    # list such as [10, 11, 12].
+    steps: Literal["some"] | Annotated[tuple[Positive, ...], Field(strict=False)] = "some"
+
+
 class SampleConfig(Section):
     """[sample]: the text that the trained model generates at the end."""
 
@@ -160,6 +169,7 @@ class Config(BaseSettings):
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    record: RecordConfig = RecordConfig()
     sample: SampleConfig = SampleConfig()
     shard: ShardConfig = ShardConfig()
     precision: PrecisionConfig = PrecisionConfig()

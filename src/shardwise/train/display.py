@@ -1,7 +1,7 @@
 """The output of a run for people: what rank 0 prints, and loss.png."""
 
 import signal as signals
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -103,8 +103,7 @@ class ProgressSink:
         self._progress.start()
 
     def log(self, record: StepMetrics) -> None:
-        norm = "" if record.grad_norm is None else f"  grad norm {record.grad_norm:.2f}"
-        metrics = f"loss {record.loss:.3f}  {record.tokens_per_second:,.0f} tokens/s{norm}"
+        metrics = "  ".join(_shown(record))
         self._progress.update(self._task, completed=record.step, metrics=metrics)
         is_logged = record.step in (1, self._steps) or record.step % self._log_every == 0
         if is_logged and not self._console.is_terminal:
@@ -115,6 +114,21 @@ class ProgressSink:
 
     def close(self) -> None:
         self._progress.stop()
+
+
+def _shown(record: StepMetrics) -> Iterator[str]:
+    """The metrics of a step that are known, for people."""
+    yield f"loss {record.loss:.3f}"
+    yield f"{record.tokens_per_second:,.0f} tokens/s"
+    if record.grad_norm is not None:
+        yield f"grad norm {record.grad_norm:.2f}"
+    if record.mfu is not None:
+        yield f"MFU {record.mfu:.1%}"
+    if record.exposed_seconds is not None:
+        yield f"exposed {record.exposed_seconds * 1e3:.0f} ms"
+        yield f"slowest rank {record.slowest_rank}"
+    if record.free_memory_bytes is not None:
+        yield f"{decimal(record.free_memory_bytes)} free"
 
 
 def units_table(plan: Plan) -> Table:

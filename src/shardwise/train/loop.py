@@ -4,8 +4,8 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +18,6 @@ from shardwise.checkpoint.stores import folder_at
 from shardwise.launch.stop_signal import StopSignal
 from shardwise.launch.world import World
 from shardwise.optim.nonfinite import describe_nonfinite
-from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.reductions import across
 from shardwise.train.build import (
@@ -35,6 +34,13 @@ from shardwise.train.data import Sequences, Text, open_corpus
 from shardwise.train.model import generate
 from shardwise.train.run_directory import RunDirectory, identity
 from shardwise.train.sinks import Sink, StepMetrics
+from shardwise.train.utilization import (
+    RankFigures,
+    StepsOfRun,
+    flops_per_token,
+    peak_flops,
+    waits_of,
+)
 from shardwise.transport.device import peak_memory_bytes, random_states, set_random_states
 
 __all__ = ["Result", "Summary", "Trainer", "train"]
@@ -67,7 +73,13 @@ class Result:
     saved_step: int
     stopped_by: int = 0  # the signal after which it stopped; 0 if it reached its last step
     summary: Summary | None = None  # unless it was stopped
-    ledger: Ledger | None = None  # of the last step, if this process trained one
+
+
+@dataclass(frozen=True, slots=True)
+class _StepResult:
+    loss: float  # of the global batch
+    grad_norm: float | None  # if it is known
+    ranks: list[RankFigures]
 
 
 def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink] = ()) -> Result:
@@ -82,14 +94,15 @@ def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink]
         trainer.load(run.checkpoint)
     records, saved_step, pending = list(run.history), run.step, None
     every, folder = config.checkpoint.every, folder_at(run.saves_to)
-    with trainer.stop.handled() if every else nullcontext():
+    with trainer.recorded(run.path), trainer.stop.handled() if every else nullcontext():
         for record in trainer.steps(records[-1].seconds if records else 0.0):
             records.append(record)
             for sink in sinks:
                 sink.log(record)
             is_last = trainer.stopped_by or record.step == config.train.steps
             if every and (is_last or record.step % every == 0):
-                pending = trainer.save((folder / f"step-{record.step:08}").target)
+                with trainer.ledger.span("checkpoint"):
+                    pending = trainer.save((folder / f"step-{record.step:08}").target)
                 saved_step = record.step
             if trainer.stopped_by:
                 break
@@ -97,8 +110,7 @@ def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink]
             pending.wait()
     if trainer.stopped_by and saved_step < config.train.steps:
         return Result(saved_step, trainer.stopped_by)
-    ledger = sw.ledger(trainer.model) if trainer.num_trained else None
-    return Result(saved_step, 0, trainer.summarize(records), ledger)
+    return Result(saved_step, 0, trainer.summarize(records))
 
 
 class Trainer:
@@ -127,7 +139,25 @@ class Trainer:
         self.stopped_by = 0  # the signal for which all ranks stop
         self._training_seconds = 0.0  # without validation
         self._overlapped_shares: list[float] = []  # of the steps
-        self._mesh = runtime_of_root(self.model).mesh
+        runtime = runtime_of_root(self.model)
+        self._mesh, self._plan = runtime.mesh, runtime.plan
+        self.ledger = runtime.scheduler.ledger
+        self._recorder: sw.Recorder | None = None
+        self._exposed_seconds = 0.0  # of all steps
+
+    @contextmanager
+    def recorded(self, directory: Path) -> Iterator[None]:
+        """Record the run in ``directory``, if [record] says so."""
+        options = self.config.record
+        if not options.enabled:
+            yield
+            return
+        num_passes = self.config.rank_batch // self.config.micro_batch
+        steps = StepsOfRun(options.steps, self.step + 1, num_passes)
+        with sw.record(
+            self.model, directory, steps=steps, optimizer=self.optimizer
+        ) as self._recorder:
+            yield
 
     def save(self, path: Path | str) -> sw.Save:
         """Save model, optimizer, step, configuration and random states.
@@ -179,9 +209,10 @@ class Trainer:
             step_began = time.perf_counter()
             lr = float(self._scheduler.get_last_lr()[0])
             self.step += 1
-            batch = next(batches)
+            with self.ledger.span("data"):
+                batch = next(batches)
             try:
-                loss, grad_norm = self._step(batch)
+                done = self._step(batch)
             except BaseException as error:
                 runtime_of_root(self.model).scheduler.explain(error)
                 raise
@@ -190,21 +221,35 @@ class Trainer:
             self.num_trained += 1
             validates = config.validate_every and self.step % config.validate_every == 0
             is_validated = validates or self.step == config.steps
+            tokens_per_second = step_tokens / step_seconds
             yield StepMetrics(
                 step=self.step,
-                loss=loss,
-                grad_norm=grad_norm,
+                loss=done.loss,
+                grad_norm=done.grad_norm,
                 lr=lr,
                 loss_scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
                 tokens=self.step * step_tokens,
-                tokens_per_second=step_tokens / step_seconds,
+                tokens_per_second=tokens_per_second,
                 validation_loss=self.validate() if is_validated else None,
                 seconds=time.perf_counter() - began,
+                mfu=self._mfu(tokens_per_second),
+                peak_memory_bytes=int(max(one.peak_memory_bytes for one in done.ranks)),
+                free_memory_bytes=int(min(one.free_memory_bytes for one in done.ranks)),
+                **({} if self._recorder is None else waits_of(done.ranks)),
             )
+
+    def _mfu(self, tokens_per_second: float) -> float | None:
+        peak = peak_flops(self.world.device, self.config.precision.compute)
+        flops = flops_per_token(self.config.model, self._plan.num_parameters)
+        return None if peak is None else tokens_per_second * flops / (peak * self.world.size)
 
     @torch.no_grad()
     def validate(self) -> float:
         """The mean loss on the validation text."""
+        with self.ledger.span("validation"):
+            return self._validate()
+
+    def _validate(self) -> float:
         self.model.eval()
         num_batches = self.config.train.validation_batches
         total = torch.zeros((), device=self.world.device)
@@ -248,8 +293,8 @@ class Trainer:
             sample=sample,
         )
 
-    def _step(self, batch: Tensor) -> tuple[float, float | None]:
-        """Train on ``batch``; the global loss, and the gradient norm if it is known."""
+    def _step(self, batch: Tensor) -> _StepResult:
+        """Train on ``batch``."""
         total = torch.zeros((), device=self.world.device)
         parts = self._micro_batches(batch)
         for number, sequences in enumerate(parts, start=1):
@@ -261,14 +306,17 @@ class Trainer:
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         norm = self._update()
-        # One exchange for the loss and the signal, so that all ranks stop after the same step.
-        values = across([total, total.new_tensor(self.stop.number)], self._mesh, self._mesh.world)
-        figures = [values[:, 0].mean(), values[:, 1].amax()]
+        # One exchange for all that the ranks have to know of each other, so that all of them stop
+        # after the same step.
+        own = total.new_tensor([self.stop.number, *astuple(self._measured())])
+        values = across([total, *own.unbind()], self._mesh, self._mesh.world)
+        figures = [values[:, 0].mean()] + ([] if norm is None else [norm.to(total)])
         # The only wait of the step for the device.
-        figures += [] if norm is None else [norm.to(total)]
-        mean_loss, signal, *norms = torch.stack(figures).tolist()
-        self._overlapped_shares.append(sw.ledger(self.model).overlapped_share())
-        self.stopped_by = int(signal)
+        flat = torch.cat([torch.stack(figures), values[:, 1:].flatten()]).tolist()
+        mean_loss, *norms = flat[: len(figures)]
+        signals, *measured = (flat[len(figures) + i :: len(own)] for i in range(len(own)))
+        self._overlapped_shares.append(self.ledger.overlapped_share())
+        self.stopped_by = int(max(signals))
         grad_norm = norms[0] if norms else None
         # With a loss scale an infinite norm is a skipped step.
         ignores_norm = grad_norm is None or self.scaler.is_enabled()
@@ -279,7 +327,12 @@ class Trainer:
                 text += f". {describe_nonfinite(list(self.model.parameters()))}"
             raise FloatingPointError(text)
         self.optimizer.zero_grad()  # not before, as the error names gradients
-        return mean_loss, grad_norm
+        return _StepResult(mean_loss, grad_norm, list(map(RankFigures, *measured)))
+
+    def _measured(self) -> RankFigures:
+        before = self._exposed_seconds
+        self._exposed_seconds = 0.0 if self._recorder is None else self._recorder.exposed_seconds
+        return RankFigures.measure(self.world.device, self._exposed_seconds - before)
 
     def _update(self) -> Tensor | None:
         """Update the parameters; the gradient norm before clipping, if it is known."""

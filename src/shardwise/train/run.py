@@ -124,8 +124,6 @@ def _train_and_report(world: World, config: Config, directory: RunDirectory) -> 
         display.show_stop(result.stopped_by, result.saved_step)
         return result
     display.show_end(result.summary)
-    if result.ledger is not None:
-        result.ledger.save(directory.timeline)
     replace_text(directory.summary, json.dumps(asdict(result.summary), indent=2) + "\n")
     title = f"{config.run.name}, {config.shard.nproc} ranks"
     records = read_history(directory.metrics, config.train.steps)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,11 +55,6 @@ class RunDirectory:
     def summary(self) -> Path:
         """One JSON object: the fields of `loop.Summary`. Written last."""
         return self.path / "summary.json"
-
-    @property
-    def timeline(self) -> Path:
-        """The last step of rank 0, for chrome://tracing or ui.perfetto.dev."""
-        return self.path / "timeline.json"
 
     def is_finished(self, steps: int) -> bool:
         """Whether all ``steps`` are trained, and summarized unless another directory has them."""
@@ -164,8 +160,9 @@ def _prepare(run: RunDirectory, config: Config) -> None:
             discard(checkpoint)
     lines = (json.dumps(record.metrics()) + "\n" for record in run.history)
     replace_text(run.metrics, "".join(lines))
-    for stale in (run.loss_plot, run.summary, run.timeline):
+    for stale in (run.loss_plot, run.summary):
         stale.unlink(missing_ok=True)
+    shutil.rmtree(run.path / "recording", ignore_errors=True)  # perhaps of more ranks
     # What resumes this run: its directory, without run.overwrite.
     directory = config.run.directory or str(run.path.resolve())
     section = config.run.model_copy(update={"directory": directory, "overwrite": False})

@@ -35,6 +35,12 @@ class StepMetrics:
     seconds: float  # since the first step, validation included
     validation_loss: float | None = None  # after this step, if it was validated
     loss_scale: float | None = None  # in float16; halved after a skipped step
+    mfu: float | None = None  # share of the devices' peak; see `utilization.flops_per_token`
+    # Of the run's recording; on a device, of the step before.
+    exposed_seconds: float | None = None  # compute waited for communication, mean over ranks
+    slowest_rank: int | None = None  # for which the others wait
+    peak_memory_bytes: int | None = None  # of the rank that needs most, since the process began
+    free_memory_bytes: int | None = None  # of the rank that has least
 
     def metrics(self) -> dict[str, float]:
         """All values but None."""

@@ -48,6 +48,7 @@ __all__ = [
     "random_states",
     "seed_generators",
     "set_random_states",
+    "total_memory_bytes",
     "wait_for_device",
 ]
 
@@ -336,6 +337,11 @@ def name_of(device: torch.device) -> str:
 def allocated_bytes(device: torch.device) -> int:
     """What the allocator of an accelerator has given to tensors."""
     return torch.accelerator.memory_allocated(device)
+
+
+def total_memory_bytes(device: torch.device) -> int | None:
+    """The memory of an accelerator; None on the CPU."""
+    return None if device.type in _ON_HOST else torch.accelerator.get_memory_info(device)[1]
 
 
 def peak_memory_bytes(device: torch.device) -> int:
