@@ -52,7 +52,7 @@ class Page:
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
+        for domain in ("Page", "Runtime", "Log", "Network", "Performance"):
             self._call(f"{domain}.enable")
 
     def show(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
@@ -125,10 +125,30 @@ class Page:
         self._call("Input.insertText", text=text)
         self.get(f"{element}.blur()")
 
-    def save_picture(self, path: Path, *, whole: bool = False) -> None:
-        """A PNG of the window, or of the whole page."""
-        found = self._call("Page.captureScreenshot", captureBeyondViewport=whole)
+    def cpu_seconds(self) -> float:
+        """What the page's process has computed since it began."""
+        metrics = self._call("Performance.getMetrics")["metrics"]
+        return next(float(one["value"]) for one in metrics if one["name"] == "ProcessTime")
+
+    def save_picture(self, path: Path, selector: str | None = None) -> None:
+        """A PNG of the window, or of an element with its surroundings."""
+        clip = {} if selector is None else {"clip": self._box(selector)}
+        found = self._call("Page.captureScreenshot", captureBeyondViewport=bool(clip), **clip)
         path.write_bytes(base64.b64decode(found["data"]))
+
+    def _box(self, selector: str) -> dict[str, float]:
+        box = self.get(f"""(() => {{
+          const box = document.querySelector({json.dumps(selector)}).getBoundingClientRect();
+          return {{ x: box.x + scrollX, y: box.y + scrollY, width: box.width, height: box.height }};
+        }})()""")
+        margin = 12
+        return {
+            "x": box["x"] - margin,
+            "y": box["y"] - margin,
+            "width": box["width"] + 2 * margin,
+            "height": box["height"] + 2 * margin,
+            "scale": 1,
+        }
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         number = next(self._numbers)

@@ -25,13 +25,26 @@ from shardwise.schedule.sequencer import schedule
 if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
 
-__all__ = ["Run", "record_run", "write_run"]
+__all__ = ["EVIL", "Found", "Run", "record_run", "write_run"]
 
+EVIL = "</script><script>alert(1)</script><b>'\"&$x${y}"  # as a name
 _BYTES_PER_SECOND = 40e9
 _LATENCY = 30e-6
 _LAUNCH_SECONDS = 8e-6
 _SECONDS_PER_ELEMENT = 60e-12
 _GATHERS = (EventKind.GATHER, EventKind.RESHARD_TO_SUBGROUP)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A finding, made up."""
+
+    title: str = "units 3 to 12 wait 41 ms a step for gathers: raise prefetch to 2"
+    detail: str = "41 ms of 140 ms"
+    saves_seconds: float = 0.002
+    saves_bytes: int = -180_000_000
+    unit: int | None = 1
+    rank: int | None = 2
 
 
 @dataclass(frozen=True)

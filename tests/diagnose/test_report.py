@@ -5,7 +5,7 @@ import gzip
 import json
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -22,22 +22,9 @@ from shardwise.diagnose.page.metrics import read_charts
 from shardwise.diagnose.recording import RankRecording
 from shardwise.diagnose.summary import summarize
 from shardwise.schedule.events import EventKind
-from tests.diagnose.synthetic import Run, record_run, write_run
+from tests.diagnose.synthetic import EVIL, Found, Run, record_run, write_run
 
 RANKS = record_run(Run(slowness={2: 1.5}))
-EVIL = "</script><script>alert(1)</script><b>'\"&$x${y}"
-
-
-@dataclass(frozen=True)
-class Found:
-    """A finding, made up."""
-
-    title: str = "units 3 to 12 wait 41 ms a step for gathers: raise prefetch to 2"
-    detail: str = "41 ms of 140 ms"
-    saves_seconds: float = 0.002
-    saves_bytes: int = -180_000_000
-    unit: int | None = 1
-    rank: int | None = 2
 
 
 class Scripts(HTMLParser):

@@ -60,7 +60,11 @@ def render(
         header.device,
         f"strategy {header.strategy}",
         f"prefetch {header.prefetch}",
-        *(f"{name} {value}" for name, value in header.info.items() if _is_short(value)),
+        *(
+            f"{name.replace('_', ' ')} {value}"
+            for name, value in header.info.items()
+            if _is_short(value)
+        ),
     ]
     return Template(_read("report.html")).substitute(
         title=escape(title),

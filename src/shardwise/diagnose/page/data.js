@@ -71,6 +71,7 @@ export function lowerBound(values, wanted) {
 
 export function secondsText(seconds) {
   const size = Math.abs(seconds);
+  if (!size) return "0 s";
   const [value, unit] = size >= 1 ? [seconds, "s"] : size >= 1e-3 ? [seconds * 1e3, "ms"] : [seconds * 1e6, "µs"];
   const digits = Math.abs(value) >= 100 ? 0 : Math.abs(value) >= 10 ? 1 : 2;
   return `${value.toFixed(digits)} ${unit}`;

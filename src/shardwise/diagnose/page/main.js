@@ -84,7 +84,7 @@ function listen() {
       const { unit, rank } = button.dataset;
       if (rank !== undefined) showRank(Number(rank));
       else showUnit(button.getAttribute("aria-pressed") === "true" ? null : Number(unit));
-      get("timeline").scrollIntoView({ behavior: "smooth" });
+      get("timeline").scrollIntoView();
     });
   }
 }

@@ -2,12 +2,20 @@
 
 const style = getComputedStyle(document.documentElement);
 
+const theme = matchMedia("(prefers-color-scheme: dark)");
+const colors = new Map(); // that were read, which takes long
+
 /** The value of a color of report.css, in the present theme. */
-export const color = (name) => style.getPropertyValue(`--${name}`).trim();
+export function color(name) {
+  if (!colors.has(name)) colors.set(name, style.getPropertyValue(`--${name}`).trim());
+  return colors.get(name);
+}
+
+theme.addEventListener("change", () => colors.clear());
 
 /** Call `draw` when the theme changes. */
 export function onTheme(draw) {
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  theme.addEventListener("change", draw);
 }
 
 /** Size a canvas for the screen's pixels and return its context, in CSS pixels, cleared. */

@@ -48,7 +48,10 @@ export class Timeline {
       this.readColors();
       this.draw();
     });
-    view.addEventListener("change", this.draw);
+    view.addEventListener("change", () => {
+      this.showRange();
+      this.draw();
+    });
     this.scroller.addEventListener("scroll", this.draw);
     new ResizeObserver(() => this.arrange()).observe(this.scroller);
     this.listen();
@@ -103,6 +106,12 @@ export class Timeline {
     this.view.dispatchEvent(new Event("change"));
   }
 
+  showRange() {
+    if (!this.step) return;
+    const [low, high] = [this.view.low, this.view.high].map((tick) => secondsText(tick * this.step.tick));
+    document.getElementById("range").textContent = `${low} to ${high}`;
+  }
+
   box(row, track) {
     let top = RULER + 4 + row * this.rowHeight - this.scroller.scrollTop;
     for (let above = 0; above < track; above += 1) top += this.heights[above] + 1;
@@ -154,7 +163,7 @@ export class Timeline {
     context.fillStyle = color("muted");
     for (const mark of marks) {
       const x = Math.round(this.view.x(mark / this.step.tick)) + 0.5;
-      context.fillText(mark ? secondsText(mark) : "0", x + 4, RULER / 2);
+      context.fillText(secondsText(mark), x + 4, RULER / 2);
       context.fillRect(x - 0.5, 6, 1, RULER - 6);
     }
     context.fillStyle = color("line");

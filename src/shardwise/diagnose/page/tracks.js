@@ -22,8 +22,13 @@ export function drawTrack(context, track, view, box, colors, unit) {
   let column = -1;
   let longest = -1; // of the bars in that column
   let winner = null; // its color
+  let present = null; // reading context.fillStyle is slow
+  const fill = (paint, left, width) => {
+    if (paint !== present) context.fillStyle = present = paint;
+    context.fillRect(left, box.top, width, box.height);
+  };
   const flush = () => {
-    if (run) fill(context, run.paint, run.left, box.top, run.right - run.left, box.height);
+    if (run) fill(run.paint, run.left, run.right - run.left);
     run = null;
   };
   const endColumn = () => {
@@ -46,8 +51,11 @@ export function drawTrack(context, track, view, box, colors, unit) {
       flush();
       const left = Math.max(start, box.left);
       const end = Math.min(start + width, right);
-      fill(context, paint, left, box.top, end - left - (width > 4 ? 0.5 : 0), box.height);
-      if (end - left > LABEL_WIDTH && box.height >= 13) write(context, index.labels[label[bar]], left, end, box);
+      fill(paint, left, end - left - (width > 4 ? 0.5 : 0));
+      if (end - left > LABEL_WIDTH && box.height >= 13) {
+        write(context, index.labels[label[bar]], left, end, box);
+        present = null;
+      }
       continue;
     }
     const here = Math.max(box.left, Math.floor(start));
@@ -60,11 +68,6 @@ export function drawTrack(context, track, view, box, colors, unit) {
   }
   endColumn();
   flush();
-}
-
-function fill(context, paint, left, top, width, height) {
-  if (context.fillStyle !== paint) context.fillStyle = paint;
-  context.fillRect(left, top, width, height);
 }
 
 function write(context, text, left, right, box) {
