@@ -39,7 +39,7 @@ from shardwise.runtime.checks import (
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.module import FSDPModule, handle_of, mark
-from shardwise.runtime.replaced import restore_ties
+from shardwise.runtime.optimizers import restore_ties
 from shardwise.tensor.mesh import DataParallelMesh, data_parallel_part, resolve_mesh
 from shardwise.tensor.sharding import is_tensor_parallel, sharding_of
 

@@ -13,6 +13,7 @@ autocast, in functorch, of complex numbers, and of embeddings on a GPU.
 
 import weakref
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -33,22 +34,22 @@ from shardwise.runtime.engine import Runtime
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import FlatParameters
 
-__all__ = [
-    "SlotEmbedding",
-    "SlotLinear",
-    "computes_in_slot",
-    "let_compute_in_slot",
-    "offer_slots",
-    "replace_layers",
-]
+__all__ = ["SlotEmbedding", "SlotLinear", "offer_slots", "replace_layers"]
 
 _LEAST_ELEMENTS = 1 << 16  # a Python function costs autograd more than copying fewer does
 
 
 def replace_layers(root: nn.Module) -> None:
     """Have the layers of ``root`` ask their weights in backward where to compute gradients."""
-    for module in root.modules():
-        let_compute_in_slot(module)
+    modules: Any = root.modules()
+    layers: Any = ((nn.Linear, SlotLinear), (nn.Embedding, SlotEmbedding))
+    for module, (plain, in_slot) in product(modules, layers):
+        kind: Any = type(module)
+        if isinstance(module, plain) and not parametrize.is_parametrized(module):
+            # A class that has a word in what derives from it, such as a registry, is left alone.
+            is_plain = type(kind) is type and not hasattr(kind.__init_subclass__, "__func__")
+            if is_plain and kind.forward is plain.forward and kind.__call__ is plain.__call__:
+                module.__class__ = _slot_class(kind, plain, in_slot)
 
 
 def offer_slots(runtime: Runtime) -> None:
@@ -62,17 +63,6 @@ def offer_slots(runtime: Runtime) -> None:
                     offer_slot(parameter.dense, claim)
 
 
-def let_compute_in_slot(module: nn.Module) -> None:
-    """Have a layer compute its weight's gradient where the weight offers to."""
-    kind = type(module)
-    for plain, in_slot in ((nn.Linear, SlotLinear), (nn.Embedding, SlotEmbedding)):
-        if isinstance(module, plain) and not parametrize.is_parametrized(module):
-            # A class that has a word in what derives from it, such as a registry, is left alone.
-            is_plain = type(kind) is type and not hasattr(kind.__init_subclass__, "__func__")
-            if is_plain and kind.forward is plain.forward and kind.__call__ is plain.__call__:
-                module.__class__ = _slot_class(kind, plain, in_slot)  # type: ignore[arg-type]
-
-
 def _claim_slot(
     scheduler_ref: weakref.ref[Scheduler],
     index: int,
@@ -82,11 +72,11 @@ def _claim_slot(
     scheduler, flat = scheduler_ref(), flat_ref()
     if scheduler is None or flat is None:
         return None
-    in_slot = all(map(computes_in_slot, flat.parameters[position].modules))
+    in_slot = all(map(_computes_in_slot, flat.parameters[position].modules))
     return scheduler.units[index].claim_gradient(flat, position, in_slot=in_slot)
 
 
-def computes_in_slot(module: nn.Module | None) -> bool:
+def _computes_in_slot(module: nn.Module | None) -> bool:
     """Whether a module asks its weight for memory in backward."""
     if isinstance(module, SlotEmbedding):
         return module.is_plain

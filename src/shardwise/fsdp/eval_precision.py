@@ -1,11 +1,14 @@
 """FSDP1's evaluation in full precision: ``FSDP_USE_FULL_PREC_IN_EVAL=1`` in the environment."""
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import nn
 
 from shardwise.plan.precision import MixedPrecisionPolicy
-from shardwise.runtime.module import FSDPModule, change_precision, handle_of
+from shardwise.runtime.engine import HANDLE
+from shardwise.runtime.module import FSDPModule, handle_of, keeping_gradients
 
 __all__ = ["EvalPrecision"]
 
@@ -37,4 +40,17 @@ class EvalPrecision:
                 unit: MixedPrecisionPolicy(master_dtype=policy.master_dtype)
                 for unit, policy in self._in_training.items()
             }
-        change_precision(root, policies)
+        _shard_again(root, policies)
+
+
+def _shard_again(root: nn.Module, policies: Mapping[FSDPModule, MixedPrecisionPolicy]) -> None:
+    """Shard ``root`` between steps, with other dtypes for units in it; keeps gradients."""
+    runtime = handle_of(root).runtime
+    runtime.scheduler.check_idle("units cannot be sharded again in the middle of a step")
+    for module, policy in policies.items():
+        handle = handle_of(module)
+        choice = replace(handle.choice, precision=policy)
+        module.__dict__[HANDLE] = replace(handle, choice=choice)
+    runtime.scheduler.check_convertible()
+    with keeping_gradients(root):
+        runtime.shard_again(root)

@@ -38,7 +38,7 @@ from shardwise.fsdp.wrap import wrap_children
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.units import NEVER_CALLED
 from shardwise.runtime.casting import cast_tensors
-from shardwise.runtime.module import FSDPModule, handle_of, is_gathered, unit_of
+from shardwise.runtime.module import FSDPModule, handle_of
 from shardwise.tensor.sharding import local_of, sharding_of
 from shardwise.transport.process_group import broadcast_tensors
 
@@ -241,7 +241,7 @@ class FullyShardedDataParallel(nn.Module):
         """The parameters of this unit, those of wrappers inside it excepted."""
         if not isinstance(self.module, FSDPModule):
             return []
-        return [parameter.sharded for parameter in unit_of(self.module).parameters]
+        return [parameter.sharded for parameter in handle_of(self.module).unit.parameters]
 
     @property
     def rank(self) -> int:
@@ -272,7 +272,7 @@ class FullyShardedDataParallel(nn.Module):
             WrapperError: the parameters are gathered already.
         """
         units = [module for module in self.modules() if isinstance(module, FSDPModule)]
-        if any(is_gathered(unit) for unit in units):
+        if any(handle_of(unit).runtime.scheduler.is_held for unit in units):
             raise WrapperError(
                 "apply: FSDP modules are expected to be in states between steps, sharded; call it "
                 "outside summon_full_params"

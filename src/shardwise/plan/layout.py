@@ -23,7 +23,7 @@ none. Shards and parameters begin at multiples of ``alignment`` elements, since 
 cuBLAS need 16 bytes; with element granularity that is the only padding.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm, prod
@@ -144,9 +144,11 @@ class Layout:
             assert self._cuts_no_granule(extent), f"{extent.parameter.name} is cut inside a granule"
         assert end <= self.num_elements, "the last parameter ends inside the buffer"
 
-    def with_parameters(self, change: Callable[[ParameterSpec], ParameterSpec]) -> "Layout":
-        """The same places for parameters that ``change`` returns, of the same shapes."""
-        extents = (replace(one, parameter=change(one.parameter)) for one in self.extents)
+    def unfrozen(self) -> "Layout":
+        """The same, with gradients."""
+        extents = [
+            replace(one, parameter=replace(one.parameter, trainable=True)) for one in self.extents
+        ]
         return replace(self, extents=tuple(extents))
 
     @property

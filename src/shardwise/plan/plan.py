@@ -7,7 +7,7 @@ from torch import nn
 
 from shardwise.errors import PlanError
 from shardwise.plan.granularity import Granularities
-from shardwise.plan.layout import Layout, ParameterSpec
+from shardwise.plan.layout import ParameterSpec
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.strategy import Level, Strategy, resolve_strategy
@@ -40,11 +40,6 @@ class Plan:
         return replace(self, units=tuple(_unfrozen(unit, names) for unit in self.units))
 
     @property
-    def row(self) -> int:
-        """Ranks whose shards make the whole model."""
-        return self.world_size // self.replicas if self.strategy.is_two_level else self.world_size
-
-    @property
     def num_parameters(self) -> int:
         """Elements of all parameters, tied ones counted once."""
         return sum(spec.num_elements for unit in self.units for spec in unit.parameters)
@@ -72,13 +67,10 @@ class Plan:
 
 def _unfrozen(unit: UnitPlan, names: Collection[str]) -> UnitPlan:
     """All parameters of a buffer have gradients, or none of them."""
-
-    def thaw(layout: Layout) -> Layout:
-        if all(extent.parameter.name not in names for extent in layout.extents):
-            return layout
-        return layout.with_parameters(lambda spec: replace(spec, trainable=True))
-
-    layouts = tuple(map(thaw, unit.layouts))
+    layouts = tuple(
+        layout.unfrozen() if any(one.parameter.name in names for one in layout.extents) else layout
+        for layout in unit.layouts
+    )
     specs = {one.parameter.name: one.parameter for layout in layouts for one in layout.extents}
     return replace(
         unit, layouts=layouts, parameters=tuple(specs[spec.name] for spec in unit.parameters)

@@ -163,27 +163,19 @@ def _level(strategy: Strategy, axis: int) -> Level:
     return Level(sum(getattr(strategy, kind)[axis] is _CUT for kind in _KINDS))
 
 
-def _preset(name: str, inner: Level, outer: Level | None = None) -> Strategy:
-    levels = (inner,) if outer is None else (outer, inner)
-    kinds = {
-        kind: tuple(_CUT if level >= needed else _WHOLE for level in levels)
-        for kind, needed in zip(_KINDS, (3, 2, 1), strict=True)
-    }
-    return Strategy(**kinds, name=name)
-
-
 # ZeRO, Rajbhandari et al., 2019 (arXiv 1910.02054); FSDP and the hybrid of it, Zhao et al., 2023
 # (arXiv 2304.11277); the optimizer state over both axes: Megatron-FSDP's HFSDP.
+_NONE, _INNER, _BOTH = ("replicate", "replicate"), ("replicate", "shard"), ("shard", "shard")
 PRESETS: dict[str, Strategy] = {
     preset.name: preset
     for preset in (
-        _preset("ddp", Level.NOTHING),
-        _preset("zero1", Level.OPTIMIZER),
-        _preset("zero2", Level.GRADIENTS),
-        _preset("fsdp", Level.PARAMETERS),
-        _preset("hsdp", Level.PARAMETERS, outer=Level.NOTHING),
-        _preset("hsdp-zero2", Level.GRADIENTS, outer=Level.NOTHING),
-        _preset("hfsdp", Level.PARAMETERS, outer=Level.OPTIMIZER),
+        Strategy("replicate", "replicate", "replicate", "ddp"),
+        Strategy("replicate", "replicate", "shard", "zero1"),
+        Strategy("replicate", "shard", "shard", "zero2"),
+        Strategy("shard", "shard", "shard", "fsdp"),
+        Strategy(_INNER, _INNER, _INNER, "hsdp"),
+        Strategy(_NONE, _INNER, _INNER, "hsdp-zero2"),
+        Strategy(_INNER, _INNER, _BOTH, "hfsdp"),
     )
 }
 

@@ -12,9 +12,8 @@ import shardwise.tensor.operations  # noqa: F401 - what can be done with shards
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan, UnitSettings
 from shardwise.plan.units import UnitPlan, keeps_its_class, named_parameters
-from shardwise.runtime import replaced
+from shardwise.runtime import optimizers
 from shardwise.runtime.checks import is_on_meta
-from shardwise.runtime.empty_steps import warn_of_empty_steps
 from shardwise.runtime.extensions import ExtendedParameters
 from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.memory import Pools
@@ -85,15 +84,14 @@ def make_unit(
     plan: UnitPlan,
     mesh: DataParallelMesh,
     pools: Pools,
-    offloader: ShardOffloader | None = None,
-    fill: Callable[[UnitPlan], None] = lambda _plan: None,
-    own_mesh: DataParallelMesh | None = None,
+    offloader: ShardOffloader | None,
+    fill: Callable[[UnitPlan], None],
+    own_mesh: DataParallelMesh | None,
 ) -> Unit:
     """Shard the parameters of ``plan`` in ``root``, to which ``fill`` has given values.
 
     Over ``own_mesh``, if the unit has other ranks than the model, whose ``mesh`` has them too.
     """
-    warn_of_empty_steps()
     in_step = mesh if own_mesh is None else own_mesh.within(mesh)
     mesh = mesh if own_mesh is None else own_mesh
     settings = settings_of(root.get_submodule(plan.name))
@@ -176,13 +174,14 @@ def _put_sharded(
     root: nn.Module, original: nn.Parameter, sharding: Sharding, payload: Tensor
 ) -> tuple[list[ParameterOwner], nn.Parameter]:
     """Have modules hold ``payload`` in the place of ``original``: which, and as what."""
+    optimizers.watch_optimizers()
     owners = [owner_of(root, name) for name in sharding.extent.parameter.names]
     sharded = replace_parameter(original, payload)
     sharding.mark(sharded)
     for owner in owners:
         owner.put(sharded)
     if sharded is not original and not (isinstance(original, DTensor) or keeps_its_class(original)):
-        replaced.replace(original, sharded)
+        optimizers.replace(original, sharded)
     return owners, sharded
 
 

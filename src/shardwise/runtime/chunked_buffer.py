@@ -28,9 +28,9 @@ class ChunkedBuffer:
         pool: Pool,
         own_pool: Pool,
         *,
-        dtype: str | None = None,
-        owns_memory: bool = False,
-        fills_views: bool = False,
+        dtype: str | None,
+        owns_memory: bool,
+        fills_views: bool,
     ) -> None:
         self.layout = layout
         self._chunks = FlatBuffer(layout, pool, dtype=dtype, owner_suffix=" in chunks")
@@ -121,13 +121,7 @@ def flat_buffer(
         owns_memory: the views may be used at any time.
         fills_views: they are written first, as by autograd, and not ``flat``, as by a gather.
     """
-    if isinstance(layout, ChunkedLayout):
-        return ChunkedBuffer(
-            layout,
-            pool,
-            own_pool or pool,
-            dtype=dtype,
-            owns_memory=owns_memory,
-            fills_views=fills_views,
-        )
-    return FlatBuffer(layout, pool, dtype=dtype, owns_memory=owns_memory)
+    if not isinstance(layout, ChunkedLayout):
+        return FlatBuffer(layout, pool, dtype=dtype, owns_memory=owns_memory)
+    options = {"owns_memory": owns_memory, "fills_views": fills_views}
+    return ChunkedBuffer(layout, pool, own_pool or pool, dtype=dtype, **options)

@@ -297,14 +297,9 @@ class GradientBuffer:
         elif self.shard.is_empty:
             self._reduced = self.shard.memory()
         else:
-            self._reduced = self._allocate(size, self.shard.dtype)
+            self._reduced = self._pool.allocate_tensor(size, self.shard.dtype)
+            self._scratch.append(self._reduced.untyped_storage())
         return self._reduced
-
-    def _allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Memory until `collect`."""
-        tensor = self._pool.allocate_tensor(num_elements, dtype)
-        self._scratch.append(tensor.untyped_storage())
-        return tensor
 
     def _free_scratch(self) -> None:
         for storage in self._scratch:

@@ -6,8 +6,7 @@ hints are accepted and ignored.
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache, partial, wraps
 from typing import Any, cast
 
@@ -17,29 +16,25 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan, UnitSettings
-from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.units import named_parameters
 from shardwise.runtime import compiler
 from shardwise.runtime.attach import settings_of
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.ledger import Ledger
-from shardwise.runtime.unit import Unit
 from shardwise.schedule.events import EventKind
 from shardwise.tensor.sharding import sharding_of
 
 __all__ = [
     "FSDPModule",
     "UnshardHandle",
-    "change_precision",
     "gathered",
     "handle_of",
-    "is_gathered",
+    "keeping_gradients",
     "ledger",
     "mark",
     "register_forward_method",
     "runtime_of_root",
     "runtimes_in",
-    "unit_of",
 ]
 
 _NO_BACKEND = "is not supported; choose a backend by the process group of the mesh"
@@ -389,7 +384,7 @@ def _unfreeze(root: nn.Module, names: Collection[str]) -> None:
     """Make room for gradients of the parameters ``names``, which were frozen."""
     runtime = handle_of(root).runtime
     runtime.scheduler.check_convertible()
-    with _keeping_gradients(root):
+    with keeping_gradients(root):
         _shard_by(runtime.plan.unfrozen(names), root, root, runtime)
 
 
@@ -404,28 +399,8 @@ def _shard_by(plan: Plan, module: nn.Module, root: nn.Module, runtime: Runtime) 
     new.watch_structure(module, warns=runtime.warns_of_added)
 
 
-def is_gathered(module: nn.Module) -> bool:
-    """Whether `gathered` has the parameters of the unit ``module``."""
-    return handle_of(module).runtime.scheduler.is_held
-
-
-def change_precision(
-    root: nn.Module, policies: Mapping["FSDPModule", MixedPrecisionPolicy]
-) -> None:
-    """Shard ``root`` again between steps, with other dtypes for units in it; keeps gradients."""
-    runtime = handle_of(root).runtime
-    runtime.scheduler.check_idle("units cannot be sharded again in the middle of a step")
-    for module, policy in policies.items():
-        handle = handle_of(module)
-        choice = replace(handle.choice, precision=policy)
-        module.__dict__[HANDLE] = replace(handle, choice=choice)
-    runtime.scheduler.check_convertible()
-    with _keeping_gradients(root):
-        runtime.shard_again(root)
-
-
 @contextlib.contextmanager
-def _keeping_gradients(root: nn.Module) -> Iterator[None]:
+def keeping_gradients(root: nn.Module) -> Iterator[None]:
     """Have the parameters of ``root`` keep their gradients when it is sharded again."""
     gradients = {name: p.grad for name, p in root.named_parameters() if sharding_of(p) is not None}
     yield
@@ -439,11 +414,6 @@ def _keeping_gradients(root: nn.Module) -> Iterator[None]:
         else:
             local = sharding.own_part_of(gradient.full_tensor()).reshape(-1).contiguous()
         parameter.grad = sharding.wrap(local)
-
-
-def unit_of(module: nn.Module) -> Unit:
-    """What runs the unit ``module``."""
-    return handle_of(module).unit
 
 
 def _units_in(module: nn.Module, recurse: bool) -> "list[FSDPModule]":

@@ -1,6 +1,6 @@
 """Calls of units: in the order of a forward, and in the order in which a backward visits them."""
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -65,15 +65,14 @@ class BackwardPass:
 
     def __init__(self, forward: Pass) -> None:
         calls = [call for call in forward.calls if call.is_differentiable]
-        self._unvisited = deque(sorted(calls, key=lambda call: -call.exited))
-        self._unvisited_set = set(calls)
+        self._unvisited = dict.fromkeys(sorted(calls, key=lambda call: call.exited))  # last first
         self._active: dict[Call, None] = {}  # visited and not finished
         self.num_calls = Counter(call.unit for call in calls)
         self._num_unfinished = self.num_calls.copy()
 
     @property
     def upcoming(self) -> Iterator[int]:
-        return (call.unit for call in self._unvisited)
+        return (call.unit for call in reversed(self._unvisited))
 
     def is_active(self, unit: int) -> bool:
         return any(call.unit == unit for call in self._active)
@@ -84,9 +83,8 @@ class BackwardPass:
 
     def visit_until(self, last: Call | None) -> Iterator[Call]:
         """Unvisited calls up to ``last`` (all of them for None), each visited as it is yielded."""
-        while self._unvisited and (last is None or last in self._unvisited_set):
-            call = self._unvisited.popleft()
-            self._unvisited_set.discard(call)
+        while self._unvisited and (last is None or last in self._unvisited):
+            call, _ = self._unvisited.popitem()
             self._active[call] = None
             yield call
 

@@ -1,10 +1,12 @@
-"""Parameters that somebody, such as an optimizer, holds from before `fully_shard`.
+"""What every optimizer's step is looked at for: replaced parameters, and no gradient at all.
 
 A DTensor cannot take the place of a plain tensor in the same object, so the module has a new
-parameter. The old one has no memory any more. It shows the gradient of the new one, and an
-optimizer that holds it steps the new one.
+parameter. The old one, which somebody may hold from before `fully_shard`, has no memory any more.
+It shows the gradient of the new one, and an optimizer that holds it steps the new one.
 """
 
+import warnings
+import weakref
 from functools import cache
 from typing import Any
 
@@ -14,8 +16,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise._private import accumulated_gradient_hooks, gradient_hooks
 from shardwise.errors import PlanError
+from shardwise.runtime.parameters import STEPS_IN_BACKWARD
+from shardwise.tensor.sharding import sharding_of
 
-__all__ = ["current", "replace", "restore_ties"]
+__all__ = ["current", "replace", "restore_ties", "watch_optimizers"]
+
+_warned: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 class ReplacedParameter(nn.Parameter):
@@ -43,7 +49,6 @@ def replace(original: nn.Parameter, sharded: nn.Parameter) -> None:
     original.__class__ = ReplacedParameter
     assert isinstance(original, ReplacedParameter)
     original._sharded = sharded
-    _watch_optimizers()
 
 
 def current(parameter: Tensor) -> Tensor:
@@ -60,8 +65,32 @@ def restore_ties(root: nn.Module) -> None:
 
 
 @cache
-def _watch_optimizers() -> None:
+def watch_optimizers() -> None:
+    """Look at every optimizer's steps from now on."""
     register_optimizer_step_pre_hook(_take_sharded)
+    register_optimizer_step_pre_hook(_warn_of_empty_step)
+
+
+def _warn_of_empty_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """A step without any gradient would change nothing and say nothing."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    if optimizer in _warned or any(one.grad is not None for one in parameters):
+        return
+    names = [
+        sharding.name
+        for parameter in parameters
+        if parameter.requires_grad
+        and (sharding := sharding_of(parameter)) is not None
+        and not getattr(parameter, STEPS_IN_BACKWARD, False)
+    ]
+    if names:
+        _warned.add(optimizer)
+        warnings.warn(
+            f"{type(optimizer).__name__} steps, and none of its {len(parameters)} parameters has a "
+            f"gradient (the first is {names[0]}). loss.backward(inputs=...) gives none to sharded "
+            "parameters: call loss.backward()",
+            stacklevel=4,
+        )
 
 
 def _take_sharded(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
