@@ -85,18 +85,20 @@ class HostCollectives:
         """As `ProcessGroupCollectives.reduce`, in the order of the ranks."""
         inner, out, scale = reduction.inner, reduction.out, reduction.scale
         first, *rest = reduction.stages
+        rows = reduction.flat.view(first.group.size, -1)
         finish = Finish(reduction.carried, None if rest else out, scale)
-        exchanges = [self._reduce_scatter(label, reduction.flat, inner, first.group, finish)]
+        exchanges = [self._sum(label, first.group, rows, inner, finish)]
         cast: Callable[[], None] | None = None
         for stage in rest:  # there is one at most
+            group = stage.group
             if stage.operation is Operation.REDUCE_SCATTER:
-                total, finish = reduction.scattered(stage.group), Finish(None, out, scale)
-                exchanges.append(self._reduce_scatter(label, inner, total, stage.group, finish))
+                rows, total = inner.view(group.size, -1), reduction.scattered(group)
+                exchanges.append(self._sum(label, group, rows, total, Finish(None, out, scale)))
             elif out is not None and reduction.is_cast:
-                exchanges += self._all_reduce(label, inner, stage.group, 1.0)
+                exchanges += self._all_reduce(label, inner, group, 1.0)
                 cast = partial(copy_scaled_, out, inner, scale)
             else:
-                exchanges += self._all_reduce(label, inner, stage.group, scale)
+                exchanges += self._all_reduce(label, inner, group, scale)
         return self._submit(exchanges, finish=cast)
 
     def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:
@@ -203,37 +205,33 @@ class HostCollectives:
 
     # -- the stages of a reduction ---------------------------------------------------------------
 
-    def _reduce_scatter(
-        self, label: str, flat: Tensor, total: Tensor, group: RankGroup, finish: Finish
-    ) -> _Exchange:
-        return self._sum(label, group, flat.view(group.size, -1).unbind(), total, finish)
-
     def _all_reduce(
         self, label: str, inner: Tensor, group: RankGroup, scale: float
     ) -> Iterator[_Exchange]:
         """Exchanges that leave ``scale`` times the sum in ``inner``."""
+
+        def sum_whole(tensor: Tensor) -> _Exchange:
+            rows = tensor.expand(group.size, -1)
+            return self._sum(label, group, rows, tensor, Finish(None, tensor, scale))
+
         # What is sent inline was copied before the sum is written.
         if inner.nbytes <= INLINE_BYTES:
-            yield self._sum(label, group, [inner] * group.size, inner, Finish(None, inner, scale))
+            yield sum_whole(inner)
             return
         size = inner.numel() // group.size
         cut, rest = inner[: size * group.size], inner[size * group.size :]
-        parts = cut.view(group.size, size).unbind()
-        own = parts[group.index]
-        yield self._sum(label, group, parts, own, Finish(None, own, scale))
+        rows = cut.view(group.size, size)
+        own = rows[group.index]
+        yield self._sum(label, group, rows, own, Finish(None, own, scale))
         yield self._exchange(label, group, own.nbytes, self._gathering(cut, group))
         if rest.numel():
-            yield self._sum(label, group, [rest] * group.size, rest, Finish(None, rest, scale))
+            yield sum_whole(rest)
 
     def _sum(
-        self,
-        label: str,
-        group: RankGroup,
-        parts: Sequence[Tensor],
-        total: Tensor,
-        finish: Finish,
+        self, label: str, group: RankGroup, rows: Tensor, total: Tensor, finish: Finish
     ) -> _Exchange:
-        run = self._sums.prepare(group, parts, total, finish)
+        """Leave in ``total`` [S] the sum of this rank's row of all ranks' ``rows`` [ranks, S]."""
+        run = self._sums.prepare(group, rows.unbind(), total, finish)
         return self._exchange(label, group, total.nbytes, run)
 
     # -- coming back into step -------------------------------------------------------------------
@@ -275,9 +273,6 @@ class HostCollectives:
                 group = RankGroup((self._own, *waiting), self._own)
                 self.point_to_point.swap_messages(group, Place(-1).pack(), tag)
                 self.point_to_point.swap_messages(group, b"filled", tag)
-            self.point_to_point.exchange({peer: _dummies(collective) for peer in waiting}, tag)
-
-
-def _dummies(collective: CollectiveId) -> tuple[Tensor, Tensor]:
-    sent = torch.zeros(collective.slot_bytes, dtype=torch.uint8, device="cpu")
-    return sent, torch.empty_like(sent)
+            sent = torch.zeros(collective.slot_bytes, dtype=torch.uint8, device="cpu")
+            pairs = {peer: (sent, torch.empty_like(sent)) for peer in waiting}
+            self.point_to_point.exchange(pairs, tag)
