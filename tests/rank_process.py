@@ -146,6 +146,8 @@ class Serving:
         pytest.register_assert_rewrite("tests")
         torch.set_num_threads(1)
         unit.SMALL_BYTES = 256  # so that the units of tests are treated as large ones
+        # That of the module formats a stack for each kind of device that is absent.
+        mock.patch.object(torch, "manual_seed", torch.default_generator.manual_seed).start()
         # Many tests wait until a rank looks whether another one has failed: look more often.
         mock.patch.object(communicator, "Patience", partial(Patience, poll_seconds=0.1)).start()
         with self.stacks.open("w") as stacks:

@@ -45,7 +45,7 @@ START_SECONDS = 120.0  # importing torch in four processes on a busy machine
 GRACE_SECONDS = 3.0
 # New groups take 70 ms on four ranks, so not every call gets them; but each group that a test
 # makes keeps threads and sockets until its default group goes.
-CALLS_PER_GROUP = 16
+CALLS_PER_GROUP = 32
 
 
 class RankFailed(AssertionError):  # noqa: N818 (it is a test that failed)

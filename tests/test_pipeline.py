@@ -83,8 +83,8 @@ def build_schedule(kind: Any, mesh: DeviceMesh, modules: dict[int, nn.Module], n
 def accumulate_reference(stages: list[nn.Module], x: Tensor, y: Tensor, dtype: torch.dtype) -> None:
     """Gradients of the mean over micro-batches: each computed in ``dtype``, added in float64."""
     inputs, targets = torch.split(x, ROWS), torch.split(y, ROWS)
+    computing = copy.deepcopy(nn.Sequential(*stages)).to(dtype)
     for one, target in zip(inputs, targets, strict=True):
-        computing = copy.deepcopy(nn.Sequential(*stages)).to(dtype)
         computing.zero_grad()
         loss_of(computing(one.to(dtype)), target).backward()  # type: ignore[no-untyped-call]
         originals = nn.Sequential(*stages).parameters()

@@ -23,7 +23,7 @@ Case = tuple[Program, dict[str, Any]]  # with its other arguments
 def cases(program: Program, **values: Sequence[Any]) -> list[Any]:
     """``program`` with each combination of the values of its options, as parameters of a test.
 
-    `make test` runs rows in which each value occurs, `make thorough` the others as well.
+    `make test` runs rows in which each value occurs, `make thorough` the others.
     """
     rows = list(product(*values.values()))
     chosen = cover(rows, strength=1)
@@ -34,6 +34,12 @@ def cases(program: Program, **values: Sequence[Any]) -> list[Any]:
         )
         for row in rows
     ]
+
+
+def one_of(program: Program, **values: Sequence[Any]) -> list[Any]:
+    """The same, where other programs show each value: `make test` runs the first row only."""
+    first, *others = cases(program, **values)
+    return [first, *thorough(others)]
 
 
 def thorough(parameters: Iterable[Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -89,8 +90,7 @@ def test_live_bytes_with_offload(preset: str, variant: str, parameters: bool) ->
 def test_live_bytes_with_steps_in_backward(strategy: str) -> None:
     for policy in (NO_OFFLOAD, sw.CPUOffloadPolicy()):
         options = {"strategy": strategy, "offload_policy": policy}
-        with _only_new_objects():
-            _measure("even", SHAPES["even"], options, steps_in_backward=True)
+        _measure("even", SHAPES["even"], options, steps_in_backward=True)
 
 
 def _measure_variant(strategy: Strategy, variant: str, offload_policy: sw.OffloadPolicy) -> None:
@@ -102,19 +102,7 @@ def _measure_variant(strategy: Strategy, variant: str, offload_policy: sw.Offloa
     loop = dict(VARIANTS[variant])
     if loop.pop("is_half", False):
         options["mp_policy"] = sw.MixedPrecisionPolicy(torch.bfloat16)  # so sums are cast
-    with _only_new_objects():
-        _measure(name, SHAPES[name], options, **loop)
-
-
-@contextmanager
-def _only_new_objects() -> Iterator[None]:
-    """Have `gc.get_objects` leave out what is there already, which is most and takes long."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+    _measure(name, SHAPES[name], options, **loop)
 
 
 def _measure(
@@ -126,6 +114,8 @@ def _measure(
     holds: bool = False,
     steps_in_backward: bool = False,
 ) -> None:
+    gc.collect()
+    gc.freeze()  # `gc.get_objects` leaves out what is there already, which is most and takes long
     torch.manual_seed(0)
     model = shape.build()
     sw.fully_shard(model, units=shape.units, **options)
@@ -206,12 +196,9 @@ def _live_bytes(runtime: Runtime) -> int:
     assert window.nbytes < 1 << 20, "for the pieces of all reductions together"
     idle.add(window.untyped_storage()._cdata)
     for thing in gc.get_objects():
-        if isinstance(thing, torch.UntypedStorage):
-            storage = thing
-        elif isinstance(thing, Tensor) and not isinstance(thing, sw.ShardedTensor):
-            storage = thing.untyped_storage()
-        else:
+        if not _has_memory(type(thing)):
             continue
+        storage = thing.untyped_storage() if isinstance(thing, Tensor) else thing
         if storage._cdata not in idle:
             live[storage.data_ptr()] = storage.nbytes()
     # A lane may have a buffer move just now, so what may be in common is counted by buffer.
@@ -225,6 +212,13 @@ def _live_bytes(runtime: Runtime) -> int:
         if isinstance(one, FlatBuffer) and one.is_acquired and one._pool.shared
     )
     return in_buffers + sum(live.values())
+
+
+@cache  # of thousands of objects for each sample
+def _has_memory(kind: type) -> bool:
+    return issubclass(kind, (torch.UntypedStorage, Tensor)) and not issubclass(
+        kind, sw.ShardedTensor
+    )
 
 
 def _in_common(pool: Pool) -> Iterator[tuple[int, int]]:
