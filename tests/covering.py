@@ -5,7 +5,7 @@ meets finds nearly what the product finds (D. R. Kuhn et al., "Software Fault In
 Implications for Software Testing", IEEE TSE 2004).
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from itertools import combinations, product
 
 import pytest
@@ -31,12 +31,23 @@ def cover(rows: Sequence[Row], strength: int) -> list[Row]:
     return chosen
 
 
-def covered_first(rows: Iterable[Row], strength: int = 1) -> list[object]:
-    """All ``rows`` as parameters of a test; those that `cover` leaves out are thorough."""
+def covered_first(
+    rows: Iterable[Row], strength: int = 1, *, leave: Sequence[object] = ()
+) -> list[object]:
+    """All ``rows`` as parameters of a test; those that `cover` leaves out are thorough.
+
+    So are rows with a value in ``leave``, which other tests show.
+    """
     rows = list(rows)
-    chosen = cover(rows, strength)
+    chosen = cover([row for row in rows if not any(value in leave for value in row)], strength)
     rest = [pytest.param(*row, marks=pytest.mark.thorough) for row in rows if row not in chosen]
     return [*(pytest.param(*row) for row in chosen), *rest]
+
+
+def leaving(rest: Container[object], values: Iterable[object]) -> list[object]:
+    """``values`` as parameters of a test; those in ``rest`` are thorough."""
+    thorough = pytest.mark.thorough
+    return [pytest.param(one, marks=thorough if one in rest else ()) for one in values]
 
 
 def _combinations(row: Row, strength: int) -> set[Combination]:

@@ -416,6 +416,11 @@ CASES: dict[str, Case] = {
 }
 
 
+# What they do not share with these is shown by `tests/runtime/test_equality.py`.
+_UNLIKE = ("stack", "gpt", "unused and reused", "tied", "lora", "mixed dtypes", "checkpointed")
+LIKE_OTHERS = tuple(name for name in CASES if name not in _UNLIKE)
+
+
 def build(name: str, seed: int = 0) -> nn.Module:
     """The model of a case in float64, with the same values for the same seed."""
     torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes milliseconds

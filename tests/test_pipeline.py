@@ -167,9 +167,10 @@ def pairs(
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("kind", [*FLAT, *LOOPED, *V], ids=lambda kind: kind.__name__)
-def test_training_equals_one_process(kind: Any) -> None:
-    check_training(kind, init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")))
+def test_training_equals_one_process(kind: Any, steps: int) -> None:
+    check_training(kind, init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")), steps=steps)
 
 
 @on_ranks(4)

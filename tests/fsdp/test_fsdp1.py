@@ -6,7 +6,16 @@ from torch.distributed import fsdp as torch_fsdp
 
 import shardwise.fsdp as our_fsdp
 from tests.fsdp import programs1 as programs, programs1_training as training
-from tests.fsdp.both import DEADLINE, Case, cases, name_of, run_both, run_ours, thorough
+from tests.fsdp.both import (
+    DEADLINE,
+    Case,
+    cases,
+    name_of,
+    one_of,
+    run_both,
+    run_ours,
+    thorough,
+)
 from tests.ranks import on_ranks
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -19,15 +28,20 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 CHECKPOINTS = ("reentrant", "non-reentrant")
 
 CASES = [
-    *cases(programs.train, policy=POLICIES[:4]),
-    *thorough(cases(programs.train, policy=POLICIES[4:])),  # `modules` compares what they choose
+    # `modules` compares what the other policies choose
+    *one_of(programs.train, policy=("custom options", *POLICIES[:3], *POLICIES[4:])),
     *cases(programs.train, optimizer=("adamw",)),
     *thorough(cases(programs.train, optimizer=("sgd", "adam", "adagrad", "rmsprop"))),
-    *cases(programs.train, options=[{"sharding_strategy": s} for s in STRATEGIES]),
+    *cases(
+        programs.train,
+        policy=POLICIES[:3],
+        options=[{"sharding_strategy": s} for s in STRATEGIES],
+    ),
     *cases(programs.prefetch, backward=("BACKWARD_PRE", "BACKWARD_POST", None), forward=BOTH),
     *cases(programs.train, options=[{"limit_all_gathers": False}]),
-    *cases(programs.train, policy=("module",), model=[{"checkpointed": c} for c in CHECKPOINTS]),
-    *cases(programs.train, policy=("none",), model=[{"checkpointed": "non-reentrant"}]),
+    *cases(
+        programs.train, policy=("module", "none"), model=[{"checkpointed": c} for c in CHECKPOINTS]
+    ),
     *cases(programs.train, policy=("module",), model=[{"tied": True}]),
     *cases(programs.train_flat, optimizer=("adamw",)),
     *thorough(cases(programs.train_flat, optimizer=("sgd", "adam"))),
@@ -53,16 +67,16 @@ CASES = [
         which=("head", "blocks.1"),
         how=("ignored_modules", "modules", "parameters"),
     ),
-    *cases(programs.freeze, which=("head", "blocks.1", "blocks.0.up")),
+    *one_of(programs.freeze, which=("blocks.0.up", "head", "blocks.1")),
     *cases(programs.syncs),
     *cases(programs.meta, how=("reset", "function")),
-    *cases(programs.by_hand, outer=BOTH),
+    *one_of(programs.by_hand, outer=BOTH),
     *cases(programs.nested_enable_wrap),
     *cases(programs.summon, writeback=BOTH, recurse=BOTH),
-    *cases(programs.summon_gradients, writeback=BOTH),
+    *one_of(programs.summon_gradients, writeback=BOTH),
     *cases(programs.summon_rank0),
     *cases(programs.applies),
-    *cases(programs.evaluate, policy=("module", "none")),
+    *one_of(programs.evaluate, policy=("module", "none")),
     *cases(programs.several_forwards),
     *cases(programs.scales, bad=BOTH),
     *cases(programs.refusals),

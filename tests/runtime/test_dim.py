@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwise as sw
-from shardwise.plan.strategy import STRATEGIES
+from shardwise.plan.strategy import PRESETS
 from tests.covering import covered_first
-from tests.models import CASES, Block, Stack, build
+from tests.models import CASES, LIKE_OTHERS, Block, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
     adamw,
@@ -33,7 +33,7 @@ from tests.runtime.one_process import (
 
 @on_ranks()
 @pytest.mark.parametrize(
-    ("name", "world_size"), covered_first((name, size) for name, size in product(CASES, (2, 3, 4)))
+    ("name", "world_size"), covered_first(product(CASES, (2, 3, 4)), leave=LIKE_OTHERS)
 )
 def test_every_model_trains_as_in_one_process(name: str) -> None:
     assert_equal_training(name, granularity="dim")
@@ -44,7 +44,7 @@ def test_every_model_trains_as_in_one_process(name: str) -> None:
     ("strategy", "name", "world_size"),
     covered_first(
         (strategy, name, 4 if row.num_axes > 1 else 2)
-        for (strategy, row), name in product(STRATEGIES.items(), ("gpt", "conv", "tied", "tiny"))
+        for (strategy, row), name in product(PRESETS.items(), ("gpt", "conv", "tied", "tiny"))
         if not row.is_two_level
     ),
 )
@@ -143,9 +143,10 @@ def test_copies_and_pickled_states_are_equal() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("how", ["assign", "to_empty"])
-@pytest.mark.parametrize("granularity", ["dim", "element"])
-@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize(
+    ("how", "granularity", "wraps"),
+    covered_first(product(("assign", "to_empty"), ("dim", "element"), (False, True))),
+)
 def test_parameters_on_the_meta_device_are_dtensors(
     how: str, granularity: Any, wraps: bool
 ) -> None:

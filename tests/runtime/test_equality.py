@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwise as sw
 from tests.covering import covered_first, pairwise
-from tests.models import CASES, WIDTH, Block, Stack, build
+from tests.models import CASES, LIKE_OTHERS, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
     BATCH,
@@ -27,7 +27,10 @@ COMBINED = ("stack", "gpt", "unused and reused", "tied", "lora")
 @on_ranks()
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [*((name, 2) for name in CASES), *covered_first(product(CASES, (3, 1, 4)))],
+    [
+        *((name, 2) for name in CASES),
+        *covered_first(product(CASES, (3, 1, 4)), leave=LIKE_OTHERS),
+    ],
 )
 def test_training_equals_one_process(name: str) -> None:
     assert_equal_training(name, steps=3)

@@ -17,7 +17,7 @@ from shardwise.plan import layout
 from shardwise.plan.granularity import Granularities, granule_elements
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from tests.covering import covered_first
-from tests.models import CASES, WIDTH, Block, Stack, build
+from tests.models import CASES, LIKE_OTHERS, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import assert_close, assert_equal_training, own_part, runtime_of
 
@@ -37,9 +37,12 @@ SIZES = {"row": (2, 3, 4), "tensor": (4, 2, 3), "block": (3, 2, 4), "mixed": (2,
 @pytest.mark.parametrize(
     ("choice", "world_size", "name"),
     covered_first(
-        (choice, size, name)
-        for choice, sizes in SIZES.items()
-        for size, name in product(sizes, CASES if choice == "mixed" else UNLIKE)
+        (
+            (choice, size, name)
+            for choice, sizes in SIZES.items()
+            for size, name in product(sizes, CASES if choice == "mixed" else UNLIKE)
+        ),
+        leave=LIKE_OTHERS,
     ),
 )
 def test_every_model_trains_as_in_one_process(choice: str, name: str) -> None:

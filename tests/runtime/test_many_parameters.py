@@ -9,7 +9,7 @@ from torch import nn
 import shardwise as sw
 from tests.ranks import on_ranks
 
-LARGE, SMALL = 160, 20  # layers
+LARGE, SMALL = 80, 10  # layers
 CALLS_PER_PARAMETER = 1500  # measured: 500 on one rank
 
 

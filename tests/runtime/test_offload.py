@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.plan.strategy import PRESETS
 from tests.covering import covered_first
-from tests.models import CASES, Stack, build
+from tests.models import CASES, LIKE_OTHERS, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
     adamw,
@@ -40,7 +40,9 @@ def test_every_strategy_trains_as_in_one_process(strategy: str, name: str, polic
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("name", "policy"), covered_first(product(CASES, POLICIES)))
+@pytest.mark.parametrize(
+    ("name", "policy"), covered_first(product(CASES, POLICIES), leave=LIKE_OTHERS)
+)
 def test_every_model_trains_as_in_one_process(name: str, policy: str) -> None:
     assert_equal_training(name, offload_policy=POLICIES[policy])
 

@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -195,8 +194,10 @@ def _live_bytes(runtime: Runtime) -> int:
     window = reduce._sums._window
     assert window.nbytes < 1 << 20, "for the pieces of all reductions together"
     idle.add(window.untyped_storage()._cdata)
-    for thing in gc.get_objects():
-        if not _has_memory(type(thing)):
+    objects = gc.get_objects()
+    kinds = {kind for kind in {*map(type, objects)} if _has_memory(kind)}
+    for thing in objects:
+        if type(thing) not in kinds:
             continue
         storage = thing.untyped_storage() if isinstance(thing, Tensor) else thing
         if storage._cdata not in idle:
@@ -214,11 +215,10 @@ def _live_bytes(runtime: Runtime) -> int:
     return in_buffers + sum(live.values())
 
 
-@cache  # of thousands of objects for each sample
 def _has_memory(kind: type) -> bool:
-    return issubclass(kind, (torch.UntypedStorage, Tensor)) and not issubclass(
-        kind, sw.ShardedTensor
-    )
+    if issubclass(kind, sw.ShardedTensor):
+        return False
+    return issubclass(kind, (torch.UntypedStorage, Tensor))
 
 
 def _in_common(pool: Pool) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ from shardwise.plan.strategy import PRESETS, Strategy
 from shardwise.schedule.events import EventKind
 from shardwise.schedule.sequencer import schedule
 from tests.covering import covered_first
-from tests.models import CASES, WIDTH, Block, build
+from tests.models import CASES, LIKE_OTHERS, WIDTH, Block, build
 from tests.ranks import on_ranks
 from tests.runtime.modules import FailingLinear
 from tests.runtime.one_process import (
@@ -46,9 +46,12 @@ LEVELS = ((0, 1), (1, 2), (2, 3), (1, 1), (2, 2), (3, 3))
 @pytest.mark.parametrize(
     ("strategy", "world_size", "name"),
     covered_first(
-        (strategy, size, name)
-        for strategy, sizes in SIZES.items()
-        for size, name in product(sizes, CASES)
+        (
+            (strategy, size, name)
+            for strategy, sizes in SIZES.items()
+            for size, name in product(sizes, CASES)
+        ),
+        leave=LIKE_OTHERS,
     ),
 )
 def test_every_model_trains_as_in_one_process(strategy: str, name: str) -> None:

@@ -50,9 +50,10 @@ def may_wait(found: Found, program: Program) -> bool:
     return bool(places) and (program.offload is not None or places == {"unused.py"})
 
 
+@pytest.mark.parametrize("on_both", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", CLEAN)
-def test_nothing_is_found(name: str) -> None:
-    assert_clean(CLEAN[name])
+def test_nothing_is_found(name: str, on_both: bool) -> None:
+    assert_clean(CLEAN[name], on_both=on_both)
 
 
 @pytest.mark.parametrize(

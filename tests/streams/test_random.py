@@ -98,7 +98,7 @@ def test_what_was_found_holds(name: str) -> None:
 
 
 @given(cases())
-@settings(SEARCH, derandomize=True, max_examples=4)
+@settings(SEARCH, derandomize=True, max_examples=2)
 def test_random_programs(case: Case) -> None:
     assert_holds_on_streams(case)
 
