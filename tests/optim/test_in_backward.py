@@ -13,8 +13,8 @@ import shardwise as sw
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.schedule.events import EventKind
 from shardwise.schedule.sequencer import schedule
-from tests.covering import covered_first
-from tests.models import CASES, WIDTH, Block, Stack, build
+from tests.covering import covered_first, leaving
+from tests.models import CASES, LIKE_OTHERS, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks, run_on
 from tests.runtime.modules import Choosing
 from tests.runtime.one_process import (
@@ -40,8 +40,9 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 
 @on_ranks(2, deadline=60.0)
-def test_every_model_trains_as_in_one_process() -> None:
-    _train("fsdp", ["adamw"], [*CASES])
+@pytest.mark.parametrize("name", leaving(LIKE_OTHERS, CASES))
+def test_every_model_trains_as_in_one_process(name: str) -> None:
+    _train("fsdp", ["adamw"], [name])
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def _train(
     pools = runtime_of(model).pools
     addresses = _watch_addresses(model)
     before_step: list[int] = []
-    for step in range(1, 9):
+    for step in range(1, 7):
         for _ in range(turns):
             with _counted() as forward:
                 loss = model(torch.ones(1, 16)).mean()

@@ -51,7 +51,7 @@ CASTS = [
 IMPATIENT = 0.05  # seconds between the looks at a wait that takes long
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(3, thorough=(2, 4))
 def test_all_reduces_are_those_of_the_backend() -> None:
     """Whole; and in parts, with a rest that no part has."""
     mesh = _mesh("ddp")
@@ -65,7 +65,7 @@ def test_all_reduces_are_those_of_the_backend() -> None:
         assert torch.equal(out, expected), size
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3, thorough=(4,))
 def test_results_are_those_of_torch() -> None:
     links = _links()
     for dtype in DTYPES:
