@@ -1,10 +1,12 @@
 """C6: errors name what is wrong, reach every rank, and leave a model that trains on."""
 
+import contextlib
 import copy
 import os
 import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise import _private
 from shardwise.schedule.sequencer import UnitState
 from tests import ranks
 from tests.covering import covered_first
@@ -39,6 +42,40 @@ def test_an_exception_reaches_every_rank_and_the_next_step_works(
 @on_ranks(1)
 def test_an_exception_in_one_process_is_the_users_own() -> None:
     _raise("backward", 3, EVERY)
+
+
+@pytest.mark.parametrize("in_transaction", [False, True])
+def test_the_next_step_waits_for_the_thread_of_a_backward_that_raised(
+    monkeypatch: pytest.MonkeyPatch, in_transaction: bool
+) -> None:
+    """A device's thread may drop the graph task after `backward` has raised."""
+    reference, model = _make()
+    failing = model[3]
+    assert isinstance(failing, FailingLinear)
+    _check_step(model, reference)
+    parameters = list(model.parameters())
+    held: list[object] = []
+    original = _private.queue_callback
+
+    def queue_and_hold(callback: Callable[[], None]) -> None:
+        held.append(callback)
+        original(callback)
+
+    monkeypatch.setattr(_private, "queue_callback", queue_and_hold)
+    failing.where = "backward"
+    loss = model(torch.randn(4, WIDTH).double()).square().mean()
+    step = sw.transaction(model) if in_transaction else contextlib.nullcontext()
+    late = threading.Timer(0.1, held.clear)
+    with pytest.raises(ValueError, match="it hurts"), step:
+        _backward_then(late.start, loss)
+    monkeypatch.undo()
+    failing.where = ""
+    for parameter in parameters:
+        parameter.grad = None
+    _check_step(model, reference)
+    late.join()
+    assert not held
+    _check_step(model, reference)
 
 
 @on_ranks(2, deadline=40.0)
@@ -120,6 +157,13 @@ def _check_step(model: nn.Module, reference: nn.Module) -> None:
     runtime = runtime_of(model)
     assert is_sharded(model)
     assert runtime.scheduler.ledger.gathered_bytes == 0
+
+
+def _backward_then(after: Callable[[], None], loss: Tensor) -> None:
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    finally:
+        after()
 
 
 def _raise(where: str, position: int, raising: Sequence[int]) -> None:

@@ -1,6 +1,7 @@
 """Performs the schedule: asks the sequencer what must follow, does it, and records it."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -25,6 +26,10 @@ from shardwise.transport.communicator import POLL_SECONDS, Communicator, communi
 from shardwise.transport.device import device_of
 
 __all__ = ["Scheduler"]
+
+# What a thread of autograd takes at most to drop a graph task that raised.
+_DROP_SECONDS = 10.0
+_POLL_SECONDS = 0.0005
 
 
 class Scheduler:
@@ -53,6 +58,7 @@ class Scheduler:
         )
         self._depth = 0  # of forwards
         self._tasks: set[int] = set()  # autograd's graph tasks that have reached the model
+        self._abandoning = threading.RLock()  # held while a graph task that died is cleaned up
         self._is_broken = False  # an event failed, so units are not where the sequencer has them
         # After an exception, until `recover`: units with communication under way, and what holds
         # memory that other ranks may still write to.
@@ -93,6 +99,8 @@ class Scheduler:
         """Make a unit ready to compute; None inside `gathered`."""
         if self.is_held:
             return None
+        if not recomputed and self._depth == 0:
+            self.await_abandoned()
         with self.guarded():
             if self.is_idle:
                 self._begin_step()
@@ -193,11 +201,27 @@ class Scheduler:
         self._conceal(range(len(self.units)))
 
     def abandon_backward(self, task: int, error: BaseException) -> None:
-        """A graph task died."""
-        self._tasks.discard(task)
-        self._held_memory.remember(f"step {self.ledger.step}, {self._links.where}")
-        if not self._tasks:
-            self.fail(error)
+        """A graph task died; on a device, its thread calls this."""
+        with self._abandoning:
+            if task not in self._tasks:
+                return  # `abandon` came first
+            self._tasks.discard(task)
+            self._held_memory.remember(f"step {self.ledger.step}, {self._links.where}")
+            if not self._tasks:
+                self.fail(error)
+
+    def await_abandoned(self) -> None:
+        """Return when backwards that raised have been cleaned up.
+
+        On a device, the thread of autograd drops a graph task after `backward` has raised on the
+        thread that called it.
+        """
+        if self._tasks and hooks.current_task() == hooks.NO_TASK:
+            until = time.monotonic() + _DROP_SECONDS
+            while self._tasks and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
+        with self._abandoning:
+            pass
 
     @contextlib.contextmanager
     def taking_gradients(self) -> Iterator[None]:
@@ -257,6 +281,7 @@ class Scheduler:
 
     def check_idle(self, message: str) -> None:
         """Raise a StepError with ``message`` in a forward, a backward or `gathered`."""
+        self.await_abandoned()
         if not self.is_between_steps:
             raise StepError(message)
 
@@ -264,6 +289,7 @@ class Scheduler:
         """Gather a unit, wait for it or free it, for a user; all ranks have to do the same."""
         if self.is_held:
             return
+        self.await_abandoned()
         with self.guarded():
             if kind is EventKind.GATHER and self.is_idle:
                 self.recover()
@@ -321,6 +347,7 @@ class Scheduler:
 
     def abandon(self, error: BaseException) -> None:
         """End the step where it is, backwards included."""
+        self.await_abandoned()
         self._tasks.clear()
         self.fail(error)
 
