@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from benchmarks import checkpoints, guard, initialize, padding
+from benchmarks import checkpoints, guard, initialize, padding, recording
 
 from tests.pooled import run_on_pool
 
@@ -23,6 +23,11 @@ SCRIPTS: dict[str, tuple[Callable[[], None], str, set[str]]] = {
         {"meta", "whole", "eager"},
     ),
     "padding": (padding.main, "", {"Llama-3-8B, element, 8 ranks"}),
+    "recording": (
+        recording.main,
+        "--width 32 --layers 1 --rounds 1",
+        {"no ledger", "details", "by default"},
+    ),
 }
 
 

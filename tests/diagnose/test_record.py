@@ -12,7 +12,9 @@ import shardwise as sw
 from shardwise.diagnose.clocks import offset_from
 from shardwise.diagnose.record import SomeSteps
 from shardwise.diagnose.recording import RankRecording, read_recording
+from shardwise.diagnose.trace import trace_events
 from shardwise.schedule.events import EventKind
+from tests.diagnose.test_trace import assert_opens
 from tests.models import WIDTH, Block, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw
@@ -65,6 +67,15 @@ def test_every_step_has_totals_and_chosen_ones_have_events(tmp_path: Path, strat
     ]
     assert plans[0] == plans[1]
     assert len(plans[0]) == len([one for one in ranks[0].events if one.step == 3])
+
+
+@on_ranks(2)
+def test_its_trace_opens(tmp_path: Path) -> None:
+    events = trace_events(recorded(tmp_path))
+    assert_opens(events)
+    gathers = [one for one in events if one.get("cat") == "gathers"]
+    arrows = [one for one in events if one["ph"] == "s"]
+    assert len(arrows) >= len(gathers)
 
 
 @on_ranks(2)

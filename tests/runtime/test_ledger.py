@@ -1,10 +1,5 @@
 """The record of a step: how long it is kept, and what is computed from it."""
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from shardwise.runtime.ledger import Ledger, Record
@@ -194,58 +189,3 @@ def test_overlap_is_of_the_step_that_is_asked_for() -> None:
     ledger.append(record(EventKind.WAIT, 0.0, 0.5))
     ledger.begin_step()
     assert (ledger.overlapped_share(0), ledger.overlapped_share(1)) == (1.0, 0.5)
-
-
-# -- the trace -----------------------------------------------------------------------------------
-
-
-def spans_of(ledger: Ledger, folder: Path, row: str) -> Iterator[tuple[str, float, float]]:
-    """(name, start, duration) of a row, in microseconds."""
-    path = folder / "step.json"
-    ledger.save(path)
-    trace: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    for event in trace["traceEvents"]:
-        assert event["ph"] == "X"
-        if event["tid"] == row:
-            yield event["name"], round(event["ts"]), round(event["dur"])
-
-
-def test_a_trace_has_a_row_for_compute_and_one_for_each_link(tmp_path: Path) -> None:
-    ledger = ledger_of(
-        record(EventKind.GATHER, 10.0, 10.1, mark(10.1, 10.5), mark(10.5, 10.6), num_bytes=64),
-        record(EventKind.WAIT, 10.1, 10.6),
-        record(EventKind.FORWARD, 10.6, 10.6),
-        record(EventKind.BACKWARD, 11.0, 11.0),
-        record(EventKind.REDUCE, 11.5, 11.5, mark(11.5, 12.0), num_bytes=64),
-        record(EventKind.FINISH_REDUCE, 11.5, 12.0, num_bytes=64),
-        record(EventKind.FREE, 12.0, 12.0, num_bytes=64),
-    )
-    assert list(spans_of(ledger, tmp_path, "gather")) == [
-        ("gather a", 100_000, 400_000),
-        ("gather a", 500_000, 100_000),
-    ]
-    assert list(spans_of(ledger, tmp_path, "reduce")) == [("reduce a", 1_500_000, 500_000)]
-    assert sorted(spans_of(ledger, tmp_path, "compute")) == [
-        ("backward a", 1_000_000, 1_000_000),  # to the end of the step
-        ("finish_reduce a", 1_500_000, 500_000),
-        ("forward a", 600_000, 400_000),  # until the next unit is turned to
-        ("wait a", 100_000, 500_000),
-    ]
-
-
-def test_a_trace_says_how_many_bytes_moved(tmp_path: Path) -> None:
-    ledger = ledger_of(
-        record(EventKind.GATHER, 0.0, 0.0, mark(0.0, 1.0), num_bytes=64),
-        record(EventKind.FORWARD, 1.0, 1.0),
-    )
-    ledger.save(str(tmp_path / "step.json"), step=0)
-    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    assert {event["cat"]: event["args"]["bytes"] for event in events} == {
-        "gather": 64,
-        "forward": 0,
-    }
-
-
-def test_the_trace_of_an_empty_step_is_empty(tmp_path: Path) -> None:
-    ledger_of().save(tmp_path / "step.json")
-    assert json.loads((tmp_path / "step.json").read_text()) == {"traceEvents": []}

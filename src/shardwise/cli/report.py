@@ -14,6 +14,10 @@ def report(
         Path | None,
         typer.Option(metavar="FILE", help="The page to write (default: RUN_DIR/report.html)."),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write a trace for https://ui.perfetto.dev."),
+    ] = None,
 ) -> None:
     """Say where the time and the memory of a recorded run went, and what to change.
 
@@ -22,8 +26,13 @@ def report(
     """
     from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
 
+    from shardwise.diagnose.recording import read_recording  # noqa: PLC0415
     from shardwise.diagnose.report import report as write  # noqa: PLC0415
+    from shardwise.diagnose.trace import write_trace  # noqa: PLC0415
 
     console = Console()
     page = write(run, output, console)
     typer.echo(f"{page}: written")
+    if trace is not None:
+        write_trace(read_recording(run), trace)
+        typer.echo(f"{trace}: written")

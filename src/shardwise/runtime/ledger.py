@@ -1,14 +1,12 @@
 """The ledger: the events of the last steps, with the time each took."""
 
 import contextlib
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import SupportsFloat
 
-from shardwise.runtime.records import Record, trace_events
+from shardwise.runtime.records import Record
 from shardwise.schedule.events import Event, EventKind, describe
 
 __all__ = ["Ledger", "LedgerReader", "Record"]
@@ -164,11 +162,3 @@ class Ledger:
         busy = sum(r.busy_seconds for r in records if r.event.kind in _GATHERS)
         exposed = sum(r.seconds for r in records if r.event.kind is EventKind.WAIT)
         return max(0.0, 1.0 - exposed / busy) if busy else 1.0
-
-    def save(self, path: str | Path, step: int = -1) -> None:
-        """Write a step's timeline as a Chrome trace, for https://ui.perfetto.dev or about:tracing.
-
-        One row is compute with the waits in it; one is gathers, one reductions.
-        """
-        trace = {"traceEvents": list(trace_events(self.records(step), self._labels))}
-        Path(path).write_text(json.dumps(trace), encoding="utf-8")

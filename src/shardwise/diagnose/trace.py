@@ -1,0 +1,147 @@
+"""A recording as a Chrome trace, for https://ui.perfetto.dev or about:tracing.
+
+Each rank is a process. Its tracks are the steps and what is around them, the stream that computes
+with its waits, and the streams of gathers and of reductions; arrows lead from a collective to where
+compute waits for it, or first uses what it brought.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from shardwise.diagnose.recording import RankRecording, RecordedEvent
+from shardwise.schedule.events import EventKind
+
+__all__ = ["trace_events", "write_trace"]
+
+_TRACKS = ("steps", "around the steps", "compute", "gathers", "reductions")
+_COMPUTE = (EventKind.FORWARD, EventKind.BACKWARD)
+_LAUNCHES = {
+    EventKind.GATHER: "gathers",
+    EventKind.RESHARD_TO_SUBGROUP: "gathers",
+    EventKind.REDUCE: "reductions",
+}
+_WAITS = {EventKind.WAIT: "gathers", EventKind.FINISH_REDUCE: "reductions"}
+_MEMORY = ("shards", "gathered", "gradients", "optimizer", "activations", "buffers")
+
+_Json = dict[str, Any]
+
+
+def write_trace(recording: Sequence[RankRecording], path: str | Path) -> None:
+    """Write ``recording``, as `read_recording` gives it, to ``path``."""
+    trace = {"traceEvents": trace_events(recording), "displayTimeUnit": "ms"}
+    Path(path).write_text(json.dumps(trace), encoding="utf-8")
+
+
+def trace_events(recording: Sequence[RankRecording]) -> list[_Json]:
+    """The events of the trace, with times in microseconds from the first; names come first."""
+    found = [event for rank in recording for event in _Rank(rank).trace()]
+    origin = min((event["ts"] for event in found), default=0.0)
+    for event in found:
+        event["ts"] = (event["ts"] - origin) * 1e6
+    names = [event for rank in recording for event in _names(rank.header.rank)]
+    return names + sorted(found, key=lambda event: event["ts"])
+
+
+def _names(rank: int) -> Iterator[_Json]:
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    for number, track in enumerate(_TRACKS):
+        place = {"ph": "M", "pid": rank, "tid": number}
+        yield {**place, "name": "thread_name", "args": {"name": track}}
+        yield {**place, "name": "thread_sort_index", "args": {"sort_index": number}}
+
+
+class _Rank:
+    """The trace of one rank, with times in seconds."""
+
+    def __init__(self, recording: RankRecording) -> None:
+        self._recording = recording
+        self._labels = [unit.label for unit in recording.header.units]
+        self._num_flows = 0
+        # Collectives that nothing has waited for or used, by track and unit: the slices.
+        self._launched: dict[tuple[str, int], list[_Json]] = {}
+
+    def trace(self) -> Iterator[_Json]:
+        for step in self._recording.steps:
+            figures = asdict(step) | {"kind": "step"}
+            yield self._slice("steps", f"step {step.step}", step.began, step.ended, figures)
+        for span in self._recording.spans:
+            figures = {"step": span.step}
+            yield self._slice("around the steps", span.name, span.began, span.ended, figures)
+        for _, events in groupby(self._recording.events, key=attrgetter("step")):
+            yield from self._step(list(events))
+        for sample in self._recording.memory:
+            held = {name: getattr(sample, name) for name in _MEMORY}
+            yield {
+                "ph": "C",
+                "name": "memory (bytes)",
+                "pid": self._recording.header.rank,
+                "ts": sample.at,
+                "args": held,
+            }
+
+    def _step(self, events: Sequence[RecordedEvent]) -> Iterator[_Json]:
+        self._launched.clear()
+        unit: RecordedEvent | None = None  # that computes
+        since = 0.0
+        for event in events:
+            if event.event in _LAUNCHES:
+                yield from self._launch(event)
+            is_wait = event.event in _WAITS or event.event is EventKind.STEP
+            if not is_wait and event.event not in _COMPUTE:
+                continue
+            yield from self._on_compute(unit, since, event.began)
+            if is_wait:
+                yield from self._on_compute(event, event.began, event.ended)
+            else:
+                unit = event
+            since = event.ended
+        yield from self._on_compute(unit, since, events[-1].ended)
+
+    def _launch(self, event: RecordedEvent) -> Iterator[_Json]:
+        track = _LAUNCHES[event.event]
+        slices = [
+            self._slice(track, self._name(event), began, ended, {"bytes": event.bytes})
+            for began, ended in event.spans
+        ]
+        self._launched[track, event.unit] = slices
+        yield from slices
+
+    def _on_compute(
+        self, event: RecordedEvent | None, began: float, ended: float
+    ) -> Iterator[_Json]:
+        """A slice of the stream that computes, and the arrows that lead to it."""
+        if event is None or began >= ended:
+            return
+        yield self._slice("compute", self._name(event), began, ended, {"step": event.step})
+        track = "gathers" if event.event in _COMPUTE else _WAITS.get(event.event, "")
+        for launched in self._launched.pop((track, event.unit), ()):
+            if launched["ts"] < ended:
+                yield from self._arrow(launched, (max(began, launched["ts"]) + ended) / 2)
+
+    def _arrow(self, launched: _Json, at: float) -> Iterator[_Json]:
+        self._num_flows += 1
+        rank = self._recording.header.rank
+        flow = {"name": "needed by", "cat": "flow", "id": f"{rank}.{self._num_flows}", "pid": rank}
+        yield {**flow, "ph": "s", "tid": launched["tid"], "ts": launched["ts"]}
+        # "e": it ends in the slice around that time, and not in the next one.
+        yield {**flow, "ph": "f", "bp": "e", "tid": _TRACKS.index("compute"), "ts": at}
+
+    def _slice(self, track: str, name: str, began: float, ended: float, figures: _Json) -> _Json:
+        return {
+            "ph": "X",
+            "name": name,
+            "cat": track,
+            "pid": self._recording.header.rank,
+            "tid": _TRACKS.index(track),
+            "ts": began,
+            "dur": max(0.0, ended - began) * 1e6,
+            "args": figures,
+        }
+
+    def _name(self, event: RecordedEvent) -> str:
+        return f"{event.event.value} {self._labels[event.unit]}"
