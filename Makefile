@@ -7,7 +7,7 @@ READY := .venv/.ready
 # module's tests share is made once. With PART=3/20, that part of `make thorough` as well.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal $(if $(PART),--part $(PART))
 
-.PHONY: train test thorough check bench fuzz soak conformance clean
+.PHONY: train test thorough check bench fuzz soak gallery conformance clean
 .DELETE_ON_ERROR:
 
 train: $(READY)  ## train a small model on the standard library's source, on this machine
@@ -33,6 +33,9 @@ fuzz: $(READY)  ## random models and programs against one process, until one dif
 
 soak: $(READY)  ## kill training runs again and again, and look at their checkpoints
 	$(BIN)/python -m tests.soak
+
+gallery: $(READY)  ## draw the pictures of docs/report.md, in Chromium
+	$(BIN)/python -m tests.diagnose.gallery
 
 conformance: $(READY)  ## PyTorch's own FSDP tests; CONFORMANCE=DIR has their runner, run.py
 	@test -f "$(CONFORMANCE)/run.py" || { echo "pass CONFORMANCE=DIR, where DIR/run.py runs them"; exit 2; }

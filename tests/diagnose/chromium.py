@@ -73,7 +73,7 @@ class Page:
         """Wait until an expression of the page is true."""
         end = time.monotonic() + PATIENCE_SECONDS
         while not self.get(f"!!({expression})"):
-            if time.monotonic() > end:
+            if self.problems or time.monotonic() > end:
                 raise TimeoutError(f"never true: {expression}; {self.problems}")
             time.sleep(0.02)
 

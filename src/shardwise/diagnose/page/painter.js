@@ -11,6 +11,12 @@ export function color(name) {
   return colors.get(name);
 }
 
+/** Black or white, which can be read on a color such as #7fa8d9. */
+export function inkOn(paint) {
+  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(paint.slice(at, at + 2), 16));
+  return 0.3 * red + 0.59 * green + 0.11 * blue > 140 ? "#12161c" : "#ffffff";
+}
+
 theme.addEventListener("change", () => colors.clear());
 
 /** Call `draw` when the theme changes. */

@@ -63,12 +63,12 @@ def _finding(finding: Finding, summary: Summary) -> str:
 
 
 _UNIT_COLUMNS = (
-    "Unit", "Elements", "Gathered", "Shard", "Gather", "Exposed wait", "Forward", "Backward",
-    "Reduce", "Exposed wait",
+    "Unit", "Elements", "Gathered", "Shard", "Gather", "Gather exposed", "Forward", "Backward",
+    "Reduce", "Reduce exposed",
 )  # fmt: skip
 _RANK_COLUMNS = (
-    "Rank", "Step", "Compute", "Exposed", "Around steps", "Where the time went", "Sent", "Shards",
-    "Padding", "Padded tokens", "Peak memory", "Peak at",
+    "Rank", "Step", "Compute", "Exposed", "Around steps", "Where the time went", "Communicated",
+    "Shards", "Padding", "Padded tokens", "Peak memory", "Peak at",
 )  # fmt: skip
 
 

@@ -201,18 +201,23 @@ export class Timeline {
   }
 
   arrow(context, from, to) {
-    const bend = Math.max(12, Math.abs(to.x - from.x) / 3);
+    const bend = to.x - from.x > 24 ? (to.x - from.x) / 3 : 0; // none: straight
+    const angle = bend ? 0 : Math.atan2(to.y - from.y, to.x - from.x);
     context.strokeStyle = context.fillStyle = color("text");
     context.lineWidth = 1.25;
     context.beginPath();
     context.moveTo(from.x, from.y);
-    context.bezierCurveTo(from.x + bend, from.y, to.x - bend, to.y, to.x - 5, to.y);
+    context.bezierCurveTo(from.x + bend, from.y, to.x - bend, to.y, to.x, to.y);
     context.stroke();
+    context.save();
+    context.translate(to.x, to.y);
+    context.rotate(angle);
     context.beginPath();
-    context.moveTo(to.x, to.y);
-    context.lineTo(to.x - 6, to.y - 3.5);
-    context.lineTo(to.x - 6, to.y + 3.5);
+    context.moveTo(1, 0);
+    context.lineTo(-6, -3.5);
+    context.lineTo(-6, 3.5);
     context.fill();
+    context.restore();
   }
 
   /** What is under a pointer: {row, track, bar}, or null. */

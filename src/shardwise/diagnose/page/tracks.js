@@ -1,6 +1,7 @@
 /** Drawing one track, finding bars in it, and which bars belong together. */
 
 import { index, lowerBound } from "data";
+import { inkOn } from "painter";
 
 export const KIND = index.kinds;
 const [COMPUTE, GATHER, REDUCE] = [0, 1, 2];
@@ -53,8 +54,8 @@ export function drawTrack(context, track, view, box, colors, unit) {
       const end = Math.min(start + width, right);
       fill(paint, left, end - left - (width > 4 ? 0.5 : 0));
       if (end - left > LABEL_WIDTH && box.height >= 13) {
+        context.fillStyle = present = inkOn(paint);
         write(context, index.labels[label[bar]], left, end, box);
-        present = null;
       }
       continue;
     }
@@ -71,7 +72,6 @@ export function drawTrack(context, track, view, box, colors, unit) {
 }
 
 function write(context, text, left, right, box) {
-  context.fillStyle = "#fff";
   const room = right - left - 8;
   const full = context.measureText(text).width;
   if (full > room) {
