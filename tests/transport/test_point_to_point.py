@@ -166,15 +166,18 @@ def test_exchanges_of_several_threads_find_each_other_by_tag() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [8, 1 << 20])
-@on_ranks(2)
-def test_a_rank_that_is_gone_is_named(num_bytes: int) -> None:
-    transport = _transport()
-    if rank():
-        transport.host.peers[0].connection.shutdown(socket.SHUT_RDWR)
+@on_ranks(2, 3)
+def test_a_rank_that_is_gone_is_named_by_all_others(num_bytes: int) -> None:
+    """None of them waits for another one, which has an error too."""
+    transport, own, gone = _transport(), rank(), num_ranks() - 1
+    if own == gone:
+        for peer in transport.host.peers.values():
+            peer.connection.shutdown(socket.SHUT_RDWR)
         return
     sent = torch.zeros(num_bytes, dtype=torch.uint8)
-    with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
-        transport.exchange({1: (sent, sent.clone())}, 0)
+    pairs = {other: (sent, sent.clone()) for other in range(num_ranks()) if other != own}
+    with pytest.raises(PeerLost, match=f"rank {own} lost rank {gone}"):
+        transport.exchange(pairs, 0)
 
 
 @pytest.mark.parametrize("in_windows", [False, True])
