@@ -7,11 +7,13 @@ fallback are listed in `OPTIONAL`.
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _register_process_group
 from torch._ops import OpOverload  # the type of what `__torch_dispatch__` is called with
 from torch.autograd import Variable, forward_ad
 from torch.distributed import distributed_c10d
@@ -53,6 +55,7 @@ __all__ = [
     "gradient_hooks",
     "group_timeout",
     "has_saved_tensors_hooks",
+    "has_symmetric_memory",
     "is_strided_shard",
     "is_transformed_by_functorch",
     "joined_mesh",
@@ -73,6 +76,8 @@ __all__ = [
     "stage_backward_weight",
     "strided_shard",
     "swap_storages",
+    "symmetric_tensor",
+    "tensor_allocator",
     "use_foreach_for",
     "will_execute",
 ]
@@ -99,6 +104,7 @@ REQUIRED = (
     "torch.distributed.ProcessGroup._get_backend",
     "torch.distributed.ProcessGroup._register_backend",
     "torch.distributed.ProcessGroup._set_default_backend",
+    "torch.distributed.ProcessGroup._set_group_name",
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.distributed_c10d._new_process_group_helper",
     "torch.distributed.distributed_c10d._world",
@@ -340,8 +346,53 @@ def scaled_sum(factor: float) -> Any:
     return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
+def tensor_allocator(
+    group: dist.ProcessGroup, device: torch.device
+) -> Callable[[int], Tensor] | None:
+    """What gives bytes that the backend of ``group`` has registered; None if nothing does."""
+    backend = group._get_backend(device)
+    supports = getattr(backend, "supports_tensor_alloc", None)  # new in torch 2.8
+    if supports is None or not supports(device):
+        return None
+    return partial(backend.allocate_tensor, dtype=torch.uint8, device=device)
+
+
+def has_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether `symmetric_tensor` works."""
+    is_nccl = dist.is_nccl_available() and group._get_backend(device).name() == "nccl"
+    return is_nccl and not missing(["torch._C._distributed_c10d._SymmetricMemory.rendezvous"])
+
+
+def symmetric_tensor(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """Bytes at one offset of one window on all ranks of ``group``, which call this together."""
+    # Private as a whole, and imported here because it compiles operators.
+    from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415
+
+    if symmetric.get_backend(device) != "NCCL":
+        symmetric.set_backend("NCCL")
+    dist.barrier(group=group)  # a communicator must be there
+    made = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+    symmetric.rendezvous(made, group)
+    return made
+
+
+def _nccl_options(timeout: timedelta, *, without_kernels: bool) -> Any:
+    """Options of a communicator; ``without_kernels`` lets copy engines gather, where NCCL can."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    policy = getattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO", None)
+    if without_kernels and policy is not None:
+        options.config.cta_policy = policy  # type: ignore[attr-defined]
+    return options
+
+
 def new_registered_group(
-    ranks: Sequence[int], backend: str, name: str, timeout: timedelta
+    ranks: Sequence[int],
+    backend: str,
+    name: str,
+    timeout: timedelta,
+    *,
+    without_kernels: bool = False,
 ) -> dist.ProcessGroup:
     """A process group of ``ranks`` of the job, made by these alone.
 
@@ -358,13 +409,16 @@ def new_registered_group(
         GroupName(name),
         timeout=timeout,
         device_id=world.bound_device_id,
+        backend_options=_nccl_options(timeout, without_kernels=True) if without_kernels else None,
     )
     assert isinstance(made, dist.ProcessGroup)
     distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made
 
 
-def new_nccl_group(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.ProcessGroup:
+def new_nccl_group(
+    ranks: Sequence[int], name: str, timeout: timedelta, *, without_kernels: bool = False
+) -> dist.ProcessGroup:
     """NCCL between some ranks of a job that is bound to devices.
 
     The public function splits the communicator of the job, for which it needs all of its ranks.
@@ -372,8 +426,7 @@ def new_nccl_group(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.
     world = dist.group.WORLD
     assert world is not None
     assert world.bound_device_id is not None
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options = _nccl_options(timeout, without_kernels=without_kernels)
     options.global_ranks_in_group = list(ranks)
     options.group_name = GroupName(name)
     store = PrefixStore(name, default_store())
@@ -383,4 +436,6 @@ def new_nccl_group(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.
     group._set_default_backend(kind)
     backend = dist.ProcessGroupNCCL(store, own, len(ranks), options)
     group._register_backend(world.bound_device_id, kind, backend)
+    group._set_group_name(options.group_name)
+    _register_process_group(options.group_name, group)  # `symm_mem` asks by name
     return group

@@ -20,12 +20,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise._private import AsyncCollectiveTensor, current_graph_task
 from shardwise.runtime import memory as runtime_memory
 from shardwise.runtime.memory import Arena, Pool
-from shardwise.transport import communicator, device as transport_device, process_group
+from shardwise.transport import (
+    communicator,
+    device as transport_device,
+    process_group,
+    registered_memory,
+)
 from shardwise.transport.health.monitor import Patience
+from shardwise.transport.process_group import ProcessGroupCollectives
 from tests.streams.clock import Event, Stream
 from tests.streams.memory import HOST, PINNED, Place
 from tests.streams.raw import poison_bytes
@@ -241,9 +248,11 @@ def _install_tensors(installed: Simulated, patch: pytest.MonkeyPatch) -> None:
 def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, exchanges: bool) -> None:
     simulation = installed.simulation
 
-    def new_group(ranks: Any, *args: Any) -> StrictGroup:
+    def new_group(ranks: Any, *args: Any, without_kernels: bool = False) -> StrictGroup:
         *_, name, _timeout = args
         simulation.groups.append((tuple(ranks), name))
+        if without_kernels:
+            simulation.groups_without_kernels.add(name)
         return StrictGroup(simulation, list(ranks), name, exchanges=exchanges)
 
     def allocate(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -252,6 +261,18 @@ def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, excha
         owner = simulation.timeline_for([place])
         simulation.memory.add(storage, place, owner, "a pool")
         return storage
+
+    def register(num_bytes: int, device: torch.device, *, is_symmetric: bool) -> Tensor:
+        storage = allocate(num_bytes, device)
+        simulation.register(storage, is_symmetric=is_symmetric)
+        with _disable_current_modes():
+            return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (num_bytes,), (1,))
+
+    def tensor_allocator(_group: Any, device: torch.device) -> Callable[[int], Tensor]:
+        return lambda num_bytes: register(num_bytes, device, is_symmetric=False)
+
+    def symmetric_tensor(num_bytes: int, _group: Any, device: torch.device) -> Tensor:
+        return register(num_bytes, device, is_symmetric=True)
 
     def swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
         original_swap(one, other)
@@ -266,6 +287,12 @@ def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, excha
     patch.setattr(process_group, "new_registered_group", new_group)
     patch.setattr(process_group, "new_nccl_group", new_group)
     patch.setattr(process_group, "dist", _Distributed())
+    for module in (process_group, registered_memory):
+        patch.setattr(module, "tensor_allocator", tensor_allocator)
+    patch.setattr(registered_memory, "has_symmetric_memory", lambda *_: True)
+    patch.setattr(process_group, "symmetric_tensor", symmetric_tensor)
+    if not exchanges:
+        patch.setattr(ProcessGroupCollectives, "_check_same", lambda *_: None)
 
 
 def _poison_pools(patch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,7 @@ class Block:
     owner: Timeline  # which had it allocated: it may use the memory again after the block's end
     made_by: str
     accesses: list[Access] = field(default_factory=list)
+    window: str | None = None  # if a backend has registered it; "" if it is not symmetric
     is_recorded: bool = False  # by `Tensor.record_stream`: the allocator waits for other streams
 
 

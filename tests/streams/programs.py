@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import shardwise as sw
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.tensor.sharding import local_of
+from shardwise.transport.registered_memory import MemoryKind
 from tests.runtime.one_process import adamw, assert_equal_models, own_part
 from tests.streams.install import simulated
 from tests.streams.models import CASES, build
@@ -52,6 +53,7 @@ class Program:
     granularity: str = "element"
     unused: str = "none"
     offloads_activations: bool = False
+    memory: MemoryKind = MemoryKind.OWN  # of collectives
     options: dict[str, Any] = field(default_factory=dict)
 
     def shard(self, model: nn.Module) -> nn.Module:
@@ -72,7 +74,13 @@ class Program:
             "mesh": self.mesh(),
             **self.options,
         }
-        return sw.fully_shard(model, **{k: v for k, v in options.items() if v is not None})
+        sharded = sw.fully_shard(model, **{k: v for k, v in options.items() if v is not None})
+        assert isinstance(sharded, sw.FSDPModule)
+        if self.memory is MemoryKind.SYMMETRIC:
+            sharded.set_symm_mem_for_comm()
+        elif self.memory is MemoryKind.REGISTERED:
+            sharded.set_allocate_memory_from_process_group_for_comm(True)
+        return sharded
 
     def mesh(self) -> DeviceMesh | None:
         size = dist.get_world_size() if dist.is_initialized() else 1

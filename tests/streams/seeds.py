@@ -12,17 +12,22 @@ from torch import Tensor
 from shardwise.features import activation_offload, offload
 from shardwise.features.offload import HostOffloader
 from shardwise.features.unused import UsedParameterSync, gradients_of
+from shardwise.runtime import memory as runtime_memory
 from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import FlatParameters, Unit
+from shardwise.schedule import memory as schedule_memory
 from shardwise.schedule.events import EventKind
+from shardwise.schedule.memory import MemoryPlacement
 from shardwise.tensor import reductions
 from shardwise.tensor.sharding import local_of
 from shardwise.transport import device as transport_device, process_group
 from shardwise.transport.api import RankGroup
 from shardwise.transport.device import DeviceStream, DeviceWork
+from shardwise.transport.process_group import ProcessGroupCollectives
+from shardwise.transport.registered_memory import MemoryKind
 from tests.streams.clock import Event, Stream
 from tests.streams.programs import DEVICE, Program
 from tests.streams.simulation import Problem, Simulation
@@ -79,7 +84,7 @@ def without_waits(original: Callable[..., Any]) -> Callable[..., Any]:
     """Whatever it waits for on the device, it does not."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with patched(DeviceWork, "wait", instead(lambda _work, _timeout: True)):
+        with patched(DeviceWork, "wait", instead(lambda _work, *_timeout: True)):
             return original(*args, **kwargs)
 
     return run
@@ -261,8 +266,8 @@ def sums_are_in_host_memory(_simulation: Simulation) -> Any:
 
 def groups_sort_their_ranks(_simulation: Simulation) -> Any:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda group, *args: original(
-            replace(group, ranks=tuple(sorted(group.ranks))), *args
+        return lambda group, *args, **options: original(
+            replace(group, ranks=tuple(sorted(group.ranks))), *args, **options
         )
 
     return patched(process_group, "new_group", wrap)
@@ -306,7 +311,36 @@ def one_rank_does_not_agree_on_unused(_simulation: Simulation) -> Any:
     return patched(UsedParameterSync, "__init__", wrap)
 
 
+def gathers_have_other_memory(_simulation: Simulation) -> Any:
+    def allocate(original: Callable[..., Any]) -> Callable[..., Any]:
+        def elsewhere(queue: Any, num_bytes: int, *others: Any) -> Any:
+            if "/gather/" in queue.name:
+                return runtime_memory._allocate(num_bytes, queue._device)
+            return original(queue, num_bytes, *others)
+
+        return elsewhere
+
+    return patched(ProcessGroupCollectives, "allocate", allocate)
+
+
+def one_rank_has_other_offsets(_simulation: Simulation) -> Any:
+    def reverse(original: Callable[..., Any]) -> Callable[..., Any]:
+        def placed(sizes: Any, *others: Any) -> MemoryPlacement:
+            found = original(sizes, *others)
+            offsets = [
+                found.extent - start - size
+                for start, size in zip(found.offsets, sizes, strict=True)
+            ]
+            return MemoryPlacement(tuple(offsets), found.extent)
+
+        return placed
+
+    wrap: Wrap = reverse if dist.get_rank() == 1 else lambda one: one
+    return patched(schedule_memory, "place", wrap)
+
+
 _OFFLOAD = Program(offload="all")
+_SYMMETRIC = Program("stack", memory=MemoryKind.SYMMETRIC)
 _ACTIVATIONS = Program("wide", offloads_activations=True)
 _HSDP = Program(strategy="hsdp")
 
@@ -363,5 +397,9 @@ BUGS = {
     ),
     "one rank skips the exchange about unused parameters": Bug(
         one_rank_does_not_agree_on_unused, Problem.ORDER
+    ),
+    "memory of gathers is not registered": Bug(gathers_have_other_memory, Problem.NCCL, _SYMMETRIC),
+    "one rank has other offsets in symmetric memory": Bug(
+        one_rank_has_other_offsets, Problem.ORDER, _SYMMETRIC
     ),
 }

@@ -57,6 +57,7 @@ class Collective:
     ranks: tuple[int, ...]
     operation: str
     num_bytes: int
+    place: str = ""  # in symmetric memory
 
 
 @dataclass
@@ -86,6 +87,8 @@ class Simulation:
         self.found: list[Found] = []
         self.collectives: list[Collective] = []
         self.groups: list[tuple[tuple[int, ...], str]] = []  # ranks and name of those it made
+        self.groups_without_kernels: set[str] = set()
+        self.num_registered = 0  # pieces of memory
         self.syncs: Counter[str] = Counter()  # since the start, by where the host waited
         self.is_steady = False  # the host must not wait
         self.current_device = 0
@@ -105,6 +108,13 @@ class Simulation:
     @property
     def num_devices(self) -> int:
         return len(self._defaults)
+
+    def register(self, storage: torch.UntypedStorage, *, is_symmetric: bool) -> None:
+        """The backend has registered memory."""
+        block = self.memory.block_at(storage.data_ptr())
+        assert block is not None
+        self.num_registered += 1
+        block.window = f"window {self.num_registered}" if is_symmetric else ""
 
     def new_stream(self, device: torch.device | None = None) -> Stream:
         return self._stream(self._indexed(device), f"stream {self._num_timelines}")

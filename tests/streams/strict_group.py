@@ -67,6 +67,10 @@ class StrictGroup:
     def size(self) -> int:
         return len(self._ranks)
 
+    @property
+    def group_name(self) -> str:
+        return self._name
+
     def abort(self) -> None:
         """End what runs, and lose its results."""
         self._is_aborted = True
@@ -134,6 +138,18 @@ class StrictGroup:
         if start < last and first < stop and start != slot:
             self._refuse(operation, f"in place at byte {start - first}, expected {slot - first}")
 
+    def _place(self, operation: str, tensor: Tensor) -> str:
+        """Where a buffer is, as all ranks call it, if it has to be in registered memory."""
+        is_asked_for = self._simulation.num_registered > 0
+        if not is_asked_for or operation.endswith("max") or tensor.numel() <= 1:
+            return ""
+        block = self._simulation.memory.block_at(tensor.data_ptr())
+        if block is None or block.window is None:
+            self._refuse(operation, "a buffer is not in registered memory")
+            return ""
+        # Elsewhere than in symmetric memory, two ranks may have registered more or less.
+        return f"{block.window}, byte {tensor.data_ptr() - block.start}" if block.window else ""
+
     # -- running -----------------------------------------------------------------------------------
 
     def _run(
@@ -147,8 +163,9 @@ class StrictGroup:
             raise dist.DistBackendError(f"{operation}: the communicator was aborted")
         simulation = self._simulation
         num_bytes = sum(one.numel() * one.element_size() for one in reads)
+        places = {one.numel(): self._place(operation, one) for one in (*reads, *writes)}
         simulation.collectives.append(
-            Collective(self._name, tuple(self._ranks), operation, num_bytes)
+            Collective(self._name, tuple(self._ranks), operation, num_bytes, places[max(places)])
         )
         timeline = simulation.timeline_for([simulation.place_of(one) for one in writes])
         number = simulation.begin(timeline)

@@ -110,6 +110,7 @@ class UnitSettings:
     all_reduce_grads: bool = True  # over the outer axis, or a later backward does
     gradient_divisor: float | None = None  # of sums over ranks; None: the number of ranks
     only_sums: bool = False  # the backend multiplies no sum, even if it can
+    collective_memory: str = "own"  # a `MemoryKind`; of the whole model
     # Called as hook(gradients), or as hook(gradients, shard) where parameters are sharded, with
     # sums: reduces the gradients of this rank into its last argument, in the transport's place.
     reduce_hook: Callable[..., None] | None = None

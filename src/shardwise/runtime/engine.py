@@ -22,6 +22,7 @@ from shardwise.runtime import hooks
 from shardwise.runtime.attach import make_unit, move_buffers
 from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.checks import check_same_sums
+from shardwise.runtime.collective_memory import use_memory
 from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.held_memory import HeldMemory
 from shardwise.runtime.memory import Pools
@@ -32,6 +33,7 @@ from shardwise.runtime.structure import Structure
 from shardwise.runtime.unit import FlatParameters, Unit, plan_memory
 from shardwise.schedule.sequencer import Call, Outcome, schedule
 from shardwise.tensor.mesh import DataParallelMesh
+from shardwise.transport.registered_memory import MemoryKind
 
 __all__ = ["HANDLE", "Handle", "Materializer", "Runtime"]
 
@@ -111,6 +113,15 @@ class Runtime:
         ]
         for index, unit in enumerate(self.units):
             self._listen(index, unit)
+        kinds = {unit.settings.collective_memory for unit in self.units} - {MemoryKind.OWN}
+        if kinds:  # chosen for units before the module around them was sharded
+            self.use_memory(MemoryKind(kinds.pop()))
+
+    def use_memory(self, kind: MemoryKind) -> None:
+        """Between steps: have all collectives work in memory of this kind."""
+        use_memory(kind, self.units, self.pools, self.mesh, lambda: schedule(self.plan))
+        for unit in self.units:
+            unit.settings.collective_memory = kind
 
     def call(
         self,

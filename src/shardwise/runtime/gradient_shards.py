@@ -62,7 +62,7 @@ class GradientShard:
         self._settings = settings
         self._layout = layout
         self._own = layout.slices_of_shard(rank)
-        self._pool = pool
+        self._pool = self.reduce_pool = pool  # the second has what is copied to the host
         self._keeps_memory = keeps_memory or offloader is not None
         self._is_stepped = False  # in backward: then gradients are dropped there, by `drop`
         self._is_handed_over = False
@@ -206,7 +206,7 @@ class GradientShard:
         offload, self._offload = self._offload, None
         assert offload is not None
         assert self.offloader is not None
-        self._pool.free(offload.reduced.untyped_storage())
+        self.reduce_pool.free(offload.reduced.untyped_storage())
         if offload.arrived is not self.current:
             self.offloader.staging.free(offload.arrived.untyped_storage())
 

@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
@@ -9,13 +10,15 @@ import torch
 from torch import Tensor
 
 from shardwise._private import num_tensor_references
+from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import UnitSettings
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.chunked_buffer import ChunkedBuffer, flat_buffer
 from shardwise.runtime.gradient_shards import GradientShard, ShardOffloader
-from shardwise.runtime.memory import CAN_SWAP, FlatBuffer, Pools
+from shardwise.runtime.memory import CAN_SWAP, Arena, FlatBuffer, Pool, Pools
 from shardwise.runtime.parameters import FSDPParameter
+from shardwise.schedule.events import EventKind
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.transport.api import Reduction, Work
 from shardwise.transport.communicator import Collectives
@@ -73,12 +76,9 @@ class GradientBuffer:
         self._layout = layout
         self._mesh = mesh
         pool = pools.outer_gradients if plan.has_child_units else pools.gradients
-        self._pool = pool
+        self._own_pool = pool
         self._settings = settings
-        dtype = layout.cast.reduce_dtype
-        self._buffer: FlatBuffer | ChunkedBuffer = flat_buffer(
-            layout, pool, dtype=dtype, owns_memory=self._owns_buffer, fills_views=True
-        )
+        self._use_buffer_of(pool)
         is_replaceable = offloader is None and not (plan.has_child_units or self._owns_buffer)
         self._can_be_in_place = CAN_SWAP and is_replaceable and layout.is_whole_sum
         self.shard = GradientShard(
@@ -98,6 +98,36 @@ class GradientBuffer:
         self._reduced: Tensor | None = None  # [S]
         self._partial: Tensor | None = None  # [M]
         self._scratch: list[torch.UntypedStorage] = []  # of the pool, until `collect`
+
+    def use_memory_of(self, pool: Arena | None) -> None:
+        """Between steps: have reductions work in memory of ``pool``, or as in the beginning."""
+        if self.state is not GradientState.IDLE or self._partial is not None:
+            raise StepError("the memory of reductions cannot be replaced while one is under way")
+        self._use_buffer_of(pool or self._own_pool)
+        self.shard.reduce_pool = self._pool
+
+    def _use_buffer_of(self, pool: Pool) -> None:
+        self._pool = pool
+        self._buffer: FlatBuffer | ChunkedBuffer = flat_buffer(
+            self._layout,
+            pool,
+            self._own_pool,
+            dtype=self._layout.cast.reduce_dtype,
+            owns_memory=self._owns_buffer,
+            fills_views=True,
+        )
+
+    def expect(self, kind: EventKind, alive: defaultdict[Arena, dict[str, int]]) -> None:
+        """Tell the arena what an event of the imagined step allocates; ``alive`` is updated."""
+        pool, owner = self._pool, self._buffer.owners[0]
+        if not isinstance(pool, Arena) or self._owns_buffer:
+            return
+        is_late = self._waits or isinstance(self._buffer, ChunkedBuffer)
+        if kind is EventKind.FINISH_REDUCE:
+            alive[pool].pop(owner, None)
+        elif owner not in alive[pool] and not (is_late and kind is EventKind.BACKWARD):
+            pool.expect(owner, self._buffer.num_bytes, alive[pool])
+            alive[pool][owner] = self._buffer.num_bytes
 
     @property
     def _divisors(self) -> tuple[float, float]:
@@ -189,14 +219,15 @@ class GradientBuffer:
         stages = self._mesh.reduction if all_reduces else self._mesh.reduction[:1]
         out = self._target() if all_reduces else None
         is_cast = out is not None and out.dtype != flat.dtype
+        stays_in_flat = self._pool is not self._own_pool
         if out is None:
-            inner = self._partial = self._pool.allocate_tensor(len(flat) // row.size, flat.dtype)
-        elif is_cast or self._mesh.is_two_level:
+            inner = self._partial = self._allocate_tensor(len(flat) // row.size, flat.dtype, "rows")
+        elif is_cast or stays_in_flat or self._mesh.is_two_level:
             inner = flat.view(row.size, -1)[row.index]
         else:
             inner = out
         scale, only_sums = self.shard.scale_on_device, self._settings.only_sums
-        reduction = Reduction(flat, inner, carried, out, stages, scale, only_sums)
+        reduction = Reduction(flat, inner, carried, out, stages, scale, only_sums, stays_in_flat)
         return collectives.reduce(reduction, label)
 
     @torch.no_grad()
@@ -261,7 +292,8 @@ class GradientBuffer:
             return
         self._move(GradientState.FILLING)
         if not self._owns_buffer:
-            self._is_in_place = self._can_be_in_place and self.shard.is_free
+            is_own = self._pool is self._own_pool
+            self._is_in_place = is_own and self._can_be_in_place and self.shard.is_free
             if self._is_in_place and isinstance(self._buffer, FlatBuffer):
                 self._buffer.acquire(self.shard.memory().untyped_storage())
             else:
@@ -293,13 +325,17 @@ class GradientBuffer:
             self._reduced = self.shard.current  # which has its memory back when the buffer closes
             return flat
         if self.shard.offloader is not None:  # until it has arrived at the host
-            self._reduced = self._pool.allocate_tensor(size, flat.dtype)
+            self._reduced = self._allocate_tensor(size, flat.dtype, "shard on the device")
         elif self.shard.is_empty:
             self._reduced = self.shard.memory()
         else:
-            self._reduced = self._pool.allocate_tensor(size, self.shard.dtype)
+            self._reduced = self._allocate_tensor(size, self.shard.dtype, "shard to add")
             self._scratch.append(self._reduced.untyped_storage())
         return self._reduced
+
+    def _allocate_tensor(self, num_elements: int, dtype: torch.dtype, what: str) -> Tensor:
+        owner = f"{what} of {self._buffer.owners[0]}"
+        return self._pool.allocate_tensor(num_elements, dtype, owner)
 
     def _free_scratch(self) -> None:
         for storage in self._scratch:

@@ -10,18 +10,20 @@ live in a `Pool` of blocks.
 """
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise._private import can_swap_storages, num_storage_references, swap_storages
+from shardwise.errors import StepError
 from shardwise.plan.chunks import ChunkedLayout
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.schedule.memory import MemoryPlan
 from shardwise.transport.device import is_accelerator
 from shardwise.transport.host.shared_memory import SharedMemory, SharedRange, is_offered
+from shardwise.transport.registered_memory import MemoryKind
 
 __all__ = ["CAN_SWAP", "Arena", "FlatBuffer", "Pool", "Pools", "is_shared"]
 
@@ -33,6 +35,9 @@ _SLACK = 1 + 1 / 64
 _TRUSTED_STEPS = 2  # in which an arena may be larger than what is allocated
 
 CAN_SWAP = can_swap_storages()
+
+
+Allocator = Callable[[int, str], torch.UntypedStorage]  # of so many bytes, for what
 
 
 class PeakCounter:
@@ -56,6 +61,7 @@ class Pool:
     """
 
     shared: SharedMemory | None = None  # where other ranks can write to it
+    allocator: Allocator | None = None  # of memory that a backend has registered
     # XOR of the keys of acquired buffers: equal on ranks that have acquired the same ones.
     acquired_keys = 0
 
@@ -94,7 +100,17 @@ class Pool:
         """Storages through which no tensor sees memory now."""
         return list(self._idle)
 
-    def allocate(self, num_bytes: int, owner: str = "") -> torch.UntypedStorage:  # noqa: ARG002
+    def use(self, allocator: Allocator | None) -> None:
+        """Between steps: get memory from there."""
+        if self.allocated_bytes:
+            raise StepError(
+                "the memory of collectives cannot be replaced while parameters are gathered or "
+                "gradients are not reduced; choose it before the first forward"
+            )
+        self.allocator = allocator
+        self._idle.clear()
+
+    def allocate(self, num_bytes: int, owner: str = "") -> torch.UntypedStorage:
         """At least ``num_bytes`` of memory with undefined content.
 
         Args:
@@ -103,7 +119,7 @@ class Pool:
         """
         if not num_bytes:
             return _allocate(0, self.device)
-        storage = self._allocate_block(aligned(num_bytes))
+        storage = self._allocate_block(aligned(num_bytes), owner)
         self._count(storage.nbytes())
         return storage
 
@@ -132,19 +148,23 @@ class Pool:
         for counter in self._counters:
             counter.add(num_bytes)
 
-    def _allocate_block(self, num_bytes: int) -> torch.UntypedStorage:
+    def _allocate_block(self, num_bytes: int, owner: str) -> torch.UntypedStorage:
         largest = int(num_bytes * _SLACK)
-        fitting = [s for s in self._idle if num_bytes <= s.nbytes() <= largest]
+        # Which block is idle may differ between ranks, and symmetric memory must not.
+        may_reuse = self.allocator is None
+        fitting = [s for s in self._idle if may_reuse and num_bytes <= s.nbytes() <= largest]
         if fitting:
             storage = min(fitting, key=lambda s: s.nbytes())
             self._idle = [idle for idle in self._idle if idle is not storage]
         else:
             self._trim(room_for=num_bytes)
-            storage = self._new_block(num_bytes)
+            storage = self._new_block(num_bytes, owner)
         self._block_bytes += storage.nbytes()
         return storage
 
-    def _new_block(self, num_bytes: int) -> torch.UntypedStorage:
+    def _new_block(self, num_bytes: int, what: str) -> torch.UntypedStorage:
+        if self.allocator is not None:
+            return self.allocator(num_bytes, what)
         if self._is_pinned:
             return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
         return _allocate(num_bytes, self.device)
@@ -165,8 +185,14 @@ class Arena(Pool):
     repeats allocates nothing. Other ranks may write to ``shared`` memory once it was freed.
     """
 
-    def __init__(self, device: torch.device, *, shared: SharedMemory | None = None) -> None:
-        super().__init__(device, keep=False)
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        shared: SharedMemory | None = None,
+        together: PeakCounter | None = None,
+    ) -> None:
+        super().__init__(device, keep=False, together=together)
         self.shared = shared
         self._plan: MemoryPlan[str] = MemoryPlan()  # of the schedule, and later of `_observed`
         self._observed: MemoryPlan[str] = MemoryPlan()
@@ -203,7 +229,7 @@ class Arena(Pool):
             self._observed.observe(owner, aligned(num_bytes), self._alive.values())
         # Without swapping, buffers get their memory from the allocator all the same.
         if offset is None or not CAN_SWAP:
-            storage = self._allocate_block(aligned(num_bytes))
+            storage = self._allocate_block(aligned(num_bytes), owner)
         else:
             storage = self._range(owner, offset, aligned(num_bytes))
         self._alive[storage.data_ptr()] = owner
@@ -245,22 +271,27 @@ class Arena(Pool):
         most = self.peak_bytes or self._planned_bytes
         self._plan.update(most, int(most * _SLACK))
         self._ranges.clear()
-        if self._arena_bytes != self._plan.extent:
+        if self._arena_bytes != self._plan.extent or self.allocator is not None:
             self._whole = None
             self._idle.clear()
 
     def _range(self, owner: str, offset: int, num_bytes: int) -> torch.UntypedStorage:
         if self._whole is None:
-            self._whole = self._new_block(self._plan.extent)
+            self._whole = self._new_block(self._plan.extent, f"offsets {self._plan.offsets}")
         if owner not in self._ranges:  # a Storage of its own, which keeps the whole alive
             part: Any = self._whole[offset : offset + num_bytes]
             self._ranges[owner] = part
         return self._ranges[owner]
 
-    def _new_block(self, num_bytes: int) -> torch.UntypedStorage:
+    def use(self, allocator: Allocator | None) -> None:
+        super().use(allocator)
+        self._whole = None
+        self._ranges.clear()
+
+    def _new_block(self, num_bytes: int, what: str) -> torch.UntypedStorage:
         if self.shared is not None:
             return self.shared.allocate(num_bytes)
-        return super()._new_block(num_bytes)
+        return super()._new_block(num_bytes, what)
 
 
 class Pools:
@@ -282,9 +313,25 @@ class Pools:
         self._of_gradients = PeakCounter()
         self.gradients = Pool(device, keep=False, together=self._of_gradients)
         self.outer_gradients = Pool(device, keep=False, together=self._of_gradients)
+        # Of both, where a backend registers it: it is held all the time.
+        self.registered_gradients = Arena(device, together=self._of_gradients)
+        self.kind = MemoryKind.OWN
 
     def __iter__(self) -> Iterator[Pool]:
-        return iter((self.gathered, self.own, self.gradients, self.outer_gradients))
+        gradients = (self.gradients, self.outer_gradients, self.registered_gradients)
+        return iter((self.gathered, self.own, *gradients))
+
+    def use(
+        self, kind: MemoryKind, gathers: Allocator | None, reductions: Allocator | None
+    ) -> None:
+        """Between steps: have collectives work in memory of this kind."""
+        for pool, allocator in (
+            (self.gathered, gathers),
+            (self.own, gathers),
+            (self.registered_gradients, reductions),
+        ):
+            pool.use(allocator)
+        self.kind = kind
 
     @property
     def peak_bytes(self) -> int:
@@ -321,7 +368,10 @@ class FlatBuffer:
         self._private: torch.UntypedStorage | None = None  # in place of shared memory
         names = [one.parameter.names for one in layout.extents]
         self._key = zlib.crc32(repr((names, owner_suffix)).encode())
-        storage = _allocate(self.num_bytes, pool.device)
+        if owns_memory and pool.allocator is not None:
+            storage = pool.allocator(self.num_bytes, self.owner)
+        else:
+            storage = _allocate(self.num_bytes, pool.device)
         self.flat = torch.empty(0, dtype=of, device=storage.device).set_(
             storage, 0, (layout.num_elements,), (1,)
         )

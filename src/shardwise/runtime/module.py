@@ -23,6 +23,7 @@ from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.ledger import Ledger
 from shardwise.schedule.events import EventKind
 from shardwise.tensor.sharding import sharding_of
+from shardwise.transport.registered_memory import MemoryKind
 
 __all__ = [
     "FSDPModule",
@@ -273,6 +274,38 @@ class FSDPModule(nn.Module):
         """
         settings_of(self).only_sums = enable
 
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Have the backend allocate the buffers of gathers and reductions, of the whole model.
+
+        Call it on all ranks, between steps. Gradients are reduced in their buffer, and copied.
+
+        Raises:
+            PlanError: the backend allocates no tensors.
+        """
+        kind = MemoryKind.REGISTERED if enable else MemoryKind.OWN
+        self._use_memory(kind)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Have the buffers of gathers and reductions, of the whole model, in symmetric memory.
+
+        Call it on all ranks, between steps. The memory is allocated and registered in the first
+        step, and again where units are called in another order; ranks that would not have the same
+        offsets raise a StepError. Gathers get communicators that let copy engines do the work
+        (NCCL's zero-CTA policy), where NCCL has them.
+
+        Raises:
+            PlanError: there is no such memory, or ``backend`` is not "NCCL".
+        """
+        if backend != "NCCL":
+            raise PlanError(f'set_symm_mem_for_comm({backend!r}): expected "NCCL"')
+        self._use_memory(MemoryKind.SYMMETRIC)
+
+    def _use_memory(self, kind: MemoryKind) -> None:
+        handle: Handle | None = self.__dict__.get(HANDLE)
+        if handle is not None:
+            handle.runtime.use_memory(kind)
+        settings_of(self).collective_memory = kind
+
     # -- accepted, without effect ----------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -302,9 +335,6 @@ class FSDPModule(nn.Module):
     ) -> None:
         """No effect: gathers and reductions always have a group each."""
 
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """No effect: buffers come from the model's own pool."""
-
     def set_post_optim_event(self, event: torch.Event) -> None:
         """No effect: gathers wait for the stream that calls the model, and so for its optimizer."""
 
@@ -320,10 +350,6 @@ class FSDPModule(nn.Module):
     def set_custom_reduce_scatter(self, *_args: Any, **_kwargs: Any) -> None:
         """Raises PlanError."""
         raise PlanError(f"set_custom_reduce_scatter {_NO_BACKEND}")
-
-    def set_symm_mem_for_comm(self, *_args: Any, **_kwargs: Any) -> None:
-        """Raises PlanError."""
-        raise PlanError("set_symm_mem_for_comm is not supported; leave it out")
 
 
 def handle_of(module: nn.Module) -> Handle:

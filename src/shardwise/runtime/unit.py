@@ -102,6 +102,11 @@ class FlatParameters:
         buffers = (self.buffer, self._held)
         return sum(one.num_bytes for one in buffers if one is not None and one.is_acquired)
 
+    def use_memory_of(self, pool: Arena | None) -> None:
+        """Between steps: have reductions work in memory of ``pool``, or as in the beginning."""
+        if self.gradients is not None:
+            self.gradients.use_memory_of(pool)
+
     def listen(self, position: int, callback: Callable[[], None]) -> None:
         """Call ``callback`` for each gradient that autograd has put on a dense parameter."""
         hooks.on_gradient(self.parameters[position].dense, callback)
@@ -109,6 +114,11 @@ class FlatParameters:
     def expect(self, kind: EventKind, alive: defaultdict[Arena, dict[str, int]]) -> None:
         """Tell the pool what an event of the imagined step allocates; ``alive`` is updated."""
         match kind:
+            case EventKind.BACKWARD | EventKind.REDUCE | EventKind.FINISH_REDUCE:
+                if self.gradients is not None:
+                    self.gradients.expect(kind, alive)
+            case _ if self.is_whole:
+                pass
             case EventKind.GATHER:
                 self._expect(self._pool, self.buffer.owners[0], alive)
             case EventKind.WAIT if isinstance(self.buffer, ChunkedBuffer):
@@ -238,8 +248,7 @@ def plan_memory(units: Sequence[Sequence[FlatParameters]], events: Iterable[Even
     alive: defaultdict[Arena, dict[str, int]] = defaultdict(dict)
     for event in events:
         for flat in units[event.unit]:
-            if not flat.is_whole:
-                flat.expect(event.kind, alive)
+            flat.expect(event.kind, alive)
 
 
 class Unit:

@@ -14,7 +14,7 @@ fixed seed), which is enough for transformers and for units of very different si
 """
 
 import random
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -48,6 +48,11 @@ class MemoryPlan(Generic[Key]):
     _offsets: dict[Key, int] = field(default_factory=dict)
     _unplaced: set[Key] = field(default_factory=set)  # what was observed since has no offset yet
     extent: int = 0
+
+    @property
+    def offsets(self) -> Mapping[Key, int]:
+        """Of all buffers that have one."""
+        return self._offsets
 
     @property
     def is_stale(self) -> bool:

@@ -82,6 +82,7 @@ class Reduction:
     stages: tuple[Stage, ...]
     scale: float = 1.0  # of `out`; applied in its own dtype, unless that makes no difference
     only_sums: bool = False  # the backend is asked for sums, and not for averages
+    stays_in_flat: bool = False  # no collective writes to `out`
 
     @property
     def is_cast(self) -> bool:
@@ -90,7 +91,7 @@ class Reduction:
 
     def scattered(self, group: RankGroup) -> Tensor:
         """Where the sum of a later reduce-scatter over ``group`` goes: this rank's part [S]."""
-        if self.out is None or self.is_cast:
+        if self.out is None or self.is_cast or self.stays_in_flat:
             return self.inner.view(group.size, -1)[group.index]
         return self.out
 

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise._private import group_timeout, new_nccl_group, new_registered_group, scaled_sum
-from shardwise.errors import PeerAborted
+from shardwise._private import (
+    default_store,
+    group_timeout,
+    new_nccl_group,
+    new_registered_group,
+    scaled_sum,
+    symmetric_tensor,
+    tensor_allocator,
+)
+from shardwise.errors import PeerAborted, StepError
 from shardwise.transport.api import CollectiveId, Operation, RankGroup, Reduction, Work
 from shardwise.transport.backends import capabilities_of
 from shardwise.transport.device import DeviceStream, DeviceWork, copy_scaled_, own_device
 from shardwise.transport.health.flight_record import PREFIX_VARIABLE, write_flight_record
 from shardwise.transport.health.status import QueueState
 from shardwise.transport.host.shared_memory import SharedRange
+from shardwise.transport.registered_memory import MemoryKind
 
 __all__ = [
     "ProcessGroupCollectives",
@@ -40,6 +50,8 @@ __all__ = [
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 SUM = dist.ReduceOp.SUM
+_ALLOCATE_SECONDS = 60.0  # that ranks wait for each other's symmetric memory
+_SHOWN = 300  # characters
 # Factors 2**-k leave these exact, so it does not matter when they are applied. In float16 small
 # numbers would be lost (`_divisor_before_the_sum` of the runtime).
 _SCALED = {torch.bfloat16, torch.float32, torch.float64}
@@ -60,6 +72,11 @@ class ProcessGroupCollectives:
         self._can = capabilities_of(backend)
         self.name = name
         self._groups: dict[bytes, dist.ProcessGroup] = {}  # by the digests of their ranks
+        self._earlier: list[dist.ProcessGroup] = []  # that were replaced, and may still be at work
+        self._device = device
+        self._memory_kind = MemoryKind.OWN
+        self._without_kernels = False
+        self._allocations = 0
         self.stream = DeviceStream(device)
         self._second_stream = DeviceStream(device)
         # Whether the device may wait for other ranks, and the host does not.
@@ -149,6 +166,51 @@ class ProcessGroupCollectives:
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=self._process_group(group))
         return self._noted(work, label, values.nbytes, group)
 
+    def use_memory(self, kind: MemoryKind, *, only_moves: bool) -> None:
+        """Between steps: allocate memory of this kind; ``only_moves`` if nothing is summed."""
+        self._memory_kind = kind
+        without_kernels = only_moves and kind is MemoryKind.SYMMETRIC
+        if without_kernels != self._without_kernels:
+            self._without_kernels = without_kernels
+            self._earlier += self._groups.values()
+            self._groups = {}
+
+    def allocate(self, num_bytes: int, group: RankGroup, what: str) -> torch.UntypedStorage:
+        """Memory that the backend has registered for collectives of ``group``.
+
+        Symmetric memory is allocated by all ranks of the group, in the same order.
+
+        Raises:
+            StepError: they do not allocate the same, of which ``what`` is a description.
+        """
+        made = self._process_group(group)
+        assert made is not None
+        if self._memory_kind is MemoryKind.SYMMETRIC:
+            self._check_same(f"{num_bytes} bytes, {what}", made, group)
+            return symmetric_tensor(num_bytes, made, self._device).untyped_storage()
+        allocate = tensor_allocator(made, self._device)
+        assert allocate is not None, "`check_memory` was called"
+        return allocate(num_bytes).untyped_storage()
+
+    def _check_same(self, own: str, made: dist.ProcessGroup, group: RankGroup) -> None:
+        self._allocations += 1
+        store, key = default_store(), f"{made.group_name}/memory/{self._allocations}"
+        if group.index == 0:
+            store.set(key, own)
+            return
+        try:
+            store.wait([key], timedelta(seconds=_ALLOCATE_SECONDS))
+        except dist.DistError:
+            first = "nothing"
+        else:
+            first = store.get(key).decode()
+        if first != own:
+            raise StepError(
+                f"symmetric memory must be the same on all ranks, but rank {group.own_rank} "
+                f"allocates {own[:_SHOWN]}, and rank {group.ranks[0]} {first[:_SHOWN]}; call the "
+                "units in the same order on all ranks, or leave set_symm_mem_for_comm out"
+            )
+
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
         """Send the first of each pair to its rank, and receive the second from it."""
         raise NotImplementedError(f"{label}: no exchange between pairs on {self._backend}")
@@ -182,8 +244,11 @@ class ProcessGroupCollectives:
         if group.digest not in self._groups:
             if self._is_stopped:  # other ranks may never make it
                 raise PeerAborted("no process group is made while ranks are out of step")
-            name = f"{self.name}/{self._epoch}" if self._epoch else self.name
-            self._groups[group.digest] = new_group(group, self._backend, name)
+            kind = "/without kernels" if self._without_kernels else ""
+            name = f"{self.name}{kind}" + (f"/{self._epoch}" if self._epoch else "")
+            self._groups[group.digest] = new_group(
+                group, self._backend, name, without_kernels=self._without_kernels
+            )
         return self._groups[group.digest]
 
     # -- for ranks that look after each other ----------------------------------------------------
@@ -264,7 +329,9 @@ def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
     return dict(pair.split(":") for pair in pairs)
 
 
-def new_group(group: RankGroup, backend: str | None, name: str) -> dist.ProcessGroup:
+def new_group(
+    group: RankGroup, backend: str | None, name: str, *, without_kernels: bool = False
+) -> dist.ProcessGroup:
     """A process group of the ranks of ``group``, in the order of their slots; only they call this.
 
     `torch.distributed.new_group` would name it by how many groups there are, so ranks that have
@@ -282,8 +349,9 @@ def new_group(group: RankGroup, backend: str | None, name: str) -> dist.ProcessG
     # Torch would split the communicator of a job that is bound to devices, with all of its ranks.
     is_bound = world.bound_device_id is not None and len(ranks) < world.size()
     if backend == "nccl" and is_bound:
-        return new_nccl_group(ranks, name, timeout)
-    return new_registered_group(ranks, backend or dist.get_backend_config(parent), name, timeout)
+        return new_nccl_group(ranks, name, timeout, without_kernels=without_kernels)
+    backend = backend or dist.get_backend_config(parent)
+    return new_registered_group(ranks, backend, name, timeout, without_kernels=without_kernels)
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -1,0 +1,119 @@
+"""Buffers of collectives in memory that the backend registers, and in symmetric memory."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import PlanError, StepError
+from shardwise.transport.api import RankGroup
+from shardwise.transport.communicator import Communicator
+from shardwise.transport.process_group import ProcessGroupCollectives
+from shardwise.transport.registered_memory import MemoryKind
+from tests.models import Block, Stack
+from tests.ranks import on_ranks
+from tests.streams.checker import check_ranks
+from tests.streams.install import simulated
+from tests.streams.models import build
+from tests.streams.programs import DEVICE, Program, assert_trains_as_in_one_process, train
+from tests.streams.simulation import Problem, Simulation
+
+REGISTERED, SYMMETRIC = MemoryKind.REGISTERED, MemoryKind.SYMMETRIC
+LARGE = 200  # bytes: more than flags, norms and checks of what was sharded have
+
+
+def program(kind: MemoryKind, **options: Any) -> Program:
+    return Program(memory=kind, steps=3, **options)
+
+
+ROWS = {
+    "registered": program(REGISTERED),
+    "symmetric": program(SYMMETRIC),
+    "symmetric hsdp": program(SYMMETRIC, strategy="hsdp", accumulate=2),
+}
+THOROUGH = {
+    f"{kind} {strategy} {accumulate}": program(kind, strategy=strategy, accumulate=accumulate)
+    for kind, strategy, accumulate in product(
+        (REGISTERED, SYMMETRIC), ("ddp", "zero2", "fsdp", "hsdp", "hfsdp"), (1, 2)
+    )
+}
+for _kind in (REGISTERED, SYMMETRIC):
+    THOROUGH[f"{_kind} dim"] = program(_kind, granularity="dim")
+    THOROUGH[f"{_kind} offload"] = program(_kind, offload="all")
+    THOROUGH[f"{_kind} several"] = program(_kind, name="stack", prefetch=2)
+ALL = ROWS | THOROUGH
+NAMES = [*ROWS, *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", NAMES)
+def test_training_in_registered_memory_is_that_of_one_process(name: str) -> None:
+    assert_trains_as_in_one_process(ALL[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_streams_and_places_in_registered_memory(name: str) -> None:
+    for verdict in check_ranks(ALL[name], num_ranks=4):
+        may_wait = ALL[name].offload is not None
+        assert not {one for one in verdict.found if not may_wait or one.problem != Problem.SYNC}
+        is_symmetric = ALL[name].memory is SYMMETRIC
+        places = {one.place for one in verdict.collectives if one.num_bytes > LARGE}
+        assert all(bool(place) is is_symmetric for place in places)
+
+
+@on_ranks(2)
+def test_memory_is_registered_once_and_gathers_need_no_kernels() -> None:
+    simulation = Simulation()
+    with simulated(simulation):
+        train(Program(memory=SYMMETRIC, steps=4), simulation, build("small"))
+    assert simulation.num_registered <= 3  # of large gathers, of small ones, of gradients
+    assert ["/gather/" in name for name in simulation.groups_without_kernels] == [True]
+    assert len(simulation.groups) == 2
+
+
+@on_ranks(2)
+def test_ranks_that_allocate_other_symmetric_memory_raise() -> None:
+    with simulated(Simulation()):
+        world = RankGroup((0, 1), dist.get_rank(), dist.group.WORLD)
+        queue = Communicator(world, DEVICE).gather
+        assert isinstance(queue, ProcessGroupCollectives)
+        queue.use_memory(SYMMETRIC, only_moves=True)
+        queue.allocate(64, world, "offsets {'a': 0}")
+        if world.own_rank == 0:
+            queue.allocate(64, world, "offsets {'b': 0}")
+            return
+        with pytest.raises(StepError, match=r"offsets {'c': 0}.* rank 0 .*offsets {'b': 0}"):
+            queue.allocate(64, world, "offsets {'c': 0}")
+
+
+@on_ranks(2)
+def test_a_backend_without_such_memory_is_named_at_the_call() -> None:
+    model = shard(Stack(depth=1))
+    with pytest.raises(PlanError, match=r"gloo allocates no tensors on cpu.*leave the call out"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    with pytest.raises(PlanError, match=r"gloo has no symmetric memory on cpu.*leave the call out"):
+        model.set_symm_mem_for_comm()
+    with pytest.raises(PlanError, match=r"expected .NCCL"):
+        model.set_symm_mem_for_comm("NVSHMEM")
+    model.set_allocate_memory_from_process_group_for_comm(False)
+    model(torch.randn(3, 6)).sum().backward()
+
+
+@on_ranks(2)
+def test_memory_cannot_be_replaced_within_a_step() -> None:
+    with simulated(Simulation()):
+        model = shard(Stack(depth=1).to(DEVICE))
+        loss = model(torch.randn(3, 6).to(DEVICE)).sum()
+        with pytest.raises(StepError, match="before the first forward"):
+            model.set_allocate_memory_from_process_group_for_comm(True)
+        torch.autograd.backward(loss)
+
+
+def shard(model: nn.Module) -> sw.FSDPModule:
+    sharded = sw.fully_shard(model, units=Block)
+    assert isinstance(sharded, sw.FSDPModule)
+    return sharded
