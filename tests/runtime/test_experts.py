@@ -1,8 +1,10 @@
 """Experts with ranks of their own (expert parallelism) train as one process does."""
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise as sw
+from shardwise.runtime import unit
+from shardwise.runtime.chunked_buffer import ChunkedBuffer
 from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw, assert_close, assert_reduced_once, full
 
@@ -129,14 +133,16 @@ def dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def check_training(mesh: DeviceMesh, *, as_dtensors: bool, without: tuple[int, ...] = ()) -> None:
+def check_training(
+    mesh: DeviceMesh, *, as_dtensors: bool, without: tuple[int, ...] = (), **options: Any
+) -> None:
     reference = build(without)
     model = copy.deepcopy(reference)
     for module in model.modules():
         if isinstance(module, MoE):
             split_experts(module, mesh["ep"], as_dtensors=as_dtensors)
     dense = dense_mesh(mesh)
-    shard(model, mesh, dense)
+    shard(model, mesh, dense, **options)
     optimizers = [adamw(m.parameters()) for m in (reference, model)]
     for step in range(3):
         x = torch.randn(dense.size() * ROWS, WIDTH).double()
@@ -161,6 +167,22 @@ def check_training(mesh: DeviceMesh, *, as_dtensors: bool, without: tuple[int, .
 def test_training_equals_one_process(as_dtensors: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     check_training(mesh, as_dtensors=as_dtensors)
+
+
+@on_ranks(4)
+def test_ranks_that_are_late_keep_what_they_share_with_ranks_of_other_experts() -> None:
+    unpack = ChunkedBuffer.unpack
+
+    def late(buffer: ChunkedBuffer) -> None:
+        time.sleep(0.02 * (dist.get_rank() % 2))  # others may gather their experts meanwhile
+        unpack(buffer)
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    with (
+        mock.patch.object(ChunkedBuffer, "unpack", late),
+        mock.patch.object(unit, "SMALL_BYTES", 0),  # so that all are in shared memory
+    ):
+        check_training(mesh, as_dtensors=True, granularity="dim")
 
 
 @on_ranks(4)

@@ -298,7 +298,8 @@ class Pools:
     """Where a step's memory comes from.
 
     Gathered units may be in memory that all ranks they are gathered from share. Small ones are in
-    this rank's own, and those that are gathered again from a part of them, with that part.
+    this rank's own, those that are gathered again from a part of them, with that part, and those
+    with other ranks than the model's: all that share memory must have freed what was there before.
 
     Gradients are whole in backward alone. What they take would be idle just when activations are
     at their peak, so it is allocated when backward begins and freed when it ends. Units with child

@@ -75,7 +75,9 @@ class FlatParameters:
         """Make the shard and the buffer."""
         layout, plan, pools = self.layout, self._plan, self._pools
         is_small = layout.gathered_bytes <= SMALL_BYTES * layout.world_size
-        pool = self._pool = pools.own if plan.subgroup or is_small else pools.gathered
+        # Other ranks than the model's would use memory again that some of these have not left yet.
+        is_own = plan.subgroup or plan.num_shards is not None or is_small
+        pool = self._pool = pools.own if is_own else pools.gathered
         self._part: Tensor | None = None  # [world_size * S / subgroup]
         self._part_owner = f"part for {layout.extents[0].parameter.name}"
         compute_dtype = layout.cast.compute_dtype
