@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
+from shardwise.features.offload import HostOffloader
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out
+from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.runtime import memory
 from shardwise.runtime.memory import Arena, FlatBuffer, Pool, is_shared
 
@@ -28,6 +30,17 @@ def layout(*shapes: tuple[int, ...], dtype: str = "float32", itemsize: int = 4) 
 
 
 # -- Pool ----------------------------------------------------------------------------------------
+
+
+def test_memory_of_the_host_is_there_whatever_the_default_device_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    zeros = torch.zeros  # without an accelerator it refuses to pin
+    monkeypatch.setattr(torch, "zeros", lambda size, pin_memory, **k: zeros(size, **k))  # noqa: ARG005
+    with torch.device("meta"):
+        assert Pool(CPU, is_pinned=True).allocate(LINE).device == CPU
+        shard = HostOffloader(CPU, CPUOffloadPolicy()).allocate_shard(layout((3,)), "float32")
+    assert shard.device == CPU
 
 
 def test_memory_is_used_again() -> None:

@@ -278,8 +278,11 @@ def test_ranks_have_accelerators_of_their_own(
     set_index.assert_called_once_with(expected)
 
 
-def test_ranks_of_apples_gpu_compute_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    _with_accelerators(monkeypatch, "mps", 1, 0)
+@pytest.mark.parametrize("kind", ["mps", "privateuseone"])
+def test_ranks_of_devices_without_collectives_compute_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    _with_accelerators(monkeypatch, kind, 1, 0)
     assert local_device() == CPU
     assert num_local_accelerators() == 0
 

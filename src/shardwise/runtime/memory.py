@@ -166,7 +166,9 @@ class Pool:
         if self.allocator is not None:
             return self.allocator(num_bytes, what)
         if self._is_pinned:
-            return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
+            # On the CPU, whatever torch's default device is.
+            block = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            return block.untyped_storage()
         return _allocate(num_bytes, self.device)
 
     def _trim(self, room_for: int = 0) -> None:

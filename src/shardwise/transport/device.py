@@ -298,10 +298,9 @@ def copy_scaled_(dst: Tensor, src: Tensor, scale: float) -> None:
 def num_local_accelerators() -> int:
     """Accelerators of this machine that ranks can use; 0 where they compute on the CPU."""
     kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None:
-        return 0
-    if not capabilities_of(dist.get_default_backend_for_device(kind)).is_stream_ordered:
-        return 0  # ranks of MPS cannot exchange anything
+    backend = None if kind is None else dist.Backend.default_device_backend_map.get(kind.type)
+    if backend is None or not capabilities_of(backend).is_stream_ordered:
+        return 0  # as on MPS, whose ranks cannot exchange anything
     return torch.accelerator.device_count()
 
 
