@@ -126,6 +126,14 @@ def test_a_page_needs_nothing_else() -> None:
     assert imported == set(modules)
 
 
+def test_long_runs_have_timelines_of_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "MAX_STEPS", 5)
+    ranks = record_run(Run(world_size=2, num_blocks=1, num_steps=12))
+    slowest = max(range(12), key=lambda step: max(rank.steps[step].seconds for rank in ranks))
+    drawn = [step["step"] for step in json.loads(Scripts(render(ranks)).texts["index"])["steps"]]
+    assert drawn == sorted({0, 3, 6, 9, slowest})
+
+
 def test_names_cannot_break_out_of_the_page() -> None:
     ranks = record_run(Run(num_blocks=1, labels=[EVIL]))
     text = render(ranks, title=EVIL)

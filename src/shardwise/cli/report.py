@@ -19,9 +19,9 @@ def report(
         typer.Option(metavar="FILE", help="Also write a trace for https://ui.perfetto.dev."),
     ] = None,
 ) -> None:
-    """Say where the time and the memory of a recorded run went, and what to change.
+    """Say where the time and the memory of a recorded run went.
 
-    Prints findings, units and ranks, and writes them with a timeline of each step to one HTML page
+    Prints tables of units and ranks, and writes them with a timeline of each step to one HTML page
     that needs no network.
     """
     from rich.console import Console  # noqa: PLC0415 (torch takes seconds)

@@ -17,7 +17,8 @@ MAX_ROWS = 20  # of a table; the page has all
 def show(console: Console, summary: Summary, findings: Sequence[Finding]) -> None:
     """Print what a report says."""
     console.print(Text(overview(summary)))
-    console.print(_findings_table(findings, summary.seconds))
+    if findings:
+        console.print(_findings_table(findings, summary.seconds))
     console.print(_units_table(summary.units))
     console.print(_ranks_table(summary))
 
@@ -50,8 +51,6 @@ def _findings_table(findings: Sequence[Finding], step_seconds: float) -> Table:
         if finding.detail:
             words.append(f"\n{finding.detail}", style="not bold")
         table.add_row(str(number), words, "\n".join(savings(finding, step_seconds)))
-    if not findings:
-        table.add_row("", "nothing that costs more than noise", "")
     return table
 
 

@@ -15,12 +15,13 @@ from typing import Any
 from shardwise.diagnose.bars import BarKind, Timeline, Track
 from shardwise.diagnose.page.columns import CATEGORIES, Labels, encode_step
 from shardwise.diagnose.page.metrics import Chart
-from shardwise.diagnose.page.tables import findings_list, ranks_table, tiles, units_table
+from shardwise.diagnose.page.tables import findings_section, ranks_table, tiles, units_table
 from shardwise.diagnose.recording import RankRecording
 from shardwise.diagnose.summary import Finding, Summary
 
 __all__ = ["render"]
 
+MAX_STEPS = 60  # whose timelines are in the page; means are over all
 MAX_FACT = 40  # characters of what the header shows of a recording's info
 _MODULES = ("charts", "data", "memory", "painter", "tables", "timeline", "tracks", "view")
 
@@ -44,7 +45,7 @@ def render(
     header = ranks[0].header
     labels = Labels([unit.label for unit in header.units])
     lines = [Timeline(rank) for rank in ranks]
-    steps = [encode_step(lines, step, labels) for step in summary.steps]
+    steps = [encode_step(lines, step, labels) for step in _drawn_steps(summary.steps, lines)]
     index = {
         "labels": labels.names,
         "numUnits": len(header.units),
@@ -71,7 +72,7 @@ def render(
         facts=" · ".join(escape(fact) for fact in facts),
         style=_read("report.css"),
         tiles=tiles(summary, header),
-        findings=findings_list(findings, summary),
+        findings=findings_section(findings, summary),
         units=units_table(summary),
         ranks=ranks_table(summary),
         index=_json(index),
@@ -82,6 +83,17 @@ def render(
         modules=_json({"imports": {name: _module_url(name) for name in _MODULES}}),
         main=_read("main.js"),
     )
+
+
+def _drawn_steps(steps: Sequence[int], lines: Sequence[Timeline]) -> Sequence[int]:
+    """All, or of a long run some that are evenly spaced, and the slowest."""
+    if len(steps) <= MAX_STEPS:
+        return steps
+    num_slowest = MAX_STEPS // 5
+    by_time = sorted(steps, key=lambda step: max(line.totals(step).seconds for line in lines))
+    spacing = len(steps) / (MAX_STEPS - num_slowest)
+    spaced = {steps[int(number * spacing)] for number in range(MAX_STEPS - num_slowest)}
+    return sorted(spaced | set(by_time[-num_slowest:]))
 
 
 def _is_short(value: object) -> bool:

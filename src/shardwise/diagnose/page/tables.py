@@ -7,7 +7,7 @@ from shardwise.diagnose.recording import Header
 from shardwise.diagnose.summary import Finding, RankSummary, Summary, UnitSummary
 from shardwise.diagnose.words import NOTHING, bytes_text, percent, savings, seconds_text
 
-__all__ = ["findings_list", "ranks_table", "tiles", "units_table"]
+__all__ = ["findings_section", "ranks_table", "tiles", "units_table"]
 
 
 def tiles(summary: Summary, header: Header) -> str:
@@ -40,11 +40,15 @@ def lateness(summary: Summary, rank: int) -> str:
     return seconds_text(own - busy[len(busy) // 2 - (len(busy) % 2 == 0)])
 
 
-def findings_list(findings: Sequence[Finding], summary: Summary) -> str:
-    """An ordered list; each with what it saves, and a button to what it is about."""
+def findings_section(findings: Sequence[Finding], summary: Summary) -> str:
+    """A section, if there are any: each with what it saves, and buttons to what it is about."""
     if not findings:
-        return "<p>Nothing that costs more than noise.</p>"
-    return f"<ol>{''.join(_finding(finding, summary) for finding in findings)}</ol>"
+        return ""
+    items = "".join(_finding(finding, summary) for finding in findings)
+    return (
+        '<section id="findings" aria-labelledby="findings-title">'
+        f'<h2 id="findings-title">Findings</h2><ol>{items}</ol></section>'
+    )
 
 
 def _finding(finding: Finding, summary: Summary) -> str:
