@@ -67,7 +67,7 @@ class Ranks:
         links.wait(links.gather.all_gather(flat, links.world, label))
         return flat
 
-    def new_group(self, _ranks: RankGroup, _backend: str, name: str) -> Group:
+    def new_group(self, _ranks: RankGroup, _backend: str, name: str, **_options: bool) -> Group:
         self.groups.append(Group(name))
         return self.groups[-1]
 
