@@ -17,6 +17,7 @@ from shardwise.errors import PlanError
 from shardwise.runtime import attach
 from shardwise.transport.api import Work
 from shardwise.transport.device import (
+    Accelerator,
     CommStream,
     DeviceStream,
     ThreadStream,
@@ -336,3 +337,39 @@ def test_peak_memory_is_in_bytes_and_never_falls() -> None:
     before = peak_memory_bytes(CPU)
     assert 50 << 20 < before < 1 << 40, "torch alone takes more than 50 MiB"
     assert peak_memory_bytes(CPU) >= before
+
+
+class TimedEvent:
+    """An event of a device that tells times as CUDA does: milliseconds in single precision."""
+
+    now = 0.0  # seconds
+
+    def __init__(self, *_args: object, **_options: object) -> None:
+        self.at = 0.0
+
+    def record(self, _stream: object) -> None:
+        self.at = TimedEvent.now
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: "TimedEvent") -> float:
+        return float(torch.tensor((later.at - self.at) * 1e3, dtype=torch.float32))
+
+
+def test_times_of_a_device_are_precise_for_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Event", TimedEvent)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _device: None)
+    monkeypatch.setattr(time, "perf_counter", lambda: TimedEvent.now)
+    device = Accelerator(torch.device("cuda"))
+    stream = device.current_stream()
+    for _ in range(5_000):  # steps of 8 s
+        TimedEvent.now += 8.0
+        began = device.record(stream)
+        TimedEvent.now += 1e-3
+        ended = device.record(stream)
+    assert float(ended) - float(began) == pytest.approx(1e-3, abs=2e-6)
+    assert float(ended) == pytest.approx(TimedEvent.now, abs=1e-2)

@@ -301,6 +301,8 @@ class Trainer:
             if self.config.memory.accumulate == "whole":
                 assert isinstance(self.model, sw.FSDPModule)
                 self.model.set_requires_gradient_sync(number == len(parts))
+            if self._recorder is not None:
+                self._recorder.count_tokens(sequences[:, 1:].numel())
             with self._offloaded_activations():
                 loss = self._loss(sequences)
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]

@@ -53,6 +53,8 @@ __all__ = [
 ]
 
 _ON_HOST = ("cpu", "meta")
+# Devices say how long ago an event was in milliseconds of single precision: after an hour, to 1/4.
+_ORIGIN_SECONDS = 10.0
 _CACHED_ELEMENTS = 1 << 17  # a copy of so many is still in the processor's cache
 
 
@@ -102,10 +104,11 @@ class Accelerator(Device):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._origin = torch.Event(device, enable_timing=True)
-        self._origin.record(self.current_stream())
-        self._origin.synchronize()
-        self._origin_seconds = time.perf_counter()
+        event = torch.Event(device, enable_timing=True)
+        event.record(self.current_stream())
+        event.synchronize()
+        self._origin = StreamEvent(event, seconds=time.perf_counter())
+        self._renewed = time.perf_counter()
 
     def new_stream(self) -> torch.Stream:
         return torch.Stream(self.torch_device, priority=-1)
@@ -120,7 +123,12 @@ class Accelerator(Device):
     def record(self, stream: torch.Stream) -> "StreamEvent":
         event = torch.Event(self.torch_device, enable_timing=True)
         event.record(stream)
-        return StreamEvent(event, self._origin, self._origin_seconds)
+        recorded = StreamEvent(event, self._origin)
+        now = time.perf_counter()
+        if now - self._renewed > _ORIGIN_SECONDS and self.is_over(self._origin):
+            float(self._origin)  # which lets go of the one before
+            self._origin, self._renewed = recorded, now
+        return recorded
 
     def wait(self, stream: torch.Stream, event: Any) -> None:
         stream.wait_event(event.event)
@@ -133,16 +141,21 @@ class Accelerator(Device):
 
 
 class StreamEvent:
-    """An event of a stream; its time is known when it has taken place."""
+    """An event of a stream; its time is known when it has taken place, from that of ``origin``."""
 
-    def __init__(self, event: torch.Event, origin: torch.Event, origin_seconds: float) -> None:
+    def __init__(
+        self, event: torch.Event, origin: "StreamEvent | None" = None, seconds: float = 0.0
+    ) -> None:
         self.event = event
         self._origin = origin
-        self._origin_seconds = origin_seconds
+        self._seconds = seconds
 
     def __float__(self) -> float:
-        self.event.synchronize()
-        return self._origin_seconds + self._origin.elapsed_time(self.event) / 1e3
+        if self._origin is not None:
+            self.event.synchronize()
+            since = self._origin.event.elapsed_time(self.event) / 1e3
+            self._seconds, self._origin = float(self._origin) + since, None
+        return self._seconds
 
 
 KINDS: dict[str, type[Device]] = {"cpu": Device, "meta": Device}  # all others: `Accelerator`
