@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from hypothesis import Phase, given, seed, settings
 
+from tests.fuzz.on_device import assert_holds_on_device, start
 from tests.fuzz.programs import SEARCH, Case, cases
 from tests.fuzz.verdict import DEADLINE_SECONDS, assert_holds
 from tests.ranks import close_pools
@@ -27,10 +29,23 @@ def main() -> int:
     parser.add_argument(
         "--streams", action="store_true", help="on the simulated device of tests/streams"
     )
+    parser.add_argument(
+        "--device", type=torch.device, help="one rank on a real device: cuda, or openreg:1"
+    )
+    parser.add_argument(
+        "--without",
+        nargs="*",
+        default=(),
+        metavar="WORD",
+        help="with --device, leave out cases with such a word: what the device cannot compute",
+    )
     options = parser.parse_args()
-    judge = partial(
+    judge: Callable[[Case], None] = partial(
         assert_holds_on_streams if options.streams else assert_holds, deadline=options.deadline
     )
+    if options.device is not None:
+        start()
+        judge = partial(assert_holds_on_device, device=options.device, without=options.without)
     try:
         return fuzz(options.cases, options.seed, judge, shrink=not options.first)
     finally:

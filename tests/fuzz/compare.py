@@ -77,7 +77,7 @@ class Comparison:
         self.problems: list[str] = []
         self.where = "start"
         self.reference = build(case.model, case.seed)
-        self.model = shard(build(case.model, case.seed).to(device), case.sharding)
+        self.model = shard(self.place(build(case.model, case.seed)), case.sharding)
         settle_forks(self.model, self.reference)
         for net in (self.reference, self.model):
             own = trainable(net)
@@ -91,6 +91,10 @@ class Comparison:
         if case.in_backward:
             sw.optimizer_in_backward(self.model, self.optimizers[1])
         self.batches = torch.Generator()
+
+    def place(self, net: Net) -> Net:
+        """``net`` on the device."""
+        return net.to(self.device)
 
     def run(self) -> Report:
         """All steps."""

@@ -3,8 +3,11 @@
 import pytest
 from hypothesis import given, settings
 
-from tests.fuzz.programs import SEARCH, Case, cases
+from tests.fuzz.compare import CPU
+from tests.fuzz.on_device import assert_holds_on_device
+from tests.fuzz.programs import SEARCH, Case, Chain, Mlp, Model, Sharding, Step, cases
 from tests.fuzz.verdict import assert_holds
+from tests.ranks import run_on
 
 
 @given(cases())
@@ -18,3 +21,9 @@ def test_random_programs_equal_one_process(case: Case) -> None:
 @settings(SEARCH, derandomize=True, max_examples=40)
 def test_more_random_programs_equal_one_process(case: Case) -> None:
     assert_holds(case)
+
+
+def test_programs_for_a_device_run_on_one_rank() -> None:
+    model = Model(body=Chain(layers=(Mlp(hidden=2), Mlp(hidden=2))), ties=((0, 1),))
+    case = Case(model=model, sharding=Sharding(ranks=3), steps=(Step(), Step()), seed=1)
+    run_on(1, assert_holds_on_device, case, CPU, ("Conv(",))
