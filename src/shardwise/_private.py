@@ -222,7 +222,8 @@ def swap_storages(one: torch.UntypedStorage, other: torch.UntypedStorage) -> Non
 
 def foreach_copy_(dsts: list[Tensor], srcs: list[Tensor]) -> None:
     """Copy each of ``srcs`` to its place in ``dsts``, in one call of the host."""
-    torch._foreach_copy_(dsts, srcs)
+    if dsts:
+        torch._foreach_copy_(dsts, srcs)
 
 
 def foreach_norm(tensors: Sequence[Tensor], order: float) -> Sequence[Tensor]:

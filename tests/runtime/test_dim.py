@@ -240,3 +240,12 @@ def test_it_gives_no_warning_of_padding() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sw.fully_shard(nn.Linear(4, 4097), granularity="dim")
+
+
+@on_ranks(2)
+def test_a_buffer_of_parameters_without_elements() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_parameter("nothing", nn.Parameter(torch.empty(0, 3), requires_grad=False))
+    sw.fully_shard(model, granularity="dim")
+    model(torch.ones(1, 2)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model[0].parameters())

@@ -1,0 +1,51 @@
+"""Shards in host memory: copies to the device, and of gradients back to the host.
+
+On an accelerator each direction has a stream of its own, so copies queue behind no collective::
+
+    to device  | shard 3 -> buffer | shard 4 -> buffer |
+    gather             | all-gather 2 | all-gather 3 |
+    compute                    | block 1    | block 2   |
+    to host                 | gradients 1 -> host |
+
+On the CPU the thread of the collectives copies, as it does for shards that are on the device.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardwise.plan.layout import Layout
+from shardwise.plan.offload import CPUOffloadPolicy
+from shardwise.runtime.memory import Pool
+from shardwise.transport.device import DeviceStream, DeviceWork, copy_, is_accelerator
+
+__all__ = ["HostOffloader"]
+
+
+class HostOffloader:
+    """Copies between the host and ``device``, concurrently with compute."""
+
+    def __init__(self, device: torch.device, policy: CPUOffloadPolicy) -> None:
+        self._has_streams = is_accelerator(device)
+        self._is_pinned = self._has_streams and policy.pin_memory
+        self.staging = Pool(torch.device("cpu"), is_pinned=self._is_pinned)
+        self._to_device = DeviceStream(device)
+        self._to_host = DeviceStream(device)
+
+    def allocate_shard(self, layout: Layout, dtype: str) -> Tensor:
+        """Zeros [S] on the host, to keep."""
+        size = layout.shard_elements
+        return torch.zeros(size, dtype=getattr(torch, dtype), pin_memory=self._is_pinned)
+
+    def to_device(self, to: Tensor, of: Tensor) -> Callable[[], None]:
+        """Begin to fill ``to`` on the device; what a collective has to call before it sends it."""
+        if not self._has_streams:
+            return partial(copy_, to, of)
+        work = self._to_device.submit(partial(copy_, to, of))
+        return work.wait_on_device
+
+    def to_host(self, to: Tensor, of: Tensor) -> DeviceWork:
+        """Begin to fill ``to`` on the host; `DeviceWork.synchronize` before it is read."""
+        return self._to_host.submit(partial(copy_, to, of))
