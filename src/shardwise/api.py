@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
@@ -16,7 +16,6 @@ from shardwise.errors import PlanError
 from shardwise.features import fused_wgrad
 from shardwise.features.deferred import defer, is_deferred
 from shardwise.features.initialize import Initialization, Materializer
-from shardwise.features.offload import HostOffloader
 from shardwise.features.unused import UNUSED, Unused, UnusedParameters
 from shardwise.plan.granularity import Dim, Granularities, Granularity, Granularizer
 from shardwise.plan.layout import ParameterSpec
@@ -32,6 +31,7 @@ from shardwise.runtime.checks import (
     check_initialized,
     check_not_renormalized,
     check_same_plan,
+    check_same_sums,
     check_same_values,
     check_tensor_parallel,
     is_on_meta,
@@ -275,17 +275,18 @@ def _build(
     if init is None:
         check_same_values(root, plan, mesh, warns=warns)
     materializer = None if init is None else Materializer(root, plan, init, Pool(device))
-    offloaders = cache(partial(HostOffloader, device))
     runtime = Runtime(
         root,
         plan,
         mesh,
         device,
         UnusedParameters(unused, device),
-        offloaders,
-        materializer,
+        None if materializer is None else materializer.fill,
         own_meshes,
     )
+    if materializer is not None:
+        materializer.take_back()
+        check_same_sums(materializer.checksums, mesh)
     runtime.rebuild = partial(
         _build,
         mesh=mesh,

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from shardwise.features.offload import HostOffloader
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out
 from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.runtime import memory
 from shardwise.runtime.memory import Arena, FlatBuffer, Pool, is_shared
+from shardwise.runtime.offload import HostOffloader
 
 CPU = torch.device("cpu")
 LINE = 64  # bytes, of which all sizes are multiples

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.features import activation_offload, offload
-from shardwise.features.offload import HostOffloader
+from shardwise.features import activation_offload
 from shardwise.features.unused import UsedParameterSync, gradients_of
-from shardwise.runtime import memory as runtime_memory
+from shardwise.runtime import memory as runtime_memory, offload
 from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.memory import Pool
+from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.schedule import memory as schedule_memory

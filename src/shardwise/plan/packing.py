@@ -21,6 +21,7 @@ MULTIFIT, Coffman, Garey and Johnson 1978). Small pieces fill the gaps between l
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from math import lcm
 
 __all__ = ["Packing", "Piece", "pack"]
@@ -40,11 +41,6 @@ class Piece:
         assert self.size >= 1
         assert self.granule >= 1
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it cannot be cut at all."""
-        return self.granule >= self.size
-
 
 @dataclass(frozen=True, slots=True)
 class Packing:
@@ -61,7 +57,7 @@ def pack(pieces: tuple[Piece, ...], num_shards: int) -> Packing:
     The pieces keep their order where that costs nothing. Results are cached, since most models
     repeat one block.
     """
-    best = Packing(0, ()) if not pieces else _all_on_one(pieces)
+    best = _all_on_one(pieces)
     orders = _orders(pieces)
     for lengths in _ladders(pieces, num_shards):
         found = _shortest(pieces, orders, num_shards, lengths, best.shard_length)
@@ -86,7 +82,7 @@ def _ladders(pieces: Sequence[Piece], num_shards: int) -> Iterator[range]:
     halves = sorted({-(-piece.size // 2) for piece in pieces if piece.size > 2 * least})
     for low, high in zip([least, *halves], [*halves, total], strict=True):
         forced = lcm(*{p.granule for p in pieces if p.size > 2 * low})
-        further = {lcm(forced, p.granule) for p in pieces if not p.is_whole}
+        further = {lcm(forced, p.granule) for p in pieces if p.granule < p.size}
         for step in sorted({forced, *further}):
             start = -(-max(low, 1) // step) * step
             if start < high:
@@ -126,10 +122,7 @@ def _shortest(
 
 def _all_on_one(pieces: Sequence[Piece]) -> Packing:
     """Everything on the first shard, which the law always allows."""
-    offsets, end = [], 0
-    for piece in pieces:
-        offsets.append(end)
-        end += piece.size
+    *offsets, end = accumulate((piece.size for piece in pieces), initial=0)
     return Packing(end, tuple(offsets))
 
 

@@ -71,9 +71,7 @@ class MixedPrecisionPolicy:
         reduce = self.reduce_dtype or (self.param_dtype and compute) or kept
         if kept == compute == reduce:
             return kept, None
-        names = [str(dtype).removeprefix("torch.") for dtype in (compute, reduce)]
-        sizes = compute.itemsize, reduce.itemsize
-        return kept, Cast(names[0], sizes[0], names[1], sizes[1], self.keep_low_precision_grads)
+        return kept, Cast(*_named(compute), *_named(reduce), self.keep_low_precision_grads)
 
 
 AS_IT_CAME = MixedPrecisionPolicy()
@@ -94,6 +92,10 @@ def as_precision_policy(policy: object) -> MixedPrecisionPolicy:
         )
     given = {name: getattr(policy, name) for name in _TORCH_FIELDS}
     return MixedPrecisionPolicy(**given, master_dtype="keep")
+
+
+def _named(dtype: torch.dtype) -> tuple[str, int]:
+    return str(dtype).removeprefix("torch."), dtype.itemsize
 
 
 _TORCH_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")

@@ -15,8 +15,8 @@ from shardwise.plan.units import UnitPlan, keeps_its_class, named_parameters
 from shardwise.runtime import optimizers
 from shardwise.runtime.checks import is_on_meta
 from shardwise.runtime.extensions import ExtendedParameters
-from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.memory import Pools
+from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter, ParameterOwner
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.tensor.mesh import DataParallelMesh
@@ -84,7 +84,7 @@ def make_unit(
     plan: UnitPlan,
     mesh: DataParallelMesh,
     pools: Pools,
-    offloader: ShardOffloader | None,
+    offloader: HostOffloader | None,
     fill: Callable[[UnitPlan], None],
     own_mesh: DataParallelMesh | None,
 ) -> Unit:

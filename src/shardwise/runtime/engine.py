@@ -8,50 +8,33 @@ gather in a queue of `transport.communicator`.
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from types import MappingProxyType
-from typing import Any, Protocol
+from functools import cache, partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.plan.plan import Plan, UnitChoice
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime import hooks
 from shardwise.runtime.attach import make_unit, move_buffers
 from shardwise.runtime.casting import cast_tensors
-from shardwise.runtime.checks import check_same_sums
 from shardwise.runtime.collective_memory import use_memory
-from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.held_memory import HeldMemory
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.nested import tensors_left_in
 from shardwise.runtime.observer import StepObserver
+from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.structure import Structure
 from shardwise.runtime.unit import FlatParameters, Unit, plan_memory
-from shardwise.schedule.sequencer import Call, Outcome, schedule
+from shardwise.schedule.sequencer import Outcome, schedule
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.transport.registered_memory import MemoryKind
 
-__all__ = ["HANDLE", "Handle", "Materializer", "Runtime"]
+__all__ = ["HANDLE", "Handle", "Runtime"]
 
 HANDLE = "_shardwise"  # where a module keeps how it finds its unit
-
-
-class Materializer(Protocol):
-    """Gives a model on the meta device its values, one unit after the other."""
-
-    @property
-    def checksums(self) -> Mapping[str, Tensor]:
-        """Of every parameter that was filled, by name."""
-
-    def fill(self, unit: UnitPlan) -> None:
-        """Give the parameters of ``unit`` values; those of the previous unit are sharded now."""
-
-    def take_back(self) -> None:
-        """The parameters of the last unit are sharded now."""
 
 
 @dataclass(frozen=True)
@@ -85,22 +68,21 @@ class Runtime:
         mesh: DataParallelMesh,
         device: torch.device,
         observer: StepObserver,
-        offloaders: Callable[[CPUOffloadPolicy], ShardOffloader],
-        materializer: "Materializer | None" = None,
-        own_meshes: Mapping[str, DataParallelMesh] = MappingProxyType({}),
+        fill: Callable[[UnitPlan], None] | None,  # gives values to the parameters of a unit
+        own_meshes: Mapping[str, DataParallelMesh],
     ) -> None:
-        self.gave_values = materializer is not None  # to the parameters, which had none
+        self.gave_values = fill is not None  # to the parameters, which had none
         self.rebuild: Callable[[nn.Module, Plan], Runtime]  # shards a copy of the root, or the root
         self.shard_again: Callable[[nn.Module], None]  # gives the root a runtime for other dtypes
         self.plan = plan
         self.mesh = mesh
         self.own_meshes = own_meshes  # of units with other ranks, by name
         self.pools = Pools(device)
-        self._offloaders = offloaders
-        if materializer is None:
-            self.units = [self._make_unit(root, unit) for unit in plan.units]
-        else:
-            self.units = self._materialize(root, materializer)
+        self._offloader = cache(partial(HostOffloader, device))  # for a policy
+        if fill is None:
+            self.units = [self._make_unit(root, unit, lambda _: None) for unit in plan.units]
+        else:  # those inside others first
+            self.units = [self._make_unit(root, unit, fill) for unit in plan.units[::-1]][::-1]
         plan_memory([unit.flats for unit in self.units], schedule(plan))
         move_buffers(root, device)
         held_memory = HeldMemory(root, plan, self.units, self.pools)
@@ -135,7 +117,7 @@ class Runtime:
         scheduler, index, precision = self.scheduler, handle.index, handle.choice.precision
         task = hooks.current_task()
         if task != hooks.NO_TASK:
-            _join_backward(scheduler, task)
+            scheduler.join_backward(task)
         elif not scheduler.is_held:
             self._structures[index].check(module)
         call = scheduler.enter(index, recomputed=task != hooks.NO_TASK)
@@ -151,7 +133,7 @@ class Runtime:
             outcome = hooks.watch_outputs(
                 output,
                 tensors_left_in(module, HANDLE),
-                partial(_begin_backward, scheduler, call),
+                partial(scheduler.before_backward, call),
                 trainable=self.plan.units[index].gradient_bytes > 0,
             )
         except BaseException as error:
@@ -185,19 +167,8 @@ class Runtime:
             for unit in self.plan.units
         ]
 
-    def _materialize(self, root: nn.Module, materializer: "Materializer") -> list[Unit]:
-        """The units of a model on the meta device, those inside others first."""
-        units = [
-            self._make_unit(root, unit, materializer.fill) for unit in reversed(self.plan.units)
-        ]
-        materializer.take_back()
-        check_same_sums(materializer.checksums, self.mesh)
-        return units[::-1]
-
-    def _make_unit(
-        self, root: nn.Module, plan: UnitPlan, fill: Callable[[UnitPlan], None] = lambda _: None
-    ) -> Unit:
-        offloader = None if plan.offload is None else self._offloaders(plan.offload)
+    def _make_unit(self, root: nn.Module, plan: UnitPlan, fill: Callable[[UnitPlan], None]) -> Unit:
+        offloader = None if plan.offload is None else self._offloader(plan.offload)
         own_mesh = self.own_meshes.get(plan.name)
         return make_unit(root, plan, self.mesh, self.pools, offloader, fill, own_mesh)
 
@@ -212,22 +183,6 @@ class Runtime:
 # -- backward ------------------------------------------------------------------------------------
 
 
-def _begin_backward(scheduler: Scheduler, call: Call) -> None:
-    task = hooks.current_task()
-    hooks.check_first_order()
-    _join_backward(scheduler, task)
-    scheduler.before_backward(call, task)
-
-
-def _join_backward(scheduler: Scheduler, task: int) -> None:
-    """Have ``scheduler`` know when graph task ``task`` ends, which may have others inside it."""
-    if not scheduler.has_begun(task):
-        hooks.at_end_of_backward(
-            partial(scheduler.finish_backward, task), partial(scheduler.abandon_backward, task)
-        )
-        scheduler.begin_backward(task)
-
-
 def _accept(
     scheduler_ref: "weakref.ref[Scheduler]",
     index: int,
@@ -239,7 +194,7 @@ def _accept(
         return  # the model is gone, and its graph outlived it
     hidden = scheduler.hidden_call(index)
     if hidden is not None:
-        _begin_backward(scheduler, hidden)
+        scheduler.before_backward(hidden)
     try:
         scheduler.units[index].accept(flat, position)
     except BaseException as error:

@@ -1,8 +1,7 @@
 """Reduced gradients: from the end of a reduction to the parameters' ``.grad``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,27 +12,11 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import UnitSettings
 from shardwise.runtime.hooks import apply_gradient_hooks, run_accumulated_hooks
 from shardwise.runtime.memory import Pool, is_shared
+from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.transport.device import DeviceWork, copy_scaled_
 
-__all__ = ["GradientShard", "ShardOffloader"]
-
-
-class ShardOffloader(Protocol):
-    """Keeps shards in host memory, and copies them to the device and back."""
-
-    @property
-    def staging(self) -> Pool:
-        """Host memory for a while."""
-
-    def allocate_shard(self, layout: Layout, dtype: str) -> Tensor:
-        """Zeros [S] on the host."""
-
-    def to_device(self, to: Tensor, of: Tensor) -> Callable[[], None]:
-        """Begin to copy; what to call before ``to`` is sent by a collective."""
-
-    def to_host(self, to: Tensor, of: Tensor) -> DeviceWork:
-        """Begin to copy; `DeviceWork.synchronize` before ``to`` is read."""
+__all__ = ["GradientShard"]
 
 
 class GradientShard:
@@ -51,7 +34,7 @@ class GradientShard:
         rank: int,
         pool: Pool,
         settings: UnitSettings,
-        offloader: ShardOffloader | None,
+        offloader: HostOffloader | None,
         *,
         keeps_memory: bool,
     ) -> None:

@@ -15,8 +15,9 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import UnitSettings
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.chunked_buffer import ChunkedBuffer, flat_buffer
-from shardwise.runtime.gradient_shards import GradientShard, ShardOffloader
+from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.memory import CAN_SWAP, Arena, FlatBuffer, Pool, Pools
+from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.schedule.events import EventKind
 from shardwise.tensor.mesh import DataParallelMesh
@@ -65,7 +66,7 @@ class GradientBuffer:
         pools: Pools,
         plan: UnitPlan,
         settings: UnitSettings,
-        offloader: ShardOffloader | None,
+        offloader: HostOffloader | None,
     ) -> None:
         self.state = GradientState.IDLE
         self.parameters = parameters  # in the order of the layout's extents

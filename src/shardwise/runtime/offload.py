@@ -37,7 +37,8 @@ class HostOffloader:
     def allocate_shard(self, layout: Layout, dtype: str) -> Tensor:
         """Zeros [S] on the host, to keep."""
         size = layout.shard_elements
-        return torch.zeros(size, dtype=getattr(torch, dtype), pin_memory=self._is_pinned)
+        of = getattr(torch, dtype)
+        return torch.zeros(size, dtype=of, device="cpu", pin_memory=self._is_pinned)
 
     def to_device(self, to: Tensor, of: Tensor) -> Callable[[], None]:
         """Begin to fill ``to`` on the device; what a collective has to call before it sends it."""

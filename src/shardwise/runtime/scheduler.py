@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -49,7 +49,6 @@ class Scheduler:
         self.observer = observer
         self._held_memory = held_memory
         self.is_held = False  # by `gathered`
-        self._with_copies = [unit for unit in units if unit.plan.device_copy_bytes]
         self._versions = ShardVersions(self.units)
         self._mesh = mesh
         self._device = here = device_of(device)
@@ -144,10 +143,9 @@ class Scheduler:
     def _begin_step(self) -> None:
         self.recover()
         self._held_memory.forget()
-        for unit in self._with_copies:
+        for unit in self.units:
             unit.expect_changes()
-        for unit in self.units:  # `Module.to` before the step is no change within it
-            unit.reclaim_locals()
+            unit.reclaim_locals()  # `Module.to` before the step is no change within it
         changed = self._versions.update(self.sequencer.tick)
         self.ledger.begin_forward(has_changes=bool(changed))
         stale = [unit for unit in changed if self.sequencer.outlasts_passes(unit)]
@@ -155,19 +153,26 @@ class Scheduler:
 
     # -- backward --------------------------------------------------------------------------------
 
-    def begin_backward(self, task: int) -> None:
-        """Graph task ``task`` has reached something of this model, perhaps to recompute it."""
+    def join_backward(self, task: int) -> None:
+        """Graph task ``task`` has reached something of this model, perhaps to recompute it.
+
+        It may have others inside it.
+        """
+        if task in self._tasks:
+            return
+        hooks.at_end_of_backward(
+            partial(self.finish_backward, task), partial(self.abandon_backward, task)
+        )
         if self.is_idle:
             self._versions.update(self.sequencer.tick)
         self._tasks.add(task)
         self.sequencer.begin_backward(task)
 
-    def has_begun(self, task: int) -> bool:
-        """Whether graph task ``task`` has reached something of this model."""
-        return task in self._tasks
-
-    def before_backward(self, call: Call, task: int) -> None:
+    def before_backward(self, call: Call) -> None:
         """Make a unit ready for its backward."""
+        task = hooks.current_task()
+        hooks.check_first_order()
+        self.join_backward(task)
         self.report(f"backward of {self.units[call.unit].plan.label}")
         self._versions.check(call, steps_in_backward=self.steps_in_backward)
         self._perform(self.sequencer.before_backward(call, task))

@@ -26,9 +26,9 @@ from shardwise.plan.plan import UnitSettings
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime import hooks
 from shardwise.runtime.chunked_buffer import ChunkedBuffer, flat_buffer
-from shardwise.runtime.gradient_shards import ShardOffloader
 from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.memory import Arena, FlatBuffer, Pool, Pools
+from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.schedule.events import Event, EventKind
 from shardwise.tensor.mesh import DataParallelMesh
@@ -53,7 +53,7 @@ class FlatParameters:
         pools: Pools,
         plan: UnitPlan,
         settings: UnitSettings,
-        offloader: ShardOffloader | None = None,
+        offloader: HostOffloader | None = None,
     ) -> None:
         self.layout = layout
         self._plan = plan
