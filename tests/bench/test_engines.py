@@ -65,6 +65,7 @@ def test_all_engines_have_the_same_losses(dtype: str, tolerance: float) -> None:
         assert alone != pytest.approx(found["ddp"], abs=tolerance)
 
 
+@pytest.mark.thorough  # of the strategies, tests/runtime/test_strategies.py shows it
 @on_ranks(4)
 def test_two_level_strategies_have_the_same_losses() -> None:
     found = losses_of("fp32", ["ddp", "shardwise-hsdp", "shardwise-hfsdp"])

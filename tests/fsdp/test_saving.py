@@ -17,7 +17,7 @@ from tests.ranks import on_ranks
 
 BOTH = (True, False)
 HOW = ("scatter", "shard")
-ADAM = ("adamw", "groups", "adam")
+ADAM = ("adamw", "groups")
 CONFIGS = [{"offload_to_cpu": o, "rank0_only": r} for o in BOTH for r in BOTH]
 
 CASES = [
@@ -50,6 +50,14 @@ OURS = [
     *cases(programs.optimizer_inputs, name=("adam", "groups"), how=HOW),
     *cases(programs.into_one_process, name=ADAM),
     *cases(programs.sharded, kind=("local",), offload=BOTH),
+    *thorough(
+        [
+            *cases(programs.optimizer_states, name=("adam",), kind=("FULL", "LOCAL")),
+            *cases(programs.optimizer_states_of_rank_0, name=("adam",)),
+            *cases(programs.full_optimizer_states, name=("adam",), how=HOW),
+            *cases(programs.into_one_process, name=("adam",)),
+        ]
+    ),
 ]
 
 

@@ -53,5 +53,5 @@ def build(name: str, seed: int = 0) -> nn.Module:
     """As `tests.models.build`."""
     if name in models.CASES:
         return models.build(name, seed)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return CASES[name].build().double()
