@@ -5,7 +5,7 @@ import { color, onTheme, prepare, showTooltip, ticks } from "painter";
 
 const HEIGHT = 190;
 const [LEFT, RIGHT, TOP, BOTTOM] = [58, 8, 10, 22];
-const COLORS = ["backward", "exposed"];
+const COLORS = ["accent", "exposed"];
 
 const FORMATS = {
   s: secondsText,
