@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import shardwise as sw
 from shardwise.transport.health.monitor import Patience
 from tests import ranks
 from tests.covering import leaving
+from tests.logged import logged
 from tests.models import Block
 from tests.ranks import RankFailed, on_ranks, run_on
 from tests.runtime.one_process import adamw, assert_equal_models, own_part, runtime_of
@@ -27,10 +29,11 @@ from tests.streams.install import simulated
 from tests.streams.programs import DEVICE
 from tests.streams.simulation import Simulation
 
-PATIENCE = Patience(poll_seconds=0.05, beat_seconds=0.1, silent_seconds=1.0)
+PATIENCE = Patience(poll_seconds=0.05, beat_seconds=0.1, silent_seconds=1.0, say_seconds=0.5)
 DEADLINE = 60.0
 SECONDS = 15.0  # until each rank has the error
 LAST = 1
+IN_ORDER = (0, 1, 2, 3)
 
 
 class Small(nn.Module):
@@ -42,30 +45,29 @@ class Small(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-class Swapping(nn.Module):
-    """Calls two of its blocks in the other order while it ``swaps``."""
+class Reordered(nn.Module):
+    """Calls its layers, the third of which is smaller, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Block(), Block(), Small(), Block()])
-        self.swaps = False
+        self.order = IN_ORDER
 
     def forward(self, x: Tensor) -> Tensor:
-        first, *middle, last = self.layers
-        for layer in (first, *(reversed(middle) if self.swaps else middle), last):
-            x = layer(x)
+        for index in self.order:
+            x = self.layers[index](x)
         return x
 
 
 class Training:
     """Steps of one rank in transactions, and of one process besides."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: Simulation, **options: Any) -> None:
         torch.manual_seed(0)
-        self.reference, self.model = Swapping().double(), Swapping().double()
+        self.reference, self.model = Reordered().double(), Reordered().double()
         self.model.load_state_dict(self.reference.state_dict())
         simulation.current_device = DEVICE.index
-        sw.fully_shard(self.model.to(DEVICE), units={Block, Small})
+        sw.fully_shard(self.model.to(DEVICE), units={Block, Small}, **options)
         self.optimizers = [adamw(net.parameters()) for net in (self.reference, self.model)]
         self.num_steps = 0
 
@@ -95,10 +97,10 @@ class Training:
 
 
 @contextmanager
-def training() -> Iterator[Training]:
+def training(**options: Any) -> Iterator[Training]:
     simulation = Simulation(is_concurrent=True)
     with simulated(simulation, patience=PATIENCE):
-        yield Training(simulation)
+        yield Training(simulation, **options)
 
 
 def assert_same(text: str) -> None:
@@ -115,13 +117,14 @@ def epochs(run: Training) -> set[int]:
 
 @on_ranks(2, thorough=(4,), deadline=DEADLINE)
 def test_ranks_that_diverge(tmp_path: Path) -> None:
-    with training() as run, pytest.MonkeyPatch.context() as patch:
+    # Without prefetch, or the first difference would be two gathers of equal size.
+    with training(prefetch=0) as run, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/")
         run.step()
-        run.model.swaps = dist.get_rank() == LAST
+        run.model.order = (0, 2, 1, 3) if dist.get_rank() == LAST else IN_ORDER
         text = run.error(sw.RanksDiverged)
-        run.model.swaps = False
-        assert re.search(rf"\n  rank {LAST}: step 1, \w+ of layers\.\d, waits for gather", text)
+        run.model.order = IN_ORDER
+        assert re.search(rf"\n  {LAST} +1 +\w+ of layers\.\d +gather .* gather layers", text)
         assert f"rank {LAST} entered layers.2" in text
         assert_same(text)
         run.step()
@@ -142,6 +145,59 @@ def _assert_torch_finds_the_difference(folder: Path, prefix: str) -> None:
     first = next(one for one in collected.collectives if not one.pass_check)
     assert first.collective_frames[0]["name"].startswith("gather layers.")
     assert any("SIZE" in str(one.type_of_mismatch) for one in first.mismatch_collectives.values())
+
+
+@on_ranks(2, thorough=(4,), deadline=DEADLINE)
+def test_ranks_that_run_different_units_of_equal_size() -> None:
+    """Nothing waits in vain, and each number is wrong."""
+    with training(prefetch=0) as run:  # or the gather ahead would be of another size
+        run.step()
+        run.model.order = (1, 0, 2, 3) if dist.get_rank() == LAST else IN_ORDER
+        with pytest.raises(sw.RanksDiverged) as caught:
+            _run_for(run.model, SECONDS)
+        text = str(caught.value)
+        first = r"collective \d+ is gather layers\.0 on rank 0 and gather layers\.1 on rank 1\n"
+        assert re.search(first, text)
+        assert re.search(rf"\n  {LAST} +\d+ +", text)
+        assert_same(text.splitlines()[0])  # both neighbors find it, and then look where all stand
+        run.model.order = IN_ORDER
+        run.model.zero_grad()
+        run.step()
+
+
+def _run_for(model: nn.Module, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        model(torch.ones(2, 6).double().to(DEVICE)).sum().backward()
+
+
+@on_ranks(2, deadline=DEADLINE)
+def test_a_rank_that_skips_a_step() -> None:
+    """It waits for the others in torch's barrier, and they for it on the device."""
+    with training() as run:
+        run.step()
+        if dist.get_rank() == LAST:
+            dist.barrier()
+        text = run.error(sw.RanksDiverged)
+        if dist.get_rank() != LAST:
+            dist.barrier()
+        assert re.search(rf"\n  {LAST} +0 .* a collective of torch +.*test_guard\.py:\d+ in ", text)
+        assert re.search(r"\n  0 +1 .* gather layers\.\d ", text)
+        assert_same(text)
+        run.step()
+
+
+@on_ranks(2, deadline=DEADLINE)
+def test_a_rank_that_is_elsewhere_is_no_error_but_named() -> None:
+    with training() as run, logged("shardwise") as said:
+        run.step()
+        run.step(lambda: time.sleep(1.5 * (dist.get_rank() == LAST)))
+        if dist.get_rank() == LAST:
+            assert not said
+        else:
+            assert re.search(
+                rf"waits for rank {LAST}, which is alive in step 1, .*test_guard", said[0]
+            )
 
 
 @on_ranks(2, thorough=(4,), deadline=DEADLINE)

@@ -1,9 +1,13 @@
 """The collectives of all ranks of a mesh, and how a wait that cannot end becomes an error."""
 
 import contextlib
+import logging
+import os
 import threading
+import time
 import weakref
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
@@ -16,7 +20,17 @@ from shardwise._private import default_store
 from shardwise.errors import PeerAborted, PeerLost, PeerSilent, PlanError, StepError
 from shardwise.transport.api import RankGroup, Work
 from shardwise.transport.device import ThreadStream, is_accelerator
-from shardwise.transport.health.monitor import POLL_SECONDS, Monitor, Patience
+from shardwise.transport.health.comparison import Comparison
+from shardwise.transport.health.history import History
+from shardwise.transport.health.monitor import (
+    PATIENCE_VARIABLE,
+    POLL_SECONDS,
+    Heartbeat,
+    Monitor,
+    Patience,
+    describe_elsewhere,
+)
+from shardwise.transport.health.python_stack import calls_of, collective_of, fingerprint
 from shardwise.transport.health.status import QueueState, Report
 from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.process_group import ProcessGroupCollectives, backend_of
@@ -28,6 +42,9 @@ RECENT_UNITS = 64  # a rank stalls a few units after it took another way than th
 _DEVICE_GRACE = 2
 # Found by nothing else: there are no connections between the hosts that would end with a process.
 _DEVICE_SILENT_SECONDS = 8.0
+_NUM_SAID = 4  # ranks of those that another one waits for
+
+_log = logging.getLogger("shardwise")
 
 Collectives = HostCollectives | ProcessGroupCollectives  # of one kind, one after the other
 
@@ -82,13 +99,7 @@ class Communicator:
     ) -> None:
         self.num_ranks = world.size
         self.rank = world.own_rank
-        if patience is None:
-            patience = (
-                Patience(silent_seconds=_DEVICE_SILENT_SECONDS)
-                if is_accelerator(device)
-                else Patience()
-            )
-        self.patience = patience
+        self.patience = patience = patience or _default_patience(device)
         self.gather = make_collectives(world, device, "gather")
         self.reduce = make_collectives(world, device, "reduce")
         self._monitored = [q for q in (self.gather, self.reduce) if q.is_monitored]
@@ -100,6 +111,14 @@ class Communicator:
         self._found: StepError | None = None  # by `_look_at_device`, to be raised
         self._stuck = 0  # looks at a device that has come no further
         self._seen: tuple[QueueState, ...] = ()  # at the last one
+        # Beats in a collective of torch's, its ranks, and the queues then.
+        self._blocked: tuple[int, tuple[int, ...], tuple[QueueState, ...]] = (0, (), ())
+        self._comparison = Comparison(self.rank)
+        self._host_is_at = 0  # a fingerprint, then
+        self._waits_since = 0.0  # on the clock of `time.monotonic`
+        self._said = 0.0  # after how many seconds
+        self._parent = None if world.parent is None else weakref.ref(world.parent)
+        self._thread = threading.get_ident()  # that runs the model
         self.step = 0
         self.where = "before the first step"
         # Step, number of the call in it, and unit.
@@ -108,11 +127,13 @@ class Communicator:
         if self._monitored:
             assert world.parent is not None
             name = f"{world.parent.group_name}/{self.gather.name}"
-            # On a device no host waits, so the thread of the heartbeat looks.
-            is_host = isinstance(self.gather, HostCollectives)
-            look = None if is_host else weakref.WeakMethod(self._look_at_device)
             self._monitor = Monitor(
-                _store(patience), name, self.rank, self.num_ranks, patience, look
+                _store(patience),
+                name,
+                self.rank,
+                self.num_ranks,
+                patience,
+                weakref.WeakMethod(self._beat),
             )
 
     @property
@@ -129,6 +150,7 @@ class Communicator:
         """Note that the forward of ``unit`` begins."""
         step, call, _ = self._entered[-1] if self._entered else (self.step, 0, "")
         self._entered.append((self.step, call + 1 if step == self.step else 1, unit))
+        self._thread = threading.get_ident()
 
     def wait(self, work: Work) -> None:
         """Return when compute may use the result: on a device, at once.
@@ -143,6 +165,7 @@ class Communicator:
         awaited = "" if collective is None else collective.label
         looks = 0
         last: tuple[QueueState, ...] = ()
+        self._begin_to_wait()
         while not work.wait(self.patience.poll_seconds):
             states = self._queues()
             # On a busy machine its thread may have ended it and not yet had the time to say so.
@@ -157,8 +180,9 @@ class Communicator:
             self._monitor.publish(self._report())
         if work.error is not None:
             self.raise_found()
-            self.abort(work.error)
-            raise work.error
+            lost = self._with_table(work.error)
+            self.abort(lost)
+            raise lost
 
     def check_peers(self) -> None:
         """To be called every now and then while this rank waits for others.
@@ -202,6 +226,7 @@ class Communicator:
             raise recovery.error
         self.epoch += 1
         self.is_broken = False
+        self._comparison = Comparison(self.rank)
         self._entered.clear()
 
     def _synchronize(self) -> None:
@@ -216,18 +241,23 @@ class Communicator:
 
         Nothing of this takes place in a step, where the host waits for no collective.
         """
-        with self._lock:
-            if self.is_broken:
-                return
-            states, was_stuck = self._queues(), self._stuck
-            running = [state.running.label for state in states if state.running is not None]
-            self._stuck = was_stuck + 1 if running and states == self._seen else 0
-            self._seen = states
-            if self._stuck or was_stuck:
-                looks = max(0, self._stuck - _DEVICE_GRACE)
-                self._found = self._look_around(looks, ", ".join(running))
-                if self._found is not None:
-                    self._give_up(self._found)
+        states, was_stuck = self._queues(), self._stuck
+        host_was_at, self._host_is_at = self._host_is_at, fingerprint(self._thread)
+        running = [state.running.label for state in states if state.running is not None]
+        self._stuck = was_stuck + 1 if running and states == self._seen else 0
+        self._seen = states
+        if not self._stuck:
+            self._begin_to_wait()
+        if self._stuck or was_stuck:
+            looks = max(0, self._stuck - _DEVICE_GRACE)
+            is_busy = self._host_is_at != host_was_at
+            self._find(self._look_around(looks, ", ".join(running), is_busy))
+
+    def _find(self, error: StepError | None) -> None:
+        """Keep what the thread of the heartbeat has found out for `raise_found`."""
+        if error is not None:
+            self._found = error
+            self._give_up(error)
 
     def raise_found(self) -> None:
         """Raise what was found out about a device; to be called when the host has waited for it."""
@@ -235,23 +265,95 @@ class Communicator:
         if found is not None:
             raise found
 
-    def _look_around(self, looks: int, awaited: str) -> StepError | None:
+    def _look_around(
+        self, looks: int, awaited: str, is_host_busy: bool = False
+    ) -> StepError | None:
         """Publish where this rank is; the error to raise if the reports of others leave no hope."""
         if self._monitor is None:
             return None
         report = replace(
             self._report(),
             looks=looks,
-            where=f"{self.where}, waits for {awaited}",
+            awaited=awaited,
+            is_host_busy=is_host_busy,
             entered=tuple((call, unit) for step, call, unit in self._entered if step == self.step),
         )
         try:
             self._monitor.publish(report)
-            self._monitor.check_reports(self.epoch)
-            self._monitor.check_heartbeats(f"; step {self.step}, {report.where}")
+            reports = self._monitor.check_reports(self.epoch)
+            self._monitor.check_heartbeats(f"; step {self.step}, {self.where}, waits for {awaited}")
+            self._say_whom_it_waits_for(report, reports)
         except StepError as error:
             return error
         return None
+
+    def _begin_to_wait(self) -> None:
+        self._waits_since, self._said = time.monotonic(), 0.0
+
+    def _say_whom_it_waits_for(self, own: Report, reports: Mapping[int, Report]) -> None:
+        """Log it after ``say_seconds``, and each time that the wait has become twice as long."""
+        assert self._monitor is not None
+        seconds = time.monotonic() - self._waits_since
+        if seconds < max(self.patience.say_seconds, 2 * self._said):
+            return
+        self._said = seconds
+        others = (rank for rank in range(self.num_ranks) if rank != self.rank)
+        elsewhere = [rank for rank in others if rank not in reports or not reports[rank].is_stuck]
+        beats = {rank: self._monitor.heartbeat(rank) for rank in elsewhere[:_NUM_SAID]}
+        _log.warning(
+            "rank %d has waited for %.1f s: step %d, %s, %s%s",
+            *(self.rank, seconds, self.step, self.where, own.awaited),
+            describe_elsewhere(elsewhere, beats),
+        )
+
+    def _beat(self, count: int) -> None:
+        """Show others where this rank stands, and look at them; on the thread of the heartbeat."""
+        monitor = self._monitor
+        if monitor is None:
+            return  # it is being made
+        report = self._report()
+        queues = (queue for queue in self._monitored if isinstance(queue, ProcessGroupCollectives))
+        histories = [queue.history for queue in queues]
+        marks = tuple(one.marks() for one in histories)
+        if self.is_broken:  # and what was aborted counts as ended
+            monitor.beat(Heartbeat(count, report))
+            return
+        monitor.beat(Heartbeat(count, report, marks))
+        self._look_at_others(monitor, report, histories)
+
+    def _look_at_others(
+        self, monitor: Monitor, report: Report, histories: Sequence[History]
+    ) -> None:
+        with self._lock:
+            if self.is_broken:  # by now
+                return
+            self._show_if_blocked(monitor, report)
+            if histories:  # on a device no host waits
+                self._look_at_device()
+                if not self.is_broken:
+                    self._find(self._comparison.look(monitor, histories, self.epoch))
+
+    def _show_if_blocked(self, monitor: Monitor, report: Report) -> None:
+        """Publish a report for a thread that is in a collective of torch's, and then is not."""
+        parent = None if self._parent is None else self._parent()
+        inside = set(collective_of(self._thread))
+        members = dist.get_process_group_ranks(parent) if inside and parent is not None else []
+        ranks = tuple(i for i, rank in enumerate(members) if rank in inside and i != self.rank)
+        beats, ranks_before, queues_before = self._blocked
+        is_same = ranks == ranks_before and report.queues == queues_before
+        self._blocked = beats + 1 if is_same else 0, ranks, report.queues
+        if ranks:
+            monitor.publish(replace(report, looks=self._blocked[0], blocked_with=ranks))
+        elif ranks_before:
+            monitor.publish(report)
+
+    def _with_table(self, error: BaseException) -> BaseException:
+        """A lost rank's ``error`` with where all ranks stood."""
+        if not isinstance(error, PeerLost) or self._monitor is None:
+            return error
+        with contextlib.suppress(PeerLost):  # the store is gone
+            return type(error)(f"{error}\n{self._monitor.table()}")
+        return error
 
     def _give_up(self, error: StepError) -> None:
         assert self._monitor is not None
@@ -265,10 +367,19 @@ class Communicator:
             queue.stop()
 
     def _report(self) -> Report:
-        return Report(self.epoch, 0, self.step, self.where, self._queues())
+        calls = calls_of(self._thread)
+        return Report(self.epoch, 0, self.step, self.where, self._queues(), python=calls)
 
     def _queues(self) -> tuple[QueueState, ...]:
         return tuple(queue.state() for queue in self._monitored)
+
+
+def _default_patience(device: torch.device) -> Patience:
+    patience = Patience()
+    if is_accelerator(device):
+        patience = Patience(silent_seconds=_DEVICE_SILENT_SECONDS)
+    seconds = float(os.environ.get(PATIENCE_VARIABLE, patience.say_seconds))
+    return patience.scaled(seconds / patience.say_seconds)
 
 
 def _store(patience: Patience) -> Store:

@@ -30,6 +30,7 @@ from shardwise.transport.api import CollectiveId, Operation, RankGroup, Reductio
 from shardwise.transport.backends import capabilities_of
 from shardwise.transport.device import DeviceStream, DeviceWork, copy_scaled_, own_device
 from shardwise.transport.health.flight_record import PREFIX_VARIABLE, write_flight_record
+from shardwise.transport.health.history import History
 from shardwise.transport.health.status import QueueState
 from shardwise.transport.host.shared_memory import SharedRange
 from shardwise.transport.registered_memory import MemoryKind
@@ -86,6 +87,7 @@ class ProcessGroupCollectives:
         self._issued = 0
         self._queued: deque[DeviceWork] = deque()  # oldest first
         self._ended: deque[CollectiveId] = deque(maxlen=16)
+        self.history = History()
         self._lock = threading.Lock()
 
     @property
@@ -259,6 +261,8 @@ class ProcessGroupCollectives:
             self._issued += 1
             work.collective = CollectiveId(self._issued, label, num_bytes, group.ranks)
             self._queued.append(work)
+            if group.size > 1:
+                self.history.note(work.collective)
         return work
 
     def state(self) -> QueueState:
@@ -268,9 +272,12 @@ class ProcessGroupCollectives:
                 collective = self._queued.popleft().collective
                 assert collective is not None
                 self._ended.append(collective)
+                if len(collective.ranks) > 1:
+                    self.history.end(collective)
             running = self._queued[0].collective if self._queued else None
             ended = tuple(one.tag for one in self._ended)
-            return QueueState(self._issued, self._issued, running, ended)
+            last = self._ended[-1].label if self._ended else ""
+            return QueueState(self._issued, self._issued, running, ended, last)
 
     def stop(self) -> None:
         """End what the device does, for some of it will not end otherwise; its results are lost."""
@@ -297,6 +304,7 @@ class ProcessGroupCollectives:
         with self._lock:
             self._groups.clear()
             self._queued.clear()
+            self.history = History()
             self._epoch += 1
             self._is_stopped = False
             self._issued = max(state.issued for state in states)

@@ -3,8 +3,8 @@
 A busy rank (a long forward, a slow disk, data that take minutes) publishes no report, and the ranks
 that wait for it are right to go on waiting. A rank that was stopped (SIGSTOP, a frozen container, a
 lost network) publishes none either, and its connections stay open. So a thread of every rank counts
-in the job's store every two seconds, and a rank that waits looks at the others' counters. It goes
-by its own clock alone.
+in the job's store every two seconds, and says where Python stands; a rank that waits looks at the
+others' counters. It goes by its own clock alone.
 """
 
 import contextlib
@@ -12,16 +12,27 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
 from shardwise.errors import PeerLost, PeerSilent
-from shardwise.transport.health.status import Report, verdict
+from shardwise.transport.health.history import Mark
+from shardwise.transport.health.status import Report, table, verdict
 
-__all__ = ["POLL_SECONDS", "Monitor", "Patience"]
+__all__ = [
+    "PATIENCE_VARIABLE",
+    "POLL_SECONDS",
+    "Heartbeat",
+    "Monitor",
+    "Patience",
+    "describe_elsewhere",
+]
 
+PATIENCE_VARIABLE = "SHARDWISE_PATIENCE_SECONDS"
 POLL_SECONDS = 1.0
 _MEET_SECONDS = 0.01
 
@@ -33,7 +44,26 @@ class Patience:
     poll_seconds: float = POLL_SECONDS  # between two looks at a wait
     beat_seconds: float = 2.0
     # A call into C that holds Python's lock for so long is taken for a rank that is stopped.
-    silent_seconds: float = 30.0
+    silent_seconds: float = 10.0
+    say_seconds: float = 15.0  # until a rank that waits says for whom; then twice as long each time
+
+    def scaled(self, factor: float) -> "Patience":
+        """With other times until an error or a warning."""
+        return replace(
+            self,
+            silent_seconds=factor * self.silent_seconds,
+            say_seconds=factor * self.say_seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A sign of life, and what else a rank shows every two seconds."""
+
+    count: int
+    report: Report
+    # The last collectives of each queue and group; those of the host are compared as they run.
+    marks: tuple[Mapping[tuple[int, ...], Mark], ...] = ()
 
 
 class Monitor:
@@ -49,15 +79,21 @@ class Monitor:
         rank: int,
         size: int,
         patience: Patience,
-        on_beat: "weakref.WeakMethod[Callable[[], None]] | None" = None,
+        on_beat: "weakref.WeakMethod[Callable[[int], None]] | None" = None,
     ) -> None:
-        """Start the heartbeat, whose thread calls ``on_beat`` for as long as its object exists."""
+        """Start the heartbeat.
+
+        Its thread calls ``on_beat`` with a count, for as long as its object exists; which calls
+        `beat`.
+        """
         self._store = store
         self._rank = rank
         self._patience = patience
         self._reports = [f"shardwise/{name}/{other}" for other in range(size)]
         self._beats = [f"shardwise/{name}/heartbeat/{other}" for other in range(size)]
-        self._seen: dict[int, tuple[bytes, float]] = {}  # a counter, and since when it is that
+        self._histories = [f"shardwise/{name}/history/{other}" for other in range(size)]
+        self._seen: dict[int, tuple[bytes, float]] = {}  # a heartbeat, and since when it is that
+        self._blocked: dict[int, int] = {}  # looks of ranks in a collective of torch's
         self._looked = 0.0
         store.set(self._beats[rank], "0")
         done = threading.Event()
@@ -70,16 +106,34 @@ class Monitor:
         thread.start()
         weakref.finalize(self, _end, done, thread)  # also before the interpreter ends
 
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Show a sign of life."""
+        self._set(self._beats[self._rank], heartbeat)
+
     def publish(self, report: Report) -> None:
         """Show ``report`` to the others."""
         self._set(self._reports[self._rank], report)
 
-    def check_reports(self, epoch: int) -> None:
-        """Raise the error of `verdict`, if there is one."""
+    def check_reports(self, epoch: int) -> Mapping[int, Report]:
+        """The reports of this epoch, by rank; raises the error of `verdict`, if there is one."""
         contents = self._read(self._reports)
-        error = verdict([None if one is None else pickle.loads(one) for one in contents], epoch)
-        if error is not None:
+        reports = [None if one is None else pickle.loads(one) for one in contents]
+        current = {rank: r for rank, r in enumerate(reports) if r is not None and r.epoch == epoch}
+        error = verdict(reports, epoch)
+        is_known = any(report.failure for report in current.values())
+        if error is not None and (is_known or self._is_confirmed(current)):
             raise error
+        if error is None:
+            self._blocked = {}
+        return current
+
+    def _is_confirmed(self, reports: Mapping[int, Report]) -> bool:
+        """Whether ranks in collectives of torch's still were there after this one got stuck."""
+        before = self._blocked
+        blocked = {rank: report.looks for rank, report in reports.items() if report.blocked_with}
+        if not before:
+            self._blocked = blocked
+        return all(before.get(rank, looks) < looks for rank, looks in blocked.items())
 
     def check_heartbeats(self, where: str = "") -> None:
         """Look at the others; to be called every now and then while waiting.
@@ -107,8 +161,24 @@ class Monitor:
                     f"rank {self._rank} lost rank {other}: its process gave no sign of life for "
                     f"{now - since:.0f} s; it is stopped (SIGSTOP, a debugger), its machine is "
                     "frozen or off the network, or a call into C holds Python's lock"
-                    f"{where}"
+                    f"{where}\n" + self.table({other: f"no sign of life for {now - since:.0f} s"})
                 )
+
+    def heartbeat(self, rank: int) -> Heartbeat | None:
+        """The last one of ``rank``."""
+        found: Heartbeat | None = self._get(self._beats[rank])
+        return found
+
+    def table(self, remarks: Mapping[int, str] = MappingProxyType({})) -> str:
+        """Where each rank stood at its last heartbeat, or its last look if that is later."""
+        ranks = range(len(self._beats))
+        beats = {rank: beat for rank in ranks if (beat := self.heartbeat(rank)) is not None}
+        return table({rank: beat.report for rank, beat in beats.items()}, remarks)
+
+    def swap_histories(self, rank: int, own: Any) -> Any:
+        """Show ``own`` to the others; what ``rank`` has shown, or None."""
+        self._set(self._histories[self._rank], own)
+        return self._get(self._histories[rank])
 
     def meet(self, report: Report) -> list[Report]:
         """Wait for all ranks to call this in the same epoch; the report of each."""
@@ -119,13 +189,33 @@ class Monitor:
                 time.sleep(_MEET_SECONDS)
             return [pickle.loads(self._store.get(key)) for key in keys]
 
-    def _set(self, key: str, report: Report) -> None:
+    def _set(self, key: str, value: Any) -> None:
         with _store_errors():
-            self._store.set(key, pickle.dumps(report))  # type: ignore[arg-type] # bytes do
+            self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type] # bytes do
+
+    def _get(self, key: str) -> Any:
+        """None if nothing is there, or a count alone."""
+        [content] = self._read([key])
+        return None if content is None or content.isdigit() else pickle.loads(content)
 
     def _read(self, keys: Sequence[str]) -> list[bytes | None]:
         with _store_errors():
             return [self._store.get(key) if self._store.check([key]) else None for key in keys]
+
+
+def describe_elsewhere(ranks: Sequence[int], beats: Mapping[int, Heartbeat | None]) -> str:
+    """For whom a rank waits: ``ranks``, of which some have the heartbeats ``beats``."""
+    if not ranks:
+        return "; all ranks have begun it, so the network or a device is slow"
+    text = ""
+    for rank, beat in beats.items():
+        text += f"; waits for rank {rank}, which "
+        if beat is None:
+            text += "has not begun"
+            continue
+        python = " < ".join(beat.report.python) or "unknown"
+        text += f"is alive in step {beat.report.step}, {beat.report.where}, Python at {python}"
+    return text if len(beats) == len(ranks) else f"{text}; and for {len(ranks) - len(beats)} more"
 
 
 @contextlib.contextmanager
@@ -141,16 +231,17 @@ def _beat(
     key: str,
     done: threading.Event,
     seconds: float,
-    on_beat: "weakref.WeakMethod[Callable[[], None]] | None",
+    on_beat: "weakref.WeakMethod[Callable[[int], None]] | None",
 ) -> None:
     count = 0
     with contextlib.suppress(RuntimeError):  # the store is gone, and so is the job
         while not done.wait(seconds):
             count += 1
-            store.set(key, str(count))
             if on_beat is not None and (call := on_beat()) is not None:
-                call()
+                call(count)
                 del call  # or this thread would keep the object until the next beat
+            else:
+                store.set(key, str(count))
 
 
 def _end(done: threading.Event, thread: threading.Thread) -> None:

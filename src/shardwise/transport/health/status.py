@@ -6,16 +6,18 @@ at every *look* at a wait, so a report that stays the same over two looks is a r
 
 No rank can go on if none of them moves, no exchange that runs was begun by all its ranks (what all
 have begun will end, however slow the network), and no queue is about to begin one: the thread that
-does may be waiting for a processor.
+does may be waiting for a processor. A rank that is inside a collective of torch's with one that
+waits here does not move either.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from shardwise.errors import PeerAborted, PeerLost, PeerSilent, RanksDiverged, StepError
 from shardwise.transport.api import CollectiveId
 
-__all__ = ["QueueState", "Report", "verdict"]
+__all__ = ["QueueState", "Report", "table", "verdict"]
 
 LOOKS = 2
 _ERRORS = {kind.__name__: kind for kind in (PeerAborted, RanksDiverged, PeerLost, PeerSilent)}
@@ -29,6 +31,7 @@ class QueueState:
     begun: int  # of these
     running: CollectiveId | None
     ended: tuple[int, ...]  # tags of the last ones
+    last: str = ""  # label of the last of these
 
     @property
     def is_about_to_begin(self) -> bool:
@@ -52,6 +55,23 @@ class Report:
     failure: str = ""  # the name of its class
     error: str = ""
     entered: tuple[tuple[int, str], ...] = ()  # the last calls of units in this step, numbered
+    awaited: str = ""  # label of a collective
+    python: tuple[str, ...] = ()  # calls, innermost first
+    blocked_with: tuple[int, ...] = ()  # ranks of a collective of torch's in which this one is
+    is_host_busy: bool = False  # while its device waits
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it has not moved between two looks."""
+        return self.looks >= LOOKS
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Of its row of the table of ranks."""
+        last = "; ".join(state.last for state in self.queues if state.last)
+        awaited = self.awaited or ("a collective of torch" if self.blocked_with else "-")
+        python = self.python[0] if self.python else "-"
+        return str(self.step), self.where, last or "-", awaited, python
 
 
 def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
@@ -65,22 +85,39 @@ def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
     for report in current.values():
         if report.failure:
             return _ERRORS[report.failure](report.error)
-    if len(current) < len(reports) or any(report.looks < LOOKS for report in current.values()):
+    if len(current) < len(reports) or not all(report.is_stuck for report in current.values()):
         return None
     if _can_move(current):
         return None
-    places = (f"  rank {rank}: step {r.step}, {r.where}" for rank, r in current.items())
     return RanksDiverged(
-        "ranks wait for different things, so none can go on:\n"
-        + "\n".join(places)
+        f"ranks wait for different things, so none can go on:\n{table(current)}"
         + _first_difference(current)
         + "\nEvery rank must run the same units in the same order; look for a branch, a loop "
         "length or an exception that differs by rank."
     )
 
 
+def table(reports: Mapping[int, Report], remarks: Mapping[int, str] = MappingProxyType({})) -> str:
+    """Where each rank stands; ``remarks`` are of those that do not."""
+    rows: list[tuple[str, ...]] = [("rank", "step", "in", "last completed", "waits for", "Python")]
+    for rank in sorted({*reports, *remarks}):
+        cells = reports[rank].cells if rank in reports else ("-",) * 5
+        remark = (f"{remarks[rank]}; was at {cells[-1]}",) if rank in remarks else cells[-1:]
+        rows.append((str(rank), *cells[:-1], *remark))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (zip(row, widths, strict=True) for row in rows)
+    return "\n".join(
+        "  ".join(["", *(cell.ljust(width) for cell, width in line)]).rstrip() for line in lines
+    )
+
+
 def _can_move(reports: Mapping[int, Report]) -> bool:
     """Whether some exchange is about to begin, or was begun by all its ranks and runs."""
+    waiting = {
+        rank for rank, report in reports.items() if not (report.blocked_with or report.is_host_busy)
+    }
+    if any(r.blocked_with and waiting.isdisjoint(r.blocked_with) for r in reports.values()):
+        return True  # for all that is known here
     if any(state.is_about_to_begin for report in reports.values() for state in report.queues):
         return True
     return any(

@@ -45,6 +45,7 @@ class HostCollectives:
         self._issued = self._begun = 0
         self._running: CollectiveId | None = None
         self._ended: deque[int] = deque(maxlen=16)
+        self._last = ""  # label of the last one
         self._stopped = False
         self._lock = threading.Lock()
 
@@ -147,6 +148,7 @@ class HostCollectives:
         with self._lock:
             self._running = None
             self._ended.append(collective.tag)
+            self._last = collective.label
 
     # -- gathers ---------------------------------------------------------------------------------
 
@@ -238,7 +240,8 @@ class HostCollectives:
 
     def state(self) -> QueueState:
         with self._lock:
-            return QueueState(self._issued, self._begun, self._running, tuple(self._ended))
+            ended = tuple(self._ended)
+            return QueueState(self._issued, self._begun, self._running, ended, self._last)
 
     def stop(self) -> None:
         """Begin no more exchanges; the one that runs is left to end."""

@@ -1,0 +1,74 @@
+"""Where the Python of a thread stands, for the messages of ranks that wait for it."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+__all__ = ["calls_of", "collective_of", "fingerprint"]
+
+_STANDARD = f"{Path(os.__file__).parent}{os.sep}"
+_PACKAGES = f"{_STANDARD}site-packages{os.sep}"
+_ROOTS = (Path(torch.__file__).parent, Path(__file__).parents[2])  # of torch and this package
+_OURS = tuple(f"{root}{os.sep}" for root in _ROOTS)
+_OWN_GROUPS = "/shardwise/"  # in their names
+_POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list")
+
+
+def calls_of(thread: int, most: int = 3) -> tuple[str, ...]:
+    """The innermost calls of ``thread`` in the user's own files, such as "train.py:12 in step"."""
+    frames = list(_frames(thread))
+    own = [one for one in frames if _is_of_user(one.f_code.co_filename)]
+    return tuple(
+        f"{_shortest(one.f_code.co_filename)}:{one.f_lineno} in {one.f_code.co_name}"
+        for one in (own or frames)[:most]
+    )
+
+
+def collective_of(thread: int) -> list[int]:
+    """The ranks of the job among which the user's ``thread`` is inside a collective; or none.
+
+    On the CPU such a call of torch's returns when they all have called it. Those that this package
+    launches on a device return at once.
+    """
+    for frame in _frames(thread):
+        if frame.f_code.co_filename != distributed_c10d.__file__:
+            continue
+        name, local = frame.f_code.co_name, frame.f_locals
+        if _OWN_GROUPS in getattr(local.get("group"), "group_name", ""):
+            continue
+        is_collective = not name.startswith("_") and "group" in local
+        if is_collective and name not in _POINT_TO_POINT and not local.get("async_op"):
+            with contextlib.suppress(KeyError, ValueError):  # of a group that was destroyed
+                return dist.get_process_group_ranks(local["group"])
+    return []
+
+
+def fingerprint(thread: int) -> int:
+    """The same twice if ``thread`` has not moved, or has come back to where it was."""
+    return hash(tuple((frame.f_code, frame.f_lasti) for frame in _frames(thread)))
+
+
+def _frames(thread: int) -> Iterator[FrameType]:
+    """Innermost first."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_of_user(path: str) -> bool:
+    is_standard = path.startswith(_STANDARD) and not path.startswith(_PACKAGES)
+    return not (is_standard or path.startswith(_OURS))
+
+
+def _shortest(path: str) -> str:
+    """As the user may have typed it."""
+    folder = f"{Path.cwd()}{os.sep}"
+    return path.removeprefix(folder)
