@@ -7,22 +7,14 @@ from rich.console import Console
 
 from shardwise.diagnose import page, terminal
 from shardwise.diagnose.page.metrics import read_charts
-from shardwise.diagnose.recording import RecordingError, read_recording
+from shardwise.diagnose.recording import RankRecording, RecordingError, read_recording
 from shardwise.diagnose.summary import Finding, summarize
 
 __all__ = ["report"]
 
 
-def report(
-    directory: Path, output: Path | None, console: Console, findings: Sequence[Finding] = ()
-) -> Path:
-    """Write the page of the run in ``directory``, print what it says, and return the page's path.
-
-    Args:
-        directory: of the run.
-        output: the page to write, ``directory/report.html`` by default.
-        console: to print on.
-        findings: to show first, the most costly one first.
+def report(directory: Path, output: Path | None, console: Console) -> Path:
+    """Write the page of the run in ``directory``, print its findings, and return the page's path.
 
     Raises:
         RecordingError: there is no recording, or none of its steps is complete on all ranks.
@@ -34,9 +26,15 @@ def report(
             f"{directory}: no step was recorded with its events on all ranks; record a run until "
             "at least one forward and backward has ended"
         )
+    found = find(ranks)
     charts = read_charts(directory, ranks)
     target = output or directory / "report.html"
     title = directory.resolve().name
-    target.write_text(page.render(title, ranks, summary, findings, charts), encoding="utf-8")
-    terminal.show(console, summary, findings)
+    target.write_text(page.render(title, ranks, summary, found, charts), encoding="utf-8")
+    terminal.show(console, summary, found)
     return target
+
+
+def find(_ranks: Sequence[RankRecording]) -> Sequence[Finding]:
+    """The findings of a recording."""
+    return ()
