@@ -141,6 +141,13 @@ class FSDPModule(nn.Module):
             handle.runtime.shard_again(self)
         return self
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also right after a backward that raised, which a device's thread may be cleaning up."""
+        handle = self.__dict__.get(HANDLE)
+        if handle is not None:
+            handle.runtime.scheduler.await_abandoned()
+        super().zero_grad(set_to_none)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A sharded copy of its own; the root of the model has to be in what is copied."""
         handle = handle_of(self)
