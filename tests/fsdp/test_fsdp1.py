@@ -39,9 +39,8 @@ CASES = [
     ),
     *cases(programs.prefetch, backward=("BACKWARD_PRE", "BACKWARD_POST", None), forward=BOTH),
     *cases(programs.train, options=[{"limit_all_gathers": False}]),
-    *cases(
-        programs.train, policy=("module", "none"), model=[{"checkpointed": c} for c in CHECKPOINTS]
-    ),
+    *cases(programs.train, policy=("module",), model=[{"checkpointed": c} for c in CHECKPOINTS]),
+    *cases(programs.train, policy=("none",), model=[{"checkpointed": "non-reentrant"}]),
     *cases(programs.train, policy=("module",), model=[{"tied": True}]),
     *cases(programs.train_flat, optimizer=("adamw",)),
     *thorough(cases(programs.train_flat, optimizer=("sgd", "adam"))),
