@@ -32,12 +32,43 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
 from operator import attrgetter
+from typing import Protocol
 
 from shardwise.plan.plan import Plan, UnitSettings
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.passes import BackwardPass, Call, Outcome, Pass
 
-__all__ = ["Call", "Outcome", "Sequencer", "UnitState", "schedule"]
+__all__ = ["Call", "Outcome", "ScheduledUnit", "Sequencer", "UnitState", "schedule"]
+
+
+class ScheduledUnit(Protocol):
+    """What is read of a `UnitPlan` here."""
+
+    @property
+    def gathered_bytes(self) -> int: ...
+    @property
+    def kept_bytes(self) -> int: ...
+    @property
+    def gradient_bytes(self) -> int: ...
+    @property
+    def gradient_shard_bytes(self) -> int: ...
+    @property
+    def reshard(self) -> bool: ...
+    @property
+    def subgroup(self) -> int: ...
+    @property
+    def two_level_gather(self) -> bool: ...
+    @property
+    def has_child_units(self) -> bool: ...
+
+
+class Scheduled(Protocol):
+    """What is read of a `Plan`."""
+
+    @property
+    def units(self) -> Sequence[ScheduledUnit]: ...
+    @property
+    def prefetch(self) -> int: ...
 
 
 class UnitState(Enum):
@@ -93,7 +124,7 @@ class Sequencer:
     Every method returns the events to perform, in order, before the caller goes on.
     """
 
-    def __init__(self, plan: Plan, settings: Sequence[UnitSettings] | None = None) -> None:
+    def __init__(self, plan: Scheduled, settings: Sequence[UnitSettings] | None = None) -> None:
         self._units = plan.units
         self._settings = settings or [UnitSettings() for _ in plan.units]
         self._prefetch = plan.prefetch

@@ -1,0 +1,261 @@
+"""What a recording says of one typical update: what each rank computes, what collectives take."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from statistics import median
+
+from shardwise.diagnose.recording import (
+    RankRecording,
+    RecordedEvent,
+    RecordingError,
+    StepTotals,
+    UnitFigures,
+)
+from shardwise.forecast.replay import Costs, Part, Program, Replayed, replay
+from shardwise.schedule.events import EventKind
+
+__all__ = ["Line", "Measured", "measure"]
+
+_COMPUTE = (EventKind.FORWARD, EventKind.BACKWARD)
+_WAITS = (EventKind.WAIT, EventKind.FINISH_REDUCE)
+_Key = tuple[EventKind, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """How long a collective takes by its size: seconds = latency + bytes * slope."""
+
+    latency: float
+    slope: float
+
+    def at(self, num_bytes: float) -> float:
+        return self.latency + num_bytes * self.slope
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A typical update of a recording, which can be replayed with something changed."""
+
+    units: tuple[UnitFigures, ...]
+    prefetch: int
+    programs: tuple[Program, ...]  # by rank
+    transfers: Mapping[_Key, float]  # seconds, once every rank has launched it
+    launches: Mapping[_Key, float]  # seconds of compute's stream
+    unreduced: frozenset[tuple[int, int]]  # passes, and units not reduced in them
+    update_seconds: float  # as it was recorded
+
+    @property
+    def num_passes(self) -> int:
+        return len(self.programs[0].passes)
+
+    def replayed(self, *, holds_gradients: bool = False) -> Replayed:
+        """The update as the schedule has it."""
+        costs = Costs(
+            transfer=lambda kind, unit: self.transfers.get((kind, unit), 0.0),
+            launch=lambda kind, unit: self.launches.get((kind, unit), 0.0),
+        )
+        return replay(
+            self.units,
+            self.programs,
+            costs,
+            prefetch=self.prefetch,
+            holds_gradients=holds_gradients,
+            unreduced=self.unreduced,
+        )
+
+    def bytes_of(self, key: _Key) -> int:
+        """The size of the buffer that a collective gathers or reduces."""
+        kind, unit = key
+        figures = self.units[unit]
+        return figures.gradient_bytes if kind is EventKind.REDUCE else figures.gathered_bytes
+
+    def fit(self, kind: EventKind, *, without: Iterable[int] = ()) -> Line:
+        """The time of collectives by their size; a few that are slow do not matter to it."""
+        left_out = set(without)
+        points = [
+            (self.bytes_of(key), seconds)
+            for key, seconds in self.transfers.items()
+            if key[0] is kind and key[1] not in left_out and self.bytes_of(key)
+        ]
+        return _line_through(points)
+
+    def with_compute(self, change: Callable[[int, float], float]) -> "Measured":
+        """Every rank's parts take ``change(rank, seconds)``."""
+        programs = tuple(
+            replace(
+                program,
+                passes=tuple(
+                    tuple(replace(part, seconds=change(rank, part.seconds)) for part in parts)
+                    for parts in program.passes
+                ),
+            )
+            for rank, program in enumerate(self.programs)
+        )
+        return replace(self, programs=programs)
+
+    def with_passes(
+        self, change: Callable[[Sequence[Part]], Iterable[Part]], **changes: object
+    ) -> "Measured":
+        """Every pass of every rank is another one, and fields of this are ``changes``."""
+        programs = tuple(
+            replace(program, passes=tuple(tuple(change(parts)) for parts in program.passes))
+            for program in self.programs
+        )
+        return replace(self, programs=programs, **changes)  # type: ignore[arg-type]
+
+    def compute_seconds(self, rank: int) -> float:
+        """What a rank computes in an update."""
+        return sum(part.seconds for parts in self.programs[rank].passes for part in parts)
+
+
+def measure(ranks: Sequence[RankRecording]) -> Measured:
+    """The medians over the recorded updates of the most frequent form.
+
+    Raises:
+        RecordingError: no update was recorded in full.
+    """
+    updates = _common_updates(ranks)
+    first = updates[0]
+    programs = tuple(_program(rank, updates) for rank in ranks)
+    shared = [_transfers([_events_of(rank, update) for rank in ranks]) for update in updates]
+    launches: defaultdict[_Key, list[float]] = defaultdict(list)
+    for rank in ranks:
+        for update in updates:
+            for event in _events_of(rank, update):
+                if event.event not in (*_COMPUTE, *_WAITS):
+                    launches[event.event, event.unit].append(event.seconds)
+    header = ranks[0].header
+    return Measured(
+        units=header.units,
+        prefetch=header.prefetch,
+        programs=programs,
+        transfers=_medians(shared),
+        launches={key: median(found) for key, found in launches.items()},
+        unreduced=frozenset(_unreduced(ranks[0], first)),
+        update_seconds=median(
+            end - update[0].began for update, end in _ends(ranks[0].steps, updates)
+        ),
+    )
+
+
+def _line_through(points: Sequence[tuple[int, float]]) -> Line:
+    """By the median of slopes (Theil and Sen)."""
+    slopes = [
+        (after[1] - before[1]) / (after[0] - before[0])
+        for before, after in combinations(sorted(points), 2)
+        if after[0] > before[0]
+    ]
+    if not slopes:
+        return Line(0.0, median(s / size for size, s in points) if points else 0.0)
+    slope = max(0.0, median(slopes))
+    return Line(max(0.0, median(seconds - slope * size for size, seconds in points)), slope)
+
+
+# -- updates: the passes between two changes of the parameters -----------------------------------
+
+_Update = tuple[StepTotals, ...]  # of rank 0
+
+
+def _common_updates(ranks: Sequence[RankRecording]) -> list[_Update]:
+    """Of those that were recorded in full on every rank, those of the most frequent form."""
+    detailed = set.intersection(*(set(rank.detailed_steps) for rank in ranks))
+    by_update: defaultdict[int, list[StepTotals]] = defaultdict(list)
+    for step in ranks[0].steps:
+        by_update[step.updates].append(step)
+    last = max(by_update, default=0)
+    complete = {
+        number: tuple(steps)
+        for number, steps in by_update.items()
+        if all(step.step in detailed for step in steps) and (number < last or len(by_update) == 1)
+    }
+    if not complete:
+        raise RecordingError(
+            "no update was recorded with all its events: record more steps (an update is a "
+            "forward and backward for each micro-batch, and ends when the next forward begins)"
+        )
+    forms = {update: _form(ranks[0], update) for update in complete.values()}
+    form, _ = Counter(forms.values()).most_common(1)[0]
+    return [update for update, own in forms.items() if own == form]
+
+
+def _form(rank: RankRecording, update: _Update) -> tuple[tuple[_Key, ...], ...]:
+    by_step: defaultdict[int, list[_Key]] = defaultdict(list)
+    for event in _events_of(rank, update):
+        by_step[event.step].append((event.event, event.unit))
+    return tuple(tuple(by_step[step.step]) for step in update)
+
+
+def _events_of(rank: RankRecording, update: _Update) -> Iterator[RecordedEvent]:
+    steps = {step.step for step in update}
+    return (event for event in rank.events if event.step in steps)
+
+
+def _ends(
+    steps: Sequence[StepTotals], updates: Iterable[_Update]
+) -> Iterator[tuple[_Update, float]]:
+    """Each update with the time at which the one after it began."""
+    following = {before.step: after.began for before, after in pairwise(steps)}
+    for update in updates:
+        yield update, following.get(update[-1].step, update[-1].ended)
+
+
+def _program(rank: RankRecording, updates: Sequence[_Update]) -> Program:
+    own = {step.step: step for step in rank.steps}
+    found = [[list(_parts(rank, own[step.step])) for step in update] for update in updates]
+    passes = tuple(
+        tuple(
+            replace(parts[0], seconds=median(part.seconds for part in parts))
+            for parts in zip(*same, strict=True)
+        )
+        for same in zip(*found, strict=True)
+    )
+    outside = []
+    for update, end in _ends(rank.steps, [tuple(own[s.step] for s in u) for u in updates]):
+        outside.append(end - update[0].began - sum(step.seconds for step in update))
+    return Program(passes, max(0.0, median(outside)))
+
+
+def _parts(rank: RankRecording, step: StepTotals) -> Iterator[Part]:
+    """What is between the events of a step is compute of the part that began last."""
+    part: Part | None = None
+    now = math.nan
+    for event in rank.events:
+        if event.step != step.step:
+            continue
+        if part is not None:
+            part = replace(part, seconds=part.seconds + max(0.0, event.began - now))
+        now = event.ended
+        if event.event in _COMPUTE:
+            if part is not None:
+                yield part
+            part = Part(event.event, event.unit, 0.0)
+    if part is not None:
+        yield replace(part, seconds=part.seconds + max(0.0, step.ended - now))
+
+
+def _unreduced(rank: RankRecording, update: _Update) -> Iterator[tuple[int, int]]:
+    reduced = {(e.step, e.unit) for e in _events_of(rank, update) if e.event is EventKind.REDUCE}
+    for number, step in enumerate(update):
+        for unit, figures in enumerate(rank.header.units):
+            if figures.gradient_bytes and (step.step, unit) not in reduced:
+                yield number, unit
+
+
+def _transfers(ranks: Sequence[Iterable[RecordedEvent]]) -> dict[_Key, float]:
+    """How long each collective took from when the last rank had begun it."""
+    launched = [[event for event in events if event.spans] for events in ranks]
+    found: defaultdict[_Key, list[float]] = defaultdict(list)
+    for same in zip(*launched, strict=True):
+        seconds = 0.0
+        for spans in zip(*(event.spans for event in same), strict=True):
+            began, ended = max(span[0] for span in spans), max(span[1] for span in spans)
+            seconds += max(0.0, ended - began)
+        found[same[0].event, same[0].unit].append(seconds)
+    return {key: median(seconds) for key, seconds in found.items()}
+
+
+def _medians(found: Sequence[Mapping[_Key, float]]) -> dict[_Key, float]:
+    return {key: median(one[key] for one in found if key in one) for key in found[0]}

@@ -1,0 +1,86 @@
+from collections.abc import Sequence
+
+import pytest
+from torch import nn
+
+from shardwise.forecast.replay import Costs, Part, Program, replay
+from shardwise.plan.plan import Plan, make_plan
+from shardwise.schedule.events import EventKind
+from shardwise.schedule.sequencer import schedule
+
+BLOCKS = 3
+COMPUTE, GATHER, REDUCE = 10.0, 4.0, 3.0
+
+
+def plan_of(prefetch: int = 1) -> Plan:
+    blocks = [nn.Linear(4, 4) for _ in range(BLOCKS)]
+    return make_plan(nn.Sequential(*blocks), world_size=2, units=nn.Linear, prefetch=prefetch)
+
+
+def program_of(plan: Plan, seconds: float = COMPUTE, num_passes: int = 1) -> Program:
+    """Every block computes for ``seconds``, in forward and in backward."""
+    computes = (EventKind.FORWARD, EventKind.BACKWARD)
+    parts = tuple(
+        Part(event.kind, event.unit, seconds if event.unit else 0.0)
+        for event in schedule(plan)
+        if event.kind in computes
+    )
+    return Program((parts,) * num_passes)
+
+
+def transfer(kind: EventKind, unit: int) -> float:
+    if not unit:
+        return 0.0  # the root has no parameters
+    return REDUCE if kind is EventKind.REDUCE else GATHER
+
+
+def run(plan: Plan, programs: Sequence[Program], **options: bool) -> tuple[float, float]:
+    """Seconds of the update, and those that the first rank waits."""
+    found = replay(plan.units, programs, Costs(transfer), prefetch=plan.prefetch, **options)
+    return found.seconds, found.exposed_seconds[0]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "ddp"])
+def test_a_replay_has_the_events_of_the_schedule(strategy: str, prefetch: int) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(BLOCKS)), nn.LayerNorm(4))
+    plan = make_plan(model, world_size=2, units=nn.Linear, strategy=strategy, prefetch=prefetch)
+    found = replay(plan.units, [program_of(plan)] * 2, Costs(transfer), prefetch=prefetch)
+    for events in found.events:
+        assert [timed.event for timed in events] == schedule(plan)
+
+
+def test_without_prefetch_every_gather_is_exposed() -> None:
+    plan = plan_of(prefetch=0)
+    seconds, exposed = run(plan, [program_of(plan)] * 2)
+    gathers = BLOCKS * GATHER + (BLOCKS - 1) * GATHER  # the last block is kept for backward
+    assert exposed == gathers + REDUCE  # and so is the last reduction
+    assert seconds == 2 * BLOCKS * COMPUTE + exposed
+
+
+def test_prefetch_hides_all_gathers_but_the_first() -> None:
+    plan = plan_of(prefetch=1)
+    seconds, exposed = run(plan, [program_of(plan)] * 2)
+    assert exposed == GATHER + REDUCE
+    assert seconds == 2 * BLOCKS * COMPUTE + exposed
+
+
+def test_all_ranks_wait_for_the_slowest_one() -> None:
+    plan = plan_of()
+    programs = [program_of(plan), program_of(plan, seconds=COMPUTE + 2.0)]
+    seconds, exposed = run(plan, programs)
+    slow, _ = run(plan, [programs[1]] * 2)
+    assert seconds == slow
+    assert exposed == pytest.approx(GATHER + REDUCE + 2 * BLOCKS * 2.0)
+
+
+def test_held_gradients_are_reduced_once() -> None:
+    plan = plan_of()
+    programs = [program_of(plan, seconds=0.0, num_passes=4)]
+    held, _ = run(plan, programs, holds_gradients=True)
+    seconds, _ = run(plan, programs)
+    assert held < seconds
+    found = replay(plan.units, programs, Costs(transfer), prefetch=1, holds_gradients=True)
+    reduces = [timed for timed in found.events[0] if timed.event.kind is EventKind.REDUCE]
+    assert {timed.step for timed in reduces} == {3}
+    assert len(reduces) == BLOCKS
