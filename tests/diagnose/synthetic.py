@@ -19,13 +19,14 @@ from shardwise.diagnose.recording import (
     file_of_rank,
     to_json,
 )
+from shardwise.diagnose.summary import Finding
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import schedule
 
 if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
 
-__all__ = ["EVIL", "Found", "Run", "record_run", "write_run"]
+__all__ = ["EVIL", "FINDING", "Run", "record_run", "write_run"]
 
 EVIL = "</script><script>alert(1)</script><b>'\"&$x${y}"  # as a name
 _BYTES_PER_SECOND = 40e9
@@ -35,16 +36,14 @@ _SECONDS_PER_ELEMENT = 60e-12
 _GATHERS = (EventKind.GATHER, EventKind.RESHARD_TO_SUBGROUP)
 
 
-@dataclass(frozen=True)
-class Found:
-    """A finding, made up."""
-
-    title: str = "units 3 to 12 wait 41 ms a step for gathers: raise prefetch to 2"
-    detail: str = "41 ms of 140 ms"
-    saves_seconds: float = 0.002
-    saves_bytes: int = -180_000_000
-    unit: int | None = 1
-    rank: int | None = 2
+FINDING = Finding(
+    title="units 3 to 12 wait 41 ms a step for gathers: raise prefetch to 2",
+    detail="41 ms of 140 ms",
+    saves_seconds=0.002,
+    saves_bytes=-180_000_000,
+    unit=1,
+    rank=2,
+)
 
 
 @dataclass(frozen=True)

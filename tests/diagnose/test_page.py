@@ -12,7 +12,7 @@ from shardwise.diagnose.page.metrics import Chart, Series
 from shardwise.diagnose.recording import RankRecording
 from shardwise.diagnose.summary import summarize
 from tests.diagnose.chromium import Page, find_chromium, open_browser
-from tests.diagnose.synthetic import EVIL, Found, Run, record_run
+from tests.diagnose.synthetic import EVIL, FINDING, Run, record_run
 
 pytestmark = [
     pytest.mark.browser,
@@ -22,7 +22,7 @@ CHARTS = [Chart("Loss", "", [Series("training", [1.0, 2.0, 3.0], [3.0, 2.0, 1.5]
 
 
 def write(path: Path, ranks: tuple[RankRecording, ...], title: str = "run") -> Path:
-    path.write_text(pages.render(title, ranks, summarize(ranks), [Found()], CHARTS), "utf-8")
+    path.write_text(pages.render(title, ranks, summarize(ranks), [FINDING], CHARTS), "utf-8")
     return path
 
 

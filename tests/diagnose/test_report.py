@@ -22,7 +22,7 @@ from shardwise.diagnose.page.metrics import read_charts
 from shardwise.diagnose.recording import RankRecording
 from shardwise.diagnose.summary import summarize
 from shardwise.schedule.events import EventKind
-from tests.diagnose.synthetic import EVIL, Found, Run, record_run, write_run
+from tests.diagnose.synthetic import EVIL, FINDING, Run, record_run, write_run
 
 RANKS = record_run(Run(slowness={2: 1.5}))
 
@@ -51,7 +51,7 @@ class Scripts(HTMLParser):
 
 
 def render(ranks: tuple[RankRecording, ...] = RANKS, title: str = "run") -> str:
-    return page.render(title, ranks, summarize(ranks), [Found()], [])
+    return page.render(title, ranks, summarize(ranks), [FINDING], [])
 
 
 def test_bars_are_a_step_without_gaps() -> None:
@@ -188,7 +188,7 @@ def test_the_command_writes_the_page_and_prints_tables_of_100_columns(
 def test_findings_in_the_terminal_say_what_they_save() -> None:
     out = StringIO()
     ranks = record_run(Run(num_blocks=30, num_steps=1))
-    terminal.show(Console(file=out, width=100), summarize(ranks), [Found()])
+    terminal.show(Console(file=out, width=100), summarize(ranks), [FINDING])
     text = out.getvalue()
     assert "units 3 to 12 wait 41 ms a step for gathers" in text
     assert "saves 2.00 ms (" in text

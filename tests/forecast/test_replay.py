@@ -34,9 +34,17 @@ def transfer(kind: EventKind, unit: int) -> float:
     return REDUCE if kind is EventKind.REDUCE else GATHER
 
 
-def run(plan: Plan, programs: Sequence[Program], **options: bool) -> tuple[float, float]:
+def run(
+    plan: Plan, programs: Sequence[Program], *, holds_gradients: bool = False
+) -> tuple[float, float]:
     """Seconds of the update, and those that the first rank waits."""
-    found = replay(plan.units, programs, Costs(transfer), prefetch=plan.prefetch, **options)
+    found = replay(
+        plan.units,
+        programs,
+        Costs(transfer),
+        prefetch=plan.prefetch,
+        holds_gradients=holds_gradients,
+    )
     return found.seconds, found.exposed_seconds[0]
 
 

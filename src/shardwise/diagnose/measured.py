@@ -21,6 +21,7 @@ __all__ = ["Line", "Measured", "measure"]
 
 _COMPUTE = (EventKind.FORWARD, EventKind.BACKWARD)
 _WAITS = (EventKind.WAIT, EventKind.FINISH_REDUCE)
+_LARGE = 1 << 20  # bytes, of which a collective takes longer than its latency
 _Key = tuple[EventKind, int]
 
 
@@ -148,8 +149,11 @@ def _line_through(points: Sequence[tuple[int, float]]) -> Line:
         for before, after in combinations(sorted(points), 2)
         if after[0] > before[0]
     ]
-    if not slopes:
-        return Line(0.0, median(s / size for size, s in points) if points else 0.0)
+    if not slopes:  # all of one size
+        size = points[0][0] if points else 1
+        seconds = median(seconds for _, seconds in points) if points else 0.0
+        latency = 0.0 if size >= _LARGE else seconds
+        return Line(latency, (seconds - latency) / size)
     slope = max(0.0, median(slopes))
     return Line(max(0.0, median(seconds - slope * size for size, seconds in points)), slope)
 

@@ -4,7 +4,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Collection, Container, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,9 @@ from shardwise.diagnose.recording import (
     file_of_rank,
     to_json,
 )
+from shardwise.errors import PlanError
+from shardwise.plan.plan import Plan
+from shardwise.plan.units import choose_units
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.ledger import LedgerReader
 from shardwise.runtime.module import runtime_of_root
@@ -113,6 +116,7 @@ class Recorder(LedgerReader):
         info = {
             "torch": torch.__version__,
             "clock_error_seconds": clock.error_seconds,
+            "blocks": _blocks_of(model, runtime.plan),
             **({} if optimizer is None else _info_of(optimizer)),
             **info,
         }
@@ -275,6 +279,19 @@ def _figures_of(of: Unit) -> UnitFigures:
         has_child_units=unit.has_child_units,
         parent=unit.parent,
     )
+
+
+def _blocks_of(model: nn.Module, plan: Plan) -> dict[str, list[int]]:
+    """The elements of the repeated blocks in units that have some, and no units inside."""
+    blocks: dict[str, list[int]] = {}
+    for unit in plan.units:
+        if unit.has_child_units:
+            continue
+        module = model.get_submodule(unit.name)
+        with suppress(PlanError):  # it has none
+            found = [module.get_submodule(name) for name in choose_units(module, "auto")[1:]]
+            blocks[unit.label] = [sum(p.numel() for p in block.parameters()) for block in found]
+    return blocks
 
 
 def _info_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """`shardwise report`: the page and the tables of one run."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from shardwise.diagnose import page, terminal
+from shardwise.diagnose.findings import find
 from shardwise.diagnose.page.metrics import read_charts
-from shardwise.diagnose.recording import RankRecording, RecordingError, read_recording
-from shardwise.diagnose.summary import Finding, summarize
+from shardwise.diagnose.recording import RecordingError, read_recording
+from shardwise.diagnose.summary import summarize
 
 __all__ = ["report"]
 
@@ -33,8 +33,3 @@ def report(directory: Path, output: Path | None, console: Console) -> Path:
     target.write_text(page.render(title, ranks, summary, found, charts), encoding="utf-8")
     terminal.show(console, summary, found)
     return target
-
-
-def find(_ranks: Sequence[RankRecording]) -> Sequence[Finding]:
-    """The findings of a recording."""
-    return ()

@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import Protocol
 
 from shardwise.diagnose.bars import BarKind, Timeline
 from shardwise.diagnose.recording import MemorySample, RankRecording
@@ -17,21 +16,16 @@ _AROUND_STEPS = (BarKind.DATA, BarKind.OPTIMIZER, BarKind.OTHER)
 _WAITS = (BarKind.WAIT_GATHER, BarKind.WAIT_REDUCE)
 
 
-class Finding(Protocol):
-    """What `shardwise.diagnose.findings` says of a run, in words."""
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One cause of a slow step and its remedy, in words; see `shardwise.diagnose.findings`."""
 
-    @property
-    def title(self) -> str: ...
-    @property
-    def detail(self) -> str: ...
-    @property
-    def saves_seconds(self) -> float: ...  # of a step
-    @property
-    def saves_bytes(self) -> int: ...
-    @property
-    def unit(self) -> int | None: ...
-    @property
-    def rank(self) -> int | None: ...
+    title: str  # a sentence
+    detail: str
+    saves_seconds: float  # of an update
+    saves_bytes: int = 0  # of a rank's peak; negative: it takes more
+    unit: int | None = None
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,170 @@
+"""Each finding, on a run that was made to have its fault, against the same run without it.
+
+Compute and collectives are sleeps, so that times say what the schedule does and not how busy the
+machine is.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.diagnose.findings import find
+from shardwise.diagnose.measured import measure
+from shardwise.diagnose.recording import read_recording
+from shardwise.diagnose.summary import Finding
+from shardwise.transport.api import CollectiveId
+from shardwise.transport.host.collectives import HostCollectives
+from tests.ranks import run_on
+
+STEPS = 4
+SMALL, LARGE = 8, 512  # widths of blocks of 256 bytes, and of 1 MiB
+TOLERANCE = 0.25  # of the saving that is measured
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grads[0], None
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(width, width, bias=False), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Sleep.apply(self.linear(x), self.seconds)  # type: ignore[no-untyped-call]
+        return y
+
+
+Cost = Callable[[CollectiveId], float]
+
+
+@contextmanager
+def slow_network(cost: Cost) -> Iterator[None]:
+    """Collectives take ``cost`` seconds more."""
+    begin = HostCollectives._begin
+
+    def late(self: HostCollectives, collective: CollectiveId) -> None:
+        begin(self, collective)
+        time.sleep(cost(collective))
+
+    with mock.patch.object(HostCollectives, "_begin", late):
+        yield
+
+
+def train(directory: str, run: Callable[[], tuple[nn.Module, Cost]]) -> None:
+    """Record a few steps of a model on this rank."""
+    torch.manual_seed(0)
+    model, cost = run()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with slow_network(cost), sw.record(model, directory, steps=range(1, 99)):
+        for _ in range(STEPS):
+            width = SMALL if isinstance(model, nn.Sequential) and len(model) > 4 else LARGE
+            model(torch.randn(2, width)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def blocks(width: int, number: int = 4, seconds: float = 0.02) -> nn.Sequential:
+    return nn.Sequential(*(Block(width, seconds) for _ in range(number)))
+
+
+def latency(seconds: float) -> Cost:
+    return lambda _collective: seconds
+
+
+def by_size(seconds: float) -> Cost:
+    """So many for a large block over two ranks."""
+    return lambda collective: seconds * collective.slot_bytes / (LARGE * LARGE * 2)
+
+
+def prefetch(number: int) -> tuple[nn.Module, Cost]:
+    return sw.fully_shard(blocks(LARGE), units=Block, prefetch=number), latency(0.02)
+
+
+def slow_rank(factor: float) -> tuple[nn.Module, Cost]:
+    seconds = 0.02 * (factor if dist.get_rank() == 1 else 1.0)
+    return sw.fully_shard(blocks(LARGE, seconds=seconds), units=Block), latency(0.001)
+
+
+def small_units(units: Any) -> tuple[nn.Module, Cost]:
+    return sw.fully_shard(blocks(SMALL, 6, 0.002), units=units), latency(0.02)
+
+
+def one_unit(units: Any) -> tuple[nn.Module, Cost]:
+    return sw.fully_shard(blocks(LARGE), units=units), by_size(0.02)
+
+
+def unbalanced(granularity: Any) -> tuple[nn.Module, Cost]:
+    model = sw.fully_shard(blocks(LARGE, seconds=0.002), units=Block, granularity=granularity)
+    return model, by_size(0.02)
+
+
+def slow_collective(seconds: float) -> tuple[nn.Module, Cost]:
+    model = sw.fully_shard(blocks(LARGE), units=Block)
+    return model, lambda one: seconds if one.label == "gather 2" else 0.005
+
+
+# What has the fault, and the same without it.
+CASES: dict[str, tuple[Callable[[Any], tuple[nn.Module, Cost]], Any, Any]] = {
+    "prefetch": (prefetch, 0, 1),
+    "slow rank": (slow_rank, 2.0, 1.0),
+    "small units": (small_units, Block, None),
+    "one unit": (one_unit, None, "auto"),
+    "unbalanced": (unbalanced, "tensor", "element"),
+    "slow collective": (slow_collective, 0.1, 0.005),
+}
+
+
+def train_both(directory: str, case: str) -> None:
+    make, faulty, mended = CASES[case]
+    train(f"{directory}/faulty", lambda: make(faulty))
+    train(f"{directory}/mended", lambda: make(mended))
+
+
+def findings_of(tmp_path: Path, case: str) -> tuple[list[Finding], float]:
+    """The findings of the faulty run, and what its mending saved of an update."""
+    run_on(2, train_both, str(tmp_path), case, deadline=60.0)
+    faulty, mended = (read_recording(tmp_path / name) for name in ("faulty", "mended"))
+    saved = measure(faulty).update_seconds - measure(mended).update_seconds
+    return find(faulty), saved
+
+
+thorough = pytest.mark.thorough
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("prefetch", "raise prefetch from 0 to 1"),
+        pytest.param("slow rank", "Rank 1 computes", marks=thorough),
+        pytest.param("small units", "6 units have less than", marks=thorough),
+        pytest.param("one unit", "is 100% of all that is gathered", marks=thorough),
+        pytest.param("unbalanced", "is padding", marks=thorough),
+        pytest.param("slow collective", "The gather of 2 takes", marks=thorough),
+    ],
+)
+def test_the_cause_comes_first_and_its_saving_is_true(
+    tmp_path: Path, case: str, words: str
+) -> None:
+    found, saved = findings_of(tmp_path, case)
+    assert found, "nothing was found"
+    assert words in found[0].title, [one.title for one in found]
+    assert found[0].saves_seconds == pytest.approx(saved, rel=TOLERANCE)
