@@ -1,6 +1,9 @@
 """What `sw.record` writes of a model that trains."""
 
+import gc
 import time
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from shardwise.diagnose.recording import RankRecording, read_recording
 from shardwise.diagnose.trace import trace_events
 from shardwise.schedule.events import EventKind
 from tests.diagnose.test_trace import assert_opens
-from tests.models import WIDTH, Block, Stack, build
+from tests.models import CASES, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw
 
@@ -213,3 +216,39 @@ def test_clocks_are_compared_by_the_shortest_exchange() -> None:
 def test_ranks_of_one_host_have_one_clock(tmp_path: Path) -> None:
     rank = recorded(tmp_path)[dist.get_rank()]
     assert abs(rank.header.clock_offset) <= rank.header.info["clock_error_seconds"] + 1e-6
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["gpt", "checkpointed inside, reentrant", "unused and reused"])
+def test_recording_changes_no_number(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    losses = []
+    for steps in (None, range(9)):
+        torch.manual_seed(0)
+        model = sw.fully_shard(build(name), units=case.units)
+        optimizer = adamw(model.parameters())
+        options = {"steps": steps, "optimizer": optimizer}
+        with nullcontext() if steps is None else sw.record(model, tmp_path, **options):  # type: ignore[arg-type]
+            for _ in range(2):
+                loss = case.loss(model(case.batch(4)))
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+    assert torch.equal(torch.stack(losses[:2]), torch.stack(losses[2:]))
+
+
+def test_a_model_that_is_deleted_frees_its_memory_while_it_is_recorded(tmp_path: Path) -> None:
+    model = sw.fully_shard(Stack())
+    recorder = sw.record(model, tmp_path, steps=range(9), optimizer=adamw(model.parameters()))
+    model(torch.randn(2, WIDTH)).sum().backward()
+    freed = weakref.ref(sw.ledger(model))
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert freed() is None
+    finally:
+        gc.enable()
+    recorder.close()
+    assert len(read_recording(tmp_path)[0].steps) == 1
