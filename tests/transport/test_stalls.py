@@ -173,7 +173,7 @@ def _outlive(folder: Path) -> None:
         time.sleep(0.05)
 
 
-@on_ranks(2, deadline=60.0)
+@on_ranks(2, deadline=120.0)
 @pytest.mark.parametrize("patience", PATIENCES, ids=["hurried", "default"])
 def test_a_rank_that_is_elsewhere_is_no_error_but_named(patience: Patience) -> None:
     """As in a slow data loader, or a long evaluation."""
