@@ -57,6 +57,7 @@ class Scheduler:
         )
         self._depth = 0  # of forwards
         self._tasks: set[int] = set()  # autograd's graph tasks that have reached the model
+        self._finishing: int | None = None  # the task that has ended last
         self._abandoning = threading.RLock()  # held while a graph task that died is cleaned up
         self._is_broken = False  # an event failed, so units are not where the sequencer has them
         # After an exception, until `recover`: units with communication under way, and what holds
@@ -184,6 +185,7 @@ class Scheduler:
     def finish_backward(self, task: int) -> None:
         """Autograd has run the last node of a graph task."""
         self._tasks.discard(task)
+        self._finishing = task
         self.report("end of backward")
         events = self.sequencer.finish_backward(task)
         if self._tasks:
@@ -208,8 +210,9 @@ class Scheduler:
     def abandon_backward(self, task: int, error: BaseException) -> None:
         """A graph task died; on a device, its thread calls this."""
         with self._abandoning:
-            if task not in self._tasks:
+            if task not in self._tasks and task != self._finishing:
                 return  # `abandon` came first
+            self._finishing = None
             self._tasks.discard(task)
             self._held_memory.remember(f"step {self.ledger.step}, {self._links.where}")
             if not self._tasks:
