@@ -132,6 +132,7 @@ class Page:
 
     def save_picture(self, path: Path, selector: str | None = None) -> None:
         """A PNG of the window, or of an element with its surroundings."""
+        self.get("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         clip = {} if selector is None else {"clip": self._box(selector)}
         found = self._call("Page.captureScreenshot", captureBeyondViewport=bool(clip), **clip)
         path.write_bytes(base64.b64decode(found["data"]))

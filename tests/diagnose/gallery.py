@@ -1,6 +1,6 @@
 """The pictures of docs/report.md: ``python -m tests.diagnose.gallery`` (or ``make gallery``).
 
-They show the report of a simulated run of eight ranks, of which one computes more slowly.
+They show the report of a simulated run without prefetch on eight ranks, of which one is slow.
 """
 
 import json
@@ -16,7 +16,7 @@ from tests.diagnose.chromium import Page, open_browser
 from tests.diagnose.synthetic import Run, record_run, write_run
 
 PICTURES = Path(__file__).parents[2] / "docs" / "report"
-RUN = Run(world_size=8, num_blocks=12, num_steps=4, slowness={5: 1.25})
+RUN = Run(world_size=8, num_blocks=12, num_steps=4, prefetch=0, slowness={5: 1.25})
 
 
 def main() -> None:
@@ -48,6 +48,7 @@ def zoom_to_backward(page: Page) -> None:
     page.mouse("mousePressed", x + 60, y - 4)
     page.mouse("mouseReleased", x + 60, y - 4)
     page.get("document.querySelector('#scroller').focus()")
+    page.press(".")  # what the wait there was for
     page.press("Enter")
 
 

@@ -173,7 +173,7 @@ def test_long_runs_are_drawn_as_means(tmp_path: Path) -> None:
 def test_the_command_writes_the_page_and_prints_tables_of_100_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
     write_run(tmp_path, RANKS)
     assert main(["report", str(tmp_path)]) == 0
     out = capsys.readouterr().out

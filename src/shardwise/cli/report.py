@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+MIN_WIDTH = 100  # in characters, which the tables need
+
 
 def report(
     run: Annotated[
@@ -19,9 +21,9 @@ def report(
         typer.Option(metavar="FILE", help="Also write a trace for https://ui.perfetto.dev."),
     ] = None,
 ) -> None:
-    """Say where the time and the memory of a recorded run went.
+    """Say where the time and the memory of a recorded run went, and what to change.
 
-    Prints tables of units and ranks, and writes them with a timeline of each step to one HTML page
+    Prints findings, units and ranks, and writes them with a timeline of each step to one HTML page
     that needs no network.
     """
     from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
@@ -30,7 +32,7 @@ def report(
     from shardwise.diagnose.report import report as write  # noqa: PLC0415
     from shardwise.diagnose.trace import write_trace  # noqa: PLC0415
 
-    console = Console()
+    console = Console(width=max(MIN_WIDTH, Console().width))
     page = write(run, output, console)
     typer.echo(f"{page}: written")
     if trace is not None:

@@ -95,6 +95,7 @@ function addCharts() {
 }
 
 async function start() {
+  get("findings-link").hidden = !get("findings");
   const words = (one) => `${one.step}: ${secondsText(one.stepSeconds)}, ${secondsText(one.exposedSeconds)} exposed`;
   addOptions(get("step"), index.steps.map((one, number) => [number, words(one)]));
   addOptions(get("unit"), index.labels.slice(0, index.numUnits).map((label, number) => [number, label]));

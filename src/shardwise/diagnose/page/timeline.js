@@ -179,7 +179,7 @@ export class Timeline {
       for (const [number, one] of [from, to]) this.outline(context, row, number, one);
       const start = this.corner(row, tracks, from, "end");
       const stop = this.corner(row, tracks, to, "start");
-      this.arrow(context, start, stop);
+      if (stop.x >= start.x - 8) this.arrow(context, start, stop); // not to the begin of a wait
     }
   }
 

@@ -120,7 +120,8 @@ export function linksOf(tracks, trackNumber, bar) {
   if (kind === KIND.GATHER) {
     link(GATHER, bar, COMPUTE, seek(compute, lowerBound(compute.began, began), 1, COMPUTES, label));
   } else if (kind === KIND.WAIT_GATHER) {
-    link(GATHER, seek(gathers, until(gathers.began), -1, [KIND.GATHER], label), COMPUTE, bar);
+    const gather = seek(gathers, until(gathers.began), -1, [KIND.GATHER], label);
+    link(GATHER, gather, COMPUTE, seek(compute, bar + 1, 1, COMPUTES, label));
   } else if (COMPUTES.includes(kind)) {
     link(GATHER, seek(gathers, until(gathers.began), -1, [KIND.GATHER], label), COMPUTE, bar);
     if (kind === KIND.BACKWARD) {
