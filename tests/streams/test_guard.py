@@ -156,10 +156,11 @@ def test_ranks_that_run_different_units_of_equal_size() -> None:
         with pytest.raises(sw.RanksDiverged) as caught:
             _run_for(run.model, SECONDS)
         text = str(caught.value)
-        first = r"collective \d+ is gather layers\.0 on rank 0 and gather layers\.1 on rank 1\n"
-        assert re.search(first, text)
+        # Both neighbors of that rank find it, and then look where all stand.
+        assert "run different units" in text
+        assert re.search(r"gather layers\.0 on rank [02]\b", text)
+        assert f"gather layers.1 on rank {LAST}" in text
         assert re.search(rf"\n  {LAST} +\d+ +", text)
-        assert_same(text.splitlines()[0])  # both neighbors find it, and then look where all stand
         run.model.order = IN_ORDER
         run.model.zero_grad()
         run.step()
