@@ -5,8 +5,9 @@ machine is.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.diagnose.findings import find
 from shardwise.diagnose.measured import measure
-from shardwise.diagnose.recording import read_recording
+from shardwise.diagnose.recording import RankRecording, read_recording
 from shardwise.diagnose.summary import Finding
 from shardwise.transport.api import CollectiveId
 from shardwise.transport.host.collectives import HostCollectives
+from tests.diagnose.synthetic import Run, record_run
 from tests.ranks import run_on
 
 STEPS = 4
@@ -168,3 +170,45 @@ def test_the_cause_comes_first_and_its_saving_is_true(
     assert found, "nothing was found"
     assert words in found[0].title, [one.title for one in found]
     assert found[0].saves_seconds == pytest.approx(saved, rel=TOLERANCE)
+
+
+def titles(ranks: Sequence[RankRecording]) -> list[str]:
+    return [one.title for one in find(ranks)]
+
+
+def test_a_run_without_faults_has_no_costly_finding() -> None:
+    ranks = record_run(Run(num_blocks=12))
+    seconds = measure(ranks).update_seconds
+    assert all(one.saves_seconds < 0.1 * seconds for one in find(ranks))
+
+
+def test_micro_batches_that_reduce_each_time_are_found() -> None:
+    ranks = [
+        replace(rank, steps=tuple(replace(s, updates=s.step // 2) for s in rank.steps))
+        for rank in record_run(Run(num_steps=6))
+    ]
+    assert measure(ranks).num_passes == 2
+    found = next(one for one in find(ranks) if "micro-batches" in one.title)
+    assert found.title.startswith("2 micro-batches reduce gradients 2 times: hold them until")
+    assert found.saves_bytes == -sum(unit.gradient_bytes for unit in ranks[0].header.units)
+
+
+def test_a_rank_that_waits_for_its_data_is_named() -> None:
+    ranks = list(record_run(Run(num_blocks=2)))
+    spans = ranks[2].spans
+    late = [replace(one, began=one.began - 0.01) if one.name == "data" else one for one in spans]
+    ranks[2] = replace(ranks[2], spans=tuple(late))
+    assert any(title.startswith("Rank 2 waits 10") for title in titles(ranks))
+
+
+def test_padded_tokens_are_found() -> None:
+    ranks = list(record_run(Run()))
+    steps = tuple(replace(one, tokens=60, padded_tokens=40) for one in ranks[3].steps)
+    ranks[3] = replace(ranks[3], steps=steps)
+    assert "Rank 3 pads 40% of its tokens: pack sequences together" in titles(ranks)
+
+
+def test_an_optimizer_that_loops_over_its_tensors_is_found() -> None:
+    info = {"optimizer_way": "loop", "optimizer_tensors": 291}
+    ranks = [replace(rank, header=replace(rank.header, info=info)) for rank in record_run(Run())]
+    assert any("The optimizer loops over 291 tensors" in title for title in titles(ranks))
