@@ -1,6 +1,7 @@
 """Where the Python of a thread stands, for the messages of ranks that wait for it."""
 
 import contextlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ _STANDARD = f"{Path(os.__file__).parent}{os.sep}"
 _PACKAGES = f"{_STANDARD}site-packages{os.sep}"
 _ROOTS = (Path(torch.__file__).parent, Path(__file__).parents[2])  # of torch and this package
 _OURS = tuple(f"{root}{os.sep}" for root in _ROOTS)
+_COLLECTIVES = inspect.getfile(distributed_c10d)
 _OWN_GROUPS = "/shardwise/"  # in their names
 _POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list")
 
@@ -38,7 +40,7 @@ def collective_of(thread: int) -> list[int]:
     launches on a device return at once.
     """
     for frame in _frames(thread):
-        if frame.f_code.co_filename != distributed_c10d.__file__:
+        if frame.f_code.co_filename != _COLLECTIVES:
             continue
         name, local = frame.f_code.co_name, frame.f_locals
         if _OWN_GROUPS in getattr(local.get("group"), "group_name", ""):
