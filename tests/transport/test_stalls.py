@@ -157,17 +157,20 @@ def test_a_rank_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 30.0)
     with pytest.raises(RankFailed) as failure:
         run_on(3, _outlive, tmp_path, deadline=60.0)
-    assert failure.value.errors == {2: "was killed by SIGKILL"}
+    [(lost, what)] = failure.value.errors.items()
+    assert lost == 2
+    assert what.startswith("was killed by SIGKILL")  # it may have said whom it waited for
     for rank in (0, 1):
         text = (tmp_path / str(rank)).read_text()
         assert "lost rank 2" in text
         # Where it was at a heartbeat: in its own program, or in the model's.
-        assert re.search(r" tests/[\w/]+\.py:\d+ in \w+", row(text, 0))
+        assert re.search(r" tests/[\w/]+\.py:\d+ in \w+", row(text, rank))
 
 
 def _outlive(folder: Path) -> None:
     job = Job(HURRIED)
     if dist.get_rank() == 2:
+        time.sleep(3 * HURRIED.beat_seconds)  # until the others have said where they are
         os.kill(os.getpid(), signal.SIGKILL)
     (folder / str(dist.get_rank())).write_text(job.error(job.step, sw.PeerLost))
     while not all((folder / str(rank)).exists() for rank in (0, 1)):  # the store is rank 0's
