@@ -25,7 +25,7 @@ def main() -> None:
         run = Path(directory) / "simulated-run"
         write_run(run, record_run(RUN))
         write_metrics(run / "metrics.jsonl")
-        path = report(run, None, Console(quiet=True))
+        [path] = report(run, None, None, Console(quiet=True))
         with open_browser(Path(directory) / "profile") as page:
             draw(page, path)
 

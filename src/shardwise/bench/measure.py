@@ -26,7 +26,7 @@ from shardwise.bench.options import Setting
 from shardwise.bench.traffic import watch_traffic
 from shardwise.bench.work import Trainee, Work, gpt_work
 from shardwise.launch.world import World
-from shardwise.schedule.events import EventKind
+from shardwise.schedule.events import WAITS
 
 __all__ = ["MMAP_THRESHOLD", "inspect_engine", "measure_resident_peak", "measure_steps"]
 
@@ -34,7 +34,6 @@ NUM_WARM_UP = 2  # rounds
 NUM_STEPS = 4  # before memory and traffic are measured
 MMAP_THRESHOLD = 64 * 1024  # bytes
 SAMPLE_SECONDS = 0.0005
-_WAITS = (EventKind.WAIT, EventKind.FINISH_REDUCE)
 
 
 def measure_steps(
@@ -87,7 +86,7 @@ def _communication(model: nn.Module) -> Figures:
     records = sw.ledger(model).records()
     return {
         "busy_seconds": sum(record.busy_seconds for record in records),
-        "exposed_seconds": sum(r.seconds for r in records if r.event.kind in _WAITS),
+        "exposed_seconds": sum(r.seconds for r in records if r.event.kind in WAITS),
     }
 
 

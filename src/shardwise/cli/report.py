@@ -28,13 +28,8 @@ def report(
     """
     from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
 
-    from shardwise.diagnose.recording import read_recording  # noqa: PLC0415
     from shardwise.diagnose.report import report as write  # noqa: PLC0415
-    from shardwise.diagnose.trace import write_trace  # noqa: PLC0415
 
     console = Console(width=max(MIN_WIDTH, Console().width))
-    page = write(run, output, console)
-    typer.echo(f"{page}: written")
-    if trace is not None:
-        write_trace(read_recording(run), trace)
-        typer.echo(f"{trace}: written")
+    for path in write(run, output, trace, console):
+        typer.echo(f"{path}: written")

@@ -19,7 +19,7 @@ from shardwise.diagnose.recording import (
 )
 from shardwise.schedule.events import EventKind
 
-__all__ = ["Bar", "BarKind", "Timeline", "Track"]
+__all__ = ["Bar", "BarKind", "Timeline", "Track", "by_step"]
 
 
 _Timed = TypeVar("_Timed", RecordedEvent, Span, MemorySample)
@@ -78,9 +78,9 @@ class Timeline:
     """The bars of one rank by step, each in order of time."""
 
     def __init__(self, rank: RankRecording) -> None:
-        self._events: Mapping[int, Sequence[RecordedEvent]] = _by_step(rank.events)
-        self._spans = _by_step(rank.spans)
-        self._memory = _by_step(rank.memory)
+        self._events: Mapping[int, Sequence[RecordedEvent]] = by_step(rank.events)
+        self._spans = by_step(rank.spans)
+        self._memory = by_step(rank.memory)
         self._steps = {step.step: step for step in rank.steps}
 
     def totals(self, step: int) -> StepTotals:
@@ -108,7 +108,8 @@ class Timeline:
         return self._memory.get(step, ())
 
 
-def _by_step(found: Iterable[_Timed]) -> dict[int, list[_Timed]]:
+def by_step(found: Iterable[_Timed]) -> dict[int, list[_Timed]]:
+    """What was recorded, by its step."""
     steps: defaultdict[int, list[_Timed]] = defaultdict(list)
     for one in found:
         steps[one.step].append(one)

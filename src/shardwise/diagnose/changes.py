@@ -21,7 +21,7 @@ def merged(measured: Measured, group: Sequence[int]) -> Measured:
     units = list(measured.units)
     units[first] = _sum_of([units[unit] for unit in group])
     for unit in others:
-        units[unit] = _nothing(units[unit])
+        units[unit] = _scaled(units[unit], 0.0)
 
     def change(parts: Sequence[Part]) -> Iterator[Part]:
         named = (replace(part, unit=into.get(part.unit, part.unit)) for part in parts)
@@ -106,10 +106,6 @@ def _sum_of(units: Sequence[UnitFigures]) -> UnitFigures:
         gradient_bytes=sum(one.gradient_bytes for one in units),
         gradient_shard_bytes=sum(one.gradient_shard_bytes for one in units),
     )
-
-
-def _nothing(unit: UnitFigures) -> UnitFigures:
-    return _scaled(unit, 0.0)
 
 
 def _scaled(unit: UnitFigures, share: float) -> UnitFigures:

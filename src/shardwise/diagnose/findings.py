@@ -234,11 +234,7 @@ def _slow_rank(run: _Run) -> Iterator[Finding]:
 
 
 def _data(run: _Run) -> Iterator[Finding]:
-    updates = max(1, len({step.updates for step in run.ranks[0].steps}))
-    seconds = [
-        sum(span.seconds for span in rank.spans if span.name == "data") / updates
-        for rank in run.ranks
-    ]
+    seconds = _span_seconds(run, "data")
     slowest = seconds.index(max(seconds))
     programs = tuple(
         replace(program, outside_seconds=max(0.0, program.outside_seconds - of_rank))
@@ -274,11 +270,7 @@ def _optimizer(run: _Run) -> Iterator[Finding]:
     num_tensors = info.get("optimizer_tensors", 0)
     if info.get("optimizer_way") != "loop" or num_tensors < _MANY_TENSORS:
         return
-    updates = max(1, len({step.updates for step in run.ranks[0].steps}))
-    seconds = max(
-        sum(span.seconds for span in rank.spans if span.name == "optimizer") / updates
-        for rank in run.ranks
-    )
+    seconds = max(_span_seconds(run, "optimizer"))
     yield Finding(
         f"The optimizer loops over {num_tensors} tensors: pass fused=True, or foreach=True",
         "Estimated, not replayed: a fused AdamW goes over memory 7 times instead of 21.",
@@ -299,6 +291,15 @@ _LOOKS: tuple[Callable[[_Run], Iterator[Finding]], ...] = (
     _tokens,
     _optimizer,
 )
+
+
+def _span_seconds(run: _Run, name: str) -> list[float]:
+    """What the spans ``name`` take of an update, by rank."""
+    updates = max(1, len({step.updates for step in run.ranks[0].steps}))
+    return [
+        sum(span.seconds for span in rank.spans if span.name == name) / updates
+        for rank in run.ranks
+    ]
 
 
 def _waits(run: _Run) -> dict[int, float]:

@@ -4,9 +4,10 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise, repeat
 from statistics import median
 
+from shardwise.diagnose.bars import by_step
 from shardwise.diagnose.recording import (
     RankRecording,
     RecordedEvent,
@@ -15,12 +16,10 @@ from shardwise.diagnose.recording import (
     UnitFigures,
 )
 from shardwise.forecast.replay import Costs, Part, Program, Replayed, replay
-from shardwise.schedule.events import EventKind
+from shardwise.schedule.events import COMPUTE, WAITS, EventKind
 
 __all__ = ["Line", "Measured", "measure"]
 
-_COMPUTE = (EventKind.FORWARD, EventKind.BACKWARD)
-_WAITS = (EventKind.WAIT, EventKind.FINISH_REDUCE)
 _LARGE = 1 << 20  # bytes, of which a collective takes longer than its latency
 _Key = tuple[EventKind, int]
 
@@ -118,15 +117,15 @@ def measure(ranks: Sequence[RankRecording]) -> Measured:
     Raises:
         RecordingError: no update was recorded in full.
     """
-    updates = _common_updates(ranks)
-    first = updates[0]
-    programs = tuple(_program(rank, updates) for rank in ranks)
-    shared = [_transfers([_events_of(rank, update) for rank in ranks]) for update in updates]
+    events = [by_step(rank.events) for rank in ranks]
+    updates = _common_updates(ranks, events[0])
+    programs = tuple(map(_program, ranks, events, repeat(updates)))
+    shared = [_transfers([_events_of(update, own) for own in events]) for update in updates]
     launches: defaultdict[_Key, list[float]] = defaultdict(list)
-    for rank in ranks:
+    for own in events:
         for update in updates:
-            for event in _events_of(rank, update):
-                if event.event not in (*_COMPUTE, *_WAITS):
+            for event in _events_of(update, own):
+                if event.event not in (*COMPUTE, *WAITS):
                     launches[event.event, event.unit].append(event.seconds)
     header = ranks[0].header
     return Measured(
@@ -135,7 +134,7 @@ def measure(ranks: Sequence[RankRecording]) -> Measured:
         programs=programs,
         transfers=_medians(shared),
         launches={key: median(found) for key, found in launches.items()},
-        unreduced=frozenset(_unreduced(ranks[0], first)),
+        unreduced=frozenset(_unreduced(header.units, updates[0], events[0])),
         update_seconds=median(
             end - update[0].began for update, end in _ends(ranks[0].steps, updates)
         ),
@@ -161,40 +160,37 @@ def _line_through(points: Sequence[tuple[int, float]]) -> Line:
 # -- updates: the passes between two changes of the parameters -----------------------------------
 
 _Update = tuple[StepTotals, ...]  # of rank 0
+_Events = Mapping[int, Sequence[RecordedEvent]]  # of a rank, by step
 
 
-def _common_updates(ranks: Sequence[RankRecording]) -> list[_Update]:
+def _common_updates(ranks: Sequence[RankRecording], events: _Events) -> list[_Update]:
     """Of those that were recorded in full on every rank, those of the most frequent form."""
     detailed = set.intersection(*(set(rank.detailed_steps) for rank in ranks))
-    by_update: defaultdict[int, list[StepTotals]] = defaultdict(list)
+    of_update: defaultdict[int, list[StepTotals]] = defaultdict(list)
     for step in ranks[0].steps:
-        by_update[step.updates].append(step)
-    last = max(by_update, default=0)
+        of_update[step.updates].append(step)
+    last = max(of_update, default=0)
     complete = {
         number: tuple(steps)
-        for number, steps in by_update.items()
-        if all(step.step in detailed for step in steps) and (number < last or len(by_update) == 1)
+        for number, steps in of_update.items()
+        if all(step.step in detailed for step in steps) and (number < last or len(of_update) == 1)
     }
     if not complete:
         raise RecordingError(
             "no update was recorded with all its events: record more steps (an update is a "
             "forward and backward for each micro-batch, and ends when the next forward begins)"
         )
-    forms = {update: _form(ranks[0], update) for update in complete.values()}
+    forms = {update: _form(update, events) for update in complete.values()}
     form, _ = Counter(forms.values()).most_common(1)[0]
     return [update for update, own in forms.items() if own == form]
 
 
-def _form(rank: RankRecording, update: _Update) -> tuple[tuple[_Key, ...], ...]:
-    by_step: defaultdict[int, list[_Key]] = defaultdict(list)
-    for event in _events_of(rank, update):
-        by_step[event.step].append((event.event, event.unit))
-    return tuple(tuple(by_step[step.step]) for step in update)
+def _form(update: _Update, events: _Events) -> tuple[tuple[_Key, ...], ...]:
+    return tuple(tuple((event.event, event.unit) for event in events[step.step]) for step in update)
 
 
-def _events_of(rank: RankRecording, update: _Update) -> Iterator[RecordedEvent]:
-    steps = {step.step for step in update}
-    return (event for event in rank.events if event.step in steps)
+def _events_of(update: _Update, events: _Events) -> Iterator[RecordedEvent]:
+    return chain.from_iterable(events[step.step] for step in update)
 
 
 def _ends(
@@ -206,9 +202,11 @@ def _ends(
         yield update, following.get(update[-1].step, update[-1].ended)
 
 
-def _program(rank: RankRecording, updates: Sequence[_Update]) -> Program:
+def _program(rank: RankRecording, events: _Events, updates: Sequence[_Update]) -> Program:
     own = {step.step: step for step in rank.steps}
-    found = [[list(_parts(rank, own[step.step])) for step in update] for update in updates]
+    found = [
+        [list(_parts(events[step.step], own[step.step])) for step in update] for update in updates
+    ]
     passes = tuple(
         tuple(
             replace(parts[0], seconds=median(part.seconds for part in parts))
@@ -222,17 +220,15 @@ def _program(rank: RankRecording, updates: Sequence[_Update]) -> Program:
     return Program(passes, max(0.0, median(outside)))
 
 
-def _parts(rank: RankRecording, step: StepTotals) -> Iterator[Part]:
+def _parts(events: Iterable[RecordedEvent], step: StepTotals) -> Iterator[Part]:
     """What is between the events of a step is compute of the part that began last."""
     part: Part | None = None
     now = math.nan
-    for event in rank.events:
-        if event.step != step.step:
-            continue
+    for event in events:
         if part is not None:
             part = replace(part, seconds=part.seconds + max(0.0, event.began - now))
         now = event.ended
-        if event.event in _COMPUTE:
+        if event.event in COMPUTE:
             if part is not None:
                 yield part
             part = Part(event.event, event.unit, 0.0)
@@ -240,11 +236,13 @@ def _parts(rank: RankRecording, step: StepTotals) -> Iterator[Part]:
         yield replace(part, seconds=part.seconds + max(0.0, step.ended - now))
 
 
-def _unreduced(rank: RankRecording, update: _Update) -> Iterator[tuple[int, int]]:
-    reduced = {(e.step, e.unit) for e in _events_of(rank, update) if e.event is EventKind.REDUCE}
+def _unreduced(
+    units: Sequence[UnitFigures], update: _Update, events: _Events
+) -> Iterator[tuple[int, int]]:
     for number, step in enumerate(update):
-        for unit, figures in enumerate(rank.header.units):
-            if figures.gradient_bytes and (step.step, unit) not in reduced:
+        reduced = {one.unit for one in events[step.step] if one.event is EventKind.REDUCE}
+        for unit, figures in enumerate(units):
+            if figures.gradient_bytes and unit not in reduced:
                 yield number, unit
 
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from shardwise._private import has_saved_tensors_hooks
-from shardwise.features.activation_offload import Left, unpack
+from shardwise.features.activation_offload import Left, storage_of, unpack
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.unit import FlatParameters
 from shardwise.tensor.sharding import local_of
@@ -121,7 +121,7 @@ class SavedTensors:
     """The storages that autograd has saved in some forwards, as long as they live."""
 
     def __init__(self, others: Iterable[Tensor]) -> None:
-        self._others = {_storage_of(tensor) for tensor in others}  # they count elsewhere
+        self._others = {storage_of(tensor) for tensor in others}  # they count elsewhere
         self._alive: dict[int, int] = {}  # bytes by storage
         self._within = contextlib.ExitStack()
 
@@ -140,13 +140,8 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> Left:
         storage = tensor.untyped_storage()
-        identity = _storage_of(tensor)
+        identity = storage_of(tensor)
         if identity not in self._others and identity not in self._alive:
             self._alive[identity] = storage.nbytes()
             weakref.finalize(storage, self._alive.pop, identity).atexit = False
         return Left(tensor, tensor._version)
-
-
-def _storage_of(tensor: Tensor) -> int:
-    identity: int = tensor.untyped_storage()._cdata
-    return identity

@@ -32,12 +32,10 @@ from shardwise.runtime.ledger import LedgerReader
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.records import Record
 from shardwise.runtime.unit import Unit
-from shardwise.schedule.events import EventKind
+from shardwise.schedule.events import COMPUTE
 from shardwise.transport.device import device_of, is_accelerator, name_of
 
 __all__ = ["Recorder", "SomeSteps", "record"]
-
-_COMPUTE = (EventKind.FORWARD, EventKind.BACKWARD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +170,7 @@ class Recorder(LedgerReader):
 
     def appended(self, record: Record) -> None:
         ledger = self._ledger()
-        if record.event.kind in _COMPUTE and record.step == self._sampled_step and ledger:
+        if record.event.kind in COMPUTE and record.step == self._sampled_step and ledger:
             self._samples.append((record, self._meter.sample(ledger.gathered_bytes)))
 
     def step_ended(self, step: int, records: Sequence[Record]) -> None:

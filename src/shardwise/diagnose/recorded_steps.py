@@ -8,14 +8,10 @@ from typing import SupportsFloat
 from shardwise.diagnose.memory_meter import HeldBytes
 from shardwise.diagnose.recording import Line, MemorySample, RecordedEvent, Span, StepTotals
 from shardwise.runtime.records import Record
-from shardwise.schedule.events import Event, EventKind
+from shardwise.schedule.events import WAITS
 from shardwise.transport.device import Device
 
 __all__ = ["EndedSpan", "EndedStep"]
-
-_WAITS = (EventKind.WAIT, EventKind.FINISH_REDUCE)
-_GATHERS = (EventKind.GATHER, EventKind.RESHARD_TO_SUBGROUP)
-_FREES = (EventKind.FREE, EventKind.FREE_SUBGROUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +69,7 @@ class EndedStep:
     def _totals(self, offset: float) -> StepTotals:
         records = self.records
         tokens, padded = self.tokens or (None, None)
-        changes = list(accumulate(_gathered_change(record.event) for record in records))
+        changes = list(accumulate(record.event.gathered_change for record in records))
         before = self.gathered_bytes - changes[-1]
         launched = [record for record in records if record.works]
         return StepTotals(
@@ -81,7 +77,7 @@ class EndedStep:
             began=float(records[0].began) + offset,
             ended=float(records[-1].ended) + offset,
             updates=self.updates,
-            exposed_seconds=sum(r.seconds for r in records if r.event.kind in _WAITS),
+            exposed_seconds=sum(r.seconds for r in records if r.event.kind in WAITS),
             communication_seconds=sum(record.busy_seconds for record in launched),
             communication_bytes=sum(record.event.bytes for record in launched),
             peak_gathered_bytes=before + max(0, *changes),
@@ -101,9 +97,3 @@ def _event(step: int, record: Record, offset: float) -> RecordedEvent:
         ended=float(record.ended) + offset,
         spans=tuple(spans),
     )
-
-
-def _gathered_change(event: Event) -> int:
-    if event.kind in _GATHERS:
-        return event.bytes
-    return -event.bytes if event.kind in _FREES else 0

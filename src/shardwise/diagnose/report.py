@@ -9,12 +9,24 @@ from shardwise.diagnose.findings import find
 from shardwise.diagnose.page.metrics import read_charts
 from shardwise.diagnose.recording import RecordingError, read_recording
 from shardwise.diagnose.summary import summarize
+from shardwise.diagnose.trace import write_trace
 
 __all__ = ["report"]
 
 
-def report(directory: Path, output: Path | None, console: Console) -> Path:
-    """Write the page of the run in ``directory``, print its findings, and return the page's path.
+def report(
+    directory: Path, output: Path | None, trace: Path | None, console: Console
+) -> list[Path]:
+    """Write the page of the run in ``directory``, and print its findings.
+
+    Args:
+        directory: of the run.
+        output: the page; None: in the directory.
+        trace: for Perfetto, to be written as well.
+        console: to print on.
+
+    Returns:
+        The files that were written.
 
     Raises:
         RecordingError: there is no recording, or none of its steps is complete on all ranks.
@@ -32,4 +44,7 @@ def report(directory: Path, output: Path | None, console: Console) -> Path:
     title = directory.resolve().name
     target.write_text(page.render(title, ranks, summary, found, charts), encoding="utf-8")
     terminal.show(console, summary, found)
-    return target
+    if trace is None:
+        return [target]
+    write_trace(ranks, trace)
+    return [target, trace]

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.diagnose.recording import RankRecording, RecordedEvent
-from shardwise.schedule.events import EventKind
+from shardwise.schedule.events import COMPUTE, EventKind
 
 __all__ = ["trace_events", "write_trace"]
 
 _TRACKS = ("steps", "around the steps", "compute", "gathers", "reductions")
-_COMPUTE = (EventKind.FORWARD, EventKind.BACKWARD)
 _LAUNCHES = {
     EventKind.GATHER: "gathers",
     EventKind.RESHARD_TO_SUBGROUP: "gathers",
@@ -92,7 +91,7 @@ class _Rank:
             if event.event in _LAUNCHES:
                 yield from self._launch(event)
             is_wait = event.event in _WAITS or event.event is EventKind.STEP
-            if not is_wait and event.event not in _COMPUTE:
+            if not is_wait and event.event not in COMPUTE:
                 continue
             yield from self._on_compute(unit, since, event.began)
             if is_wait:
@@ -118,7 +117,7 @@ class _Rank:
         if event is None or began >= ended:
             return
         yield self._slice("compute", self._name(event), began, ended, {"step": event.step})
-        track = "gathers" if event.event in _COMPUTE else _WAITS.get(event.event, "")
+        track = "gathers" if event.event in COMPUTE else _WAITS.get(event.event, "")
         for launched in self._launched.pop((track, event.unit), ()):
             if launched["ts"] < ended:
                 yield from self._arrow(launched, (max(began, launched["ts"]) + ended) / 2)

@@ -23,7 +23,7 @@ from shardwise.transport.device import DeviceStream, DeviceWork, is_accelerator
 if TYPE_CHECKING:
     from shardwise.runtime.engine import Runtime
 
-__all__ = ["Left", "offload_activations", "unpack"]
+__all__ = ["Left", "offload_activations", "storage_of", "unpack"]
 
 _WORTH_BYTES = 1 << 12  # a copy of less takes longer than its memory matters
 # To the host and back. To make them takes a synchronization, so a model keeps them.
@@ -58,10 +58,7 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
     """
     runtime = runtime_of_root(model)
     buffers = {
-        _storage_of(view)
-        for unit in runtime.units
-        for flat in unit.flats
-        for view in flat.views[:1]
+        storage_of(view) for unit in runtime.units for flat in unit.flats for view in flat.views[:1]
     }
     if runtime not in _streams:
         device = runtime.pools.device
@@ -71,7 +68,7 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
     def pack(tensor: Tensor) -> "_Moved | Left":
         small = tensor.numel() * tensor.element_size() < _WORTH_BYTES
         moves = tensor.device == mover.device and tensor.layout is torch.strided
-        if small or not moves or _storage_of(tensor) in buffers:
+        if small or not moves or storage_of(tensor) in buffers:
             return Left(tensor, tensor._version)
         return mover.move(tensor)
 
@@ -183,7 +180,7 @@ def unpack(packed: _Moved | Left) -> Tensor:
     return tensor
 
 
-def _storage_of(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     """Which Storage ``tensor`` views; buffers keep theirs while memory is swapped in and out."""
     identity: int = tensor.untyped_storage()._cdata
     return identity

@@ -102,7 +102,7 @@ def replay(
     gathered = peak = 0
     for _, _, events in batches:
         for event in events:
-            gathered += event.bytes * _HOLDS.get(event.kind, 0)
+            gathered += event.gathered_change
             peak = max(peak, gathered)
     return Replayed(
         seconds=max(rank.now for rank in ranks),
@@ -112,12 +112,6 @@ def replay(
     )
 
 
-_HOLDS = {
-    EventKind.GATHER: 1,
-    EventKind.RESHARD_TO_SUBGROUP: 1,
-    EventKind.FREE: -1,
-    EventKind.FREE_SUBGROUP: -1,
-}
 _STREAMS = {
     EventKind.GATHER: EventKind.GATHER,
     EventKind.RESHARD_TO_SUBGROUP: EventKind.GATHER,

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import SupportsFloat
 
 from shardwise.runtime.records import Record
-from shardwise.schedule.events import Event, EventKind, describe
+from shardwise.schedule.events import GATHERS, Event, EventKind, describe
 
 __all__ = ["Ledger", "LedgerReader", "Record"]
 
-_GATHERS = (EventKind.GATHER, EventKind.RESHARD_TO_SUBGROUP)
 _MAX_RECORDS = 1 << 14  # of forwards that wait for their backward: more than 100 layers x 32 passes
 
 
@@ -68,11 +67,7 @@ class Ledger:
 
     def append(self, record: Record) -> None:
         self._steps[-1].append(record)
-        event = record.event
-        if event.kind in _GATHERS:
-            self._gathered_bytes += event.bytes
-        elif event.kind in (EventKind.FREE, EventKind.FREE_SUBGROUP):
-            self._gathered_bytes -= event.bytes
+        self._gathered_bytes += record.event.gathered_change
         self._peak_gathered_bytes = max(self._peak_gathered_bytes, self._gathered_bytes)
         for reader in self.readers:
             reader.appended(record)
@@ -159,6 +154,6 @@ class Ledger:
         1 if there was nothing to gather. The exposed part of a gather is the wait for it.
         """
         records = self.records(step)
-        busy = sum(r.busy_seconds for r in records if r.event.kind in _GATHERS)
+        busy = sum(r.busy_seconds for r in records if r.event.kind in GATHERS)
         exposed = sum(r.seconds for r in records if r.event.kind is EventKind.WAIT)
         return max(0.0, 1.0 - exposed / busy) if busy else 1.0

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Event", "EventKind", "describe"]
+__all__ = ["COMPUTE", "GATHERS", "WAITS", "Event", "EventKind", "describe"]
 
 
 class EventKind(StrEnum):
@@ -22,6 +22,12 @@ class EventKind(StrEnum):
     STEP = "step"  # have the optimizer update its parameters, in backward, and free its gradients
 
 
+COMPUTE = (EventKind.FORWARD, EventKind.BACKWARD)
+GATHERS = (EventKind.GATHER, EventKind.RESHARD_TO_SUBGROUP)
+WAITS = (EventKind.WAIT, EventKind.FINISH_REDUCE)  # of compute, for communication
+_FREES = (EventKind.FREE, EventKind.FREE_SUBGROUP)
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """One thing that happens to one unit, given by its index in the plan.
@@ -33,6 +39,13 @@ class Event:
     kind: EventKind
     unit: int
     bytes: int = 0
+
+    @property
+    def gathered_change(self) -> int:
+        """By how much the bytes of gathered units change with it."""
+        if self.kind in GATHERS:
+            return self.bytes
+        return -self.bytes if self.kind in _FREES else 0
 
 
 def describe(event: Event, labels: Sequence[str]) -> str:
