@@ -7,7 +7,7 @@ READY := .venv/.ready
 # module's tests share is made once. With PART=3/20, that part of `make thorough` as well.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal $(if $(PART),--part $(PART))
 
-.PHONY: train test thorough check bench fuzz soak gallery conformance clean
+.PHONY: train test thorough check docs bench fuzz soak journey gallery conformance clean
 .DELETE_ON_ERROR:
 
 train: $(READY)  ## train a small model on the standard library's source, on this machine
@@ -18,12 +18,16 @@ test: $(READY)  ## every property once (tests/README.md)
 
 thorough: $(READY)  ## the combinations and examples that `make test` leaves out; PART=3/20 for some of them
 	$(PYTEST) -m "thorough or hypothesis" --hypothesis-profile thorough
+	$(if $(PART),,$(BIN)/python -m tests.journey)
 
 check: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(READY)  ## the documentation site, in build/site; a link that leads nowhere is an error
+	$(BIN)/python -m tests.website.build
 
 bench: $(READY)  ## compare with DDP, FSDP1 and FSDP2, interleaved in one run
 	$(BIN)/shardwise bench
@@ -34,7 +38,11 @@ fuzz: $(READY)  ## random models and programs against one process, until one dif
 soak: $(READY)  ## kill training runs again and again, and look at their checkpoints
 	$(BIN)/python -m tests.soak
 
-gallery: $(READY)  ## draw the pictures of docs/report.md, in Chromium
+journey: $(READY)  ## from a bare environment and the wheel to a trained model that transformers generates with
+	$(BIN)/python -m tests.journey
+
+gallery: $(READY)  ## draw the pictures of docs; those of report.md and plan.md in Chromium
+	$(BIN)/python -m tests.website.pictures
 	$(BIN)/python -m tests.diagnose.gallery
 
 conformance: $(READY)  ## PyTorch's own FSDP tests; CONFORMANCE=DIR has their runner, run.py
@@ -50,5 +58,5 @@ clean:  ## runs/ stays: it is yours
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[plot,test]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs,plot,test]'
 	touch $@

@@ -27,10 +27,11 @@ from shardwise.bench import harness
 from shardwise.bench.harness import Figures
 from shardwise.launch.world import World
 from shardwise.runtime.module import runtime_of_root
+from shardwise.train import loop
 from shardwise.train.build import build_plan, rank_footprint
 from shardwise.train.config import Config
-from shardwise.train.loop import Trainer
 from shardwise.train.sinks import StepMetrics
+from shardwise.train.trainer import Trainer
 
 MODELS = {
     "50M": {"context": 128, "width": 640, "layers": 10, "heads": 10},
@@ -73,7 +74,7 @@ def make_config(options: Namespace, switches: tuple[str, ...]) -> Config:
         memory |= {"checkpoint_every": 1, "checkpoint": checkpointing}
     train = {
         "steps": 10_000,
-        "warmup_steps": 0,
+        "warmup_share": 0.0,
         "lr": 1e-4,
         "global_batch": options.ranks * MICRO_BATCHES,
         "micro_batch": 0 if accumulation == "1" else 1,
@@ -91,7 +92,7 @@ def make_config(options: Namespace, switches: tuple[str, ...]) -> Config:
 def measure_all(world: World, options: Namespace) -> dict[str, Figures]:
     """One rank's part; the rows are the same on every rank."""
     plain_config = make_config(options, PLAIN)
-    steps = Trainer(plain_config, world).steps()
+    steps = loop.steps(Trainer(plain_config, world))
     expected = [next(steps).loss for _ in range(WARM_UP + options.rounds)]
     rows = {}
     for switches in product(PRECISIONS, CHECKPOINTING, OFFLOADS, ACCUMULATION):
@@ -113,7 +114,7 @@ def measure(
     """Train a model with these switches on, and the plain one, in turns."""
     config = make_config(options, switches)
     trainer, losses = Trainer(config, world), []
-    steps = trainer.steps()
+    steps = loop.steps(trainer)
 
     def measure_step(run: Iterator[StepMetrics]) -> Figures:
         dist.barrier()

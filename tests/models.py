@@ -374,6 +374,27 @@ class CheckpointedLayer(nn.Module):
         return y
 
 
+def llama(**changes: Any) -> Any:
+    """A small `LlamaForCausalLM` of transformers, with the same values each time.
+
+    Args:
+        changes: of its `LlamaConfig`.
+    """
+    from transformers import LlamaForCausalLM  # noqa: PLC0415 (takes seconds)
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(llama_config(**changes))
+
+
+def llama_config(**changes: Any) -> Any:
+    """The configuration of `llama`."""
+    from transformers import LlamaConfig  # noqa: PLC0415 (takes seconds)
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    return LlamaConfig(**(sizes | heads | changes))
+
+
 def _sum_of_means(outputs: list[Tensor]) -> Tensor:
     return outputs[0].square().mean() + outputs[1].sin().mean()
 

@@ -1,6 +1,10 @@
-"""Code blocks of Markdown files: which of them run, and what they are."""
+"""Code blocks of Markdown files: which of them run, what they are, and how they run."""
 
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +15,7 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 NOT_RUN = re.compile(r"\s*not run: (?P<reason>.*\S)\s*", re.DOTALL)
+COMMAND_SECONDS = 300
 FILE_NAME = re.compile(r"# (\S+\.py)\n")
 
 
@@ -45,6 +50,39 @@ def snippets_in(text: str) -> list[Snippet]:
 
 def snippets_of(path: Path) -> list[Snippet]:
     return snippets_in(path.read_text(encoding="utf-8"))
+
+
+def write_files(snippets: Iterable[Snippet], folder: Path) -> None:
+    """Write the files that blocks are the content of."""
+    for snippet in snippets:
+        if snippet.file_name:
+            (folder / snippet.file_name).write_text(snippet.code, encoding="utf-8")
+
+
+def run_python(snippets: Iterable[Snippet], path: Path) -> None:
+    """Run the blocks of Python in one namespace; tracebacks show the lines of the file."""
+    namespace = {"__name__": path.stem}
+    for snippet in snippets:
+        if snippet.runs and snippet.language == "python":
+            padded = "\n" * (snippet.line - 1) + snippet.code
+            exec(compile(padded, str(path), "exec"), namespace)
+
+
+def run_command(command: str, folder: Path) -> None:
+    """Run a command of a console block in a shell; it has to succeed."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=folder,
+        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=COMMAND_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def _snippet(text: str, found: re.Match[str]) -> Snippet:

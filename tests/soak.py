@@ -42,7 +42,7 @@ path = {text}
 [train]
 steps = {steps}
 global_batch = 4
-warmup_steps = 2
+warmup_share = 0.1
 validation_batches = 1
 
 [checkpoint]

@@ -1,4 +1,7 @@
-"""The tests that the documentation names exist; a name may be cut short, as in `test_a_rank_…`."""
+"""The tests that the documentation names exist, and so do the places that it links to.
+
+A test's name may be cut short, as in `test_a_rank_…`.
+"""
 
 import re
 from collections.abc import Iterator
@@ -6,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.website.markdown import anchors_of, links_of
+
 TESTS = Path(__file__).parent
 DOCUMENTS = [TESTS.parent / "README.md", *sorted((TESTS.parent / "docs").glob("*.md"))]
+LINKING = [*DOCUMENTS, TESTS.parent / "CHANGELOG.md", TESTS / "README.md"]
 ABBREVIATIONS = {"traps/": "runtime/traps/"}  # as docs/design.md says
 FILE = re.compile(r"(?:tests/)?((?:\w+/)*test_\w+\.py)(?:::(\w+)(…?))?")
 PYTORCHS = re.compile(r"`test_\w+\.py: ")  # how porting.md names PyTorch's own tests
@@ -48,3 +54,16 @@ def find(path: str) -> Iterator[Path]:
         if path.startswith(short):
             path = long + path.removeprefix(short)
     return TESTS.rglob(path) if "/" not in path else (p for p in [TESTS / path] if p.exists())
+
+
+@pytest.mark.parametrize("document", LINKING, ids=lambda path: path.name)
+def test_links_lead_to_files_and_headings(document: Path) -> None:
+    broken = []
+    for target in links_of(document.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        if "://" in path:
+            continue
+        file = document.parent / path if path else document
+        if not file.exists() or (anchor and anchor not in anchors_of(file.read_text("utf-8"))):
+            broken.append(target)
+    assert broken == []

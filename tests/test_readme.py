@@ -6,19 +6,22 @@ the name of (`# check.py`). Other blocks (output, drawings) are of the language 
 """
 
 import contextlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.ranks import on_ranks
-from tests.snippets import LANGUAGES, Snippet, snippets_in, snippets_of
+from tests.snippets import (
+    LANGUAGES,
+    run_command,
+    run_python,
+    snippets_in,
+    snippets_of,
+    write_files,
+)
 
 REPOSITORY = Path(__file__).parent.parent
 README = REPOSITORY / "README.md"
-COMMAND_SECONDS = 300
 COMMANDS = [
     pytest.param(command, id=command.partition("  #")[0].strip())
     for snippet in snippets_of(README)
@@ -35,35 +38,21 @@ def test_every_snippet_has_a_language_that_says_what_to_do_with_it() -> None:
 @on_ranks(2, deadline=60.0)
 def test_python_snippets_run_in_order(tmp_path: Path) -> None:
     with contextlib.chdir(tmp_path):
-        run(python_snippets(), README)
+        run_python(snippets_of(README), README)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", COMMANDS)
 def test_console_commands_succeed(command: str, tmp_path: Path) -> None:
-    for snippet in python_snippets():
-        if snippet.file_name:
-            (tmp_path / snippet.file_name).write_text(snippet.code, encoding="utf-8")
+    write_files(snippets_of(README), tmp_path)
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    done = subprocess.run(
-        command,
-        shell=True,
-        cwd=tmp_path,
-        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=COMMAND_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    run_command(command, tmp_path)
 
 
 def test_a_failing_snippet_is_shown_with_its_line_in_the_file() -> None:
     (snippet,) = snippets_in("# Title\n\n```python\nx = 1\nassert x == 2\n```\n")
     with pytest.raises(AssertionError) as caught:
-        run([snippet], Path("guide.md"))
+        run_python([snippet], Path("guide.md"))
     last = caught.traceback[-1]
     assert (str(last.path), last.lineno + 1) == ("guide.md", 5)
 
@@ -95,16 +84,3 @@ d
     assert console.commands == ["shardwise plan gpt   # a command", "true"]
     assert (file.runs, file.file_name, file.code) == (True, "check.py", "# check.py\nc = 3\n")
     assert not output.runs
-
-
-def python_snippets() -> list[Snippet]:
-    return [snippet for snippet in snippets_of(README) if snippet.language == "python"]
-
-
-def run(snippets: list[Snippet], path: Path) -> None:
-    """Run what runs of them in one namespace; tracebacks show the lines of the file."""
-    namespace = {"__name__": path.stem}
-    for snippet in snippets:
-        if snippet.runs:
-            padded = "\n" * (snippet.line - 1) + snippet.code
-            exec(compile(padded, str(path), "exec"), namespace)

@@ -1,107 +1,80 @@
-"""TRL's SFTTrainer with LoRA by peft, on a frozen base that is sharded; a program for torchrun.
+"""TRL's SFTTrainer with LoRA on a frozen base that is sharded: saved and resumed.
 
-    torchrun --nproc-per-node=2 examples/hf/sft_lora.py OUT [--engine shardwise|ddp]
+    torchrun --nproc-per-node=2 examples/hf/sft_lora.py OUT [--resume OUT/trainer/checkpoint-4]
 
-Writes the trainer's log to OUT/ENGINE.json, and the adapter alone to OUT/adapter. The model, the
-tokenizer and the texts are tiny and made up.
+The class of the trainer and its ``fully_shard`` differ from a program with DDP. Writes the adapter
+alone to OUT/adapter. The model, the tokenizer and the texts are tiny and made up.
 """
 
 import argparse
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-from safetensors.torch import save_file
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from trl import SFTConfig, SFTTrainer
 
-import shardwise as sw
+from shardwise.integrations.transformers import ShardedTrainer
 
-WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(60))]
+WORDS = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{number}": 3 + number for number in range(60)}}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+
+
+class ShardedSFTTrainer(ShardedTrainer, SFTTrainer): ...
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {word: number for number, word in enumerate(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    words = Tokenizer(models.WordLevel(WORDS, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
-def make_texts() -> Dataset:
-    generator = torch.Generator().manual_seed(1)
-    numbers = torch.randint(0, 60, (32, 10), generator=generator).tolist()
-    return Dataset.from_list([{"text": " ".join(f"w{n}" for n in row)} for row in numbers])
-
-
-def make_model() -> Any:
+def make_base(_arguments: SFTConfig) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    lora = LoraConfig(
-        r=4,
-        target_modules=["q_proj", "v_proj"],
-        init_lora_weights="gaussian",
-        task_type="CAUSAL_LM",
-    )
-    return get_peft_model(LlamaForCausalLM(config), lora)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), num_attention_heads=2, **SIZES))
 
 
-def main(out: Path, engine: str) -> list[dict[str, Any]]:
+def main(make_base: Callable[[SFTConfig], LlamaForCausalLM]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--engine", choices=["shardwise", "ddp"], default="shardwise")
+    parser.add_argument("--resume")
+    options = parser.parse_args()
     arguments = SFTConfig(
-        output_dir=str(out),
-        max_steps=6,
+        str(options.out / "trainer"),
+        num_train_epochs=2,
         per_device_train_batch_size=4,
         learning_rate=1e-2,
         max_length=16,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="epoch",
         report_to=[],
-        use_cpu=not torch.cuda.is_available(),
-        bf16=False,
         gradient_checkpointing=False,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=torch.cuda.is_available(),
     )
-    model = make_model()
-    if engine == "shardwise":
-        sw.fully_shard(model, units=LlamaDecoderLayer)
-    trainer = SFTTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=make_texts(),
-        processing_class=make_tokenizer(),
-    )
-    trainer.train()
-    if engine == "shardwise":
-        with sw.gathered(model):
-            adapter = {name: x.clone() for name, x in get_peft_model_state_dict(model).items()}
-        if trainer.is_world_process_zero():
-            (out / "adapter").mkdir(exist_ok=True)
-            save_file(adapter, out / "adapter" / "adapter_model.safetensors")
-            model.peft_config["default"].save_pretrained(str(out / "adapter"))
-    history: list[dict[str, Any]] = trainer.state.log_history
-    return history
+    numbers = torch.randint(60, (32, 10), generator=torch.Generator().manual_seed(1)).tolist()
+    texts = Dataset.from_list([{"text": " ".join(f"w{n}" for n in row)} for row in numbers])
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    parts = {"train_dataset": texts, "processing_class": make_tokenizer(), "peft_config": adapters}
+    kind = SFTTrainer
+    if options.engine == "shardwise":
+        kind = partial(ShardedSFTTrainer, fully_shard={"units": LlamaDecoderLayer})
+    trainer = kind(make_base(arguments), arguments, **parts)
+    trainer.train(resume_from_checkpoint=options.resume)
+    trainer.save_model(str(options.out / "adapter"))
+    if dist.get_rank() == 0:
+        (options.out / f"{options.engine}.json").write_text(json.dumps(trainer.state.log_history))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--engine", choices=["shardwise", "ddp"], default="shardwise")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    history = main(options.out, options.engine)
-    if dist.get_rank() == 0:
-        (options.out / f"{options.engine}.json").write_text(json.dumps(history, indent=1))
-    dist.destroy_process_group()
+    main(make_base)

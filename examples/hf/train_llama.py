@@ -1,94 +1,76 @@
-"""A small Llama with random weights, trained by transformers' `Trainer` on sharded parameters.
+"""transformers' `Trainer` on a sharded Llama: saved each epoch, evaluated, resumed, exported.
 
-    torchrun --nproc-per-node=2 examples/hf/train_llama.py OUT
+    torchrun --nproc-per-node=2 examples/hf/train_llama.py OUT [--resume OUT/trainer/checkpoint-6]
 
-Three things differ from an ordinary script with a `Trainer`: the model is sharded before the
-`Trainer` is created, an attribute keeps accelerate from wrapping it again, and all ranks together
-save the final model, as a Hugging Face checkpoint in OUT/model.
-
-With ``--engine ddp``, accelerate wraps the model in PyTorch's DDP instead, for comparison.
+The class of the trainer and its ``fully_shard`` differ from a program with DDP. With
+``--engine ddp``, the same program trains with PyTorch's DDP.
 """
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-import shardwise as sw
+from shardwise.integrations.transformers import Trainer
 
-SENTENCES = 96
-LENGTH = 33  # bytes per sentence
-PARTS = 2  # micro-batches per step
+SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
 
 
-class Text(Dataset):
+def make_text(count: int, length: int = 33) -> list[dict[str, torch.Tensor]]:
     """Pieces of this file, with bytes as tokens."""
-
-    def __init__(self) -> None:
-        text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
-        starts = torch.arange(SENTENCES) * (len(text) - LENGTH) // SENTENCES
-        self.pieces = [text[start : start + LENGTH] for start in starts.tolist()]
-
-    def __len__(self) -> int:
-        return len(self.pieces)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.pieces[index], "labels": self.pieces[index]}
+    text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
+    starts = torch.arange(count) * (len(text) - length) // count
+    pieces = [text[start : start + length] for start in starts.tolist()]
+    return [{"input_ids": piece, "labels": piece} for piece in pieces]
 
 
-def main(out: Path, engine: str) -> list[dict[str, Any]]:
+def main(out: Path, engine: str, resume: Path | None = None) -> list[dict[str, float | str]]:
     """Train and save; returns the log of the `Trainer`."""
     arguments = TrainingArguments(
         output_dir=str(out / "trainer"),
         use_cpu=not torch.cuda.is_available(),
-        max_steps=6,
+        num_train_epochs=2,
         per_device_train_batch_size=4,
-        gradient_accumulation_steps=PARTS,
+        gradient_accumulation_steps=2,
         learning_rate=1e-2,
         max_grad_norm=0.5,
         logging_steps=1,
-        save_strategy="no",
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        load_best_model_at_end=True,
         report_to=[],
         disable_tqdm=True,
     )
     set_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+    kind = transformers.Trainer
     if engine == "shardwise":
-        sw.fully_shard(model, units=LlamaDecoderLayer)
-    trainer = Trainer(model=model, args=arguments, train_dataset=Text(), eval_dataset=Text())
-    trainer.train()
-    trainer.evaluate()
-    if engine == "shardwise":
-        sw.save(out / "model", model=model)
-        if trainer.is_world_process_zero():
-            config.save_pretrained(out / "model")
-    history: list[dict[str, Any]] = trainer.state.log_history
-    return history
+        kind = partial(Trainer, fully_shard={"units": LlamaDecoderLayer})
+    data = {"train_dataset": make_text(48), "eval_dataset": make_text(10, 20)}
+    trainer = kind(model=model, args=arguments, **data)
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    trainer.evaluate()  # of the best model
+    prompt = make_text(1, 8)[0]["input_ids"][None].to(model.device)
+    tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, synced_gpus=True)
+    trainer.save_model(str(out / "model"))  # for from_pretrained
+    generated = bytes(tokens[0].tolist()).decode("latin-1")
+    return [*trainer.state.log_history, {"generated": generated}]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--engine", choices=["shardwise", "ddp"], default="shardwise")
+    parser.add_argument("--resume", type=Path)
     options = parser.parse_args()
-    history = main(options.out, options.engine)
+    history = main(options.out, options.engine, options.resume)
     if dist.get_rank() == 0:
         (options.out / f"{options.engine}.json").write_text(json.dumps(history, indent=1))
     dist.destroy_process_group()

@@ -1,51 +1,22 @@
 """Fully Sharded Data Parallel for PyTorch; ``import shardwise as sw`` and `sw.fully_shard`.
 
-`__all__` has what most programs use. The other names that are imported here, exceptions among them,
+`__all__` has what most programs use. The other names of `shardwise.public`, exceptions among them,
 are public, too.
 """
 
-from shardwise.api import fully_shard
-from shardwise.checkpoint.directory import Retention, latest
-from shardwise.checkpoint.load import Loaded as Loaded, load
-from shardwise.checkpoint.matching import LoadReport as LoadReport
-from shardwise.checkpoint.save import Save as Save, save
-from shardwise.diagnose.record import Recorder as Recorder, record as record
-from shardwise.diagnose.verification import (
-    Verification as Verification,
-    VerificationError as VerificationError,
-)
-from shardwise.diagnose.verify import verify
-from shardwise.errors import (
-    CheckpointDamaged as CheckpointDamaged,
-    CheckpointError as CheckpointError,
-    PeerAborted as PeerAborted,
-    PeerLost as PeerLost,
-    PeerSilent as PeerSilent,
-    PlanError as PlanError,
-    RanksDiverged as RanksDiverged,
-    ShardedTensorError as ShardedTensorError,
-    ShardwiseError,
-    StepError as StepError,
-)
-from shardwise.features.activation_offload import offload_activations as offload_activations
-from shardwise.features.initialize import Initialization, initialize as initialize
-from shardwise.features.transaction import transaction
-from shardwise.optim.clip import clip_grad_norm_
-from shardwise.optim.in_backward import optimizer_in_backward as optimizer_in_backward
-from shardwise.optim.tokens import backward, token_weight as token_weight
-from shardwise.plan.granularity import block
-from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
-from shardwise.plan.precision import MixedPrecisionPolicy
-from shardwise.plan.strategy import Strategy
-from shardwise.runtime.module import FSDPModule, gathered, ledger
-from shardwise.tensor.sharded_tensor import ShardedTensor
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.public import *  # noqa: F403
+
+__version__ = "0.1.0"
 
 __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
     "Initialization",
     "MixedPrecisionPolicy",
-    "OffloadPolicy",
     "Retention",
     "ShardedTensor",
     "ShardwiseError",
@@ -53,6 +24,7 @@ __all__ = [
     "backward",
     "block",
     "clip_grad_norm_",
+    "fit",
     "fully_shard",
     "gathered",
     "latest",
@@ -62,3 +34,18 @@ __all__ = [
     "transaction",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch and the engine when a name is first used, so that ``--help`` is fast."""
+    if name.startswith("_"):  # a module that is being imported: `from shardwise import _private`
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    public = import_module("shardwise.public")
+    globals().update({known: getattr(public, known) for known in public.__all__})
+    if name not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *import_module("shardwise.public").__all__})

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _register_process_group
 from torch._ops import OpOverload  # the type of what `__torch_dispatch__` is called with
+from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without memory
 from torch.autograd import Variable, forward_ad
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # what DTensors hold
@@ -39,6 +40,7 @@ __all__ = [
     "COMPOSABLE_FSDP",
     "AsyncCollectiveTensor",
     "DTensorSpec",
+    "FakeTensorMode",
     "OpOverload",
     "ShardMetadata",
     "TensorMeta",
@@ -70,6 +72,7 @@ __all__ = [
     "queue_callback",
     "register_fully_shard",
     "root_mesh",
+    "run_backward",
     "scaled_sum",
     "stage_backward",
     "stage_backward_input",
@@ -80,11 +83,13 @@ __all__ = [
     "tensor_allocator",
     "use_foreach_for",
     "will_execute",
+    "without_torch_functions",
 ]
 
 REQUIRED = (
     "torch._C._are_functorch_transforms_active",
     "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch._C.DisableTorchFunction",
     "torch._C._current_graph_task_id",
     "torch._C._dynamo.eval_frame.set_eval_frame",
     "torch._C._storage_Use_Count",
@@ -251,6 +256,23 @@ def current_graph_task() -> int:
     """The number of autograd's graph task that this thread is in, or -1."""
     task: int = torch._C._current_graph_task_id()
     return task
+
+
+# A context in which no `TorchFunctionMode` sees a call; the public one leaves modes active.
+without_torch_functions = torch._C.DisableTorchFunction
+
+
+def run_backward(loss: Tensor) -> None:
+    """``loss.backward()``, also inside of a `TorchFunctionMode`, which that call would suspend."""
+    Variable._execution_engine.run_backward(
+        (loss,),
+        (torch.ones_like(loss),),
+        False,  # keeps no graph
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

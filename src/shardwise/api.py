@@ -16,6 +16,7 @@ from shardwise.errors import PlanError
 from shardwise.features import fused_wgrad
 from shardwise.features.deferred import defer, is_deferred
 from shardwise.features.initialize import Initialization, Materializer
+from shardwise.features.pretrained import saving_methods
 from shardwise.features.unused import UNUSED, Unused, UnusedParameters
 from shardwise.plan.granularity import Dim, Granularities, Granularity, Granularizer
 from shardwise.plan.layout import ParameterSpec
@@ -25,6 +26,7 @@ from shardwise.plan.plan import Plan, UnitChoice, UnitRanks, make_plan
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy, as_precision_policy
 from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.units import Units, check_is_unit, named_parameters
+from shardwise.plan.wire import EXACT, Wire
 from shardwise.runtime.attach import device_for
 from shardwise.runtime.casting import apply_precision
 from shardwise.runtime.checks import (
@@ -60,6 +62,7 @@ def fully_shard(
     granularity: Granularities = "element",
     mp_policy: MixedPrecisionPolicy = AS_IT_CAME,
     offload_policy: OffloadPolicy = NO_OFFLOAD,
+    wire: Wire = EXACT,
     unused: Unused = "none",
     init: Initialization | None = None,
     ignored_params: Collection[nn.Parameter] | None = None,
@@ -81,8 +84,8 @@ def fully_shard(
             Two-dimensional, (outer, inner), for strategies over two axes.
         strategy: what is sharded over which mesh: a row of `plan.strategy.PRESETS` by its name, or
             a `Strategy` of your own. None is ``"fsdp"``, and ``"hsdp"`` on a two-dimensional mesh.
-        units: a module class or set of classes, ``"auto"`` (the repeated blocks), a size in
-            parameters, or a policy ``(module, recurse, nonwrapped_numel) -> bool``.
+        units: a module class or its name, a set of them, ``"auto"`` (the repeated blocks), a size
+            in parameters, or a policy ``(module, recurse, nonwrapped_numel) -> bool``.
         prefetch: how many units to gather ahead of the one that computes.
         reshard_after_forward: free units after forward and gather them again for backward; None
             does so for all but the root. A number keeps as much of them as lets groups of that
@@ -101,6 +104,8 @@ def fully_shard(
             trainable parameters in bfloat16 or float16 get float32 shards ("masters").
         offload_policy: ``sw.CPUOffloadPolicy()`` keeps shards, their gradients and the states of
             the optimizer in the memory of the host; compute stays where it is.
+        wire: ``sw.Wire(gather="int8", reduce="int4")`` quantizes parameters on their way from the
+            shards, and gradients on their way to them.
         unused: the gradient of a parameter that no rank used in a step: ``"none"`` leaves it None,
             as one process would; ``"zeros"`` spares the ranks the small exchange about it;
             ``"error"`` has every rank raise a `StepError` at the end of a backward in which some
@@ -151,6 +156,7 @@ def fully_shard(
         on_different_values=on_different_values,
         mp_policy=as_precision_policy(mp_policy),
         offload_policy=as_offload_policy(offload_policy),
+        wire=_checked_wire(wire),
         unused=unused,
         init=init,
         ignored_params=ignored_params or (),
@@ -171,12 +177,18 @@ def _shard_now(shard: Callable[..., None], module: nn.Module) -> None:
     handle_of(module).runtime.shard_again = partial(_shard_now, partial(shard, init=None))
 
 
+def _checked_wire(wire: object) -> Wire:
+    if not isinstance(wire, Wire):
+        raise PlanError(f'wire={wire!r}: expected sw.Wire, as in sw.Wire(gather="int8")')
+    return wire
+
+
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         kind = type(module).__name__
         raise PlanError(f"fully_shard takes a torch.nn.Module or a list of them, got {kind}")
     if isinstance(module, FSDPModule):
-        raise PlanError(f"{type(module).__name__} is sharded already; shard the root last and once")
+        raise PlanError(f"{module._get_name()} is sharded already; shard the root last and once")
     if torch.is_inference_mode_enabled():
         raise PlanError(
             "fully_shard was called under torch.inference_mode, where no tensor can be trained "
@@ -199,6 +211,7 @@ def _shard(
     on_different_values: Literal["error", "warn"],
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
+    wire: Wire,
     unused: Unused,
     init: Initialization | None,
     ignored_params: Collection[nn.Parameter],
@@ -233,6 +246,7 @@ def _shard(
         manual=manual,
         precision=mp_policy,
         offload=offload_policy,
+        wire=wire,
         settled=_specs_before(module),
         ignored=_names_of(module, ignored_params),
     )
@@ -246,11 +260,12 @@ def _shard(
         return
     _warn_of_padding(plan, mesh)
     runtime = _build(module, plan, mesh, unused, init, on_different_values, own_meshes)
-    own = UnitChoice(reshard_after_forward, mp_policy, offload_policy)
-    inner = UnitChoice(reshard_after_forward, replace(mp_policy, output_dtype=None), offload_policy)
+    own = UnitChoice(reshard_after_forward, mp_policy, offload_policy, wire)
+    inner = replace(own, precision=replace(mp_policy, output_dtype=None))
     for index, unit in enumerate(plan.units):
         choice = manual.get(unit.name, inner if index else own)
-        mark(module.get_submodule(unit.name), Handle(runtime, index, choice))
+        unit_module = module.get_submodule(unit.name)
+        mark(unit_module, Handle(runtime, index, choice), saving_methods(unit_module))
     apply_precision(module, mp_policy, settled=[*manual, *apart])
     fused_wgrad.replace_layers(module)
     runtime.watch_structure(module, warns=on_different_values == "warn")

@@ -7,8 +7,10 @@
     │   └── NotMaterialized(RuntimeError)    parameters are still on the meta device
     ├── ShardedTensorError(RuntimeError) an operation that a shard alone cannot answer
     ├── CheckpointError(RuntimeError)    a checkpoint that cannot be written, read or used
-    │   └── CheckpointDamaged            its bytes are not those that were saved
+    │   ├── CheckpointDamaged            its bytes are not those that were saved
+    │   └── CheckpointNotFound           there is no complete one at the path
     ├── ConfigError(ValueError)          a configuration or command line that cannot be run
+    │   └── PackageMissing(ImportError)  an optional dependency is not installed
     ├── RankError(RuntimeError)          a rank that this process started raised or died
     └── StepError(RuntimeError)          a step ended for every rank of the mesh
         ├── RanksDiverged                ranks wait for different things
@@ -17,11 +19,15 @@
             └── PeerSilent               its process gives no sign of life, and may come back
 """
 
+from importlib.util import find_spec
+
 __all__ = [
     "CheckpointDamaged",
     "CheckpointError",
+    "CheckpointNotFound",
     "ConfigError",
     "NotMaterialized",
+    "PackageMissing",
     "PeerAborted",
     "PeerLost",
     "PeerSilent",
@@ -61,8 +67,22 @@ class CheckpointDamaged(CheckpointError):
     """Bytes of a checkpoint are missing, foreign, or not those that were saved."""
 
 
+class CheckpointNotFound(CheckpointError):
+    """There is no complete checkpoint at the path or URL."""
+
+
 class ConfigError(ShardwiseError, ValueError):
     """A configuration or a command line that cannot be run; one line that names the key."""
+
+
+class PackageMissing(ConfigError, ImportError):
+    """An optional dependency is not installed; the message names the extra that installs it."""
+
+    @classmethod
+    def check(cls, package: str, *, extra: str, needed_for: str) -> None:
+        """Raise this error unless ``package`` is installed; it is not imported."""
+        if find_spec(package) is None:
+            raise cls(f"{needed_for}: {package} is not installed; pip install 'shardwise[{extra}]'")
 
 
 class RankError(ShardwiseError, RuntimeError):

@@ -49,14 +49,21 @@ def losses_of(dtype: str, names: list[str]) -> dict[str, list[float]]:
     return {name: [round_.cases[name]["loss"] for round_ in rounds] for name in names}
 
 
+ON_2_RANKS = [name for name in HERE if ENGINES[name].suits(2)]
+BY_DEFAULT = [name for name in ON_2_RANKS if ENGINES[name].is_quick]
+
+
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [("fp32", 1e-6), pytest.param("bf16", 2e-3, marks=pytest.mark.thorough)],
+    ("names", "dtype", "tolerance"),
+    [
+        (BY_DEFAULT, "fp32", 1e-6),
+        pytest.param(ON_2_RANKS, "fp32", 1e-6, marks=pytest.mark.thorough),
+        pytest.param(ON_2_RANKS, "bf16", 2e-3, marks=pytest.mark.thorough),
+    ],
+    ids=["default", "all-fp32", "all-bf16"],
 )
-def test_all_engines_have_the_same_losses(dtype: str, tolerance: float) -> None:
-    names = [name for name in HERE if ENGINES[name].suits(2)]
-    assert {"fsdp2-async", "zero-optimizer", "shardwise-fsdp-transaction"} <= set(names)
+def test_engines_have_the_same_losses(names: list[str], dtype: str, tolerance: float) -> None:
     found = losses_of(dtype, [*names, "alone"])
     alone = found.pop("alone")
     for name, losses in found.items():
@@ -124,9 +131,16 @@ def test_tiny_units_train() -> None:
 def test_the_options_choose_the_rows() -> None:
     asked = BenchOptions(vs=("fsdp1",), ours=("fsdp",))
     assert choose_engines(asked) == ("ddp", "fsdp1", "fsdp1-orig", "shardwise-fsdp")
-    assert "shardwise-hsdp" in choose_engines(BenchOptions(ranks=4))
-    assert "shardwise-hsdp" not in choose_engines(BenchOptions(ranks=2))
-    assert "shardwise-fsdp-transaction" not in choose_engines(BenchOptions())
+    assert "shardwise-hsdp" in choose_engines(BenchOptions(ranks=4, full=True))
+    assert "shardwise-hsdp" not in choose_engines(BenchOptions(ranks=2, full=True))
+    assert "shardwise-fsdp-transaction" not in choose_engines(BenchOptions(full=True))
+
+
+def test_the_default_is_fast() -> None:
+    ours = ("shardwise-zero2", "shardwise-fsdp", "shardwise-fsdp-dim")
+    assert choose_engines(BenchOptions()) == ("ddp", "fsdp1", "fsdp2", *ours)
+    assert BenchOptions().measured == ("time",)
+    assert BenchOptions(full=True).measured == ("time", "traffic", "memory", "units")
 
 
 @pytest.mark.parametrize(("size", "millions"), [("10M", 10), ("50M", 50), ("125M", 125)])

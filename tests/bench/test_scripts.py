@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from benchmarks import checkpoints, guard, initialize, padding, recording
+from benchmarks import checkpoints, forecast, guard, initialize, padding, recording
 
+from tests.forecast.test_calibrated import calibration
 from tests.pooled import run_on_pool
 
 SCRIPTS: dict[str, tuple[Callable[[], None], str, set[str]]] = {
@@ -45,3 +46,18 @@ def test_a_script_runs_and_writes_its_figures(
     assert written["machine"]["torch"]
     if name == "initialize":
         assert written["rows"]["meta"]["same_bits_as_whole"]
+
+
+@pytest.mark.thorough
+def test_the_forecast_of_bytes_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, machine = tmp_path / "out.json", tmp_path / "machine.json"
+    calibration().write(machine)
+    monkeypatch.setattr("shardwise.bench.harness.run_on_local_ranks", run_on_pool)
+    options = f"--sizes 0 --ranks 2 --rounds 1 --machine {machine} --out {out}"
+    monkeypatch.setattr(sys, "argv", ["forecast", *options.split()])
+    forecast.main()
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert {"0 2 fsdp fp32", "0 2 zero2 fp32", "0 2 ddp fp32 checkpointed"} <= set(rows)
+    for row in rows.values():
+        assert row["predicted sent_bytes"] == row["sent_bytes"]
+        assert row["predicted seconds"] > 0

@@ -54,9 +54,9 @@ def test_export_to_distributed_checkpoint(saved: Path, tmp_path: Path) -> None:
 def test_errors_leave_no_output(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", str(saved), str(tmp_path / "out"), "--format", "onnx"]) == 1
+    assert main(["export", str(saved), str(tmp_path / "out"), "--format", "onnx"]) == 2
     assert "expected one of hf, dcp, torch" in capsys.readouterr().err
-    assert main(["export", str(saved), str(saved)]) == 1
+    assert main(["export", str(saved), str(saved)]) == 2
     assert "already exists" in capsys.readouterr().err
     content = bytearray((saved / "model.safetensors").read_bytes())
     content[-1] ^= 1

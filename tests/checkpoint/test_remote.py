@@ -2,10 +2,12 @@
 
 import gc
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from shardwise.cli import main
 from tests.checkpoint.s3 import FakeS3, reach, serving
 from tests.checkpoint.training import Training, differing, digests, options_for
 from tests.covering import leaving
+from tests.forked import run_forked
 from tests.ranks import run_on
 
 SMALL = 100  # bytes: several files
@@ -50,6 +53,32 @@ def test_every_hop_keeps_every_bit_and_every_file(s3: FakeS3, tmp_path: Path) ->
         assert run_on(ranks, _hop, s3.endpoint, strategy, size, *urls) == [[]] * ranks
         assert s3.digests(f"{number}/") == expected[size], f"{strategy} on {ranks} ranks"
     assert not s3.uploads
+
+
+def test_s3fs_writes_and_reads_the_same_objects(s3: FakeS3) -> None:
+    """What the extra ``s3`` installs; the other tests use obstore, which has no threads to end."""
+    sw.save("s3://bucket/obstore", model=_small())
+    assert run_forked(partial(_save_and_load_with_s3fs, s3.endpoint))
+    assert s3.digests("s3fs/") == s3.digests("obstore/")
+
+
+def _small() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(30, 40)
+
+
+def _save_and_load_with_s3fs(endpoint: str) -> bool:
+    fsspec.register_implementation("s3", "s3fs.S3FileSystem")
+    fsspec.config.conf["s3"] = {
+        "key": "somebody",
+        "secret": "secret",
+        "endpoint_url": endpoint,
+        "client_kwargs": {"region_name": "nowhere"},
+    }
+    saved, loaded = _small(), nn.Linear(30, 40)
+    sw.save("s3://bucket/s3fs", model=saved)
+    sw.load("s3://bucket/s3fs", model=loaded)
+    return torch.equal(saved.weight, loaded.weight)
 
 
 @pytest.mark.parametrize("strategy", leaving(["fsdp"], ["fsdp", "hsdp"]))

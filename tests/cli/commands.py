@@ -76,6 +76,10 @@ class Command:
             time.sleep(0.02)
         pytest.fail(f"the condition was not met: {self.finish(kill=True)}")
 
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process alone."""
+        os.kill(self.pid, number)
+
     def finish(self, *, kill: bool = False) -> Finished:
         """Wait for the end."""
         if kill and self._process.is_alive():

@@ -26,7 +26,7 @@ path = {text}
 [train]
 steps = 20
 global_batch = 8
-warmup_steps = 2
+warmup_share = 0.1
 validation_batches = 2
 
 [sample]

@@ -1,15 +1,18 @@
 """Usage and configuration errors: one line on stderr and exit code 2, before any rank starts."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import shardwise as sw
 from shardwise.cli import main
 
-from .commands import fail, run
+from .commands import environment, fail, run
 
 COMMAND_LINES = {
-    "": "Missing argument 'CONFIG.toml'",
     "nope.toml": "nope.toml: no such file",
     "{tiny} --frobnicate": "No such option: --frobnicate",
     "{tiny} --nproc two": "Invalid value for '--nproc'",
@@ -24,8 +27,8 @@ COMMAND_LINES = {
     "{tiny} --set train.steps=few": "train.steps: expected a valid integer, got 'few'",
     "{tiny} --set train.steps=0": "train.steps: expected a number greater than or equal to 1",
     "{tiny} --set shard.nproc=0": "shard.nproc: expected a number greater than or equal to 1",
-    "{tiny} --set shard.units=Blok": "units='Blok': expected a module class or set of "
-    "classes, 'auto', a size in parameters, or a policy; did you mean 'Block'?",
+    "{tiny} --set shard.units=Blok": "units='Blok': expected a module class of the model or "
+    "its name, a set of them, 'auto', a size in parameters, or a policy; did you mean 'Block'?",
     "{tiny} --set shard.units=0": "units=0",
     "{tiny} --set shard.strategy=zero9": "strategy='zero9': expected one of",
     "{tiny} --set shard.replicas=2": "shard.replicas=2: strategy 'fsdp' has no replicas",
@@ -79,6 +82,33 @@ def test_the_exit_code_of_the_process(tiny: Path, tmp_path: Path) -> None:
     assert finished.stderr == "shardwise: --nproc 0: expected 1 or more ranks\n"
 
 
+@pytest.mark.parametrize("program", [["shardwise"], ["python", "-m", "shardwise"]])
+def test_the_version_needs_no_torch(program: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name(program[0]), *program[1:], "--version"],
+        cwd=tmp_path,
+        env=environment(PYTHONPROFILEIMPORTTIME="1"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"shardwise {sw.__version__}\n"
+    assert "shardwise.cli" in done.stderr
+    assert not re.search(r"\btorch$", done.stderr, re.MULTILINE), "it takes seconds"
+
+
+@pytest.mark.parametrize("command", ["", "train", "bench", "verify", "report", "export"])
+def test_no_text_of_the_help_is_cut(
+    command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*command.split(), "--help"]) == 0
+    shown = capfd.readouterr().out.replace("[ARGS]...", "")
+    assert "…" not in shown
+    assert "..." not in shown
+    assert ("[model]" in shown) == (command == "bench"), "brackets are not markup"
+
+
 def test_help(capfd: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["--help"]):
         assert main(arguments) == 0
@@ -88,3 +118,12 @@ def test_help(capfd: pytest.CaptureFixture[str]) -> None:
     assert "CONFIG.toml" in shown
     assert "--set" in shown
     assert "--nproc" in shown
+
+
+@pytest.mark.parametrize(
+    "command", [["doctor", "gone"], ["export", "gone", "out"], ["report", "."]]
+)
+def test_what_is_not_there_is_a_usage_error(
+    command: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    fail(capfd, command)

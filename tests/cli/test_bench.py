@@ -1,6 +1,7 @@
 """``shardwise bench``: a table, JSON and a plot; usage errors are one line and exit code 2."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -57,7 +58,10 @@ def test_a_small_comparison(
     assert "shardwise-fsdp" in printed.out
     assert malloc in printed.out
     assert "rounds were noisy" in printed.out
-    assert "traffic of shardwise-fsdp" in printed.err
+    # A round that was noisy does not count, and of two one may be left.
+    assert re.search("smaller differences .* mean nothing|too few rounds", printed.out)
+    assert max(len(line) for line in printed.out.splitlines() if line[:1] in "┃│") <= 100
+    assert re.search(r"traffic of shardwise-fsdp, about \d+ \w+ left of all", printed.err)
     assert (out / "bench.png").stat().st_size > 0
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert results["machine"]["torch"]

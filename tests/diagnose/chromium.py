@@ -49,6 +49,7 @@ class Page:
         self._numbers = count(1)
         self._session = ""
         self.problems: list[str] = []
+        self.site = "file:"  # where requests may go: a prefix of URLs
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
@@ -57,6 +58,11 @@ class Page:
 
     def show(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Open a report of that size and theme, and wait until it has drawn."""
+        self.open(path.resolve().as_uri(), width=width, height=height, dark=dark)
+        self.wait_for("document.documentElement?.dataset.ready")
+
+    def open(self, url: str, *, width: int, height: int = 900, dark: bool = False) -> None:
+        """Open a page of that size and theme."""
         self._call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -66,8 +72,7 @@ class Page:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
-        self._call("Page.navigate", url=path.resolve().as_uri())
-        self.wait_for("document.documentElement?.dataset.ready")
+        self._call("Page.navigate", url=url)
 
     def wait_for(self, expression: str) -> None:
         """Wait until an expression of the page is true."""
@@ -85,6 +90,21 @@ class Page:
         if "exceptionDetails" in result:
             raise RuntimeError(f"{expression}: {result['exceptionDetails']}")
         return result["result"].get("value")
+
+    def text(self, selector: str) -> str:
+        """What an element says."""
+        found: str = self.get(f"document.querySelector({json.dumps(selector)}).textContent")
+        return found
+
+    def num_colors(self, canvas: str) -> int:
+        """How many colors a canvas has."""
+        script = f"""(() => {{
+          const of = document.querySelector({json.dumps(canvas)});
+          const {{ data }} = of.getContext("2d").getImageData(0, 0, of.width, of.height);
+          return new Set(new Uint32Array(data.buffer)).size;
+        }})()"""
+        found: int = self.get(script)
+        return found
 
     def click(self, selector: str) -> None:
         """Press the left button on the middle of an element."""
@@ -188,7 +208,7 @@ class Page:
                 self.problems.append(json.dumps(parameters))
             case "Network.requestWillBeSent":
                 url = parameters["request"]["url"]
-                if not url.startswith(("file:", "data:", "about:")):
+                if not url.startswith((self.site, "blob:", "data:", "about:")):
                     self.problems.append(f"asked for {url}")
 
 

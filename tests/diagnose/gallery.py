@@ -1,6 +1,7 @@
-"""The pictures of docs/report.md: ``python -m tests.diagnose.gallery`` (or ``make gallery``).
+"""The pictures of docs/report.md and docs/plan.md: ``python -m tests.diagnose.gallery``.
 
-They show the report of a simulated run without prefetch on eight ranks, of which one is slow.
+The first ones show the report of a simulated run without prefetch on eight ranks, of which one is
+slow; the others the plan of a model on a cluster. ``make gallery`` draws them, too.
 """
 
 import json
@@ -11,11 +12,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shardwise.cli import main as run_command
 from shardwise.diagnose.report import report
 from tests.diagnose.chromium import Page, open_browser
 from tests.diagnose.synthetic import Run, record_run, write_run
 
 PICTURES = Path(__file__).parents[2] / "docs" / "report"
+PLANS = PICTURES.parent / "plan"
+PLAN = ("llama-3-8b", "--cluster", "64xH100", "--seq", "8192", "--global-batch", "512")
 RUN = Run(world_size=8, num_blocks=12, num_steps=4, prefetch=0, slowness={5: 1.25})
 
 
@@ -26,8 +30,11 @@ def main() -> None:
         write_run(run, record_run(RUN))
         write_metrics(run / "metrics.jsonl")
         [path] = report(run, None, None, Console(quiet=True))
+        plan = Path(directory) / "plan.html"
+        run_command(["plan", *PLAN, "--html", str(plan)])
         with open_browser(Path(directory) / "profile") as page:
             draw(page, path)
+            draw_plan(page, plan)
 
 
 def draw(page: Page, path: Path) -> None:
@@ -39,6 +46,15 @@ def draw(page: Page, path: Path) -> None:
     page.save_picture(PICTURES / "timeline.png", "#timeline")
     page.show(path, dark=True)
     page.save_picture(PICTURES / "memory.png", "#memory")
+
+
+def draw_plan(page: Page, path: Path) -> None:
+    PLANS.mkdir(exist_ok=True)
+    page.show(path)
+    page.save_picture(PLANS / "overview.png")
+    page.save_picture(PLANS / "curves.png", "#curves")
+    page.show(path, dark=True)
+    page.save_picture(PLANS / "memory.png", "#memory")
 
 
 def zoom_to_backward(page: Page) -> None:

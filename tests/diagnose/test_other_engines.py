@@ -25,7 +25,7 @@ TENSOR_PARALLEL = ["gpt", "conv", "encoder-decoder", "lora", *FAMILIES]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("model", ["gpt", "lora"])
+@pytest.mark.parametrize("model", ["gpt", pytest.param("lora", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", list(ENGINES))
 def test_engines_are_right(name: str, model: str) -> None:
     found = judge(model, engine=ENGINES[name])

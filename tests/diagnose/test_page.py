@@ -1,6 +1,5 @@
 """The page of `shardwise report` in a real browser: it draws, and answers mouse and keyboard."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,15 +44,10 @@ def page(browser: Page, report: Path) -> Iterator[Page]:
     assert browser.problems == []
 
 
-def text(page: Page, selector: str) -> str:
-    found: str = page.get(f"document.querySelector({json.dumps(selector)}).textContent")
-    return found
-
-
 def visible_range(page: Page) -> tuple[float, float]:
     """In milliseconds."""
     scales = {"s": 1e3, "ms": 1.0, "µs": 1e-3}
-    low, high = re.findall(r"([\d.]+) (s|ms|µs)", text(page, "#range"))
+    low, high = re.findall(r"([\d.]+) (s|ms|µs)", page.text("#range"))
     return float(low[0]) * scales[low[1]], float(high[0]) * scales[high[1]]
 
 
@@ -70,19 +64,9 @@ def test_the_page_draws_at_any_width_and_theme(
     assert browser.problems == []
     assert browser.get("document.documentElement.scrollWidth") == width
     for canvas in ("#timeline-canvas", "#memory-canvas", "#charts canvas"):
-        assert num_colors(browser, canvas) > 3
+        assert browser.num_colors(canvas) > 3
     background = browser.get("getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(21, 23, 26)") is dark
-
-
-def num_colors(page: Page, canvas: str) -> int:
-    script = f"""(() => {{
-      const canvas = document.querySelector({json.dumps(canvas)});
-      const {{ data }} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-      return new Set(new Uint32Array(data.buffer)).size;
-    }})()"""
-    found: int = page.get(script)
-    return found
 
 
 def test_keys_buttons_and_wheel_zoom_and_pan(page: Page) -> None:
@@ -113,20 +97,20 @@ def test_keys_buttons_and_wheel_zoom_and_pan(page: Page) -> None:
 def test_bars_say_what_they_are(page: Page) -> None:
     page.get("document.querySelector('#scroller').focus()")
     page.press(".")
-    assert text(page, "#selected").startswith("exposed wait for the gather of (root): ")
+    assert page.text("#selected").startswith("exposed wait for the gather of (root): ")
     page.press(".")
-    assert text(page, "#selected").startswith("forward of (root): ")
+    assert page.text("#selected").startswith("forward of (root): ")
     whole = visible_width(page)
     page.press("Enter")
     assert visible_width(page) < whole
     page.click("#fit")
     page.click("#longest")
-    assert "exposed wait for the" in text(page, "#selected")
+    assert "exposed wait for the" in page.text("#selected")
     assert visible_width(page) < whole
     page.click("#fit")
     x, y = page.middle("#scroller")
     page.mouse("mouseMoved", x, y)
-    assert re.search(r" of .+: .+, at .+ on rank \d+", text(page, "#tooltip"))
+    assert re.search(r" of .+: .+, at .+ on rank \d+", page.text("#tooltip"))
 
 
 def test_ranks_steps_and_units_are_chosen(page: Page) -> None:
@@ -134,9 +118,9 @@ def test_ranks_steps_and_units_are_chosen(page: Page) -> None:
     page.type("#rank-filter", "1-2, 7")
     assert page.get("document.querySelector('#scroller').clientHeight") < height
     page.type("#rank-filter", "first")
-    assert "got first" in text(page, "#rank-filter-error")
+    assert "got first" in page.text("#rank-filter-error")
     page.type("#rank-filter", "99")
-    assert "this run has 12" in text(page, "#rank-filter-error")
+    assert "this run has 12" in page.text("#rank-filter-error")
     page.get("""(() => {
       const select = document.querySelector("#step");
       select.value = "0";
@@ -154,7 +138,7 @@ def test_tables_sort_and_filter(page: Page) -> None:
     names += ".map((row) => row.dataset.name)"
     page.type("#unit-filter", "LAYERS.3")
     assert page.get(names) == ["layers.3"]
-    assert text(page, "#unit-count") == "1 of 9 units"
+    assert page.text("#unit-count") == "1 of 9 units"
     page.type("#unit-filter", "")
     page.click("#units-table th:nth-child(3) button")
     heading = "document.querySelector('#units-table th:nth-child(3)')"
@@ -191,7 +175,7 @@ def test_64_ranks_with_100_000_events_open_in_3_seconds(browser: Page, tmp_path:
 def test_names_of_units_are_text(browser: Page, tmp_path: Path) -> None:
     ranks = record_run(Run(num_blocks=1, labels=[EVIL]))
     browser.show(write(tmp_path / "evil.html", ranks, title=EVIL))
-    assert text(browser, "h1") == EVIL
-    assert text(browser, "#units-table tbody tr:nth-child(2) button") == EVIL
-    assert text(browser, "#unit option:nth-child(3)") == EVIL
+    assert browser.text("h1") == EVIL
+    assert browser.text("#units-table tbody tr:nth-child(2) button") == EVIL
+    assert browser.text("#unit option:nth-child(3)") == EVIL
     assert browser.problems == []

@@ -143,6 +143,14 @@ def test_a_step_that_raises_is_left_out(tmp_path: Path) -> None:
     assert len(rank.memory) == 2
 
 
+def test_files_of_more_ranks_are_removed(tmp_path: Path) -> None:
+    old = tmp_path / "recording" / "rank-00001.jsonl"
+    old.parent.mkdir()
+    old.write_text("of a run on two ranks\n")
+    assert len(recorded(tmp_path)) == 1
+    assert not old.exists()
+
+
 def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path: Path) -> None:
     model = sw.fully_shard(nn.Linear(4, 4))
     recorder = sw.record(model, tmp_path)

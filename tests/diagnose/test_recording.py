@@ -13,6 +13,7 @@ from shardwise.diagnose.recording import (
     read_recording,
     to_json,
 )
+from shardwise.errors import ConfigError
 from shardwise.schedule.events import EventKind
 
 
@@ -63,7 +64,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, tail: str, message: str) -> Non
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(RecordingError, match="has no recording"):
+    with pytest.raises(ConfigError, match="has no recording"):
         read_recording(tmp_path)
     write(tmp_path, 1, header_of(1, 2))
     with pytest.raises(RecordingError, match=r"expected the files of 2 ranks, got those of \[1\]"):

@@ -200,7 +200,7 @@ def test_findings_in_the_terminal_say_what_they_save() -> None:
 def test_what_is_not_a_recording_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", str(tmp_path)]) == 1
+    assert main(["report", str(tmp_path)]) == 2
     assert "has no recording" in capsys.readouterr().err
     cut = [replace(rank, steps=()) for rank in RANKS]
     write_run(tmp_path, cut)

@@ -53,12 +53,6 @@ def test_built_in_names() -> None:
     assert len(find_subjects("hf", BUILT_IN)) == 7
 
 
-def test_hugging_face_models_need_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"t5: needs transformers; pip install 'shardwise\[hf\]'"):
-        find_subjects("t5", BUILT_IN)
-
-
 @pytest.mark.parametrize("source", ["own_model", "own_model.py", "{own}/own_model.py"])
 def test_the_users_own(source: str, own: Path) -> None:
     source = source.format(own=own)

@@ -123,10 +123,9 @@ class Unrolled(Model):
         return y
 
 
+@pytest.mark.thorough
 @on_ranks(2, deadline=120.0)
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_model_breaks_at_its_units_alone(backend: str) -> None:
     """A weight that is used in two graphs loses its slot: neither can add to the other's."""
     model, reference = build(Unrolled, "once", "once")

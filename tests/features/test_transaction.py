@@ -84,7 +84,7 @@ def test_the_end_of_the_data_on_one_rank_ends_the_step_on_all() -> None:
                 training.optimizer.step()
             made += 1
     assert made == 1
-    assert rank() == 0 or "rank 0 gave up in step 1: StopIteration" in str(caught.value)
+    assert rank() == 0 or "gave up in step 1, a transaction: StopIteration" in str(caught.value)
 
 
 @on_ranks(2, deadline=40.0)

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from torch import nn
@@ -92,3 +93,28 @@ def test_held_gradients_are_reduced_once() -> None:
     reduces = [timed for timed in found.events[0] if timed.event.kind is EventKind.REDUCE]
     assert {timed.step for timed in reduces} == {3}
     assert len(reduces) == BLOCKS
+
+
+def test_compute_is_slower_while_a_collective_runs() -> None:
+    plan = plan_of()
+    plain = Costs(transfer)
+    alone = replay(plan.units, [program_of(plan)], plain, prefetch=1)
+    slowed = replay(
+        plan.units,
+        [program_of(plan)],
+        replace(plain, interference=0.5),
+        prefetch=1,
+    )
+    # Hidden are two gathers in forward, one in backward (the last block was kept) and all
+    # reductions but the last; during each second of these, compute loses a third of one.
+    hidden = 2 * GATHER + 2 * GATHER + 2 * REDUCE
+    overlapping = REDUCE  # of a reduction and a gather, which begin together
+    assert slowed.seconds - alone.seconds == pytest.approx((hidden - overlapping) / 3)
+
+
+def test_gathers_and_reductions_take_turns_on_one_link() -> None:
+    plan = plan_of()
+    short = program_of(plan, seconds=GATHER)
+    both = replay(plan.units, [short], Costs(transfer), prefetch=1)
+    turns = replay(plan.units, [short], Costs(transfer, has_one_link=True), prefetch=1)
+    assert turns.seconds == both.seconds + REDUCE

@@ -11,7 +11,7 @@ from tests.ranks import run_on
 
 PORTING = Path(__file__).parents[2] / "examples" / "porting"
 NAMES = sorted(path.stem for path in (PORTING / "torch").glob("*.py"))
-OTHERS = ("by_hand", "digits", "t5")  # of FSDP1, as `orig_params`
+OTHERS = ("by_hand", "digits", "meta", "t5")  # all but `orig_params`
 
 TOLERANCE = 1e-5  # programs compute in float32 or bfloat16
 

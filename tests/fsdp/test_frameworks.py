@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_sharded_data_parallel as torchs_module
 
 import shardwise.fsdp
 from shardwise.fsdp.frameworks import replace_torch_fsdp
-from tests.fsdp.torchrun import torchrun
+from tests.torchrun import torchrun
 
 
 def thorough(test: Any) -> Any:
@@ -39,7 +39,7 @@ def test_torch_is_as_it_was_after_the_block() -> None:
 def run(script: str, out: Path, engine: str, *options: str, num_ranks: int = 2) -> Any:
     """What a program with this ``--engine`` wrote to OUT/ENGINE.json."""
     out.mkdir(exist_ok=True)
-    torchrun(num_ranks, f"examples/{script}", str(out), "--engine", engine, *options)
+    torchrun(num_ranks, script, str(out), "--engine", engine, *options)
     return json.loads((out / f"{engine}.json").read_text())
 
 
@@ -50,7 +50,7 @@ def test_transformers_distributed_config(tp_size: int, tmp_path: Path) -> None:
     losses, models = {}, {}
     for engine in ("torch", "shardwise"):
         options = "--tp", str(tp_size)
-        script = "hf/distributed_config.py"
+        script = "examples/hf/distributed_config.py"
         losses[engine] = run(script, tmp_path, engine, *options, num_ranks=2 * tp_size)
         models[engine] = load_file(tmp_path / engine / "model.safetensors")
     assert losses["shardwise"] == pytest.approx(losses["torch"], rel=1e-5)
@@ -64,7 +64,7 @@ def test_transformers_distributed_config(tp_size: int, tmp_path: Path) -> None:
 def test_accelerate_fsdp_plugin(version: int, judge: str, tmp_path: Path) -> None:
     """PyTorch's FSDP1 needs a GPU under accelerate, so DDP judges that version."""
     ours, theirs = (
-        run("hf/accelerate_fsdp.py", tmp_path, engine, "--version", str(version))
+        run("tests/fsdp/accelerate_run.py", tmp_path, engine, "--version", str(version))
         for engine in ("shardwise", judge)
     )
     assert len(ours) == 6
@@ -76,8 +76,10 @@ def test_accelerate_fsdp_plugin(version: int, judge: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("version", [1, 2])
 def test_accelerate_fsdp_plugin_in_bfloat16(version: int, tmp_path: Path) -> None:
     """FSDP2 judges both versions."""
-    ours = run("hf/accelerate_fsdp.py", tmp_path, "shardwise", "--version", str(version), "--bf16")
-    theirs = run("hf/accelerate_fsdp.py", tmp_path, "torch", "--bf16")
+    ours = run(
+        "tests/fsdp/accelerate_run.py", tmp_path, "shardwise", "--version", str(version), "--bf16"
+    )
+    theirs = run("tests/fsdp/accelerate_run.py", tmp_path, "torch", "--bf16")
     assert len(ours) == 6
     for one, expected in zip(ours, theirs, strict=True):
         assert one == pytest.approx(expected, rel=1e-2)
@@ -88,9 +90,9 @@ def test_accelerate_fsdp_plugin_in_bfloat16(version: int, tmp_path: Path) -> Non
     importlib.util.find_spec("lightning") is None, reason="lightning is not installed"
 )
 def test_lightning(tmp_path: Path) -> None:
-    expected = run("lightning/fit.py", tmp_path, "torch")  # FSDP2
+    expected = run("tests/fsdp/lightning_run.py", tmp_path, "torch")  # FSDP2
     assert len(expected) == 6
     for strategy, *more in (("model_parallel",), ("model_parallel", "--full"), ("fsdp",)):
         out = tmp_path / "-".join((strategy, *more))
-        ours = run("lightning/fit.py", out, "shardwise", "--strategy", strategy, *more)
+        ours = run("tests/fsdp/lightning_run.py", out, "shardwise", "--strategy", strategy, *more)
         assert ours == pytest.approx(expected, rel=1e-5)

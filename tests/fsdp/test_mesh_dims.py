@@ -84,10 +84,7 @@ def train(engine: Any, case: str) -> Any:
 @on_ranks(4, deadline=DEADLINE)
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=() if case in ("shard x tp", "two to shard") else THOROUGH)
-        for case in CASES
-    ],
+    [pytest.param(case, marks=() if case == "shard x tp" else THOROUGH) for case in CASES],
 )
 def test_training_is_that_of_fsdp2(case: str) -> None:
     run_both(train, {"case": case})

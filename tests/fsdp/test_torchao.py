@@ -11,11 +11,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise as sw
 from shardwise import fsdp
 from tests.covering import covered_first
+from tests.models import llama
 from tests.ranks import on_ranks
 
 pytest.importorskip("torchao")
@@ -44,19 +44,11 @@ class LoRA(nn.Module):
         return y
 
 
-def qlora() -> LlamaForCausalLM:
+def qlora() -> Any:
     """A tiny Llama with LoRA on the linear layers of its blocks; all else is frozen."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        attention_dropout=0.0,
-    )
-    model = LlamaForCausalLM(config).requires_grad_(False)
+    model = llama(
+        vocab_size=32, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_attention_heads=2
+    ).requires_grad_(False)
     for block in model.model.layers:
         for part in (block.self_attn, block.mlp):
             for name, child in list(part.named_children()):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.fsdp.torchrun import torchrun
+from tests.torchrun import torchrun
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]

@@ -8,9 +8,10 @@ from functools import partial
 
 import torch
 from hypothesis import Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
 
 from tests.fuzz.on_device import assert_holds_on_device, start
-from tests.fuzz.programs import SEARCH, Case, cases
+from tests.fuzz.programs import OF_MATRICES, OPTIMIZERS, SEARCH, Case, cases
 from tests.fuzz.verdict import DEADLINE_SECONDS, assert_holds
 from tests.ranks import close_pools
 from tests.streams.random_programs import assert_holds_on_streams
@@ -47,12 +48,21 @@ def main() -> int:
         start()
         judge = partial(assert_holds_on_device, device=options.device, without=options.without)
     try:
-        return fuzz(options.cases, options.seed, judge, shrink=not options.first)
+        simulated = options.streams or options.device is not None
+        drawn = cases(OPTIMIZERS if simulated else (*OPTIMIZERS, *OF_MATRICES))
+        return fuzz(options.cases, options.seed, judge, drawn, shrink=not options.first)
     finally:
         close_pools()
 
 
-def fuzz(num_cases: int, seed_value: int, judge: Callable[[Case], None], *, shrink: bool) -> int:
+def fuzz(
+    num_cases: int,
+    seed_value: int,
+    judge: Callable[[Case], None],
+    drawn: SearchStrategy[Case],
+    *,
+    shrink: bool,
+) -> int:
     """Returns 1 after the smallest failing case has been shown."""
     progress = Progress(num_cases)
 
@@ -62,7 +72,7 @@ def fuzz(num_cases: int, seed_value: int, judge: Callable[[Case], None], *, shri
         max_examples=num_cases,
         phases=SEARCH.phases if shrink else [Phase.generate],
     )
-    @given(cases())
+    @given(drawn)
     def holds(case: Case) -> None:
         progress.last = case
         try:

@@ -29,6 +29,7 @@ from tests.fuzz.build import Fork, Net, build, settle_forks, trainable
 from tests.fuzz.faults import Boom, arm
 from tests.fuzz.programs import Case, Fault, Step
 from tests.fuzz.shard import shard
+from tests.lossless import lossless_wires
 from tests.runtime.one_process import TOLERANCE, runtime_of
 
 __all__ = ["CPU", "Comparison", "Report", "check", "prepared", "warm_up"]
@@ -55,7 +56,8 @@ def check(case: Case) -> Report:
 def prepared(case: Case) -> Iterator[None]:
     """What ``case`` needs of its process."""
     least = 1 if case.in_slot else fused_wgrad._LEAST_ELEMENTS
-    with warnings.catch_warnings(), mock.patch.object(fused_wgrad, "_LEAST_ELEMENTS", least):
+    slots = mock.patch.object(fused_wgrad, "_LEAST_ELEMENTS", least)
+    with warnings.catch_warnings(), slots, lossless_wires():
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
         yield
 
@@ -363,9 +365,22 @@ def _backward(loss: Loss, **options: Any) -> Loss:
 def make_optimizer(kind: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     if kind == "sgd":
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+    if kind in ("muon", "soap"):
+        return _make_of_matrices(kind, parameters)
     foreach, fused = kind.endswith("foreach"), kind.endswith("fused")
     # A large eps: where a gradient is all rounding, Adam would make a step of it.
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, foreach=foreach, fused=fused)
+
+
+def _make_of_matrices(kind: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1]},
+        {"params": [p for p in parameters if p.ndim <= 1], "method": "adamw"},
+    ]
+    if kind == "muon":  # with a large eps: it would enlarge what is all rounding
+        return sw.optim.Muon(groups, lr=1e-2, eps=0.1, adamw_eps=1e-3, ns_dtype=torch.float64)
+    damped: dict[str, Any] = {"precondition_frequency": 2, "damping": 1e-2}
+    return sw.optim.SOAP(groups, lr=1e-3, eps=0.1, adamw_eps=1e-3, **damped)
 
 
 def _bits(tensor: Tensor) -> bytes:

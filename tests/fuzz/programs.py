@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, Phase, settings, strategies as st
 from shardwise.plan.strategy import STRATEGIES
 
 __all__ = [
+    "OF_MATRICES",
+    "OPTIMIZERS",
     "SEARCH",
     "Branch",
     "Case",
@@ -264,6 +266,7 @@ class Sharding(Described):
     granularity: str = "element"
     offload: str | None = None
     casts: bool = False  # to the dtype that is there already
+    wire: str | None = None  # how things travel: in a format that rounds nothing
 
 
 # -- training ---------------------------------------------------------------------------------
@@ -374,6 +377,7 @@ CLASS_NAMES = (
     "Conv1d", "GRU",
 )  # fmt: skip
 OFFLOADS = ("all", "but parameters")
+WIRES = ("gathers", "reductions", "both", "both, with feedback")
 RESHARD = st.sampled_from([None, True, False])
 
 
@@ -403,6 +407,7 @@ def shardings() -> st.SearchStrategy[Sharding]:
         granularity=st.sampled_from(GRANULARITIES),
         offload=st.sampled_from([None, None, *OFFLOADS]),
         casts=st.booleans(),
+        wire=st.sampled_from([None, None, *WIRES]),
     )
 
 
@@ -430,6 +435,7 @@ STEP_IN_BACKWARD = st.builds(
     fault=st.none() | FAULT,
 )
 OPTIMIZERS = ("sgd", "adamw loop", "adamw foreach", "adamw fused")
+OF_MATRICES = ("muon", "soap")  # which the simulated device of tests/streams does not have
 
 
 # A case takes long, and the smallest one that fails is what is wanted.
@@ -442,7 +448,7 @@ SEARCH = settings(
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, optimizers: tuple[str, ...] = OPTIMIZERS) -> Case:
     model = draw(MODELS)
     sharding = draw(shardings())
     is_complex = "omplex" in repr(model)
@@ -456,7 +462,7 @@ def cases(draw: st.DrawFn) -> Case:
         model=model,
         sharding=sharding,
         # torch's Adam looks at complex numbers as pairs, which a shard does not offer.
-        optimizer="sgd" if is_complex else draw(st.sampled_from(OPTIMIZERS)),
+        optimizer="sgd" if is_complex else draw(st.sampled_from(optimizers)),
         steps=draw(st.lists(step, min_size=2, max_size=4).map(tuple)),
         rows=draw(st.integers(1, 3)),
         seed=draw(st.integers(0, 99)),

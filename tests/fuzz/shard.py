@@ -25,6 +25,7 @@ def shard(net: Net, sharding: Sharding) -> Net:
         "unused": sharding.unused,
         "granularity": _granularity(sharding),
         "offload_policy": offload_policy(sharding.offload),
+        "wire": wire(sharding.wire),
     }
     if sharding.casts:
         options["mp_policy"] = sw.MixedPrecisionPolicy(torch.float64, torch.float64)
@@ -44,6 +45,14 @@ def offload_policy(name: str | None) -> sw.OffloadPolicy:
     if name is None:
         return sw.OffloadPolicy()
     return sw.CPUOffloadPolicy(parameters=name == "all")
+
+
+def wire(name: str | None) -> sw.Wire:
+    if name is None:
+        return sw.Wire()
+    gather = None if name == "reductions" else "int8"
+    reduce = None if name == "gathers" else "int4"
+    return sw.Wire(gather, reduce, block=8, error_feedback=name.endswith("feedback"))
 
 
 def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:

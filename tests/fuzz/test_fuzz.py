@@ -5,13 +5,13 @@ from hypothesis import given, settings
 
 from tests.fuzz.compare import CPU
 from tests.fuzz.on_device import assert_holds_on_device
-from tests.fuzz.programs import SEARCH, Case, Chain, Mlp, Model, Sharding, Step, cases
+from tests.fuzz.programs import OF_MATRICES, SEARCH, Case, Chain, Mlp, Model, Sharding, Step, cases
 from tests.fuzz.verdict import assert_holds
 from tests.ranks import run_on
 
 
 @given(cases())
-@settings(SEARCH, derandomize=True, max_examples=8)
+@settings(SEARCH, derandomize=True, max_examples=4)
 def test_random_programs_equal_one_process(case: Case) -> None:
     assert_holds(case)
 
@@ -20,6 +20,13 @@ def test_random_programs_equal_one_process(case: Case) -> None:
 @given(cases())
 @settings(SEARCH, derandomize=True, max_examples=40)
 def test_more_random_programs_equal_one_process(case: Case) -> None:
+    assert_holds(case)
+
+
+@pytest.mark.thorough
+@given(cases(OF_MATRICES))
+@settings(SEARCH, derandomize=True, max_examples=10)
+def test_random_programs_with_owners_of_matrices(case: Case) -> None:
     assert_holds(case)
 
 

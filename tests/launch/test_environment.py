@@ -29,6 +29,23 @@ def test_slurm() -> None:
     assert read_rank_env(step | MEETING) == RankEnv(5, 8, local_rank=1, local_world_size=0)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu7", "gpu7"),
+        ("gpu-[04-07,9],cpu1", "gpu-04"),
+        ("rack[1,3]-ib,x[2-3]", "rack1-ib"),
+        ("a,b[1-2]", "a"),
+        ("127.0.0.[2-3]", "127.0.0.2"),
+    ],
+)
+def test_slurm_implies_where_rank_0_listens(nodes: str, first: str) -> None:
+    step = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "123456"}
+    env = read_rank_env(step | {"SLURM_STEP_NODELIST": nodes})
+    assert env is not None
+    assert env.master == (first, "23456")
+
+
 def test_torchrun_inside_a_slurm_step_takes_precedence() -> None:
     step = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
     env = read_rank_env(step | {"RANK": "9", "WORLD_SIZE": "16"} | MEETING)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
 from shardwise.transport.communicator import communicator
 from tests.models import CASES, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import (
     assert_close,
     assert_equal_models,
@@ -72,3 +73,34 @@ def _clip(strategy: str) -> list[float]:
                 found.append(norm.item())
     assert torch.isfinite(torch.tensor(found)).all()
     return found
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("granularity", ["element", "dim"])
+def test_a_rank_that_clips_learns_that_another_has_raised(granularity: Any) -> None:
+    case = CASES["stack"]
+    model = build("stack")
+    sw.fully_shard(model, units=case.units, granularity=granularity)
+    first = next(model.parameters())  # of the last gradient
+
+    def backward() -> None:
+        case.loss(model(own_part(case.batch(4)))).backward()  # type: ignore[no-untyped-call]
+
+    def step() -> torch.Tensor:
+        backward()
+        return sw.clip_grad_norm_(model.parameters(), 0.1)
+
+    def fail(_parameter: torch.Tensor) -> None:
+        raise ValueError("it hurts")
+
+    backward()
+    if dist.get_rank() == 0:
+        handle = first.register_post_accumulate_grad_hook(fail)  # type: ignore[no-untyped-call]
+        with pytest.raises(ValueError, match="it hurts"):
+            backward()
+        handle.remove()
+    else:
+        with pytest.raises(sw.PeerAborted, match="it hurts"):
+            step()
+    model.zero_grad()
+    assert step() > 0

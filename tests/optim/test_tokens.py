@@ -16,7 +16,7 @@ ROWS = 12
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.thorough), "fsdp"])
 def test_gradients_do_not_depend_on_where_tokens_fall(strategy: str) -> None:
     reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units=Block, strategy=strategy)

@@ -55,6 +55,12 @@ def test_a_class() -> None:
     assert choose_units(Model(), Block) == ["", "blocks.0", "blocks.1"]
 
 
+@pytest.mark.parametrize("units", ["Block", ["Block"], {"Block", Attention}])
+def test_a_class_by_its_name(units: Units) -> None:
+    classes = Block if isinstance(units, (str, list)) else {Block, Attention}
+    assert choose_units(Model(), units) == choose_units(Model(), classes)
+
+
 def test_a_set_of_classes_in_module_order() -> None:
     attentions = ["blocks.0", "blocks.0.attention", "blocks.1", "blocks.1.attention"]
     assert choose_units(Model(), {Attention, Block}) == ["", *attentions]
@@ -379,13 +385,15 @@ def test_chosen_units_come_in_module_order(
 @pytest.mark.parametrize(
     ("units", "message"),
     [
-        ("Block", r"units='Block'.*pass the class itself, as in units=Block"),
+        ("atuo", r"units='atuo'.*; did you mean 'auto'\?"),
+        ("Blok", r"units='Blok'.*; did you mean 'Block'\?"),
+        ({"Block", "Atention"}, r"units='Atention'.*; did you mean 'Attention'\?"),
         ("block", r"units='block'.*did you mean 'Block'"),
         ("Auto", r"units='Auto'.*did you mean 'auto'"),
         ("xyz", r"units='xyz'.*or a policy$"),
     ],
 )
-def test_a_word_that_is_no_choice_of_units_gets_a_hint(units: str, message: str) -> None:
+def test_a_word_that_is_no_choice_of_units_gets_a_hint(units: Units, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         choose_units(Model(), units)
 

@@ -1,7 +1,9 @@
 """C8: ranks that outlive another one know of it in seconds, and have undone the step."""
 
+import atexit
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -27,6 +29,31 @@ def test_ranks_that_are_left_know_it_soon(
     with pytest.raises(RankFailed) as failure:
         run_on(RANKS, _outlive, dying, place, tmp_path, deadline=DEADLINE)
     assert failure.value.errors == {dying: "was killed by SIGKILL"}
+
+
+def test_ranks_that_are_left_know_the_exception_that_ended_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", DEADLINE)
+    with pytest.raises(RankFailed) as failure:
+        run_on(2, _outlive_an_exception, deadline=DEADLINE)
+    assert set(failure.value.errors) == {1}, failure.value
+
+
+def _outlive_an_exception() -> None:
+    training = Training()
+    training.step()
+    if dist.get_rank() == 1:  # as Python does after an exception that nothing catches
+        sys.last_value = KeyError("no such sample")
+        atexit._run_exitfuncs()
+        os._exit(1)
+    with pytest.raises(sw.PeerLost) as caught:
+        training.step()
+    lines = str(caught.value).splitlines()
+    assert lines[:2] == [
+        "rank 0 lost rank 1: it closed the connection",
+        "rank 1 ended (it was last in step 0, end of the transaction): KeyError: 'no such sample'",
+    ]
 
 
 class Mortal(Training):

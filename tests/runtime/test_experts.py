@@ -163,7 +163,11 @@ def check_training(
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("as_dtensors", [True, False], ids=["dtensors", "plain"])
+@pytest.mark.parametrize(
+    "as_dtensors",
+    [True, pytest.param(False, marks=pytest.mark.thorough)],
+    ids=["dtensors", "plain"],
+)
 def test_training_equals_one_process(as_dtensors: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     check_training(mesh, as_dtensors=as_dtensors)

@@ -82,7 +82,7 @@ def test_units_with_two_buffers() -> None:
 
 
 @on_ranks(2, thorough=(3,))
-@pytest.mark.parametrize("strategy", ["zero2", "ddp"])
+@pytest.mark.parametrize("strategy", ["zero2", pytest.param("ddp", marks=pytest.mark.thorough)])
 def test_other_strategies(strategy: str) -> None:
     for name in ("stack", "tied", "tiny", "mixed dtypes"):
         assert_equal_training(name, granularity="row", strategy=strategy)

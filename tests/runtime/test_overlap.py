@@ -57,19 +57,19 @@ def test_gathers_that_are_launched_when_needed_are_waited_for() -> None:
 
 
 class Compute(torch.autograd.Function):
-    """The identity, which takes until the gathers that are under way have ended."""
+    """The identity, which takes until the collectives that are under way have ended."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ledger: Ledger, is_first: bool, is_last: bool) -> Tensor:
         ctx.ledger, ctx.is_first = ledger, is_first
-        _wait_for_gathers(ledger)
+        _wait_for_collectives(ledger)
         if not is_last:
             COMPUTING.clear()
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        _wait_for_gathers(ctx.ledger)
+        _wait_for_collectives(ctx.ledger)
         if not ctx.is_first:
             COMPUTING.clear()
         return gradients[0], None, None, None
@@ -107,10 +107,10 @@ def _train(prefetch: int) -> nn.Module:
     return model
 
 
-def _wait_for_gathers(ledger: Ledger) -> None:
+def _wait_for_collectives(ledger: Ledger) -> None:
     COMPUTING.set()
     for record in ledger.records(ledger.step):
-        if record.event.kind is EventKind.GATHER:
+        if record.event.kind in (EventKind.GATHER, EventKind.REDUCE):
             assert all(work.wait(SECONDS) for work in record.works), str(record.event)
 
 

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
@@ -133,3 +134,40 @@ def _many() -> str:
     with pytest.raises(sw.StepError) as caught:
         model(torch.randn(2, WIDTH), [30]).sum().backward()
     return str(caught.value)
+
+
+class MaySkip(nn.Module):
+    """Skips its only layer if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.skips else self.norm(x)
+
+
+@on_ranks(2)
+def test_a_frozen_unit_that_uses_what_is_trained_may_be_skipped_on_one_rank() -> None:
+    """Its input needs no gradient, so what it returns needs one on the other rank alone."""
+    torch.manual_seed(0)
+    last = nn.Sequential(nn.Linear(WIDTH, WIDTH))  # for which the first unit is freed
+    reference = nn.Sequential(nn.Sequential(MaySkip()), nn.Linear(WIDTH, WIDTH), last).double()
+    [skipping] = [m for m in reference.modules() if isinstance(m, MaySkip)]
+    assert isinstance(reference[1], nn.Linear)
+    skipping.norm.weight = reference[1].bias  # which the root holds
+    skipping.norm.bias.requires_grad_(False)
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=nn.Sequential)
+    batch = torch.randn(2 * world_size(), WIDTH).double()
+    for step in range(3):
+        for m in (one for one in model.modules() if isinstance(one, MaySkip)):
+            m.skips = step > 0 and dist.get_rank() == 0
+        model(own_part(batch)).square().mean().backward()
+        losses = []
+        for rank in range(world_size()):
+            skipping.skips = step > 0 and rank == 0
+            losses.append(reference(batch.chunk(world_size())[rank]).square().mean())
+        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+    assert_equal_models(model, reference, 2)

@@ -2,7 +2,7 @@
 
 import weakref
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -116,6 +116,15 @@ class Memory:
         position = bisect_right(self._starts, address)
         block = self._blocks[self._starts[position - 1]] if position else None
         return block if block is not None and address < block.stop else None
+
+    def owned_by(self, timeline: Timeline, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+        """Memory that ``timeline`` had allocated: nobody else gets it before that is done."""
+        blocks = [(one, self.block_at(one.data_ptr())) for one in tensors if one.numel()]
+        return [
+            one.untyped_storage()
+            for one, block in blocks
+            if block is not None and block.owner is timeline
+        ]
 
     def swap(self, one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
         """Two storages have exchanged their memory."""

@@ -121,7 +121,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             simulation.use(tensor, timeline, number, what, is_write=True)
         if defers and name not in _UNDEFINED:
             assert isinstance(timeline, Stream)
-            _defer(timeline, func, args, kwargs, operands, fresh)
+            kept = simulation.memory.owned_by(timeline, [*operands.all, *fresh])
+            _defer(timeline, func, args, kwargs, operands, fresh, kept)
         if isinstance(timeline, Stream):
             self._wait(name, timeline, args, kwargs, fresh)
         return result
@@ -247,6 +248,7 @@ def _defer(
     kwargs: dict[str, Any],
     operands: Operands,
     fresh: list[Tensor],
+    kept: list[torch.UntypedStorage],
 ) -> None:
     """Run an operator when somebody waits for ``stream``, on the memory that is there now."""
     late_args, late_kwargs = pytree.tree_map_only(Tensor, raw, (args, kwargs))
@@ -254,7 +256,7 @@ def _defer(
     for tensor in late_outputs:
         poison(tensor)
 
-    def job() -> None:
+    def job(kept: list[torch.UntypedStorage] = kept) -> None:  # noqa: ARG001 - until it has run
         with _disable_current_modes(), torch.no_grad():
             result = func(*late_args, **late_kwargs)
             if operands.writes:

@@ -103,6 +103,21 @@ class StrictGroup:
         name = f"all_reduce {operator.name}"
         return self._run(name, tensors, tensors, partial(self._reduce, operator))
 
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        own: Tensor,
+        output_sizes: list[int],
+        own_sizes: list[int],
+        options: Any = None,
+    ) -> "_Done":
+        self._check("all_to_all", [output, own], options, _MOVED)
+        if output_sizes or own_sizes or output.numel() != own.numel() or own.numel() % self.size():
+            self._refuse("all_to_all", f"{own.numel()} elements to {output.numel()}")
+        return self._run("all_to_all", [own], [output], self._swap)
+
+    alltoall_base = all_to_all_single
+
     # -- what NCCL requires ------------------------------------------------------------------------
 
     def _refuse(self, operation: str, why: str) -> None:
@@ -177,7 +192,9 @@ class StrictGroup:
         with _disable_current_modes():
             pairs = [(raw(one), raw(other)) for one, other in zip(reads, writes, strict=True)]
 
-        def job() -> None:
+        kept = simulation.memory.owned_by(timeline, [*reads, *writes])
+
+        def job(kept: list[torch.UntypedStorage] = kept) -> None:  # noqa: ARG001 - until it ran
             if self._is_refused or self._is_aborted:
                 return
             with _disable_current_modes(), torch.no_grad():
@@ -201,6 +218,12 @@ class StrictGroup:
         parts = self._parts(f"reduce_scatter {operator.name}", whole)
         own = [part.view(self.size(), -1)[self._own] for part in parts]
         operator.combine(own, output)
+
+    def _swap(self, own: Tensor, output: Tensor) -> None:
+        parts = self._parts("all_to_all", own.view(torch.uint8))
+        rows = output.view(torch.uint8).view(self.size(), -1)
+        for row, part in zip(rows, parts, strict=False):
+            row.copy_(part.view(self.size(), -1)[self._own])
 
     def _reduce(self, operator: "_Operator", tensor: Tensor, output: Tensor) -> None:
         operator.combine(self._parts(f"all_reduce {operator.name}", tensor), output)

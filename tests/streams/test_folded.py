@@ -46,15 +46,23 @@ def units_of(model: nn.Module) -> list[sw.FSDPModule]:
     ("options", "expected"),
     [
         ({}, {"reduce_scatter avg"}),
-        ({"strategy": "ddp"}, {"all_reduce avg"}),
         (
             {"strategy": "hsdp", "sharding_factor": 2},
             {"reduce_scatter sum", "all_reduce premul_sum"},
         ),
         ({"factor": 2.0}, {"reduce_scatter premul_sum"}),
-        ({"factor": 3.0}, {"reduce_scatter sum"}),
         ({"dtype": torch.float32, "reduce_dtype": torch.float16}, {"reduce_scatter sum"}),
-        ({"dtype": torch.float32, "reduce_dtype": torch.bfloat16}, {"reduce_scatter avg"}),
+        *(
+            pytest.param(*row, marks=pytest.mark.thorough)
+            for row in (
+                ({"strategy": "ddp"}, {"all_reduce avg"}),
+                ({"factor": 3.0}, {"reduce_scatter sum"}),
+                (
+                    {"dtype": torch.float32, "reduce_dtype": torch.bfloat16},
+                    {"reduce_scatter avg"},
+                ),
+            )
+        ),
     ],
 )
 def test_a_collective_divides_and_gives_the_bits_of_a_division_after_it(
@@ -75,6 +83,6 @@ def test_three_ranks_divide_after_the_sum() -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_sums_over_rows_that_are_carried_are_divided_once(accumulate: int) -> None:
     assert_trains_as_in_one_process(Program(strategy="hsdp", accumulate=accumulate))

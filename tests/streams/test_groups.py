@@ -60,7 +60,9 @@ def train(simulation: Simulation, *models: Twins) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("strategy", "num_groups"), [("fsdp", 2), ("ddp", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "num_groups"), [("fsdp", 2), pytest.param("ddp", 1, marks=pytest.mark.thorough)]
+)
 def test_models_on_parts_of_the_ranks(strategy: str, num_groups: int) -> None:
     """Others have made other groups before, and the ranks of one model are not in order."""
     simulation = Simulation(is_late=True)
@@ -85,7 +87,7 @@ def test_two_models_on_one_group() -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("hsdp", marks=pytest.mark.thorough), "hfsdp"])
 def test_groups_of_two_axes(strategy: str) -> None:
     simulation = Simulation(is_late=True)
     simulation.current_device = DEVICE.index

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 
+from tests.covering import leaving
 from tests.fuzz.programs import (
     SEARCH,
     Branch,
@@ -92,7 +93,13 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("name", FOUND)
+LONG = (
+    "two reductions of a unit in a backward that steps",
+    "a step in backward that waits for a rank that raised",
+)
+
+
+@pytest.mark.parametrize("name", leaving(LONG, FOUND))
 def test_what_was_found_holds(name: str) -> None:
     assert_holds_on_streams(FOUND[name])
 

@@ -32,7 +32,6 @@ def program(kind: MemoryKind, **options: Any) -> Program:
 
 ROWS = {
     "registered": program(REGISTERED),
-    "symmetric": program(SYMMETRIC),
     "symmetric hsdp": program(SYMMETRIC, strategy="hsdp", accumulate=2),
 }
 THOROUGH = {

@@ -13,7 +13,7 @@ def config() -> Config:
     return Config.model_validate(
         {
             "model": {"layers": 2, "heads": 2, "width": 32, "context": 32},
-            "train": {"steps": 20, "warmup_steps": 2},
+            "train": {"steps": 20, "warmup_share": 0.1},
             "shard": {"nproc": 4},
         }
     )

@@ -12,8 +12,9 @@ from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import DataConfig
-from shardwise.train.data import FileRange, Sequences, Text, open_corpus
+from shardwise.train.config import Config
+from shardwise.train.data import Batch, Corpus, Sequences, open_corpus as open_corpus_of
+from shardwise.train.text import FileRange, Text
 
 VALUES = np.random.default_rng(0).integers(0, 256, size=5000, dtype=np.uint8)
 CUTS = (0, 1, 700, 700, 2500, 4990, 5000)  # of the files, one of which is empty
@@ -40,6 +41,22 @@ def make_text(tmp_path_factory: pytest.TempPathFactory) -> MakeText:
 @pytest.fixture(scope="module")
 def text(make_text: MakeText) -> Text:
     return make_text(VALUES, CUTS)
+
+
+def open_corpus(**data: object) -> Corpus:
+    return open_corpus_of(Config.model_validate({"data": data}))
+
+
+def content(text: object) -> bytes:
+    assert isinstance(text, Text)
+    return text.read(0, len(text)).tobytes()
+
+
+def tokens(batch: Batch) -> torch.Tensor:
+    """The sequences, and the byte after each."""
+    assert batch.positions is None
+    assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+    return torch.cat([batch.inputs, batch.targets[:, -1:]], dim=1)
 
 
 def sequences(text: Text, *, seed: int = 0, rank: int = 0, world_size: int = 1) -> Sequences:
@@ -73,10 +90,10 @@ def test_a_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:
 def test_the_global_batch_does_not_depend_on_the_number_of_ranks(
     text: Text, step: int, seed: int
 ) -> None:
-    whole = sequences(text, seed=seed)[step]
+    whole = tokens(sequences(text, seed=seed)[step])
     for world_size in (2, 3, 4, 8):
         parts = [
-            sequences(text, seed=seed, rank=rank, world_size=world_size)[step]
+            tokens(sequences(text, seed=seed, rank=rank, world_size=world_size)[step])
             for rank in range(world_size)
         ]
         assert torch.equal(torch.cat(parts), whole)
@@ -84,9 +101,9 @@ def test_the_global_batch_does_not_depend_on_the_number_of_ranks(
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resuming_and_workers_do_not_change_the_order(text: Text, workers: int) -> None:
-    reference = [sequences(text)[step] for step in range(1, 9)]
-    loaded = list(sequences(text).loader(range(1, 9), workers, pin_memory=False))
-    resumed = list(sequences(text).loader(range(4, 9), workers, pin_memory=False))
+    reference = [tokens(sequences(text)[step]) for step in range(1, 9)]
+    loaded = list(map(tokens, sequences(text).loader(range(1, 9), workers, pin_memory=False)))
+    resumed = list(map(tokens, sequences(text).loader(range(4, 9), workers, pin_memory=False)))
     assert torch.equal(torch.stack(loaded), torch.stack(reference))
     assert torch.equal(torch.stack(resumed), torch.stack(reference[3:]))
 
@@ -98,14 +115,14 @@ def test_loading_draws_nothing_from_the_default_generator(text: Text) -> None:
 
 
 def test_a_sequence_is_a_part_of_the_text(text: Text) -> None:
-    for sequence in sequences(text)[3]:
+    for sequence in tokens(sequences(text)[3]):
         assert bytes(sequence.tolist()) in VALUES.tobytes()
 
 
 def test_the_first_and_the_last_sequence_can_be_drawn(make_text: MakeText) -> None:
     short = Sequences(text=make_text(VALUES[:18]), context=16, global_batch=64, seed=0)
     assert set(short.draw(0).tolist()) == {0, 1}
-    assert short[0].shape == (64, 17)
+    assert tokens(short[0]).shape == (64, 17)
 
 
 def test_steps_and_seeds_differ(text: Text) -> None:
@@ -119,16 +136,12 @@ def test_the_order_is_the_same_on_every_machine(text: Text) -> None:
 
 
 def test_the_standard_library_is_there() -> None:
-    corpus = open_corpus(DataConfig())
+    corpus = open_corpus()
     assert corpus.num_files > 300
     assert b"def " in content(corpus.train)
     share = len(corpus.validation) / (len(corpus.train) + len(corpus.validation))
     assert 0.04 < share <= 0.0501
     corpus.check_holds(1024)
-
-
-def content(text: Text) -> bytes:
-    return text.read(0, len(text)).tobytes()
 
 
 @pytest.fixture
@@ -142,7 +155,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_a_directory_is_split_by_whole_files(directory: Path) -> None:
-    corpus = open_corpus(DataConfig(path=str(directory), validation_share=0.2))
+    corpus = open_corpus(path=str(directory), validation_share=0.2)
     held_out = {n for n in range(40) if f"<{n}>".encode() in content(corpus.validation)}
     trained = {n for n in range(40) if f"<{n}>".encode() in content(corpus.train)}
     assert corpus.num_files == 40
@@ -152,21 +165,21 @@ def test_a_directory_is_split_by_whole_files(directory: Path) -> None:
 
 
 def test_the_split_does_not_depend_on_where_the_directory_is(directory: Path) -> None:
-    before = open_corpus(DataConfig(path=str(directory)))
+    before = open_corpus(path=str(directory))
     assert before.digest  # read before its files are moved
     moved = directory.rename(directory.parent / "moved")
-    after = open_corpus(DataConfig(path=str(moved)))
+    after = open_corpus(path=str(moved))
     assert (len(before.train), before.digest) == (len(after.train), after.digest)
 
 
 def test_the_glob_selects_files(directory: Path) -> None:
-    corpus = open_corpus(DataConfig(path=str(directory), glob="*.txt", validation_share=0.1))
+    corpus = open_corpus(path=str(directory), glob="*.txt", validation_share=0.1)
     assert content(corpus.train) + content(corpus.validation) == b"notes " * 100
 
 
 def test_the_end_of_a_single_file_is_for_validation(directory: Path) -> None:
     path = directory / "notes.txt"
-    corpus = open_corpus(DataConfig(path=str(path), validation_share=0.1))
+    corpus = open_corpus(path=str(path), validation_share=0.1)
     assert (len(corpus.train), len(corpus.validation)) == (540, 60)
     assert content(corpus.train) + content(corpus.validation) == path.read_bytes()
 
@@ -180,15 +193,13 @@ def test_the_end_of_a_single_file_is_for_validation(directory: Path) -> None:
     ],
 )
 def test_a_missing_text(directory: Path, data: dict[str, str], message: str) -> None:
-    config = DataConfig.model_validate(
-        {key: value.format(directory=directory) for key, value in data.items()}
-    )
+    given = {key: value.format(directory=directory) for key, value in data.items()}
     with pytest.raises(ConfigError, match=message):
-        open_corpus(config)
+        open_corpus(**given)
 
 
 def test_a_text_that_is_too_short(directory: Path) -> None:
-    corpus = open_corpus(DataConfig(path=str(directory / "notes.txt"), validation_share=0.1))
+    corpus = open_corpus(path=str(directory / "notes.txt"), validation_share=0.1)
     corpus.check_holds(59)
     with pytest.raises(ConfigError, match=r"leaves 60 bytes .* needs at least 61"):
         corpus.check_holds(60)

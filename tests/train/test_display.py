@@ -40,8 +40,8 @@ def test_equal_units_share_a_row(plan: Plan) -> None:
 def test_memory_of_a_rank_and_of_one_process(plan: Plan, config: Config) -> None:
     target = console()
     rank = rank_footprint(plan, config, "cuda")
-    target.print(memory_table("memory", rank, process_footprint(plan), 4))
-    assert ["AdamW's two states", "65.9 kB", "263.4 kB"] in rows(target)
+    target.print(memory_table("memory", rank, process_footprint(plan, config), 4))
+    assert ["optimizer states", "65.9 kB", "263.4 kB"] in rows(target)
     assert ["total", f"{rank.total / 1000:.1f} kB", "526.8 kB"] in rows(target)
     assert "a rank (of 4)" in shown(target)
 

@@ -12,8 +12,8 @@ MODEL = ROOT + 2 * BLOCK
 FLOAT = 4
 
 
-def test_one_process_holds_the_whole_model(plan: Plan) -> None:
-    footprint = process_footprint(plan)
+def test_one_process_holds_the_whole_model(plan: Plan, config: Config) -> None:
+    footprint = process_footprint(plan, config)
     assert footprint.parameters == footprint.gradients == MODEL * FLOAT
     assert footprint.optimizer == 2 * MODEL * FLOAT
     assert footprint.total == 4 * MODEL * FLOAT

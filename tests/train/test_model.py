@@ -8,9 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.train.build import build_model, shard_model
+from shardwise.train.build import shard_model
 from shardwise.train.config import Config, SampleConfig
-from shardwise.train.model import GPT, Shape, generate, rotary_table, rotate
+from shardwise.train.model import GPT, Shape, rotary_table, rotate
+from shardwise.train.source import Gpt
+from shardwise.train.summary import generate
+from shardwise.train.tokenizer import Bytes
 
 SHAPE = Shape(vocabulary=50, context=12, width=32, layers=3, heads=4)
 
@@ -23,6 +26,13 @@ def model() -> GPT:
 
 def tokens(batch: int = 2, time: int = 12) -> torch.Tensor:
     return torch.randint(50, (batch, time), generator=torch.Generator().manual_seed(1))
+
+
+def test_packed_documents_are_as_if_alone(model: GPT) -> None:
+    parts = torch.split(tokens(1, 12), [3, 1, 8], dim=1)
+    positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
+    alone = torch.cat([model(part) for part in parts], dim=1)
+    assert torch.allclose(model(tokens(1, 12), positions), alone, atol=1e-6)
 
 
 @pytest.mark.parametrize("time", [1, 5, 12])
@@ -92,12 +102,13 @@ def test_a_seed_determines_the_weights() -> None:
     first, again, different = (values(c) for c in (config, config, other))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["embedding.weight"], different["embedding.weight"])
-    assert torch.equal(first["rotations"], rotary_table(build_model(config).shape))
+    assert torch.equal(first["rotations"], rotary_table(Gpt(config).build().shape))
 
 
 def values(config: Config) -> dict[str, torch.Tensor]:
-    model = build_model(config)
-    shard_model(model, config.with_ranks(1))
+    source = Gpt(config.with_ranks(1))
+    model = source.build()
+    shard_model(model, source)
     with sw.gathered(model):
         tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
     return tensors | dict(model.named_buffers())
@@ -111,7 +122,7 @@ class Successor(nn.Module):
         self.doubt = doubt
         self.lengths: list[int] = []
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, _positions: None) -> Tensor:
         self.lengths.append(tokens.shape[1])
         logits = torch.full((*tokens.shape, 256), -1000.0)
         logits.scatter_(-1, (tokens + 1).remainder(256)[..., None], 0.0)
@@ -120,7 +131,9 @@ class Successor(nn.Module):
 
 
 def write(model: nn.Module, config: SampleConfig, *, context: int = 8, seed: int = 0) -> str:
-    return generate(model, config, context=context, seed=seed, device=torch.device("cpu"))
+    source = Gpt(Config())
+    device = torch.device("cpu")
+    return generate(model, source, config, Bytes(), context=context, seed=seed, device=device)
 
 
 def test_the_prompt_is_followed_by_generated_bytes() -> None:

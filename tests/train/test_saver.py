@@ -52,7 +52,7 @@ class Case:
                 "train": {
                     "steps": self.steps,
                     "global_batch": 4,
-                    "warmup_steps": 2,
+                    "warmup_share": 0.1,
                     "validation_batches": 1,
                     "seed": self.seed,
                 },

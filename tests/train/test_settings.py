@@ -12,7 +12,7 @@ from shardwise.train.config import Config, read_config, to_toml
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text("[train]\nsteps = 100\nwarmup_steps = 10\n", encoding="utf-8")
+    path.write_text("[train]\nsteps = 100\nwarmup_share = 0.2\n", encoding="utf-8")
     return path
 
 
@@ -25,9 +25,16 @@ def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
 def test_overrides_take_precedence_over_the_file(file: Path) -> None:
     config = read_config(file, ["train.steps=200", "data.path = some/text", "train.lr=1e-2"])
     assert config.train.steps == 200
-    assert config.train.warmup_steps == 10
+    assert config.train.warmup_steps == 40
     assert config.train.lr == 0.01
     assert config.data.path == "some/text"
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_may_have_few_steps_because_the_warm_up_is_a_share_of_them(steps: int) -> None:
+    default = Path(__file__).parents[2] / "configs" / "stdlib.toml"
+    train = read_config(default, [f"train.steps={steps}"]).train
+    assert (train.steps, train.warmup_steps) == (steps, 0)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +62,7 @@ def test_an_override_sets_one_key(file: Path) -> None:
 FILE_ERRORS = {
     "[train]\nstpes = 3": r"train\.stpes: unknown key; did you mean 'steps'\?",
     "[trian]\nsteps = 3": r"trian: unknown section; did you mean 'train'\?",
-    "[zebra]\nx = 3": r"zebra: unknown section; expected one of run, model, data",
+    "[zebra]\nx = 3": r"zebra: unknown section; expected one of run, model, tokenizer, data",
     "train = 3": r"train: expected a table \[train\], got 3",
     "[train]\nsteps = 0": r"train\.steps: expected a number greater than or equal to 1, got 0",
     "[train]\nsteps = 1.5": r"train\.steps: expected a valid integer, got 1\.5",
@@ -63,7 +70,7 @@ FILE_ERRORS = {
     "[train]\nlr = 'fast'": r"train\.lr: expected a valid number, got 'fast'",
     "[train]\nlr = nan": r"train\.lr: expected a finite number",
     "[train]\nbetas = [0.9]": r"train\.betas: expected one more value, got \[0\.9\]",
-    "[train]\nsteps = 10\nwarmup_steps = 10": r"warmup_steps=10: expected fewer than steps=10",
+    "[train]\nwarmup_share = 1": r"train\.warmup_share: expected a number less than 1",
     "[model]\nwidth = 30\nheads = 4": r"width=30: expected a multiple of .* such as 24 or 32",
     "[shard]\nunits = 1.5": r"shard\.units: expected a valid string or a valid integer, got 1\.5",
     "[shard]\nnproc = 0": r"shard\.nproc: expected a number greater than or equal to 1, got 0",

@@ -80,13 +80,33 @@ def test_wandb_gets_the_configuration_and_each_step(
     assert calls == [("stdlib", config.train.steps), (1, 5.5), "finish"]
 
 
-def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_trackers(with_sinks("tensorboard"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(
-        ConfigError, match=r'wandb is not installed; pip install "shardwise\[log\]"'
-    ):
-        check_trackers(with_sinks("wandb"))
+class Own:
+    """A sink of a user."""
+
+    def __init__(self, config: Config, directory: Path) -> None:
+        self.made_of = config, directory
+
+
+def test_a_sink_has_a_dotted_name(tmp_path: Path) -> None:
+    config = with_sinks("tests.train.test_sinks:Own")
+    check_trackers(config)
+    [sink] = open_trackers(config, tmp_path)
+    assert sink.__dict__ == {"made_of": (config, tmp_path)}
+
+
+def test_a_sink_is_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "own-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[shardwise.sinks]\nown = tests.train.test_sinks:Own\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    [sink] = open_trackers(with_sinks("own"), tmp_path)
+    assert type(sink).__name__ == "Own"
+
+
+def test_an_unknown_sink_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"run.sinks='tensorbord' is not known; did you mean"):
+        check_trackers(with_sinks("tensorbord"))
 
 
 @pytest.mark.parametrize("validation_loss", [None, 5.0])

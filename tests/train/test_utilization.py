@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from shardwise.train import utilization
-from shardwise.train.config import ModelConfig
 from shardwise.train.utilization import (
     RankFigures,
     StepsOfRun,
@@ -15,7 +14,7 @@ from shardwise.train.utilization import (
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA RTX A1000", None),
@@ -31,8 +30,9 @@ def test_peaks_are_known_by_name(
 
 
 def test_flops_are_those_of_matrices_and_attention() -> None:
-    model = ModelConfig(layers=2, heads=4, width=64, context=32)
-    assert flops_per_token(model, 1000) == 6 * 1000 + 12 * 2 * 64 * 32
+    attention = 12 * 2 * 64 * 32
+    assert flops_per_token(1000, 1000, num_layers=2, width=64, context=32) == 6000 + attention
+    assert flops_per_token(1000, 10, num_layers=2, width=64, context=32) == 4020 + attention
 
 
 def test_the_rank_that_waits_least_is_the_slowest() -> None:

@@ -258,7 +258,7 @@ def test_an_error_on_one_rank_reaches_those_that_wait_for_it(aborting: int) -> N
             else:
                 pending, _ = _reduce(links, torch.ones(3 * links.num_ranks))
                 message = (
-                    rf"rank {aborting} gave up in step 5: ValueError: it hurts, round {round_}$"
+                    rf"rank {aborting} gave up in step 5, .*: ValueError: it hurts, round {round_}$"
                 )
                 with pytest.raises(sw.PeerAborted, match=message):
                     links.wait(pending)

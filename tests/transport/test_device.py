@@ -4,7 +4,6 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -29,20 +28,13 @@ from shardwise.transport.device import (
     set_random_states,
 )
 from shardwise.transport.process_group import accelerator_type, rank_device
+from tests.waiting import PATIENCE_SECONDS, eventually
 
 CPU = torch.device("cpu")
-PATIENCE_SECONDS = 5.0
 
 
 def threads(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == name]
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.005)
-    return condition()
 
 
 def fail() -> None:

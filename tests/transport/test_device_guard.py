@@ -22,7 +22,7 @@ from shardwise.transport.device import KINDS, Device
 from shardwise.transport.health.monitor import Patience
 from shardwise.transport.process_group import ProcessGroupCollectives
 
-PATIENCE = Patience(poll_seconds=0.02, beat_seconds=0.02, silent_seconds=5.0)
+PATIENCE = Patience(poll_seconds=0.02, beat_seconds=0.02, silent_seconds=60.0)
 DEADLINE_SECONDS = 10.0
 
 
@@ -133,7 +133,7 @@ def test_after_an_error_ranks_go_on_with_groups_of_their_own(ranks: Ranks) -> No
     Late.is_open = False
     ranks.gather(0, "gather b")
     until(lambda: ranks.links[0]._found is not None)
-    message = "rank 1 gave up in step 7: ValueError: it hurts"
+    message = "rank 1 gave up in step 7, .*: ValueError: it hurts"
     with pytest.raises(sw.PeerAborted, match=message):
         ranks.links[0].recover()  # at the start of its next step, if it waits for nothing earlier
     Late.is_open = True

@@ -13,6 +13,7 @@ from shardwise.bench import report
 from shardwise.bench.engines import ALONE, ALONE_BF16, BASE, ENGINES, choose_engines, missing_peers
 from shardwise.bench.harness import (
     Round,
+    TimeLeft,
     check_place,
     largest,
     medians,
@@ -62,19 +63,26 @@ def run(options: BenchOptions) -> None:
     compared = Comparison(setting, _count_parameters(setting), missing_peers(options), rows)
     directory = report.make_directory(options.out, options.size)
     # Short runs of every engine first, so that one that fails does so early.
-    measures: dict[str, Callable[[Comparison], None]] = {
+    measures: dict[str, Callable[[Comparison, TimeLeft], None]] = {
         "traffic": _measure_traffic,
         "memory": _measure_trimmed,
         "units": _measure_units,
         "time": _measure_time,
     }
+    chosen = [name for name in measures if name in options.measured]
+    eta = TimeLeft(sum(_num_runs(name, setting) for name in chosen))
     try:
-        for name, measure in measures.items():
-            if name in options.measures:
-                measure(compared)
+        for name in chosen:
+            measures[name](compared, eta)
     finally:
         report.write(directory, compared)  # what there is, after an error too
     report.show(directory, compared)
+
+
+def _num_runs(measure: str, setting: Setting) -> int:
+    """How many runs of one engine take about as long as a measurement."""
+    num_engines = len(setting.engines)
+    return num_engines + 1 if measure in ("traffic", "memory") else max(2, num_engines // 2)
 
 
 def _count_parameters(setting: Setting) -> int:
@@ -83,14 +91,15 @@ def _count_parameters(setting: Setting) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _measure_time(compared: Comparison) -> None:
+def _measure_time(compared: Comparison, eta: TimeLeft) -> None:
     setting, rounds = compared.setting, compared.rounds
     heats = plan_heats(setting, compared.num_parameters, available_bytes())
     for number, names in enumerate(heats):
         suffix = f", heat {number + 1} of {len(heats)}" if len(heats) > 1 else ""
-        title = f"steps of {len(names)} engines{suffix}"
+        title = f"steps of {len(names)} engines{suffix}{eta}"
         by_rank = run_ranks(setting.ranks, measure_steps, setting, gpt_work, names, title)
         rounds.extend(merge(by_rank))
+        eta.advance(_num_runs("time", setting) / len(heats))
     for name, row in compared.rows.items():
         row.ratio = ratio(rounds, name, BASE)
         row.cpu_ratio = ratio(rounds, name, BASE, "cpu_seconds")
@@ -103,39 +112,42 @@ def loss_gap(rounds: Sequence[Round], name: str) -> float:
     return max(abs(cases[name]["loss"] - cases[BASE]["loss"]) for cases in shared)
 
 
-def _measure_units(compared: Comparison) -> None:
+def _measure_units(compared: Comparison, eta: TimeLeft) -> None:
     setting = compared.setting
-    title = f"steps of {NUM_TINY_UNITS} tiny units"
+    title = f"steps of {NUM_TINY_UNITS} tiny units{eta}"
     names = list(setting.engines)
     by_rank = run_ranks(setting.ranks, measure_steps, setting, tiny_work, names, title)
     compared.tiny_rounds.extend(merge(by_rank))
+    eta.advance(_num_runs("units", setting))
     for name, row in compared.rows.items():
         seconds = medians(compared.tiny_rounds, name)["seconds"]
         row.figures["unit_microseconds"] = seconds / NUM_TINY_UNITS * 1e6
 
 
-def _measure_traffic(compared: Comparison) -> None:
+def _measure_traffic(compared: Comparison, eta: TimeLeft) -> None:
     setting, rows = compared.setting, compared.rows
     alone = {name: _without_engine(setting, name) for name in rows}
     copied = {}
     names = dict.fromkeys((*alone.values(), *rows))
     with show_progress("traffic of", len(names)) as begin:
         for name in names:
-            begin(name)
+            begin(f"{name}{eta}")
             found = largest(run_ranks(setting.ranks, inspect_engine, setting, name))
+            eta.advance()
             copied[name] = found["copied_bytes"]
             if name in rows:
                 found["copied_bytes"] -= copied[alone[name]]
                 rows[name].figures |= found
 
 
-def _measure_trimmed(compared: Comparison) -> None:
+def _measure_trimmed(compared: Comparison, eta: TimeLeft) -> None:
     setting = compared.setting
     with show_progress("memory of", len(compared.rows)) as begin:
         for name, row in compared.rows.items():
-            begin(name)
+            begin(f"{name}{eta}")
             arguments = (setting, name, MMAP_THRESHOLD)
             peaks = run_ranks(setting.ranks, measure_resident_peak, *arguments)
+            eta.advance()
             row.figures["trimmed_peak"] = max(peaks)
 
 

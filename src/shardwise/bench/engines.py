@@ -39,7 +39,8 @@ class Engine:
     start: Callable[[Work], Trainee]
     keeps_whole: bool = False  # each rank holds the parameters and states of the whole model
     autocasts: bool = False  # bf16 by torch.autocast instead of a policy
-    by_default: bool = True
+    by_default: bool = True  # with --full, and without it if it `is_quick`
+    is_quick: bool = False
     least_ranks: int = 2
 
     @property
@@ -59,6 +60,7 @@ class Ours:
     prefetch: int = 1
     transaction: bool = False
     granularity: Literal["element", "dim"] = "element"
+    has_muon: bool = False  # instead of AdamW, for hidden matrices
 
     def __call__(self, work: Work) -> Trainee:
         half = torch.bfloat16
@@ -73,6 +75,8 @@ class Ours:
             sharding_factor=dist.get_world_size() // 2 if is_hybrid else None,
             mp_policy=policy,
         )
+        if self.has_muon:
+            return Trainee(work, model, sw.optim.Muon(sw.optim.parameter_groups(model)))
         return _InTransactions(work, model) if self.transaction else Trainee(work, model)
 
 
@@ -88,12 +92,13 @@ def _ours(name: str, start: Ours, *, by_default: bool = True) -> Engine:
         start=start,
         keeps_whole=start.strategy in {"ddp", "zero1", "zero2"},
         by_default=by_default,
+        is_quick=name in {"zero2", "fsdp", "fsdp-dim"},
         least_ranks=4 if start.strategy in {"hsdp", "hfsdp"} else 2,
     )
 
 
 _ROWS = (
-    Engine(BASE, "ddp", baselines.start_ddp, keeps_whole=True, autocasts=True),
+    Engine(BASE, "ddp", baselines.start_ddp, keeps_whole=True, autocasts=True, is_quick=True),
     Engine(
         "zero-optimizer",
         "zero-optimizer",
@@ -101,9 +106,9 @@ _ROWS = (
         keeps_whole=True,
         autocasts=True,
     ),
-    Engine("fsdp1", "fsdp1", baselines.Fsdp1(original_parameters=False)),
+    Engine("fsdp1", "fsdp1", baselines.Fsdp1(original_parameters=False), is_quick=True),
     Engine("fsdp1-orig", "fsdp1", baselines.Fsdp1(original_parameters=True)),
-    Engine("fsdp2", "fsdp2", baselines.Fsdp2()),
+    Engine("fsdp2", "fsdp2", baselines.Fsdp2(), is_quick=True),
     Engine("fsdp2-no-reshard", "fsdp2", baselines.Fsdp2(reshard=False)),
     Engine("fsdp2-async", "fsdp2", baselines.Fsdp2(unshard_async=True)),
     Engine("deepspeed", "deepspeed", baselines.start_deepspeed),
@@ -115,6 +120,7 @@ _ROWS = (
     _ours("hsdp", Ours("hsdp")),
     _ours("hfsdp", Ours("hfsdp")),
     _ours("fsdp-no-prefetch", Ours("fsdp", prefetch=0), by_default=False),
+    _ours("fsdp-muon", Ours("fsdp", has_muon=True), by_default=False),
     _ours("fsdp-transaction", Ours("fsdp", transaction=True), by_default=False),
 )
 _ALONE = (
@@ -137,14 +143,19 @@ def choose_engines(options: BenchOptions) -> tuple[str, ...]:
 
 def missing_peers(options: BenchOptions) -> tuple[str, ...]:
     """Engines that are left out because they are not installed."""
-    return () if baselines.has_deepspeed() or options.vs is not None else ("deepspeed",)
+    is_wanted = options.full and options.vs is None
+    return ("deepspeed",) if is_wanted and not baselines.has_deepspeed() else ()
 
 
 def _choose(
     option: str, asked: tuple[str, ...] | None, rows: Sequence[Engine], options: BenchOptions
 ) -> list[str]:
     if asked is None:
-        runnable = [row for row in rows if row.suits(options.ranks) and row.by_default]
+        runnable = [
+            row
+            for row in rows
+            if row.suits(options.ranks) and (row.by_default if options.full else row.is_quick)
+        ]
         return [row.name for row in runnable if row.name not in missing_peers(options)]
     families = list(dict.fromkeys(row.family for row in rows))
     choose_words(option, asked, families)

@@ -34,6 +34,7 @@ __all__ = [
     "Figures",
     "Range",
     "Round",
+    "TimeLeft",
     "interleave",
     "largest",
     "make_console",
@@ -103,9 +104,14 @@ def interleave(
         visible: whether to show progress.
     """
     names, measured = tuple(cases), []
+    started = time.perf_counter()
     with show_progress(title, warm_up + rounds, visible=visible) as begin:
         for number in range(warm_up + rounds):
-            begin("" if number else f"({rounds} rounds)")
+            if number == warm_up > 0:
+                left = _shown((time.perf_counter() - started) / warm_up * rounds)
+                begin(f"({rounds} rounds, about {left} left)")
+            else:
+                begin("" if number else f"({rounds} rounds)")
             start = (number - warm_up) % len(names)
             reference = reference_seconds()
             began, busy, own = time.perf_counter(), busy_seconds(), time.process_time()
@@ -191,6 +197,29 @@ def check_place() -> None:
         )
     if num_local_accelerators():
         raise ConfigError("bench compares on CPU ranks; hide the GPUs: CUDA_VISIBLE_DEVICES=''")
+
+
+class TimeLeft:
+    """An estimate of how long the rest takes, from the parts that are done; as text."""
+
+    def __init__(self, total: float) -> None:
+        """``total`` is in runs that take about as long as each other."""
+        self._total = total
+        self._done = 0.0
+        self._began = time.perf_counter()
+
+    def advance(self, runs: float = 1.0) -> None:
+        self._done += runs
+
+    def __str__(self) -> str:
+        if not self._done:
+            return ""
+        left = (time.perf_counter() - self._began) / self._done * (self._total - self._done)
+        return f", about {_shown(left)} left of all"
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"  # noqa: PLR2004
 
 
 # -- output --------------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from shardwise.bench.machine import read_field
+from shardwise.forecast.process import resident_bytes, set_mmap_threshold
 
 __all__ = [
     "Peak",
@@ -20,15 +19,6 @@ __all__ = [
     "resident_bytes",
     "set_mmap_threshold",
 ]
-
-_M_MMAP_THRESHOLD = -3  # of mallopt(3)
-
-
-def set_mmap_threshold(num_bytes: int) -> None:
-    """Have glibc return blocks of at least this size to the system when they are freed."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries may lack it
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, num_bytes)
 
 
 class _MallocInfo(ctypes.Structure):
@@ -100,10 +90,6 @@ def reset_high_water() -> None:
 def high_water_bytes() -> int:
     """The peak of resident memory since `reset_high_water`, which psutil does not report."""
     return _read_kilobytes(Path("/proc/self/status"), "VmHWM")
-
-
-def resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,15 +26,16 @@ SIZES = {
 class BenchOptions:
     """The command line."""
 
-    size: str = "50M"  # of `SIZES`, or a configuration of `shardwise train`
+    size: str = "10M"  # of `SIZES`, or a configuration of `shardwise train`
     ranks: int = 2
     dtype: str = "fp32"
-    vs: tuple[str, ...] | None = None  # families of peers; None for all that are installed
-    ours: tuple[str, ...] | None = None  # strategies; None for all that the ranks allow
-    rounds: int = 12
+    vs: tuple[str, ...] | None = None  # families of peers; None for the default ones
+    ours: tuple[str, ...] | None = None  # strategies; None for the default ones
+    rounds: int = 8
     sequence: int = 128  # tokens
     batch: int = 2  # sequences per rank and step
-    measures: tuple[str, ...] = MEASURES
+    measures: tuple[str, ...] | None = None  # None for the time alone
+    full: bool = False  # the default ones are all that are installed and suit the ranks
     out: Path | None = None  # a directory; None for a new one under runs/
 
     def check(self) -> None:
@@ -49,7 +50,14 @@ class BenchOptions:
             if got < value:
                 raise ConfigError(f"--{option} {got}: expected {value} or more")
         choose_words("--dtype", (self.dtype,), DTYPES)
-        choose_words("--measure", self.measures, MEASURES)
+        choose_words("--measure", self.measured, MEASURES)
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """What is measured."""
+        if self.measures is not None:
+            return self.measures
+        return MEASURES if self.full else MEASURES[:1]
 
 
 @dataclass(frozen=True, slots=True)

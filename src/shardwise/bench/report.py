@@ -24,7 +24,7 @@ from shardwise.bench.harness import (
 from shardwise.bench.machine import describe_machine
 from shardwise.bench.options import Setting
 from shardwise.bench.work import NUM_TINY_UNITS
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, PackageMissing
 from shardwise.train.run_directory import make_new_directory
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ __all__ = ["LOSS_TOLERANCE", "Comparison", "Row", "make_directory", "show", "wri
 
 # In nats, for fp32: engines add up the same numbers in different orders.
 LOSS_TOLERANCE = 1e-4
-NO_PICTURE = 'bench.png was not drawn, matplotlib is missing: pip install "shardwise[plot]"'
 PRECISION = (
     "bf16: ddp and zero-optimizer run under torch.autocast; the others gather, compute and reduce "
     "in bfloat16 and keep float32 shards"
@@ -141,12 +140,36 @@ def _remarks(directory: Path, compared: Comparison) -> list[str]:
             f"are left out; load up to {max(round_.load for round_ in rounds):.1f}, other "
             f"processes kept up to {max(round_.others for round_ in rounds):.1f} cores busy"
         )
+        remarks.append(_noise(compared))
     try:
         _draw(directory / "bench.png", compared)
-    except ModuleNotFoundError:
-        remarks.append(NO_PICTURE)
+    except PackageMissing as missing:
+        remarks.append(str(missing))
     files = ", ".join(sorted(file.name for file in directory.iterdir()))
     return [*remarks, f"results: {directory} ({files})"]
+
+
+def _noise(compared: Comparison) -> str:
+    """How far the ratios of an engine are from each other: what differences mean nothing."""
+    spreads = []
+    for name in compared.rows:
+        ratios = _ratios(compared, name)
+        if name != BASE and len(ratios) > 1:
+            low, _, high = statistics.quantiles(ratios, n=4)
+            spreads.append(high - low)
+    if not spreads:
+        return "too few rounds to know the noise; pass --rounds 20"
+    return (
+        f"noise: the middle half of an engine's ratios is {statistics.median(spreads):.2f} wide; "
+        "smaller differences between engines mean nothing. For finer ones, pass --rounds 30 on an "
+        "idle machine; on a busy one go by CPU time"
+    )
+
+
+def _ratios(compared: Comparison, name: str) -> list[float]:
+    """To the base, in each round that was not noisy."""
+    quiet = [one.cases for one in compared.rounds if name in one.cases and not one.is_noisy]
+    return [cases[name]["seconds"] / cases[BASE]["seconds"] for cases in quiet]
 
 
 def _tables(compared: Comparison) -> dict[str, tuple[Column, ...]]:
@@ -156,6 +179,8 @@ def _tables(compared: Comparison) -> dict[str, tuple[Column, ...]]:
             ("CPU time", "cpu_ratio", str),
             ("ms", "seconds", _milliseconds),
             ("CPU ms", "cpu_seconds", _milliseconds),
+        ),
+        "what a step did": (
             ("page faults", "page_faults", "{:,.0f}".format),
             ("communication, ms", "busy_seconds", _milliseconds),
             ("of it exposed", "exposed_seconds", _milliseconds),
@@ -166,10 +191,11 @@ def _tables(compared: Comparison) -> dict[str, tuple[Column, ...]]:
             ("collectives", "num_collectives", "{:.0f}".format),
             ("sent", "sent_bytes", _bytes),
         ),
-        "memory per rank above that before the model was made": (
-            ("live, peak", "live_peak", _bytes),
-            ("resident, peak", "resident_peak", _bytes),
-            ("with malloc's threshold at 64 KB", "trimmed_peak", _bytes),
+        "peak memory per rank above that before the model was made; trimmed: malloc's threshold at "
+        "64 KB": (
+            ("live", "live_peak", _bytes),
+            ("resident", "resident_peak", _bytes),
+            ("resident, trimmed", "trimmed_peak", _bytes),
             ("µs per tiny unit", "unit_microseconds", "{:,.0f}".format),
         ),
     }
@@ -195,8 +221,9 @@ def _draw(path: Path, compared: Comparison) -> None:
     """Draw one line per engine; what was not measured has no panel.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+        PackageMissing: matplotlib is not installed.
     """
+    PackageMissing.check("matplotlib", extra="bench", needed_for=path.name)
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second, and an optional dependency)
 
     rows, setting = compared.rows, compared.setting
@@ -220,8 +247,7 @@ def _draw(path: Path, compared: Comparison) -> None:
 
 
 def _draw_times(axis: "Axes", compared: Comparison, place: int, name: str) -> None:
-    quiet = [one.cases for one in compared.rounds if name in one.cases and not one.is_noisy]
-    ratios = [cases[name]["seconds"] / cases[BASE]["seconds"] for cases in quiet]
+    ratios = _ratios(compared, name)
     axis.plot(ratios, [place] * len(ratios), "|", color=FAINT, markersize=9)
     axis.plot([statistics.median(ratios)], [place], "o", color=_color(name))
     axis.axvline(1.0, color=OTHER, linewidth=0.8, linestyle="--")

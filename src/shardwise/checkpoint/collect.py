@@ -26,6 +26,7 @@ from shardwise.tensor.sharding import local_of, mesh_of, sharding_of
 
 __all__ = [
     "WriteJob",
+    "check_kinds",
     "check_sharded",
     "check_storable",
     "checkpoint_mesh",
@@ -37,10 +38,30 @@ __all__ = [
 _MAX_NAME_BYTES = 200  # file systems allow 255
 
 
+def check_kinds(action: str, model: object, optimizer: object) -> None:
+    """Refuse a state dict for a model, and the name of an optimizer for one.
+
+    Raises:
+        CheckpointError: says what to pass.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise CheckpointError(
+            f"{action}: model={type(model).__name__}(...): expected a torch.nn.Module; pass the "
+            "model itself, not its state_dict()"
+        )
+    if optimizer is not None and not hasattr(optimizer, "state_dict"):
+        raise CheckpointError(
+            f"{action}: optimizer={optimizer!r}: expected a torch.optim.Optimizer; pass the one "
+            "that steps the model"
+        )
+
+
 def collect(
-    name: str, value: Any, model: nn.Module, max_file_bytes: int
+    name: str, value: Any, model: nn.Module, max_file_bytes: int, *, is_plan: bool = False
 ) -> tuple[Component, dict[str, Tensor]]:
     """The component of ``value``, which was passed to `save` as ``name``, and its tensors by name.
+
+    With ``is_plan`` tensors may be on the meta device.
 
     Raises:
         CheckpointError: it cannot be saved; names the component and the key.
@@ -62,7 +83,7 @@ def collect(
             case _:
                 kind, encoded = "data", tree.encode(value, tensors)
         for key, tensor in tensors.items():
-            check_storable(key, tensor)
+            check_storable(key, tensor, is_plan=is_plan)
         files = pack(name, (spec_of(key, x) for key, x in tensors.items()), max_file_bytes)
     except RecursionError as error:
         raise CheckpointError(f"{name}: nested too deeply, or contains itself") from error
@@ -85,8 +106,8 @@ def _check_name(name: str) -> None:
         )
 
 
-def check_storable(key: str, tensor: Tensor) -> None:
-    """Refuse a tensor that has no dense elements on this rank.
+def check_storable(key: str, tensor: Tensor, *, is_plan: bool = False) -> None:
+    """Refuse a tensor that has no dense elements on this rank, unless ``is_plan`` and it is meta.
 
     Raises:
         CheckpointError: names it.
@@ -102,7 +123,8 @@ def check_storable(key: str, tensor: Tensor) -> None:
             f"{key}: a {kind} cannot be saved, because its elements are not in one tensor; save "
             "the parameters that are trained with torch.distributed.checkpoint"
         )
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+    is_missing = tensor.is_meta and not is_plan
+    if tensor.layout is not torch.strided or tensor.is_quantized or is_missing:
         kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
         raise CheckpointError(f"{key}: a {kind} tensor cannot be saved; expected a dense one")
 

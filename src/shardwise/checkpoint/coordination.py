@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import logging
+import threading
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.slices import HostCopies
-from shardwise.errors import CheckpointDamaged, CheckpointError
+from shardwise.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.reductions import across
 from shardwise.transport.api import Work
@@ -22,7 +24,9 @@ from shardwise.transport.communicator import (
     make_collectives,
 )
 
-__all__ = ["Coordinator", "coordinator_of"]
+__all__ = ["Coordinator", "coordinator_of", "warning_of_absent_ranks"]
+
+PATIENCE_SECONDS = 15.0
 
 _CPU = torch.device("cpu")
 # By process group, as in `transport.communicator`; by model in a single process.
@@ -37,6 +41,20 @@ def coordinator_of(mesh: DataParallelMesh, model: object | None) -> "Coordinator
     if key not in _coordinators:
         _coordinators[key] = Coordinator(mesh)
     return _coordinators[key]
+
+
+@contextlib.contextmanager
+def warning_of_absent_ranks(mesh: DataParallelMesh, call: str) -> Iterator[None]:
+    """Log what ``call`` waits for if the other ranks do not make it within `PATIENCE_SECONDS`."""
+    text = f"rank {mesh.group_rank} waits in {call} for the other ranks: every rank must call it"
+    timer = threading.Timer(PATIENCE_SECONDS, logging.getLogger("shardwise").warning, (text,))
+    timer.daemon = True
+    if mesh.num_ranks > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Waitable(Protocol):
@@ -183,4 +201,5 @@ def _describe(error: OSError) -> str:
 
 
 def _same_kind(name: str) -> type[CheckpointError]:
-    return CheckpointDamaged if name == CheckpointDamaged.__name__ else CheckpointError
+    kinds = {kind.__name__: kind for kind in (CheckpointDamaged, CheckpointNotFound)}
+    return kinds.get(name, CheckpointError)

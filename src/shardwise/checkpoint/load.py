@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.checksums import decode_parts, encode_parts
-from shardwise.checkpoint.collect import checkpoint_mesh
-from shardwise.checkpoint.coordination import coordinator_of
+from shardwise.checkpoint.collect import check_kinds, checkpoint_mesh
+from shardwise.checkpoint.coordination import coordinator_of, warning_of_absent_ranks
 from shardwise.checkpoint.foreign import open_foreign
 from shardwise.checkpoint.matching import (
     LoadReport,
@@ -90,13 +90,15 @@ def load(
     """
     folder = folder_at(path)
     where = str(folder)
+    check_kinds("load", model, optimizer)
     given = {"model": model, "optimizer": optimizer, **state}
     values = {name: value for name, value in given.items() if value is not None}
     modules = [value for value in values.values() if isinstance(value, nn.Module)]
     mesh = checkpoint_mesh(modules)
     device = next((p.device for m in modules for p in m.parameters()), torch.device("cpu"))
-    ranks = coordinator_of(mesh, modules[0] if modules else None)
-    ranks.agree(mesh, device, f"load {where}")
+    with warning_of_absent_ranks(mesh, f"sw.load({where!r})"):
+        ranks = coordinator_of(mesh, modules[0] if modules else None)
+        ranks.agree(mesh, device, f"load {where}")
     ranks.finish_pending()
     ranks.host_copies.clear()
     selection = Selection(None if only is None else tuple(only), strict, cast)

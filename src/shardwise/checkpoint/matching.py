@@ -1,6 +1,6 @@
 """Which tensor of a checkpoint is loaded into which tensor here: decided before any is read."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,7 +15,7 @@ from shardwise.checkpoint.format import Spec
 from shardwise.errors import CheckpointError
 from shardwise.tensor.sharding import sharding_of
 
-__all__ = ["LoadReport", "OptimizerStates", "Selection", "Target", "match_module"]
+__all__ = ["LoadReport", "OptimizerStates", "Selection", "Target", "match_module", "unadapted"]
 
 _MAX_SHOWN = 12  # names in each list of an error; a wrong model has thousands
 
@@ -110,6 +110,7 @@ def match_module(
     targets, used = [], set()
     for name, tensor in tensors.items():
         candidates = [aliases.get(other, other) for other in names[name]]
+        candidates += map(unadapted, names[name])
         found = [candidate for candidate in candidates if candidate in specs]
         used.update(found)
         if not any(selection.includes(other) for other in names[name]):
@@ -121,6 +122,11 @@ def match_module(
             targets.append(Target(found[0], tensor))
     report.unexpected += [name for name in specs if name not in used and selection.includes(name)]
     return targets
+
+
+def unadapted(name: str) -> str:
+    """The name of a parameter without the modules in which PEFT wraps a model and its layers."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def _fits(spec: Spec, tensor: Tensor, report: LoadReport) -> bool:
@@ -212,9 +218,15 @@ class OptimizerStates:
 
     def _decode(self, parameter: Tensor, key: str, value: Any) -> Any:
         present = self._optimizer.state.get(parameter, {}).get(key)
+        # Of optimizers whose states are not cut as their parameters are.
+        make: Callable[..., Tensor | None] = getattr(self._optimizer, "empty_state", _no_tensor)
 
         def allocate(name: str) -> Tensor:
             spec = self._specs[name]
+            made = make(parameter, key, spec.shape, spec.torch_dtype)
+            if made is not None:
+                self.targets.append(Target(name, made))
+                return made
             # As in torch, "step" is not sharded, even if a scalar parameter has the same shape.
             if key == "step" or spec.shape != tuple(parameter.shape):
                 return self._whole(name, self._device_of(parameter, key))
@@ -270,6 +282,10 @@ def _check_kind(optimizer: Optimizer, encoded: Mapping[str, Any]) -> None:
             f"{type(optimizer).__name__} has the options {', '.join(lacking)} instead; build the "
             "optimizer that was saved, or load without optimizer="
         )
+
+
+def _no_tensor(*_args: Any) -> None:
+    """Have states made like the parameter, as those of most optimizers are."""
 
 
 def _can_hold(present: Any, spec: Spec, parameter: Tensor) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.checksums import crc32, split_at_blocks
-from shardwise.checkpoint.format import MAX_FILE_BYTES, index_of, pack
+from shardwise.checkpoint.format import MAX_FILE_BYTES, Spec, index_of, pack
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.read import (
     OpenComponent,
@@ -24,9 +24,9 @@ from shardwise.checkpoint.read import (
 )
 from shardwise.checkpoint.slices import bytes_of
 from shardwise.checkpoint.stores import Folder, folder_at
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, CheckpointNotFound, ConfigError
 
-__all__ = ["FORMATS", "examine", "export"]
+__all__ = ["FORMATS", "examine", "export", "write_hf"]
 
 
 def examine(path: str | os.PathLike[str]) -> list[str]:
@@ -34,11 +34,16 @@ def examine(path: str | os.PathLike[str]) -> list[str]:
 
     Reads the whole checkpoint, one block at a time. Names files that are missing, truncated or not
     part of the checkpoint, and damaged tensors.
+
+    Raises:
+        CheckpointNotFound: there is no such directory.
     """
     try:
         folder = folder_at(path)
         manifest = read_manifest(folder)
         problems = list(file_problems(folder, manifest))
+    except CheckpointNotFound:
+        raise
     except (CheckpointError, OSError) as error:
         return [str(error)]
     return [*problems, *_tensor_problems(folder, manifest)]
@@ -72,12 +77,13 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], format_: s
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or ``out`` cannot be written.
+        ConfigError: the format is unknown, or ``out`` exists.
     """
     if format_ not in FORMATS:
-        raise CheckpointError(f"format {format_!r}: expected one of {', '.join(FORMATS)}")
+        raise ConfigError(f"format {format_!r}: expected one of {', '.join(FORMATS)}")
     target = Path(out)
     if target.exists():
-        raise CheckpointError(f"{target}: already exists; choose another path")
+        raise ConfigError(f"{target}: already exists; choose another path")
     with contextlib.ExitStack() as cleanup:
         opened = open_checkpoint(folder_at(path), cleanup)
         with _created(target) as partial:
@@ -105,15 +111,29 @@ def _to_hf(components: dict[str, OpenComponent], out: Path) -> None:
     model = components.get("model")
     if model is None:
         raise CheckpointError("the checkpoint contains no model")
-    files = pack("model", model.specs.values(), MAX_FILE_BYTES)
+    write_hf(model.specs.values(), model.reader.read_whole, out)
+
+
+def write_hf(
+    specs: Iterable[Spec], read: Callable[[str], Tensor], out: Path, name: str = "model"
+) -> None:
+    """Write tensors to safetensors files in the new directory ``out``, one tensor at a time.
+
+    Args:
+        specs: of the tensors.
+        read: returns a tensor by its name.
+        out: the directory.
+        name: that the files begin with.
+    """
+    files = pack(name, specs, MAX_FILE_BYTES)
     out.mkdir(parents=True)
     for file in files:
         with (out / file.name).open("wb") as stream:
             stream.write(file.head)
             for spec in file.specs:
-                stream.write(bytes_of(model.reader.read_whole(spec.name).view(-1)))
+                stream.write(bytes_of(read(spec.name).view(-1)))
     if len(files) > 1:
-        (out / "model.safetensors.index.json").write_bytes(index_of(files))
+        (out / f"{name}.safetensors.index.json").write_bytes(index_of(files))
 
 
 def _to_torch(components: dict[str, OpenComponent], out: Path) -> None:

@@ -24,7 +24,7 @@ from shardwise.checkpoint.format import Spec, is_plain_file_name, parse_header
 from shardwise.checkpoint.manifest import MANIFEST, Component, Manifest, tensor_ids
 from shardwise.checkpoint.slices import TensorSlice, bytes_of
 from shardwise.checkpoint.stores import Folder, OpenFile
-from shardwise.errors import CheckpointDamaged, CheckpointError
+from shardwise.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 
 __all__ = [
     "OpenCheckpoint",
@@ -114,9 +114,11 @@ def read_manifest(folder: Folder) -> Manifest:
 
     Raises:
         CheckpointError: there is none; says what the folder contains instead.
+        CheckpointNotFound: there is no folder.
     """
     if not is_complete(folder):
-        raise CheckpointError(f"{folder}: not a checkpoint: {_what_instead(folder)}")
+        kind = CheckpointError if folder.exists() else CheckpointNotFound
+        raise kind(f"{folder}: not a checkpoint: {_what_instead(folder)}")
     return Manifest.parse(folder.read(MANIFEST), str(folder / MANIFEST))
 
 

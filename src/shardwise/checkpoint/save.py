@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.collect import WriteJob, checkpoint_mesh, collect
-from shardwise.checkpoint.coordination import Coordinator, coordinator_of
+from shardwise.checkpoint.collect import WriteJob, check_kinds, checkpoint_mesh, collect
+from shardwise.checkpoint.coordination import Coordinator, coordinator_of, warning_of_absent_ranks
 from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.format import MAX_FILE_BYTES
 from shardwise.checkpoint.manifest import Component, tensor_ids
@@ -70,10 +70,12 @@ def save(
             unchanged, and training can continue.
     """
     folder = folder_at(path)
+    check_kinds("save", model, optimizer)
     mesh = checkpoint_mesh([model])
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    ranks = coordinator_of(mesh, model)
-    ranks.agree(mesh, device, f"save to {folder}")
+    with warning_of_absent_ranks(mesh, f"sw.save({str(folder)!r})"):
+        ranks = coordinator_of(mesh, model)
+        ranks.agree(mesh, device, f"save to {folder}")
     ranks.finish_pending()
     values = {"model": model, "optimizer": optimizer, **state}
     if optimizer is None:
@@ -141,6 +143,9 @@ class Save:
             return
         arguments = (job, self._errors, self._done)  # without this object, so that it can warn
         threading.Thread(target=_run, args=arguments, name="shardwise-save").start()
+
+    def __repr__(self) -> str:
+        return f"Save({str(self.path)!r}, {'done' if self.is_done else 'being written'})"
 
     @property
     def is_done(self) -> bool:

@@ -47,7 +47,8 @@ def folder_at(place: str | os.PathLike[str]) -> "Folder":
         store, path = url_to_fs(url)
     except ImportError as error:
         missing = getattr(error.__cause__ or error, "name", None)
-        advice = f" (pip install {missing})" if missing else ""
+        package = "'shardwise[s3]'" if url.startswith(("s3:", "s3a:")) else missing
+        advice = f" (pip install {package})" if package else ""
         raise CheckpointError(f"{url}: {error}{advice}") from error
     except ValueError as error:
         raise CheckpointError(

@@ -52,9 +52,9 @@ def write(job: WriteJob, ranks: Coordinator) -> None:
         else:
             own = upload(job.folder, job, ranks)
         encoded = ranks.all_gather(encode_parts(own))
-        parts = [part for one in encoded for part in decode_parts(one)]
         with ranks.raises_together("complete the checkpoint"):
             if owner is not None:
+                parts = [part for one in encoded for part in decode_parts(one)]
                 commit(job.folder, _manifest(job, parts).render(), owner)
     except StepError:  # other ranks may still be writing
         raise

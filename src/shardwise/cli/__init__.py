@@ -4,7 +4,8 @@ Exit codes, the same for all commands:
 
 - 0: success;
 - 1: a check found differences or damage, or the run failed;
-- 2: a usage or configuration error, one line on stderr; nothing was started;
+- 2: a usage or configuration error, such as a file that is not there; one line on stderr, and
+  nothing was started;
 - 130: interrupted by SIGINT (128 + the number of any other signal).
 
 A command imports torch when it runs, so that ``shardwise --help`` is fast.
@@ -12,18 +13,20 @@ A command imports torch when it runs, so that ``shardwise --help`` is fast.
 
 import sys
 from collections.abc import Sequence
-from typing import cast
+from typing import Annotated, cast
 
 import typer
 from typer.main import get_command
 
+from shardwise import __version__
 from shardwise.cli.bench import bench
 from shardwise.cli.doctor import doctor
 from shardwise.cli.export import export
+from shardwise.cli.plan import plan
 from shardwise.cli.report import report
 from shardwise.cli.train import train
 from shardwise.cli.verify import verify
-from shardwise.errors import ConfigError, PlanError, ShardwiseError
+from shardwise.errors import CheckpointNotFound, ConfigError, PlanError, ShardwiseError
 
 __all__ = ["app", "main"]
 
@@ -36,6 +39,7 @@ app = typer.Typer(
     name="shardwise",
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # joins the lines of a paragraph, and keeps what is in [brackets]
 )
 app.command()(bench)
 app.command()(train)
@@ -43,10 +47,22 @@ app.command()(verify)
 app.command()(doctor)
 app.command()(export)
 app.command()(report)
+app.command()(plan)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shardwise {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def commands() -> None:
+def commands(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
     """Fully Sharded Data Parallel training for PyTorch.
 
     Exit codes: 0 success; 1 a check found differences, or the run failed; 2 a usage or
@@ -65,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return end.exit_code
     except KeyboardInterrupt as stop:
         return _fail("; ".join(["interrupted", *map(str, stop.args)]), INTERRUPTED)
-    except (PlanError, ConfigError) as error:
+    except (PlanError, ConfigError, CheckpointNotFound) as error:
         return _fail(" ".join(str(error).split()), BAD_INPUT)
     except ShardwiseError as error:
         return _fail(str(error), FAILED)

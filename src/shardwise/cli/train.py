@@ -1,5 +1,6 @@
 """``shardwise train``."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -8,8 +9,13 @@ import typer
 
 def train(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG.toml", help="The configuration of the run.")
-    ],
+        Path | None,
+        typer.Argument(
+            metavar="[CONFIG.toml]",
+            help="The configuration of the run (default: a small GPT on the standard library).",
+            show_default=False,
+        ),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the file."),
@@ -17,13 +23,28 @@ def train(
     nproc: Annotated[
         int | None, typer.Option(metavar="N", help="Number of local ranks (default: shard.nproc).")
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Choose the strategy, micro-batch and checkpointing that fit it, such as 24GB.",
+        ),
+    ] = None,
 ) -> None:
-    """Train a GPT, sharded over ranks.
+    """Train a GPT or a Hugging Face model, sharded over ranks.
 
     Starts local ranks, or joins the ranks of a launcher such as torchrun (RANK and WORLD_SIZE are
-    set). SIGINT and SIGTERM save a checkpoint and stop; run the same command to resume.
+    set). SIGINT, SIGTERM and SIGUSR1 save a checkpoint and stop; run the same command to resume.
     """
     from shardwise.train.config import read_config  # noqa: PLC0415
     from shardwise.train.run import run  # noqa: PLC0415 (imports torch)
 
-    run(read_config(config, settings or []), nproc)
+    settled = read_config(config, settings or [])
+    if memory is not None:
+        from shardwise.launch.environment import read_rank_env  # noqa: PLC0415
+        from shardwise.train.within import within  # noqa: PLC0415
+
+        env = read_rank_env(os.environ)
+        num_ranks = nproc or settled.shard.nproc if env is None else env.world_size
+        settled = within(settled.with_ranks(num_ranks), memory)
+    run(settled, nproc)

@@ -31,7 +31,6 @@ from shardwise.runtime.engine import Runtime
 from shardwise.runtime.ledger import LedgerReader
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.records import Record
-from shardwise.runtime.unit import Unit
 from shardwise.schedule.events import COMPUTE
 from shardwise.transport.device import device_of, is_accelerator, name_of
 
@@ -118,8 +117,11 @@ class Recorder(LedgerReader):
             **({} if optimizer is None else _info_of(optimizer)),
             **info,
         }
-        path = file_of_rank(directory, runtime.mesh.world.index)
+        world = runtime.mesh.world
+        path = file_of_rank(directory, world.index)
         path.parent.mkdir(parents=True, exist_ok=True)
+        if world.index == 0:
+            _remove_files_of_more_ranks(path.parent, world.size)
         self._file = path.open("w", encoding="utf-8")
         self._write([_header(runtime, clock.seconds, info)])
         runtime.scheduler.ledger.readers.append(self)
@@ -254,29 +256,19 @@ def _header(runtime: Runtime, clock_offset: float, info: dict[str, Any]) -> Head
         replicas=plan.replicas,
         device=name_of(runtime.pools.device),
         clock_offset=clock_offset,
-        units=tuple(map(_figures_of, runtime.units)),
+        units=tuple(
+            UnitFigures.of(unit.plan, sum(one.local.nbytes for one in unit.parameters))
+            for unit in runtime.units
+        ),
         info=info,
     )
 
 
-def _figures_of(of: Unit) -> UnitFigures:
-    unit = of.plan
-    return UnitFigures(
-        label=unit.label,
-        num_parameters=len(unit.parameters),
-        num_elements=sum(spec.num_elements for spec in unit.parameters),
-        gathered_bytes=unit.gathered_bytes,
-        kept_bytes=unit.kept_bytes,
-        shard_bytes=unit.shard_bytes,
-        own_bytes=sum(parameter.local.nbytes for parameter in of.parameters),
-        gradient_bytes=unit.gradient_bytes,
-        gradient_shard_bytes=unit.gradient_shard_bytes,
-        reshard=unit.reshard,
-        subgroup=unit.subgroup,
-        two_level_gather=unit.two_level_gather,
-        has_child_units=unit.has_child_units,
-        parent=unit.parent,
-    )
+def _remove_files_of_more_ranks(directory: Path, num_ranks: int) -> None:
+    """What an earlier run on more than ``num_ranks`` ranks has left in the directory."""
+    for path in directory.glob("rank-*.jsonl"):
+        if int(path.stem.removeprefix("rank-")) >= num_ranks:
+            path.unlink(missing_ok=True)
 
 
 def _blocks_of(model: nn.Module, plan: Plan) -> dict[str, list[int]]:

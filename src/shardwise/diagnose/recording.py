@@ -7,11 +7,12 @@ rank 0: each rank measures the offset of its own clock when it begins to record,
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.plan.units import UnitPlan
 from shardwise.schedule.events import EventKind
 
 __all__ = [
@@ -52,6 +53,25 @@ class UnitFigures:
     two_level_gather: bool
     has_child_units: bool
     parent: int | None
+
+    @classmethod
+    def of(cls, unit: UnitPlan, own_bytes: int) -> Self:
+        return cls(
+            label=unit.label,
+            num_parameters=len(unit.parameters),
+            num_elements=sum(spec.num_elements for spec in unit.parameters),
+            gathered_bytes=unit.gathered_bytes,
+            kept_bytes=unit.kept_bytes,
+            shard_bytes=unit.shard_bytes,
+            own_bytes=own_bytes,
+            gradient_bytes=unit.gradient_bytes,
+            gradient_shard_bytes=unit.gradient_shard_bytes,
+            reshard=unit.reshard,
+            subgroup=unit.subgroup,
+            two_level_gather=unit.two_level_gather,
+            has_child_units=unit.has_child_units,
+            parent=unit.parent,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +203,14 @@ def read_recording(directory: Path) -> tuple[RankRecording, ...]:
     """All ranks of the run in ``directory``, in order.
 
     Raises:
-        RecordingError: there is none, or a file is damaged; it names the file and the line.
+        ConfigError: there is none.
+        RecordingError: a file is damaged; it names the file and the line.
     """
     paths = sorted((directory / "recording").glob("rank-*.jsonl"))
     if not paths:
-        raise RecordingError(
-            f"{directory} has no recording; record a run with "
-            "shardwise.diagnose.record.record(model, directory), or with `shardwise train`"
+        raise ConfigError(
+            f"{directory} has no recording; record a run with `shardwise train`, or in "
+            "`with sw.record(model, directory)`"
         )
     ranks = tuple(_read_rank(path) for path in paths)
     expected = list(range(ranks[0].header.world_size))

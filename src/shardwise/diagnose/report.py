@@ -29,7 +29,8 @@ def report(
         The files that were written.
 
     Raises:
-        RecordingError: there is no recording, or none of its steps is complete on all ranks.
+        ConfigError: there is no recording.
+        RecordingError: none of its steps is complete on all ranks.
     """
     ranks = read_recording(directory)
     summary = summarize(ranks)

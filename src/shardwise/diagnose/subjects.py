@@ -11,7 +11,7 @@ from typing import Any, cast
 from shardwise.diagnose.engines import ENGINES, Engine
 from shardwise.diagnose.families import FAMILIES
 from shardwise.diagnose.models import Subject
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, PackageMissing
 from shardwise.plan.spelling import did_you_mean
 
 __all__ = ["find_engine", "find_subjects"]
@@ -33,8 +33,8 @@ def find_subjects(model: str | None, built_in: Mapping[str, Subject]) -> list[Su
         return list(built_in.values())
     if model in built_in:
         return [built_in[model]]
-    if (model == "hf" or model in FAMILIES) and importlib.util.find_spec("transformers") is None:
-        raise ConfigError(f"{model}: needs transformers; pip install 'shardwise[hf]'")
+    if model == "hf" or model in FAMILIES:
+        PackageMissing.check("transformers", extra="hf", needed_for=model)
     if model == "hf":
         return list(FAMILIES.values())
     if model in FAMILIES:

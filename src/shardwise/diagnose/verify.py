@@ -28,6 +28,7 @@ from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.spelling import did_you_mean
 from shardwise.plan.strategy import STRATEGIES, Strategy, resolve_strategy
 from shardwise.plan.units import Units
+from shardwise.plan.wire import EXACT
 from shardwise.tensor.mesh import all_ranks_of, resolve_mesh
 from shardwise.transport.device import num_local_accelerators, own_device
 
@@ -104,6 +105,12 @@ def verify(
         PlanError: an argument is not valid. Differences are returned, not raised.
     """
     rows = resolve_strategies(strategies, mesh) if engine is None else []
+    if tolerance is None and options.get("wire", EXACT) != EXACT:
+        raise PlanError(
+            f"wire={options['wire']}: quantized numbers differ from those of one process by up to "
+            "1/254 (int8), 1/16 (fp8) or 1/14 (int4) of the largest one in a block, and how much "
+            "of that is in a gradient depends on the model; pass tolerance=, such as 0.2"
+        )
     tolerance = _tolerance_for(mp_policy) if tolerance is None else tolerance
     if steps < 1 or not tolerance >= 0:
         raise PlanError(

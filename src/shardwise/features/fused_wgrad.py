@@ -86,6 +86,9 @@ def _computes_in_slot(module: nn.Module | None) -> bool:
 class SlotLinear(nn.Linear):
     """A linear layer of a sharded model."""
 
+    def _get_name(self) -> str:
+        return nn.Linear.__name__ if type(self) is SlotLinear else type(self).__name__
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (its name in nn.Linear)
         weight: Tensor = self.weight
         offer: Any = offer_of(weight)
@@ -106,6 +109,9 @@ class SlotLinear(nn.Linear):
 
 class SlotEmbedding(nn.Embedding):
     """An embedding of a sharded model."""
+
+    def _get_name(self) -> str:
+        return nn.Embedding.__name__ if type(self) is SlotEmbedding else type(self).__name__
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (its name in nn.Embedding)
         weight: Tensor = self.weight

@@ -21,7 +21,7 @@ from shardwise.plan.units import UnitPlan
 from shardwise.schedule.events import Event, EventKind, describe
 from shardwise.schedule.sequencer import schedule
 
-__all__ = ["StepMemory", "step_memory"]
+__all__ = ["MemoryReplay", "ReplayOptions", "StepMemory", "step_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ def step_memory(
             `sw.optimizer_in_backward`.
         on_cpu: gradients that are reduced in place keep their memory, as they do on a CPU.
     """
-    options = _Options(accumulates, unreduced, steps_in_backward, on_cpu)
-    replay = _Replay(plan, options)
+    options = ReplayOptions(accumulates, unreduced, steps_in_backward, on_cpu)
+    replay = MemoryReplay(plan, options)
     events = schedule(plan, steps_in_backward=steps_in_backward)
     peak_event = events[0]
     for event in events:
@@ -81,19 +81,27 @@ def step_memory(
 
 
 @dataclass(frozen=True, slots=True)
-class _Options:
+class ReplayOptions:
     """The arguments of `step_memory`."""
 
-    accumulates: bool
-    unreduced: bool
-    steps_in_backward: bool
-    on_cpu: bool
+    accumulates: bool = False
+    unreduced: bool = False
+    steps_in_backward: bool = False
+    on_cpu: bool = False
 
 
-class _Replay:
-    """Counts allocated bytes event by event."""
+class MemoryReplay:
+    """Counts allocated bytes event by event.
 
-    def __init__(self, plan: Plan, options: _Options) -> None:
+    Attributes:
+        base: of shards, and of gradients that are there between steps.
+        gathered: of gathered units, and of shards within a subgroup.
+        reducing: of gradients that have not been reduced, and of the buffers of reductions.
+        peak: the most that was allocated so far.
+        event_peak: the most that was allocated during the last event.
+    """
+
+    def __init__(self, plan: Plan, options: ReplayOptions) -> None:
         self._plan = plan
         self._options = options
         self._pending = _PendingOffload(0, 0)
@@ -103,6 +111,8 @@ class _Replay:
         copies = sum(unit.device_copy_bytes for unit in plan.units)
         owned = sum(unit.gradient_bytes for unit in plan.units if unit.holds_gradients)
         self.base = sum(kept) - self.host + copies + owned
+        shards = sum(unit.shard_bytes for unit in plan.units if unit.offload is None)
+        self._kept_gradients = self.base - shards - copies
         # From earlier backwards of the step: whole gradients, and shards within the subgroup.
         self._carried = (
             sum(u.kept_bytes for u in plan.units if u.two_level_gather) * options.unreduced
@@ -110,46 +120,55 @@ class _Replay:
         whole = (
             sum(_gradient_bytes(unit, options).buffer for unit in plan.units) * options.unreduced
         )
-        self._allocated = self.peak = self.base + self._carried + whole
-        self.transient = self._allocated - self.base
-        shards = 0 if options.steps_in_backward else sum(u.gradient_shard_bytes for u in plan.units)
-        self.gradients = shards + owned
+        self.gathered, self.reducing = self._carried, whole
+        self.peak = self.event_peak = self.allocated
+        self.transient = self.allocated - self.base
+        reduced = sum(u.gradient_shard_bytes for u in plan.units)
+        self.gradients = reduced * (not options.steps_in_backward) + owned
         self.host_peak = self.host
         self.total_peak = self.peak + self.host
+
+    @property
+    def allocated(self) -> int:
+        """Bytes on the device now."""
+        return self.base + self._new_shards + self.gathered + self.reducing
+
+    @property
+    def gradient_shards(self) -> int:
+        """Bytes of gradient shards on the device now."""
+        return self._kept_gradients + self._new_shards
 
     def apply(self, event: Event) -> bool:
         """Apply an event; returns whether it raises the peak."""
         unit, options = self._plan.units[event.unit], self._options
         gradients = _gradient_bytes(unit, options)
-        before = self.peak
+        before, self.event_peak = self.peak, 0
         match event.kind:
             case EventKind.RESHARD_TO_SUBGROUP | EventKind.FREE_SUBGROUP if (
                 options.unreduced and unit.two_level_gather
             ):
                 pass
             case EventKind.GATHER | EventKind.RESHARD_TO_SUBGROUP:
-                self._allocated += event.bytes
+                self.gathered += event.bytes
             case EventKind.WAIT:
-                self._allocated += unit.chunked_bytes  # both buffers, while one is copied
+                self.gathered += unit.chunked_bytes  # both buffers, while one is copied
                 self._update_peak()
-                self._allocated -= unit.chunked_bytes
+                self.gathered -= unit.chunked_bytes
             case EventKind.FREE | EventKind.FREE_SUBGROUP:
-                self._allocated -= event.bytes
+                self.gathered -= event.bytes
             case EventKind.BACKWARD:
-                self._allocated += gradients.produced - gradients.in_buffer * options.unreduced
+                self.reducing += gradients.produced - gradients.in_buffer * options.unreduced
             case EventKind.REDUCE:
-                self._allocated += (gradients.buffer - gradients.in_buffer) * (
-                    not options.unreduced
-                )
-                self._allocated += unit.chunked_gradient_bytes
+                self.reducing += (gradients.buffer - gradients.in_buffer) * (not options.unreduced)
+                self.reducing += unit.chunked_gradient_bytes
                 self._update_peak()  # both the buffer and the gradients that waited are allocated
-                self._allocated -= unit.chunked_gradient_bytes * (not unit.holds_gradients)
-                self._allocated -= gradients.produced - gradients.in_buffer
-                self._allocated += _output_bytes(unit, self._options)
+                self.reducing -= unit.chunked_gradient_bytes * (not unit.holds_gradients)
+                self.reducing -= gradients.produced - gradients.in_buffer
+                self.reducing += _output_bytes(unit, self._options)
                 self._add_shards(unit.gradient_shard_bytes - _in_place_bytes(unit, options), unit)
             case EventKind.FINISH_REDUCE:
-                self._allocated -= gradients.buffer + _output_bytes(unit, self._options)
-                self._allocated -= unit.chunked_gradient_bytes * unit.holds_gradients
+                self.reducing -= gradients.buffer + _output_bytes(unit, self._options)
+                self.reducing -= unit.chunked_gradient_bytes * unit.holds_gradients
                 self._add_shards(
                     _in_place_bytes(unit, options) - _permanent_bytes(unit, options), unit
                 )
@@ -161,19 +180,21 @@ class _Replay:
         return self.peak > before
 
     def _update_peak(self) -> None:
-        self.peak = max(self.peak, self._allocated)
+        allocated = self.allocated
+        self.event_peak = max(self.event_peak, allocated)
+        self.peak = max(self.peak, allocated)
         # With steps in backward, gradient shards come from the pool of transient memory.
         kept = self.base + self._new_shards * (not self._options.steps_in_backward)
-        self.transient = max(self.transient, self._allocated - kept)
+        self.transient = max(self.transient, allocated - kept)
         self.host_peak = max(self.host_peak, self.host + self._pending.host)
-        self.total_peak = max(self.total_peak, self._allocated + self.host + self._pending.host)
+        self.total_peak = max(self.total_peak, allocated + self.host + self._pending.host)
 
     def check_end(self) -> None:
         left = self.base + self._carried + self._pending.device + self._new_shards
-        assert self._allocated == left, "a step frees everything but shards"
+        assert self.allocated == left, "a step frees everything but shards"
 
     def _offload(self, following: "_PendingOffload") -> None:
-        self._allocated += following.device - self._pending.device
+        self.reducing += following.device - self._pending.device
         self._pending = following
 
     def _add_shards(self, num_bytes: int, unit: UnitPlan) -> None:
@@ -181,10 +202,9 @@ class _Replay:
         is_new = self._options.steps_in_backward or not self._options.accumulates
         if is_new and unit.offload is None:
             self._new_shards += num_bytes
-            self._allocated += num_bytes
 
 
-def _resident_bytes(unit: UnitPlan, options: _Options) -> int:
+def _resident_bytes(unit: UnitPlan, options: ReplayOptions) -> int:
     """Allocated between steps."""
     stays = (options.accumulates or unit.offload is not None) and not options.steps_in_backward
     gradients = unit.gradient_shard_bytes if stays else _permanent_bytes(unit, options)
@@ -200,7 +220,7 @@ class _Gradients:
     buffer: int  # the reduce buffer, unless it is permanent
 
 
-def _gradient_bytes(unit: UnitPlan, options: _Options) -> _Gradients:
+def _gradient_bytes(unit: UnitPlan, options: ReplayOptions) -> _Gradients:
     if unit.holds_gradients:
         return _Gradients(0, 0, 0)
     if not unit.has_child_units:
@@ -214,7 +234,7 @@ def _gradient_bytes(unit: UnitPlan, options: _Options) -> _Gradients:
     return _Gradients(waiting, 0, unit.gradient_bytes)
 
 
-def _in_place_bytes(unit: UnitPlan, options: _Options) -> int:
+def _in_place_bytes(unit: UnitPlan, options: ReplayOptions) -> int:
     """Gradient shards in the memory of the reduce buffer, where a shard is the whole."""
     is_elsewhere = unit.has_child_units or unit.holds_gradients or unit.offload is not None
     if is_elsewhere or options.accumulates or options.steps_in_backward:
@@ -222,7 +242,7 @@ def _in_place_bytes(unit: UnitPlan, options: _Options) -> int:
     return sum(one.gradient_shard_bytes for one in unit.trainable_layouts if one.is_whole_sum)
 
 
-def _permanent_bytes(unit: UnitPlan, options: _Options) -> int:
+def _permanent_bytes(unit: UnitPlan, options: ReplayOptions) -> int:
     """Of these, those that keep their memory from step to step."""
     return _in_place_bytes(unit, options) if options.on_cpu else 0
 
@@ -235,7 +255,7 @@ class _PendingOffload:
     host: int  # a staging buffer, if they are added to others or not kept
 
 
-def _pending_offload(unit: UnitPlan, options: _Options) -> _PendingOffload:
+def _pending_offload(unit: UnitPlan, options: ReplayOptions) -> _PendingOffload:
     layouts = unit.trainable_layouts if unit.offload is not None else ()
     return _PendingOffload(
         sum(layout.shard_elements * layout.cast.reduce_itemsize for layout in layouts),
@@ -245,7 +265,7 @@ def _pending_offload(unit: UnitPlan, options: _Options) -> _PendingOffload:
     )
 
 
-def _output_bytes(unit: UnitPlan, options: _Options) -> int:
+def _output_bytes(unit: UnitPlan, options: ReplayOptions) -> int:
     """What reductions write to that is not the gradients."""
     return sum(
         layout.shard_elements * layout.cast.reduce_itemsize  # cast during the copy to the host

@@ -14,7 +14,7 @@ from shardwise.plan.plan import UnitSettings
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, ScheduledUnit, Sequencer
 
-__all__ = ["Costs", "Part", "Program", "Replayed", "TimedEvent", "replay"]
+__all__ = ["Batch", "Costs", "Part", "Program", "Replayed", "TimedEvent", "batches", "replay"]
 
 
 class _Unit(ScheduledUnit, Protocol):
@@ -45,6 +45,8 @@ class Costs:
 
     transfer: Callable[[EventKind, int], float]  # a collective, once every rank has launched it
     launch: Callable[[EventKind, int], float] = lambda _kind, _unit: 0.0  # of compute's stream
+    interference: float = 0.0  # by how much compute slows down while a collective runs
+    has_one_link: bool = False  # gathers and reductions take turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +95,17 @@ def replay(
         holds_gradients: only the last pass reduces gradients.
         unreduced: passes, and units whose gradients are not reduced in them.
     """
-    batches = _batches(_Schedule(units, prefetch), programs[0], holds_gradients, set(unreduced))
-    shared = _Collectives(len(programs), costs.transfer)
-    ranks = [_Rank(rank, program, batches, costs, shared) for rank, program in enumerate(programs)]
+    passes = programs[0].passes
+    order = batches(
+        units, passes, prefetch=prefetch, holds_gradients=holds_gradients, unreduced=unreduced
+    )
+    shared = _Collectives(len(programs), costs)
+    ranks = [_Rank(rank, program, order, costs, shared) for rank, program in enumerate(programs)]
     running = [(rank, rank.run()) for rank in ranks]
     while running:  # each goes on until it waits for a collective that some rank has not launched
         running = [(rank, run) for rank, run in running if next(run, "ended") != "ended"]
     gathered = peak = 0
-    for _, _, events in batches:
+    for _, _, events in order:
         for event in events:
             gathered += event.gathered_change
             peak = max(peak, gathered)
@@ -120,30 +125,35 @@ _STREAMS = {
 _WAITS_FOR = {EventKind.WAIT: EventKind.GATHER, EventKind.FINISH_REDUCE: EventKind.REDUCE}
 
 # The number of a pass, that of a part in it, and the events before that part; -1: after the last.
-_Batch = tuple[int, int, list[Event]]
+Batch = tuple[int, int, list[Event]]
 
 
-def _batches(
-    plan: _Schedule, program: Program, holds_gradients: bool, unreduced: set[tuple[int, int]]
-) -> list[_Batch]:
-    """The events of one update, from the second one on."""
-    settings = [UnitSettings() for _ in plan.units]
-    sequencer = Sequencer(plan, settings)
-    batches: list[_Batch] = []
+def batches(
+    units: Sequence[_Unit],
+    passes: Sequence[Sequence[Part]],
+    *,
+    prefetch: int,
+    holds_gradients: bool = False,
+    unreduced: Collection[tuple[int, int]] = (),
+) -> list[Batch]:
+    """The events of one update, from the second one on; arguments as those of `replay`."""
+    settings = [UnitSettings() for _ in units]
+    sequencer = Sequencer(_Schedule(units, prefetch), settings)
+    found: list[Batch] = []
     for _ in range(2):
-        batches.clear()
-        for number, parts in enumerate(program.passes):
-            is_last = number == len(program.passes) - 1
+        found.clear()
+        for number, parts in enumerate(passes):
+            is_last = number == len(passes) - 1
             for unit, chosen in enumerate(settings):
                 reduces = is_last or not holds_gradients
                 chosen.reduce_grads = reduces and (number, unit) not in unreduced
-            batches += _events_of_pass(plan, sequencer, number, parts)
-    return batches
+            found += _events_of_pass(units, sequencer, number, parts)
+    return found
 
 
 def _events_of_pass(
-    plan: _Schedule, sequencer: Sequencer, number: int, parts: Sequence[Part]
-) -> Iterator[_Batch]:
+    units: Sequence[_Unit], sequencer: Sequencer, number: int, parts: Sequence[Part]
+) -> Iterator[Batch]:
     trained = {part.unit for part in parts if part.kind is EventKind.BACKWARD}
     stack: list[Call] = []
     unvisited: defaultdict[int, list[Call]] = defaultdict(list)
@@ -152,7 +162,7 @@ def _events_of_pass(
     def leave(until: int | None) -> list[Event]:
         """Units that do not enclose ``until`` have computed."""
         events: list[Event] = []
-        enclosing = _enclosing(plan.units, until)
+        enclosing = _enclosing(units, until)
         while stack and stack[-1].unit not in enclosing:
             call = stack.pop()
             is_trained = call.unit in trained
@@ -192,11 +202,12 @@ class _Collective:
 class _Collectives:
     """The collectives of an update, each the n-th of its stream."""
 
-    def __init__(self, num_ranks: int, transfer: Callable[[EventKind, int], float]) -> None:
+    def __init__(self, num_ranks: int, costs: Costs) -> None:
         self._num_ranks = num_ranks
-        self._transfer = transfer
+        self._costs = costs
         self._all: defaultdict[EventKind, list[_Collective]] = defaultdict(list)
-        self._free_at: defaultdict[EventKind, float] = defaultdict(float)
+        self._free_at: defaultdict[EventKind | None, float] = defaultdict(float)
+        self._spans: list[tuple[float, float]] = []  # of all collectives whose end is known
 
     def launch(self, event: Event, number: int, now: float) -> _Collective:
         """One rank launches the ``number``-th collective of its stream."""
@@ -206,13 +217,30 @@ class _Collectives:
         one = self._all[stream][number]
         one.launched.append(now)
         if self.is_launched(one):
-            began = max(*one.launched, self._free_at[stream], now)
-            one.ended = self._free_at[stream] = began + self._transfer(event.kind, event.unit)
+            link = None if self._costs.has_one_link else stream
+            began = max(*one.launched, self._free_at[link], now)
+            one.ended = began + self._costs.transfer(event.kind, event.unit)
+            self._free_at[link] = one.ended
+            self._spans.append((began, one.ended))
         return one
 
     def is_launched(self, one: _Collective) -> bool:
         """Whether every rank has launched it, so that its end is known."""
         return len(one.launched) == self._num_ranks
+
+    def compute(self, now: float, seconds: float) -> float:
+        """When compute ends that would take ``seconds`` from ``now`` on if no collective ran."""
+        slowed = 1.0 + self._costs.interference
+        if self._num_ranks == 1:
+            self._spans = [span for span in self._spans if span[1] > now]
+        for time in sorted({time for span in self._spans for time in span if time > now}):
+            is_slow = any(began <= now < ended for began, ended in self._spans)
+            factor = slowed if is_slow else 1.0
+            if now + seconds * factor <= time:
+                return now + seconds * factor
+            seconds -= (time - now) / factor
+            now = time
+        return now + seconds
 
 
 class _Rank:
@@ -220,11 +248,11 @@ class _Rank:
         self,
         rank: int,
         program: Program,
-        batches: Sequence[_Batch],
+        order: Sequence[Batch],
         costs: Costs,
         shared: _Collectives,
     ) -> None:
-        self._program, self._batches = program, batches
+        self._program, self._order = program, order
         self._costs, self._shared = costs, shared
         self._rank = rank
         self._timed: list[tuple[TimedEvent, _Collective | None]] = []
@@ -235,7 +263,7 @@ class _Rank:
         """Go on to the end; yields where another rank has to go on first."""
         numbers: defaultdict[EventKind, int] = defaultdict(int)
         pending: dict[tuple[EventKind, int], _Collective] = {}
-        for number, index, events in self._batches:
+        for number, index, events in self._order:
             for event in events:
                 began, one = self.now, None
                 self.now += self._costs.launch(event.kind, event.unit)
@@ -252,7 +280,8 @@ class _Rank:
                     self.now = max(self.now, awaited.ended)
                 self._timed.append((TimedEvent(event, number, began, self.now), one))
             if index >= 0:
-                self.now += self._program.passes[number][index].seconds
+                seconds = self._program.passes[number][index].seconds
+                self.now = self._shared.compute(self.now, seconds)
         self.now += self._program.outside_seconds
 
     def finished(self) -> Iterator[TimedEvent]:

@@ -1,7 +1,8 @@
 """The rank of this process, from the environment variables that a launcher sets."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.errors import ConfigError
 
@@ -16,6 +17,8 @@ class RankEnv:
     world_size: int
     local_rank: int  # on this machine
     local_world_size: int  # on this machine; 0 where the launcher does not set it
+    # Where rank 0 listens, if a launcher does not set MASTER_ADDR and MASTER_PORT but implies them.
+    master: tuple[str, str] | None = None
 
     def check_nproc(self, nproc: int | None) -> None:
         """Reject ``--nproc`` where it contradicts the launcher.
@@ -52,11 +55,11 @@ def read_rank_env(environment: Mapping[str, str]) -> RankEnv | None:
     if {_TORCH.rank, _TORCH.world_size} & set(environment):
         env = _read(environment, _TORCH)
     elif environment.get(_SLURM.world_size, "1") != "1":
-        env = _read(environment, _SLURM)
+        env = replace(_read(environment, _SLURM), master=_slurm_master(environment))
     else:
         return None
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
-    if missing:
+    if missing and env.master is None:
         raise ConfigError(
             f"rank {env.rank} of {env.world_size} cannot find the other ranks: set "
             f"{' and '.join(missing)} (the host of rank 0 and a free port there), or launch with "
@@ -83,6 +86,16 @@ def _read(environment: Mapping[str, str], names: _Names) -> RankEnv:
             f"{names.world_size} - 1 = {env.world_size - 1}"
         )
     return env
+
+
+def _slurm_master(environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """The first machine of a step, ``gpu-04`` of ``gpu-[04-07,9]``, and a port of the job."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    first = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
+    job = environment.get("SLURM_JOB_ID", "")
+    if first is None or not job.isdecimal():
+        return None
+    return "".join(part or "" for part in first.groups()), str(20000 + int(job) % 20000)
 
 
 def _read_int(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -9,14 +9,15 @@ from types import FrameType
 
 __all__ = ["StopSignal"]
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# SIGUSR1 is what schedulers are asked to send before the end of a job (`sbatch --signal=USR1@300`).
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # A terminal sends Ctrl-C to all of its processes, and a launcher passes it on to its ranks: a
 # second signal within this time is the same request.
 SAME_SIGNAL_SECONDS = 1.0
 
 
 class StopSignal:
-    """Notes the first SIGINT or SIGTERM; a later one ends the process at once."""
+    """Notes the first of `STOP_SIGNALS`; a later one ends the process at once."""
 
     def __init__(self) -> None:
         self.number = 0  # of the signal; 0 is none

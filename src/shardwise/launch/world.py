@@ -94,6 +94,9 @@ def join_world(env: RankEnv) -> Iterator[World]:
     """
     _share_cores(env)
     os.environ.setdefault("LOCAL_RANK", str(env.local_rank))  # SLURM has another name for it
+    if env.master is not None:
+        for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), env.master, strict=True):
+            os.environ.setdefault(name, value)
     device = local_device()
     store, _, _ = next(rendezvous("env://", env.rank, env.world_size))
     dist.init_process_group(

@@ -1,15 +1,17 @@
 """Clipping by the global norm."""
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import StepError
 from shardwise.optim.nonfinite import describe_nonfinite
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
+from shardwise.tensor.reductions import norms as norms_across
 from shardwise.tensor.sharding import sharding_of
 
 __all__ = ["clip_grad_norm_"]
@@ -43,6 +45,8 @@ def clip_grad_norm_(
         StepError: `sw.optimizer_in_backward` has used and dropped the gradients; or with
             ``error_if_nonfinite``, names the first gradient in backward that is not finite.
     """
+    if isinstance(parameters, nn.Module):
+        raise TypeError("clip_grad_norm_: expected parameters, got a module; pass its parameters()")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for parameter in parameters:
         sharding = sharding_of(parameter)
@@ -52,7 +56,7 @@ def clip_grad_norm_(
                 "once, and sw.optimizer_in_backward has used each and dropped it; clip single "
                 "gradients in register_post_accumulate_grad_hook, or call remove() of its handle"
             )
-    total = _total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+    total = _total_norm(parameters, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise StepError(f"the gradient norm is {total.item()}: {describe_nonfinite(parameters)}")
     # A scale that is NaN would spread to all gradients, and no error could name the first.
@@ -62,11 +66,21 @@ def clip_grad_norm_(
     return total
 
 
-def _total_norm(gradients: Sequence[Tensor], order: float) -> Tensor:
+def _total_norm(parameters: Iterable[Tensor], order: float) -> Tensor:
     """Over all ranks. Norms of torch's DTensors are DTensors, which stack on one mesh only."""
-    by_mesh = _by_mesh(gradients).values()
-    norms = [torch.nn.utils.get_total_norm(some, order, foreach=True) for some in by_mesh]
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    chunks = defaultdict(list)  # by the mesh of the model
+    others: list[Tensor] = []
+    for parameter in parameters:
+        gradient, sharding = parameter.grad, sharding_of(parameter)
+        if type(gradient) is DTensor and sharding is not None and not sharding.tensor_parallel:
+            # In a collective of ours, which ends if another rank has raised.
+            chunks[sharding.mesh].append(gradient.to_local())
+        elif gradient is not None:
+            others.append(gradient)
+    norms = [norm for mesh, some in chunks.items() for norm in norms_across(some, mesh, order)]
+    by_mesh = _by_mesh(others).values()
+    of_others = [torch.nn.utils.get_total_norm(some, order, foreach=True) for some in by_mesh]
+    norms += [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in of_others]
     if not norms:
         return torch.tensor(0.0)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)

@@ -12,6 +12,7 @@ from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.strategy import Level, Strategy, resolve_strategy
 from shardwise.plan.units import UnitOptions, UnitPlan, Units, choose_units, plan_units
+from shardwise.plan.wire import EXACT, Wire
 
 __all__ = ["Plan", "UnitChoice", "UnitRanks", "UnitSettings", "make_plan"]
 
@@ -34,6 +35,14 @@ class Plan:
         assert not self.units[0].name, "the root comes first"
         if self.prefetch < 0:
             raise PlanError(f"prefetch={self.prefetch}: expected 0 or more units")
+
+    def __repr__(self) -> str:
+        copies = f" x {self.replicas} replicas" if self.replicas > 1 else ""
+        return (
+            f"Plan({self.strategy.name} over {self.world_size} ranks{copies}, {len(self.units)} "
+            f"units, {self.num_parameters:,} parameters: {self.parameter_bytes:,} bytes, of which "
+            f"a rank keeps {self.shard_bytes:,})"
+        )
 
     def unfrozen(self, names: Collection[str]) -> "Plan":
         """The same layouts, with gradients for the buffers of the parameters ``names``."""
@@ -93,6 +102,7 @@ class UnitChoice:
     reshard_after_forward: bool | int | None = None
     precision: MixedPrecisionPolicy = AS_IT_CAME
     offload: OffloadPolicy = NO_OFFLOAD
+    wire: Wire = EXACT
     ranks: UnitRanks | None = None  # None: those of the model
 
 
@@ -134,6 +144,7 @@ def make_plan(
     granularity: Granularities = "element",
     precision: MixedPrecisionPolicy = AS_IT_CAME,
     offload: OffloadPolicy = NO_OFFLOAD,
+    wire: Wire = EXACT,
     manual: Mapping[str, UnitChoice] | None = None,
     settled: Mapping[str, ParameterSpec] | None = None,
     ignored: Collection[str] = (),
@@ -157,7 +168,7 @@ def make_plan(
     strategy = resolve_strategy(strategy)
     if units is None and not strategy.shards and not manual:
         units = BUCKET_BYTES // max((p.dtype.itemsize for p in root.parameters()), default=1)
-    own = UnitChoice(reshard_after_forward, precision, offload)
+    own = UnitChoice(reshard_after_forward, precision, offload, wire)
     choices = dict.fromkeys(choose_units(root, units), own) | dict(manual or {})
     options = {
         name: _options(name, choices[name], strategy, world_size, replicas)
@@ -188,6 +199,8 @@ def _options(
         reshard = after > 1  # a subgroup of one rank keeps the whole unit
         subgroup = after if 1 < after < world_size else 0
     two_level = is_cut and strategy.is_two_level and replicas > 1
+    row = world_size // replicas if strategy.is_two_level else world_size
+    choice.wire.check_hosts(name or "root", row if row > 1 else replicas)
     return UnitOptions(
         reshard=reshard,
         subgroup=world_size // replicas if two_level else subgroup,
@@ -196,6 +209,7 @@ def _options(
         holds_gradients=strategy.inner is Level.OPTIMIZER,
         precision=choice.precision,
         offload=choice.offload if isinstance(choice.offload, CPUOffloadPolicy) else None,
+        wire=choice.wire,
     )
 
 

@@ -88,7 +88,7 @@ def as_precision_policy(policy: object) -> MixedPrecisionPolicy:
     if not all(hasattr(policy, name) for name in _TORCH_FIELDS):
         raise PlanError(
             f"mp_policy: expected a MixedPrecisionPolicy, got {policy!r}; pass "
-            "sw.MixedPrecisionPolicy(param_dtype=...) or PyTorch's"
+            "sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16) or PyTorch's"
         )
     given = {name: getattr(policy, name) for name in _TORCH_FIELDS}
     return MixedPrecisionPolicy(**given, master_dtype="keep")

@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.blockwise import Blocks
 from shardwise.errors import PlanError
 from shardwise.plan.chunks import ChunkedLayout, lay_out_chunks
 from shardwise.plan.granularity import Dim, Granularities, Granularizer
@@ -19,6 +21,7 @@ from shardwise.plan.layout import Cast, Layout, ParameterSpec, lay_out_in_buffer
 from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.spelling import did_you_mean
+from shardwise.plan.wire import EXACT, Wire
 
 __all__ = [
     "UnitOptions",
@@ -34,7 +37,7 @@ __all__ = [
 # FSDP1's protocol: called with recurse=True on the way down ("look inside this module?") and with
 # recurse=False on the way up ("is it a unit, given the elements that no unit inside it holds?").
 UnitPolicy = Callable[[nn.Module, bool, int], bool]
-Units = type[nn.Module] | Collection[type[nn.Module]] | str | int | UnitPolicy | None
+Units = type[nn.Module] | Collection[type[nn.Module] | str] | str | int | UnitPolicy | None
 
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -50,6 +53,7 @@ class UnitOptions:
     holds_gradients: bool = False  # has room of its own for unsharded gradients all the time
     precision: MixedPrecisionPolicy = AS_IT_CAME
     offload: CPUOffloadPolicy | None = None  # shards and their gradients are on the host
+    wire: Wire = EXACT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +108,15 @@ class UnitPlan(UnitOptions):
         if self.offload is None or self.offload.parameters:
             return 0
         return sum(layout.shard_elements * layout.cast.compute_itemsize for layout in self.layouts)
+
+    def gathers(self, layout: Layout) -> Blocks | None:
+        """How parameters are quantized on their way from the shards."""
+        is_sent = layout.world_size > 1 and layout.num_elements
+        return self.wire.gathers(layout.cast.compute_dtype) if is_sent else None
+
+    def reduces(self, layout: Layout) -> Blocks | None:
+        """How gradients are quantized on their way to the shards."""
+        return self.wire.reduces(layout.cast.reduce_dtype) if layout.num_elements else None
 
     @cached_property
     def trainable_layouts(self) -> tuple[Layout, ...]:
@@ -186,10 +199,16 @@ def plan_units(
         if isinstance(chosen, Dim) and not before.shape:
             chosen = "tensor"  # a scalar has no dim
         chosen = chosen if before.granularity == "element" else before.granularity
+        if spec.is_extended and options[owner].wire.gather is not None:
+            raise PlanError(
+                f"{spec.name}: its class says what is gathered of it, and Wire(gather="
+                f"{options[owner].wire.gather!r}) would, too; leave gather out"
+            )
         if spec.is_extended and not isinstance(chosen, Dim):
             chosen = Dim()  # torch cuts tensors of its class along a dim
-        # The shard of a master does not say in which dtype the parameter came.
-        cast = spec.cast if options[owner].precision.master_dtype == "keep" else before.cast
+        # The shard of a master does not say in which dtype the parameter came; half() does.
+        keeps = options[owner].precision.master_dtype == "keep"
+        cast = spec.cast if keeps or spec.cast is not None else before.cast
         owned[owner].append(replace(spec, shape=before.shape, granularity=chosen, cast=cast))
     granularizer.check_all_matched([spec.name for specs in owned.values() for spec in specs])
     root_label = type(root).__name__
@@ -216,17 +235,17 @@ def _policy(root: nn.Module, units: Units) -> UnitPolicy:
     if units == "auto":
         blocks = _repeated_blocks(root)
         return lambda module, recurse, numel: recurse or module in blocks  # noqa: ARG005
-    if isinstance(units, (bool, str)) or units is None:
-        raise PlanError(
-            f"units={units!r}: expected a module class or set of classes, 'auto', a size in "
-            f"parameters, or a policy{_hint(root, units)}"
-        )
+    if isinstance(units, str):
+        units = (units,)
+    if isinstance(units, bool) or units is None:
+        raise _unknown(units)
     if isinstance(units, int):
         if units < 1:
             raise PlanError(f"units={units}: a size in parameters is at least 1")
         return _size_policy(units)
     if isinstance(units, type) or not callable(units):
-        classes = tuple(units) if isinstance(units, Collection) else (units,)
+        given = tuple(units) if isinstance(units, Collection) else (units,)
+        classes = tuple(one for name in given for one in _classes(root, name))
         if not classes or not all(
             isinstance(c, type) and issubclass(c, nn.Module) for c in classes
         ):
@@ -235,12 +254,23 @@ def _policy(root: nn.Module, units: Units) -> UnitPolicy:
     return units
 
 
-def _hint(root: nn.Module, units: object) -> str:
-    """The way out for the name of a class, or a misspelt word."""
-    classes = {type(module).__name__ for module in root.modules()}
-    if units in classes:
-        return f"; pass the class itself, as in units={units}"
-    return did_you_mean(units, ["auto", *classes])
+def _classes(root: nn.Module, name: object) -> set[Any]:
+    """Those of ``root``'s modules that have this name; or ``name`` itself, if it is no text."""
+    if not isinstance(name, str):
+        return {name}
+    # A sharded module has a class of its own, and the name of the user's.
+    names = {module: str(module._get_name()) for module in root.modules()}  # type: ignore[no-untyped-call]
+    found = {type(module) for module in names if name in (names[module], type(module).__name__)}
+    if not found:
+        raise _unknown(name, did_you_mean(name, ["auto", *dict.fromkeys(names.values())]))
+    return found
+
+
+def _unknown(units: object, hint: str = "") -> PlanError:
+    return PlanError(
+        f"units={units!r}: expected a module class of the model or its name, a set of them, "
+        f"'auto', a size in parameters, or a policy{hint}"
+    )
 
 
 def _size_policy(minimum: int) -> UnitPolicy:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from shardwise.errors import PlanError
+from shardwise.plan.wire import EXACT
 from shardwise.runtime.memory import Allocator, Pools
 from shardwise.runtime.unit import Unit, plan_memory
 from shardwise.schedule.events import Event
@@ -37,6 +38,11 @@ def use_memory(
     """
     if kind is pools.kind or mesh.num_ranks == 1:
         return
+    if any(unit.plan.wire != EXACT for unit in units):
+        raise PlanError(
+            f"a model with a Wire cannot have the memory of its collectives in {kind} memory: what "
+            "they send is encoded elsewhere; leave the call out, or the wire"
+        )
     check_memory(kind, mesh.world, pools.device)
     flats = [flat for unit in units for flat in unit.flats]
     if any(flat.mesh.shards != mesh.shards for flat in flats):

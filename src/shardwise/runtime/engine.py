@@ -131,6 +131,7 @@ class Runtime:
             if precision.output_dtype is not None:
                 output = cast_tensors(output, precision.output_dtype)
             outcome = hooks.watch_outputs(
+                module,
                 output,
                 tensors_left_in(module, HANDLE),
                 partial(scheduler.before_backward, call),

@@ -24,6 +24,7 @@ from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.transport.api import Reduction, Work
 from shardwise.transport.communicator import Collectives
 from shardwise.transport.device import copy_, is_accelerator
+from shardwise.transport.quantized import QuantizedSums
 
 __all__ = ["GradientBuffer", "GradientState"]
 
@@ -80,6 +81,10 @@ class GradientBuffer:
         self._own_pool = pool
         self._settings = settings
         self._use_buffer_of(pool)
+        self._quantized: QuantizedSums | None = None
+        if (blocks := plan.reduces(layout)) is not None:
+            wire = plan.wire
+            self._quantized = QuantizedSums(blocks, wire.ranks_per_host, wire.error_feedback)
         is_replaceable = offloader is None and not (plan.has_child_units or self._owns_buffer)
         self._can_be_in_place = CAN_SWAP and is_replaceable and layout.is_whole_sum
         self.shard = GradientShard(
@@ -229,7 +234,10 @@ class GradientBuffer:
             inner = out
         scale, only_sums = self.shard.scale_on_device, self._settings.only_sums
         reduction = Reduction(flat, inner, carried, out, stages, scale, only_sums, stays_in_flat)
-        return collectives.reduce(reduction, label)
+        if self._quantized is None:
+            return collectives.reduce(reduction, label)
+        _zero_padding(flat, self._layout)  # or it would set the scales of blocks
+        return self._quantized.reduce(collectives, reduction, label)
 
     @torch.no_grad()
     def _call_hook(self, hook: Callable[..., None]) -> Work:
@@ -281,6 +289,8 @@ class GradientBuffer:
             self._partial = None
         self._close()
         self._free_scratch()
+        if self._quantized is not None:
+            self._quantized.residual = None
         self.shard.discard()
         self.used = [False] * len(self.used)
         self.state = GradientState.IDLE

@@ -43,13 +43,19 @@ def current_task() -> int:
 
 
 def watch_outputs(
-    output: Any, left: Iterable[Tensor], callback: Callable[[], None], *, trainable: bool
+    module: nn.Module,
+    output: Any,
+    left: Iterable[Tensor],
+    callback: Callable[[], None],
+    *,
+    trainable: bool,
 ) -> Outcome:
     """Call ``callback`` when backward reaches a tensor in ``output`` or ``left``.
 
-    A module with ``trainable`` parameters may need gradients on other ranks, whose data took
-    another branch, so there a tensor without gradients counts as one with them; and if it returns
-    no tensor at all, it may have stored some where they are not found.
+    A module that uses trainable parameters may need gradients on other ranks, whose data took
+    another branch, so there a tensor without gradients counts as one with them. A unit with
+    ``trainable`` parameters that returns no tensor at all may have stored some where they are not
+    found.
     """
     if not torch.is_grad_enabled():
         return Outcome.DETACHED
@@ -57,10 +63,17 @@ def watch_outputs(
     nodes = {node for tensor in (*returned, *left) for node in _nodes_of(tensor)}
     for node in nodes:
         node.register_prehook(lambda _gradients: callback())
-    only_parameters = not nodes and any(isinstance(one, nn.Parameter) for one in returned)
-    if nodes or (trainable and returned and not only_parameters):
+    if nodes:
+        return Outcome.DIFFERENTIABLE
+    only_parameters = any(isinstance(one, nn.Parameter) for one in returned)
+    if returned and not only_parameters and (trainable or _uses_trainable(module)):
         return Outcome.DIFFERENTIABLE
     return Outcome.HIDDEN if trainable else Outcome.DETACHED
+
+
+def _uses_trainable(module: nn.Module) -> bool:
+    """Whether a parameter in it is, be it of this unit, of one inside it or around it."""
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def on_gradient(parameter: Tensor, callback: Callable[[], None]) -> None:

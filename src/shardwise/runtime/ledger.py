@@ -60,6 +60,12 @@ class Ledger:
         self._peak_gathered_bytes = 0
         self._forward = slice(0, 0)  # of the step under way: records that the next forward replaces
 
+    def __repr__(self) -> str:
+        first = self._step - len(self._steps) + 1
+        kept = f"steps {first} to {self._step - 1}" if self._step else "no step yet"
+        peak = f"at most {self._peak_gathered_bytes:,} bytes gathered at once"
+        return f"Ledger({kept}, {len(self._labels)} units, {peak})"
+
     @property
     def step(self) -> int:
         """Number of the step under way, from 0."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.plan.plan import Plan, UnitSettings
 from shardwise.plan.units import named_parameters
 from shardwise.runtime import compiler
@@ -27,6 +27,7 @@ from shardwise.transport.registered_memory import MemoryKind
 
 __all__ = [
     "FSDPModule",
+    "MethodWrappers",
     "UnshardHandle",
     "gathered",
     "handle_of",
@@ -39,7 +40,10 @@ __all__ = [
 ]
 
 _NO_BACKEND = "is not supported; choose a backend by the process group of the mesh"
-_METHODS = "_shardwise_methods"  # those that gather the unit as forward does
+# Methods of a unit's class by name, each with what is called in its place, made of the method.
+MethodWrappers = frozenset[tuple[str, Callable[[Callable[..., Any]], Callable[..., Any]]]]
+
+_METHODS = "_shardwise_methods"  # the `MethodWrappers` of a class
 
 
 def ledger(module: nn.Module) -> Ledger:
@@ -93,8 +97,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     plain = _plain_class(type(module))
     if not callable(getattr(plain, name, None)):
         raise PlanError(f"{plain.__name__} has no method {name!r}")
-    methods: frozenset[str] = getattr(type(module), _METHODS)
-    module.__class__ = _fsdp_class(plain, methods | {name})  # type: ignore[arg-type]
+    methods: MethodWrappers = getattr(type(module), _METHODS)
+    module.__class__ = _fsdp_class(plain, methods | {(name, _as_forward)})  # type: ignore[arg-type]
 
 
 class UnshardHandle:
@@ -142,11 +146,27 @@ class FSDPModule(nn.Module):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also right after a backward that raised, which a device's thread may be cleaning up."""
+        """Drop the gradients; right after a backward that raised, wait until it is cleaned up."""
         handle = self.__dict__.get(HANDLE)
         if handle is not None:
             handle.runtime.scheduler.await_abandoned()
         super().zero_grad(set_to_none)
+
+    def _get_name(self) -> str:
+        """The user's own class, for ``print(model)``."""
+        return _plain_class(type(self)).__name__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardedTensorError(
+            f"{self._get_name()} is sharded, and a rank cannot write the others' shards; save with "
+            "sw.save(path, model=model), or torch.save its state_dict() inside "
+            "`with sw.gathered(model):`"
+        )
+
+    def __copy__(self) -> nn.Module:
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A sharded copy of its own; the root of the model has to be in what is copied."""
@@ -351,11 +371,11 @@ class FSDPModule(nn.Module):
     # -- refused ---------------------------------------------------------------------------------
 
     def set_custom_all_gather(self, *_args: Any, **_kwargs: Any) -> None:
-        """Raises PlanError."""
+        """Not supported: raises a `PlanError`; the process group of the mesh chooses a backend."""
         raise PlanError(f"set_custom_all_gather {_NO_BACKEND}")
 
     def set_custom_reduce_scatter(self, *_args: Any, **_kwargs: Any) -> None:
-        """Raises PlanError."""
+        """Not supported: raises a `PlanError`; the process group of the mesh chooses a backend."""
         raise PlanError(f"set_custom_reduce_scatter {_NO_BACKEND}")
 
 
@@ -370,7 +390,7 @@ def handle_of(module: nn.Module) -> Handle:
     return handle
 
 
-def mark(module: nn.Module, handle: Handle, methods: frozenset[str] = frozenset()) -> None:
+def mark(module: nn.Module, handle: Handle, methods: MethodWrappers = frozenset()) -> None:
     """Make ``module`` the unit of ``handle``."""
     module.__dict__[HANDLE] = handle
     if not isinstance(module, FSDPModule):
@@ -378,9 +398,9 @@ def mark(module: nn.Module, handle: Handle, methods: frozenset[str] = frozenset(
 
 
 @cache
-def _fsdp_class(plain: Any, methods: frozenset[str]) -> type[nn.Module]:
+def _fsdp_class(plain: Any, methods: MethodWrappers) -> type[nn.Module]:
     contents: dict[str, Any] = {"__module__": plain.__module__, _METHODS: methods}
-    contents |= {name: _as_forward(getattr(plain, name)) for name in methods}
+    contents |= {name: wrap(getattr(plain, name)) for name, wrap in methods}
     return type(f"FSDP{plain.__name__}", (FSDPModule, plain), contents)
 
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise._private import accumulated_gradient_hooks, gradient_hooks
 from shardwise.errors import PlanError
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
+from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import sharding_of
 
 __all__ = ["current", "replace", "restore_ties", "watch_optimizers"]
@@ -68,6 +69,7 @@ def restore_ties(root: nn.Module) -> None:
 def watch_optimizers() -> None:
     """Look at every optimizer's steps from now on."""
     register_optimizer_step_pre_hook(_take_sharded)
+    register_optimizer_step_pre_hook(_refuse_shards)
     register_optimizer_step_pre_hook(_warn_of_empty_step)
 
 
@@ -91,6 +93,31 @@ def _warn_of_empty_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
             "parameters: call loss.backward()",
             stacklevel=4,
         )
+
+
+# torch's optimizers that need whole parameters, and what to use for them.
+_OF_WHOLE = {
+    "Muon": "use shardwise.optim.Muon, which has its options and numbers",
+    "Adafactor": "use shardwise.optim.Adam8bit, which saves memory, too",
+    "LBFGS": 'pass granularity="dim" to fully_shard, with which torch gathers what it needs',
+}
+
+
+def _refuse_shards(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Name the way out, which the error of a matrix product on a shard could not."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim") or kind.__name__ not in _OF_WHOLE:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            sharding = sharding_of(parameter)
+            # Torch computes with its own DTensors, but in Adafactor it cannot (torch 2.13).
+            is_refused = isinstance(parameter, ShardedTensor) or kind.__name__ == "Adafactor"
+            if sharding is not None and is_refused:
+                raise PlanError(
+                    f"{sharding.name}: torch.optim.{kind.__name__} needs whole parameters, and "
+                    f"each rank has a part; {_OF_WHOLE[kind.__name__]}"
+                )
 
 
 def _take_sharded(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -37,6 +37,7 @@ from shardwise.transport.api import Work
 from shardwise.transport.communicator import Collectives, Communicator
 from shardwise.transport.device import copy_
 from shardwise.transport.host.peers import INLINE_BYTES
+from shardwise.transport.quantized import quantized_gather
 
 __all__ = ["FlatParameters", "Unit", "plan_memory"]
 
@@ -75,8 +76,9 @@ class FlatParameters:
         """Make the shard and the buffer."""
         layout, plan, pools = self.layout, self._plan, self._pools
         is_small = layout.gathered_bytes <= SMALL_BYTES * layout.world_size
+        self._blocks = plan.gathers(layout)
         # Other ranks than the model's would use memory again that some of these have not left yet.
-        is_own = plan.subgroup or plan.num_shards is not None or is_small
+        is_own = plan.subgroup or plan.num_shards is not None or is_small or self._blocks
         pool = self._pool = pools.own if is_own else pools.gathered
         self._part: Tensor | None = None  # [world_size * S / subgroup]
         self._part_owner = f"part for {layout.extents[0].parameter.name}"
@@ -149,8 +151,10 @@ class FlatParameters:
             own = flat.view(subgroup.size, -1)[subgroup.index]
             return collectives.all_gather(flat, subgroup, label, partial(copy_, own, part))
         self.reclaim_locals()
-        fill, shared = self._copy_shard(self._own_slot), self.buffer.shared_range()
-        return collectives.all_gather(flat, self.mesh.shards, label, fill, shared)
+        fill, shards = self._copy_shard(self._own_slot), self.mesh.shards
+        if self._blocks is not None:
+            return quantized_gather(collectives, self._blocks, flat, shards, label, fill)
+        return collectives.all_gather(flat, shards, label, fill, self.buffer.shared_range())
 
     def finish_gather(self) -> None:
         """The collective is done: have the dense parameters show what was gathered."""
@@ -177,7 +181,10 @@ class FlatParameters:
         self.reclaim_locals()
         column = self.mesh.column
         own = part.view(column.size, -1)[column.index]
-        return collectives.all_gather(part, column, label, self._copy_shard(own))
+        fill = self._copy_shard(own)
+        if self._blocks is not None:
+            return quantized_gather(collectives, self._blocks, part, column, label, fill)
+        return collectives.all_gather(part, column, label, fill)
 
     def free_subgroup_part(self) -> None:
         if self._part is not None:

@@ -23,6 +23,8 @@ from shardwise.transport.process_group import (
 
 __all__ = ["DataParallelMesh", "all_ranks_of", "resolve_mesh"]
 
+# What torchrun, SLURM's srun, Open MPI and other MPIs set to the number of processes.
+_NUM_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _GroupsByRanks = dict[tuple[int, ...], dist.ProcessGroup]
 # Of meshes that have no process group of all their ranks.
 _groups_of_meshes: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupsByRanks]" = (
@@ -46,6 +48,7 @@ class DataParallelMesh:
     row: RankGroup  # those of this rank's replica, or of its part of one
     column: RankGroup  # those at this rank's place in the other rows
     shards: RankGroup  # those whose shards make the model with this one's, in order of shards
+    replicas: tuple[tuple[int, ...], ...]  # the same of every replica of the model
     on_cpu: bool = False  # the user passed a mesh of CPUs
     mesh: DeviceMesh | None = None  # the user's, if there was one
     dims: tuple[str, ...] = ()  # what it is of the mesh on which parameters are replicated DTensors
@@ -126,7 +129,14 @@ class DataParallelMesh:
             return outer.world.select(*(members.index(own[rank]) for rank in group.ranks))
 
         row, column, shards = map(part, (self.row, self.column, self.shards))
-        return replace(self, world=outer.world, row=row, column=column, shards=shards)
+        return replace(
+            self,
+            world=outer.world,
+            row=row,
+            column=column,
+            shards=shards,
+            replicas=tuple(part(self.world.select(*ranks)).ranks for ranks in self.replicas),
+        )
 
     @property
     def global_ranks(self) -> list[int]:
@@ -134,6 +144,12 @@ class DataParallelMesh:
         if self.group is None:
             return [dist.get_rank() if dist.is_initialized() else 0]
         return dist.get_process_group_ranks(self.group)
+
+    def cut_over_all(self) -> "DataParallelMesh":
+        """The same ranks with a shard for each of them, by rank."""
+        alone, ranks = self.world.select(self.world.own_rank), self.world.ranks
+        flat = replace(self, row=self.world, column=alone, shards=self.world, mesh=None, _meshes={})
+        return replace(flat, replicas=(ranks,))
 
     def is_same(self, other: "DataParallelMesh") -> bool:
         """Whether both have the same ranks of the same process group, in the same roles."""
@@ -209,9 +225,8 @@ def all_ranks_of(mesh: DeviceMesh) -> DataParallelMesh:
 
 
 def _without_mesh(strategy: Strategy, sharding_factor: int | None) -> DataParallelMesh:
-    is_launched = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
-    if is_launched and not dist.is_initialized():
-        dist.init_process_group()  # as torch's fully_shard does; or each rank would be alone
+    if not dist.is_initialized():
+        _join_launched_ranks()
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if strategy.num_axes == 1 and sharding_factor not in (None, num_ranks):
         raise PlanError(
@@ -232,6 +247,23 @@ def _without_mesh(strategy: Strategy, sharding_factor: int | None) -> DataParall
     return _groups(rows, dist.group.WORLD if num_ranks > 1 else None, strategy, on_cpu=False)
 
 
+def _join_launched_ranks() -> None:
+    """Initialize the process group under torchrun, as torch's fully_shard does.
+
+    Raises:
+        PlanError: another launcher started several processes, each of which would be alone.
+    """
+    several = [name for name in _NUM_PROCESSES if os.environ.get(name, "1") not in ("", "0", "1")]
+    if "WORLD_SIZE" in several and "RANK" in os.environ:
+        dist.init_process_group()
+    elif several:
+        raise PlanError(
+            f"{several[0]}={os.environ[several[0]]}: a launcher started several processes, and "
+            "without a process group each would train a model of its own; start them with "
+            "torchrun, or call torch.distributed.init_process_group before fully_shard"
+        )
+
+
 def _groups(
     rows: list[list[int]],
     group: dist.ProcessGroup | None,
@@ -243,7 +275,7 @@ def _groups(
     ranks = [rank for row in rows for rank in row]
     if len(ranks) == 1:
         alone = RankGroup((0,), 0)
-        return DataParallelMesh(alone, alone, alone, alone, on_cpu, mesh)
+        return DataParallelMesh(alone, alone, alone, alone, ((0,),), on_cpu, mesh)
     if not strategy.shards:
         rows = [[rank] for rank in ranks]
     elif strategy.is_flat:
@@ -258,8 +290,10 @@ def _groups(
     column = world.select(*columns[row.index])
     # Column by column: the ranks of a column have neighboring shards, which make one of a row.
     by_column = [rank for column in columns for rank in column]
-    shards = world.select(*by_column) if strategy.is_two_level else row
-    return DataParallelMesh(world, row, column, shards, on_cpu, mesh)
+    replicas = [by_column] if strategy.is_two_level else rows
+    shards = world.select(*next(ranks for ranks in replicas if own in ranks))
+    numbered = tuple(map(tuple, replicas))
+    return DataParallelMesh(world, row, column, shards, numbered, on_cpu, mesh)
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:

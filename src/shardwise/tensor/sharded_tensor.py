@@ -83,8 +83,9 @@ class RunSharding(Sharding):
     def wrap(self, local: Tensor) -> DTensor:
         return ShardedTensor(local, self)
 
-    def own_part_of(self, whole: Tensor) -> Tensor:
-        return whole.reshape(-1)[self.run.start : self.run.stop]
+    def part_of(self, whole: Tensor, shard: int) -> Tensor:
+        run = self.layout.run(self.extent, shard)
+        return whole.reshape(-1)[run.start : run.stop]
 
     def is_cut_as(self, other: Sharding) -> bool:
         return isinstance(other, RunSharding) and self.runs == other.runs
@@ -121,7 +122,7 @@ class ShardedTensor(DTensor):
         return self
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
-        """Everything is done by ``__new__``; DTensor's own takes long."""
+        pass  # `__new__` has done everything, and DTensor's own takes long
 
     def to_local(self, *, grad_placements: object = None) -> Tensor:  # noqa: ARG002
         """This rank's elements, 1-D: a run of the row-major tensor, sharing its memory."""

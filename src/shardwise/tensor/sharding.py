@@ -61,8 +61,8 @@ class Sharding(ABC):
         """The tensor of which this rank stores ``local``, 1-D."""
 
     @abstractmethod
-    def own_part_of(self, whole: Tensor) -> Tensor:
-        """What this rank stores of ``whole``."""
+    def part_of(self, whole: Tensor, shard: int) -> Tensor:
+        """What the rank of that shard stores of ``whole``."""
 
     @abstractmethod
     def is_cut_as(self, other: "Sharding") -> bool:
@@ -80,6 +80,10 @@ class Sharding(ABC):
     @property
     def name(self) -> str:
         return self.extent.parameter.name
+
+    def own_part_of(self, whole: Tensor) -> Tensor:
+        """What this rank stores of ``whole``."""
+        return self.part_of(whole, self.mesh.rank)
 
     @property
     def shape(self) -> torch.Size:
@@ -240,8 +244,8 @@ class ChunkSharding(Sharding):
     def _own_shape(self) -> tuple[int, ...]:
         return chunk_shape(self.extent.parameter, self.mesh.size, self.mesh.rank)
 
-    def own_part_of(self, whole: Tensor) -> Tensor:
-        run = chunk_of(whole.shape[self._dim], self.mesh.size, self.mesh.rank)
+    def part_of(self, whole: Tensor, shard: int) -> Tensor:
+        run = chunk_of(whole.shape[self._dim], self.mesh.size, shard)
         return whole.narrow(self._dim, run.start, len(run))
 
     def is_cut_as(self, other: Sharding) -> bool:

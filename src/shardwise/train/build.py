@@ -1,15 +1,13 @@
-"""From a configuration to its model, plan and optimizer, and to the memory that they take.
+"""From a configuration to its model and plan, and to the memory that a rank takes.
 
 Nothing but `shard_model` needs a process group.
 """
 
-import math
 from dataclasses import dataclass
-from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 import shardwise as sw
 from shardwise.errors import ConfigError
@@ -17,25 +15,21 @@ from shardwise.forecast.memory import step_memory
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.strategy import resolve_strategy
-from shardwise.plan.units import Units
-from shardwise.train.config import Config, TrainConfig
-from shardwise.train.data import VOCABULARY, open_corpus
-from shardwise.train.model import GPT, Shape
+from shardwise.train.config import Config
+from shardwise.train.data import open_corpus
+from shardwise.train.optimizer import check_optimizer, num_states
 from shardwise.train.sinks import check_trackers
+from shardwise.train.source import Source, source_of
 
 __all__ = [
     "Footprint",
     "build_model",
-    "build_optimizer",
     "build_plan",
-    "build_scheduler",
     "check",
     "process_footprint",
     "rank_footprint",
     "shard_model",
 ]
-
-ADAMW_STATES = 2  # the running means of the gradient and of its square
 
 
 def check(config: Config) -> None:
@@ -46,7 +40,8 @@ def check(config: Config) -> None:
         PlanError: the strategy or the units do not fit the model.
     """
     check_trackers(config)
-    open_corpus(config.data).check_holds(config.model.context)
+    check_optimizer(config.train)
+    open_corpus(config).check_holds(config.model.context)
     if config.memory.step_in_backward:
         _check_step_in_backward(config)
     build_plan(build_model(config), config)
@@ -70,13 +65,9 @@ def _check_step_in_backward(config: Config) -> None:
             )
 
 
-def build_model(config: Config) -> GPT:
+def build_model(config: Config) -> nn.Module:
     """The model on the meta device; its values are initialized when it is sharded."""
-    with torch.device("meta"):
-        model = GPT(Shape(vocabulary=VOCABULARY, **config.model.model_dump()))
-    model.checkpoint_every = config.memory.checkpoint_every
-    model.checkpoint = config.memory.checkpoint
-    return model
+    return source_of(config).build()
 
 
 def build_plan(model: nn.Module, config: Config) -> Plan:
@@ -86,63 +77,30 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
         model,
         world_size=num_shards,
         replicas=config.shard.replicas if num_shards > 1 else config.shard.nproc,
-        units=_find_units(model, config.shard.units),
+        units=config.shard.units,
         strategy=config.shard.strategy,
         prefetch=config.shard.prefetch,
         precision=_precision_policy(config),
         offload=_offload_policy(config),
+        granularity=_granularity(config),
     )
 
 
-def shard_model(model: GPT, config: Config) -> None:
-    """Shard ``model``, and initialize this rank's part of it."""
+def shard_model(model: nn.Module, source: Source) -> None:
+    """Shard the ``model`` of ``source``, and initialize this rank's part of it or load it."""
+    config = source.config
     sw.fully_shard(
         model,
-        units=_find_units(model, config.shard.units),
+        units=config.shard.units,
         strategy=config.shard.strategy,
         prefetch=config.shard.prefetch,
         mp_policy=_precision_policy(config),
         offload_policy=_offload_policy(config),
+        granularity=_granularity(config),
         sharding_factor=config.shard.nproc // config.shard.replicas,
-        init=sw.Initialization(config.train.seed, model.fill),
+        init=sw.Initialization(config.train.seed, source.filler(model)),
     )
-
-
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Fused AdamW with weight decay for matrices alone; a sharded parameter keeps its ``ndim``."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
-
-
-def build_scheduler(
-    optimizer: torch.optim.Optimizer, config: TrainConfig, *, after: int = 0
-) -> LambdaLR:
-    """Linear warm-up, then cosine decay to ``final_lr_share`` of ``lr`` at the last step.
-
-    The rate is a function of the step alone, so a resumed run may have other ``steps`` and ``lr``
-    than its checkpoint.
-
-    Args:
-        optimizer: whose rates are set to that of step ``after + 1``.
-        config: lr, steps, warmup_steps and final_lr_share.
-        after: the last step that is done.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] = config.lr
-    return LambdaLR(optimizer, partial(_lr_factor, config), last_epoch=after - 1)
-
-
-def _lr_factor(config: TrainConfig, done: int) -> float:
-    step = min(done + 1, config.steps)
-    if step <= config.warmup_steps:
-        return step / config.warmup_steps
-    progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
-    cosine = (1 + math.cos(math.pi * progress)) / 2
-    return config.final_lr_share + (1 - config.final_lr_share) * cosine
+    source.load(model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +119,9 @@ class Footprint:
         return self.parameters + self.gradients + self.optimizer + self.transient
 
 
-def process_footprint(plan: Plan) -> Footprint:
+def process_footprint(plan: Plan, config: Config) -> Footprint:
     """One process that holds the whole model."""
-    states = ADAMW_STATES * plan.gradient_bytes
+    states = int(num_states(config.train) * plan.gradient_bytes)
     return Footprint(plan.parameter_bytes, plan.gradient_bytes, states, transient=0)
 
 
@@ -177,16 +135,21 @@ def rank_footprint(plan: Plan, config: Config, device: str) -> Footprint:
         steps_in_backward=config.memory.step_in_backward,
         on_cpu=device == "cpu",
     )
-    states_on_host = ADAMW_STATES * sum(
-        unit.gradient_shard_bytes for unit in plan.units if unit.offload is not None
-    )
+    states = num_states(config.train)
+    offloaded = (unit.gradient_shard_bytes for unit in plan.units if unit.offload is not None)
+    states_on_host = int(states * sum(offloaded))
     return Footprint(
         parameters=plan.shard_bytes + sum(unit.device_copy_bytes for unit in plan.units),
         gradients=memory.gradient_bytes,
-        optimizer=ADAMW_STATES * plan.gradient_shard_bytes,
+        optimizer=int(states * plan.gradient_shard_bytes),
         transient=memory.transient_bytes,
         host=memory.host_bytes + states_on_host,
     )
+
+
+def _granularity(config: Config) -> Literal["element", "row"]:
+    """Blocks of 8-bit states lie within rows."""
+    return "row" if config.train.optimizer == "adam8bit" else "element"
 
 
 def _precision_policy(config: Config) -> sw.MixedPrecisionPolicy:
@@ -221,9 +184,3 @@ def _num_shards(config: Config) -> int:
             f"shard.replicas={shard.replicas} does not divide the {shard.nproc} ranks"
         )
     return shard.nproc if strategy.is_two_level else shard.nproc // shard.replicas
-
-
-def _find_units(model: nn.Module, units: str | int) -> Units:
-    """The value of ``shard.units``, with the name of a class replaced by the class."""
-    classes = {type(module).__name__: type(module) for module in model.modules()}
-    return classes.get(units, units) if isinstance(units, str) else units

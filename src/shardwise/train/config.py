@@ -12,12 +12,6 @@ from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
 
 from shardwise.errors import ConfigError
 from shardwise.plan.spelling import did_you_mean
@@ -27,6 +21,7 @@ __all__ = ["Config", "read_config", "to_toml"]
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+Names = Annotated[tuple[str, ...], Field(strict=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -44,16 +39,23 @@ class RunConfig(Section):
     directory: str = ""  # "": runs/<name>-<time>; a directory with checkpoints is resumed
     overwrite: bool = False  # start over in a directory that has files
     log_every: Positive = 50  # steps between log lines where the output is not a terminal
-    sinks: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()
+    sinks: Names = ()  # of metrics: "tensorboard", "wandb", "package.module:Class"
+    callbacks: Names = ()  # "package.module:Class", called after each step on every rank
+    export: bool = True  # at the end, if [model] has a path: `model` in the run directory
 
 
 class ModelConfig(Section):
-    """[model]: the sizes of the GPT."""
+    """[model]: the sizes of the GPT, or the directory of a Hugging Face model."""
 
+    path: str = ""  # "": the GPT; or a directory with config.json, and perhaps weights
+    from_scratch: bool = False  # ignore the weights of that directory
+    lora_rank: NonNegative = 0  # of adapters, which alone are trained; 0: train all parameters
+    lora_alpha: Positive = 16  # adapters are scaled by lora_alpha / lora_rank
+    lora_targets: str | Names = "all-linear"
     layers: Positive = 4
     heads: Positive = 4
     width: Positive = 128
-    context: Positive = 128  # bytes
+    context: Positive = 128  # tokens of a sequence
 
     @model_validator(mode="after")
     def _check_width(self) -> Self:
@@ -66,45 +68,73 @@ class ModelConfig(Section):
         return self
 
 
+class TokenizerConfig(Section):
+    """[tokenizer]: of the documents; without one, a token is a byte."""
+
+    path: str = ""  # a directory; "": that of [model], if it has a path
+    vocabulary: NonNegative = 0  # train byte-level BPE of this size on the documents; 0: do not
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if self.path and self.vocabulary:
+            raise ValueError("expected a path or a vocabulary to train, got both")
+        return self
+
+
 class DataConfig(Section):
-    """[data]: the text, read as bytes."""
+    """[data]: text as bytes, or documents: texts, and conversations of which answers count."""
 
     path: Annotated[str, Field(min_length=1)] = "stdlib"  # or a file, or a directory
-    glob: Annotated[str, Field(min_length=1)] = "**/*.py"  # the files of a directory
+    glob: str = ""  # the files of a directory; "": "**/*.py", or those of the format
+    format: str = "auto"  # or "text", "jsonl", "parquet", "datasets", "package.module:function"
+    column: str = "text"  # of a document; its value is a text, or a list of messages
+    validation: str = ""  # documents of their own to validate on; "": a share of data.path
+    cache: str = ""  # for documents that are tokenized; "": ~/.cache/shardwise
     validation_share: Annotated[float, Field(gt=0, le=0.5)] = 0.05
     workers: NonNegative = 0  # DataLoader processes of each rank; 0 reads in the rank itself
 
 
 class TrainConfig(Section):
-    """[train]: AdamW with linear warm-up and cosine decay."""
+    """[train]: the batch, the optimizer and its schedule after a linear warm-up, validation."""
 
-    steps: Positive = 500
+    steps: Positive = 200
     global_batch: Positive = 16  # sequences in a step, over all ranks
     micro_batch: NonNegative = 0  # sequences in a forward of a rank; 0: its part of the batch
+    optimizer: str = "adamw"  # or another one of torch, or "package.module:Class"
+    optimizer_options: dict[str, Any] = {}  # such as {momentum = 0.9}
+    schedule: str = "cosine"  # or "linear", "constant", "wsd", "package.module:function"
     lr: PositiveFloat = 4e-3
     final_lr_share: Fraction = 0.02  # of lr, at the last step
-    warmup_steps: NonNegative = 50
+    warmup_share: Fraction = 0.1  # of steps
     weight_decay: Annotated[float, Field(ge=0)] = 0.1  # of matrices and embeddings
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)  # Adam's
     grad_clip: Annotated[float, Field(ge=0)] = 1.0  # maximum gradient norm; 0: no clipping
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     validate_every: NonNegative = 0  # steps; 0: only after the last step
     validation_batches: Positive = 16
+    patience: NonNegative = 0  # validations without a lower loss before it stops; 0: do not stop
 
     @model_validator(mode="after")
-    def _check_warmup(self) -> Self:
-        if self.warmup_steps >= self.steps and self.warmup_steps:
+    def _check_patience(self) -> Self:
+        if self.patience and not self.validate_every:
             raise ValueError(
-                f"warmup_steps={self.warmup_steps}: expected fewer than steps={self.steps}"
+                f"patience={self.patience} counts validations, and validate_every=0 has one alone; "
+                "set validate_every"
             )
         return self
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up; fewer than all."""
+        return int(self.steps * self.warmup_share)
 
 
 class CheckpointConfig(Section):
     """[checkpoint]: what a run that was stopped or killed resumes from."""
 
-    every: NonNegative = 200  # steps, and after the last one; 0: no checkpoints
+    every: NonNegative = 100  # steps, and after the last one; 0: no checkpoints
     keep: Positive = 2  # number of checkpoints
+    best: bool = False  # also keep the one with the lowest validation loss: `best` of the run
     directory: str = ""  # or a URL that fsspec supports; "": `checkpoints` in run.directory
     wait: bool = True  # False: write in the background, from a copy in host memory
 
@@ -122,9 +152,9 @@ class SampleConfig(Section):
     """[sample]: the text that the trained model generates at the end."""
 
     prompt: Annotated[str, Field(min_length=1)] = "def "
-    bytes: NonNegative = 300  # 0: no sample
+    bytes: NonNegative = 300  # or tokens; 0: no sample
     temperature: PositiveFloat = 0.8
-    top_k: Annotated[int, Field(ge=1, le=256)] = 40
+    top_k: Positive = 40
 
 
 class ShardConfig(Section):
@@ -155,17 +185,16 @@ class MemoryConfig(Section):
     accumulate: Literal["shards", "whole"] = "shards"  # gradients of several micro batches
 
 
-class Config(BaseSettings):
+class Config(Section):
     """A run. ``--set`` overrides the file, which overrides the defaults.
 
     Environment variables are not read: they would change results without a trace in the run's
     config.toml.
     """
 
-    model_config = SettingsConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -174,17 +203,6 @@ class Config(BaseSettings):
     shard: ShardConfig = ShardConfig()
     precision: PrecisionConfig = PrecisionConfig()
     memory: MemoryConfig = MemoryConfig()
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, TomlConfigSettingsSource(settings_cls)
 
     @property
     def rank_batch(self) -> int:
@@ -245,19 +263,22 @@ _KEYS = {
 }
 
 
-def read_config(path: Path, overrides: Iterable[str] = ()) -> Config:
-    """Read ``path``, overridden by ``section.key=value`` texts.
+def read_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
+    """Read ``path``, or take the defaults, overridden by ``section.key=value`` texts.
 
     Raises:
         ConfigError: the file cannot be read, or a key or a value is not valid.
     """
-    values: dict[str, dict[str, Any]] = {}
+    given: dict[str, dict[str, Any]] = {}
     for text in overrides:
         section, key, value = _parse_override(text)
-        values.setdefault(section, {})[key] = value
+        given.setdefault(section, {})[key] = value
     try:
-        path.read_bytes().decode()  # the settings source ignores what it cannot open
-        layered = type("Layered", (Config,), {}, toml_file=path)(**values)
+        values = {} if path is None else tomllib.loads(path.read_bytes().decode())
+        for section, keys in given.items():
+            if isinstance(values.setdefault(section, {}), dict):
+                values[section] |= keys
+        return Config.model_validate(values)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; expected a TOML configuration") from None
     except OSError as error:
@@ -267,8 +288,7 @@ def read_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: is not valid TOML: {error}") from None
     except ValidationError as error:
-        raise ConfigError(_explain(error, path, values)) from None
-    return Config.model_validate(layered.model_dump())
+        raise ConfigError(_explain(error, path, given)) from None
 
 
 def to_toml(config: Config) -> str:
@@ -299,7 +319,9 @@ def _parse_value(raw: str, *, is_text: bool) -> object:
     return value if is_one_value else raw
 
 
-def _explain(error: ValidationError, path: Path, overrides: dict[str, dict[str, Any]]) -> str:
+def _explain(
+    error: ValidationError, path: Path | None, overrides: dict[str, dict[str, Any]]
+) -> str:
     """All errors in one line; those of the file start with its name."""
     problems: dict[str, str] = {}
     got: dict[str, str] = {}

@@ -1,14 +1,11 @@
-"""The text of a run, streamed from its files in an order that depends on seed and step alone."""
+"""The data of a run, streamed from files in an order that depends on seed and step alone."""
 
-import hashlib
-import sysconfig
+import json
 import zlib
-from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,105 +14,79 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import DataConfig
+from shardwise.train.config import Config, DataConfig, TokenizerConfig
+from shardwise.train.documents import Documents, prepare, reader_of
+from shardwise.train.text import STDLIB, Text, find_files, split_files
+from shardwise.train.tokenizer import Bytes, Subwords, Tokenizer
 
-__all__ = ["VOCABULARY", "Corpus", "FileRange", "Sequences", "Text", "open_corpus"]
+__all__ = [
+    "IGNORED",
+    "VOCABULARY",
+    "Batch",
+    "Corpus",
+    "Packed",
+    "Sequences",
+    "open_corpus",
+]
 
-VOCABULARY = 256  # a token is a byte
-STDLIB = "stdlib"
-# Tests repeat themselves, and installed packages differ between machines.
-NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+VOCABULARY = Bytes.vocabulary
+IGNORED = -100  # a target that does not count
 CHUNK_BYTES = 1 << 24
-
-Bytes = NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class FileRange:
-    """A range of bytes of a file."""
-
-    path: Path
-    offset: int
-    size: int
-
-
-class Text:
-    """Pieces of files as one sequence of bytes; nothing is kept in memory."""
-
-    def __init__(self, pieces: Sequence[FileRange]) -> None:
-        self.pieces = [piece for piece in pieces if piece.size]
-        self._starts = [0, *accumulate(piece.size for piece in self.pieces)]
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def read(self, start: int, size: int) -> Bytes:
-        """Bytes from ``start`` on, uint8 [size].
-
-        Raises:
-            ConfigError: a file cannot be read, or has become shorter.
-        """
-        parts = [np.empty(0, np.uint8)]
-        index = bisect_right(self._starts, start) - 1
-        while size:
-            piece, skipped = self.pieces[index], start - self._starts[index]
-            length = min(size, piece.size - skipped)
-            try:
-                part = np.fromfile(piece.path, np.uint8, length, offset=piece.offset + skipped)
-            except OSError as error:
-                reason = f"cannot be read: {error.strerror}"
-                raise ConfigError(f"data.path: {piece.path} {reason}") from None
-            if len(part) != length:
-                raise ConfigError(f"data.path: {piece.path} has changed during the run")
-            parts.append(part)
-            start, size, index = start + length, size - length, index + 1
-        return np.concatenate(parts)
-
-    def split(self, at: int) -> tuple["Text", "Text"]:
-        """The first ``at`` bytes, and the others."""
-        first, second = [], []
-        for piece, start in zip(self.pieces, self._starts, strict=False):
-            size = min(max(at - start, 0), piece.size)
-            first.append(FileRange(piece.path, piece.offset, size))
-            second.append(FileRange(piece.path, piece.offset + size, piece.size - size))
-        return Text(first), Text(second)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The text to train on and the text to validate on."""
+    """What to train on and what to validate on: bytes of files, or documents of tokens."""
 
     name: str
     num_files: int
-    train: Text
-    validation: Text
+    train: Text | Documents
+    validation: Text | Documents
+    tokenizer: Tokenizer
 
     def __str__(self) -> str:
-        megabytes = (len(self.train) + len(self.validation)) / 1e6
-        return f"{self.name}: {self.num_files} files, {megabytes:.1f} MB"
+        size = len(self.train) + len(self.validation)
+        measured = f"{size / 1e6:.1f} M{'B' if self.unit == 'byte' else ' tokens'}"
+        return f"{self.name}: {self.num_files} files, {measured}"
+
+    @property
+    def unit(self) -> str:
+        """What a token is."""
+        return "byte" if isinstance(self.tokenizer, Bytes) else "token"
 
     @cached_property
     def digest(self) -> int:
-        """CRC-32 of all bytes; reads them all."""
+        """CRC-32 of all bytes, which are all read, or of all tokens, which is known."""
         digest = 0
-        for text in (self.train, self.validation):
-            for start in range(0, len(text), CHUNK_BYTES):
-                chunk = text.read(start, min(CHUNK_BYTES, len(text) - start))
+        for data in (self.train, self.validation):
+            if isinstance(data, Documents):
+                digest = zlib.crc32(str(data.facts["digest"]).encode(), digest)
+                continue
+            for start in range(0, len(data), CHUNK_BYTES):
+                chunk = data.read(start, min(CHUNK_BYTES, len(data) - start))
                 digest = zlib.crc32(chunk.data, digest)
         return digest
 
     def check_holds(self, context: int) -> None:
         """Raise a ConfigError if a text is shorter than one sequence and the byte after it."""
         shorter = min(len(self.train), len(self.validation))
-        if shorter <= context:
+        if self.unit == "byte" and shorter <= context:
             raise ConfigError(
                 f"data.path: {self.name} leaves {shorter} bytes to train or validate on, "
                 f"model.context={context} needs at least {context + 1}; use more text"
             )
 
 
+class Batch(NamedTuple):
+    """Sequences of one rank or of one micro batch; all tensors are int64 [sequences, context]."""
+
+    inputs: Tensor
+    targets: Tensor  # the token after each input, or IGNORED
+    positions: Tensor | None  # within documents, which do not see each other; None for one text
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Sequences(Dataset[Tensor]):
+class Sequences(Dataset[Batch]):
     """The batches of one rank, by step.
 
     Sequences start at random places of the text, drawn for the global batch from the seed and the
@@ -123,7 +94,7 @@ class Sequences(Dataset[Tensor]):
     changes the order of the data, and resuming is starting at another step.
     """
 
-    text: Text
+    text: Any  # a Text; `Packed` has Documents
     context: int
     global_batch: int
     seed: int
@@ -135,18 +106,18 @@ class Sequences(Dataset[Tensor]):
         generator = np.random.Generator(np.random.PCG64([self.seed, step]))
         return generator.integers(0, len(self.text) - self.context, size=self.global_batch)
 
-    def __getitem__(self, step: int) -> Tensor:
-        """This rank's sequences and the byte after each.
-
-        Returns:
-            int64 [global_batch / world_size, context + 1].
-        """
+    def own(self, step: int) -> NDArray[np.int64]:
+        """This rank's part of what is drawn."""
         size = self.global_batch // self.world_size
-        starts = self.draw(step)[self.rank * size :][:size]
-        sequences = [self.text.read(int(start), self.context + 1) for start in starts]
-        return torch.from_numpy(np.stack(sequences).astype(np.int64))
+        return self.draw(step)[self.rank * size :][:size]
 
-    def loader(self, steps: range, workers: int, *, pin_memory: bool) -> DataLoader[Tensor]:
+    def __getitem__(self, step: int) -> Batch:
+        """This rank's sequences, [global_batch / world_size, context]."""
+        sequences = [self.text.read(int(start), self.context + 1) for start in self.own(step)]
+        tokens = torch.from_numpy(np.stack(sequences).astype(np.int64))
+        return Batch(tokens[:, :-1], tokens[:, 1:], None)
+
+    def loader(self, steps: range, workers: int, *, pin_memory: bool) -> DataLoader[Batch]:
         """Reads the batches ahead in ``workers`` processes, or on demand if there are none."""
         return DataLoader(
             self,
@@ -158,62 +129,110 @@ class Sequences(Dataset[Tensor]):
         )
 
 
-def open_corpus(config: DataConfig) -> Corpus:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Packed(Sequences):
+    """Windows of documents, each once an epoch, in an order that each epoch shuffles anew."""
+
+    @cached_property
+    def windows(self) -> NDArray[np.int64]:
+        windows: NDArray[np.int64] = self.text.windows(self.context)
+        return windows
+
+    def draw(self, step: int) -> NDArray[np.int64]:
+        """The windows of the global batch, [global_batch]."""
+        numbers = np.arange(self.global_batch) + step * self.global_batch
+        epochs, places = np.divmod(numbers, len(self.windows))
+        return np.array([self._shuffled(int(e))[p] for e, p in zip(epochs, places, strict=True)])
+
+    def _shuffled(self, epoch: int) -> NDArray[np.int64]:
+        cached: dict[int, NDArray[np.int64]] = self.__dict__.setdefault("_epochs", {})
+        if epoch not in cached:
+            generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+            for old in [other for other in cached if other < epoch - 1]:
+                del cached[old]
+            cached[epoch] = generator.permutation(len(self.windows))
+        return cached[epoch]
+
+    def __getitem__(self, step: int) -> Batch:
+        rows = [self._row(*self.windows[number].tolist()) for number in self.own(step)]
+        inputs, targets, positions = (
+            torch.from_numpy(np.stack(x)) for x in zip(*rows, strict=True)
+        )
+        return Batch(inputs, targets, positions)
+
+    def _row(self, start: int, stop: int) -> tuple[NDArray[np.int64], ...]:
+        """The input, target and position of a window, int64 [context] each.
+
+        The padding at the end is a document of its own, in which nothing counts.
+        """
+        documents, size = self.text, stop - start
+        tokens = np.zeros(self.context + 1, np.int64)
+        tokens[:size] = documents.tokens[start:stop]
+        number = np.searchsorted(documents.ends, np.arange(start, stop), side="right")  # [size]
+        counts = np.zeros(self.context, bool)
+        counts[: size - 1] = documents.counted[start + 1 : stop] & (number[1:] == number[:-1])
+        firsts = np.where(number > 0, documents.ends[number - 1], 0)
+        positions = np.arange(-size, self.context + 1 - size)
+        positions[:size] = np.arange(start, stop) - np.maximum(firsts, start)
+        return tokens[:-1], np.where(counts, tokens[1:], IGNORED), positions[:-1]
+
+
+def open_corpus(config: Config) -> Corpus:
     """Find the files of the standard library or of a directory, or take a file.
+
+    Documents are tokenized if this is the first run that uses them.
 
     Raises:
         ConfigError: there is no such text.
     """
-    files = _find_files(config)
-    name = "the Python standard library" if config.path == STDLIB else config.path
-    train, validation = _split(files, config.validation_share)
-    return Corpus(name, len(files), train, validation)
+    data = config.data
+    tokenizer = config.tokenizer
+    if not (tokenizer.path or tokenizer.vocabulary) and config.model.path:
+        tokenizer = TokenizerConfig(path=config.model.path)
+    format_ = _format_of(data)
+    files = find_files(data, data.path, format_)
+    name = "the Python standard library" if data.path == STDLIB else data.path
+    if not (tokenizer.path or tokenizer.vocabulary):
+        if format_ != "text":
+            raise ConfigError(
+                f"data.format={format_!r} needs a tokenizer; set tokenizer.vocabulary=8192 to "
+                "train one, or tokenizer.path"
+            )
+        train, validation = split_files(files, data.validation_share)
+        return Corpus(name, len(files), train, validation, Bytes())
+    held_out = find_files(data, data.validation, format_) if data.validation else {}
+    directory = prepare(
+        list(files.items()),
+        list(held_out.items()),
+        data.model_copy(update={"format": format_}),
+        tokenizer,
+    )
+    return Corpus(
+        name,
+        len(files) + len(held_out),
+        Documents(directory / "train"),
+        Documents(directory / "validation"),
+        Subwords.open(directory / "tokenizer"),
+    )
 
 
-def _find_files(config: DataConfig) -> dict[str, Path]:
-    """By their names relative to the directory, which are the same on every machine; sorted."""
-    if config.path == STDLIB:
-        root, pattern = Path(sysconfig.get_path("stdlib")), "**/*.py"
-    else:
-        root, pattern = Path(config.path).expanduser(), config.glob
-    if root.is_file():
-        return {root.name: root}
-    if not root.is_dir():
-        raise ConfigError(f"data.path={config.path!r}: no such file or directory")
-    try:
-        found = {path.relative_to(root).as_posix(): path for path in root.glob(pattern)}
-    except (ValueError, NotImplementedError) as error:
-        raise ConfigError(f"data.glob={pattern!r}: {error}") from None
-    excluded = NOT_STDLIB if config.path == STDLIB else set()
-    files = {
-        name: path
-        for name, path in sorted(found.items())
-        if path.is_file() and excluded.isdisjoint(name.split("/"))
-    }
-    if not files:
-        raise ConfigError(f"data.path={config.path!r}: no file matches data.glob={pattern!r}")
-    return files
-
-
-def _split(files: dict[str, Path], share: float) -> tuple[Text, Text]:
-    """Split by whole files, so that no validation text was partly seen in training.
-
-    Files go to validation in the order of their names' digests, which has no pattern and is the
-    same on every machine, as long as they fit. If none fits, the end of the text is for validation.
-    """
-    pieces = {name: FileRange(path, 0, path.stat().st_size) for name, path in files.items()}
-    text = Text(list(pieces.values()))
-    wanted = left = round(share * len(text))
-    chosen = set()
-    for name in sorted(pieces, key=_digest):
-        if 0 < pieces[name].size <= left:
-            chosen.add(name)
-            left -= pieces[name].size
-    if not chosen:
-        return text.split(len(text) - wanted)
-    train = [piece for name, piece in pieces.items() if name not in chosen]
-    return Text(train), Text([piece for name, piece in pieces.items() if name in chosen])
-
-
-def _digest(name: str) -> bytes:
-    return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+def _format_of(data: DataConfig) -> str:
+    """What ``data.format`` is, or seems to be."""
+    if data.format != "auto":
+        reader_of(data.format)
+        return data.format
+    path = Path(data.path).expanduser()
+    if (path / "state.json").exists():
+        return "datasets"
+    if (path / "dataset_dict.json").exists():
+        splits = ", ".join(json.loads((path / "dataset_dict.json").read_text())["splits"])
+        raise ConfigError(
+            f"data.path={data.path!r} has the splits {splits}; set data.path to the directory of "
+            "one of them, and data.validation to that of another"
+        )
+    names = [data.glob or path.name]
+    if path.is_dir() and not data.glob:
+        names = [file.name for file in path.iterdir()]
+    return next(
+        (f for f in ("jsonl", "parquet") if any(n.endswith("." + f) for n in names)), "text"
+    )

@@ -1,6 +1,5 @@
 """The output of a run for people: what rank 0 prints, and loss.png."""
 
-import signal as signals
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -13,14 +12,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.errors import PackageMissing
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.train.build import Footprint, process_footprint, rank_footprint
 from shardwise.train.config import Config
 from shardwise.train.data import Corpus
-from shardwise.train.loop import Summary
 from shardwise.train.run_directory import RunDirectory
 from shardwise.train.sinks import StepMetrics
+from shardwise.train.summary import Summary
 
 __all__ = ["Display", "ProgressSink", "draw_losses", "memory_table", "say", "units_table"]
 
@@ -32,29 +32,24 @@ class Display:
         self.console = console
         self._config = config
         self._run = run
+        self._unit = "token"
 
     def show_start(self, corpus: Corpus, plan: Plan, device: str) -> None:
         config, num_ranks = self._config, self._config.shard.nproc
+        self._unit = corpus.unit
         self.say(f"{config.run.name}: {corpus}")
         ranks = f"{num_ranks} rank{'' if num_ranks == 1 else 's'} on {device}"
         self.say(f"{ranks}, strategy {plan.strategy.name}, prefetch {plan.prefetch}")
         self.console.print(units_table(plan))
-        rank, process = rank_footprint(plan, config, device), process_footprint(plan)
+        rank, process = rank_footprint(plan, config, device), process_footprint(plan, config)
         self.console.print(memory_table("memory (forecast)", rank, process, num_ranks))
         if self._run.checkpoint is not None:
             self.say(f"resuming after step {self._run.step}: {self._run.checkpoint}")
 
-    def show_stop(self, signal: int, step: int) -> None:
-        self.say(
-            f"stopped by {signals.Signals(signal).name} after step {step} of "
-            f"{self._config.train.steps}, which is saved; to resume: "
-            f"shardwise train {self._run.config}"
-        )
-
     def show_end(self, summary: Summary) -> None:
         self.say(
             f"training loss {summary.loss:.3f} (mean of the last {summary.loss_steps} steps), "
-            f"validation loss {summary.validation_loss:.3f}, in nats per byte"
+            f"validation loss {summary.validation_loss:.3f}, in nats per {self._unit}"
         )
         if self._config.sample.bytes:
             self.console.print(Panel(Text(summary.sample), title="sample", title_align="left"))
@@ -163,7 +158,7 @@ def memory_table(title: str, rank: Footprint, process: Footprint, num_ranks: int
 
     add("parameters", "parameters")
     add("gradients", "gradients")
-    add("AdamW's two states", "optimizer")
+    add("optimizer states", "optimizer")
     add("gathered units and gradients, at the peak", "transient")
     table.add_section()
     add("total", "total")
@@ -184,8 +179,9 @@ def draw_losses(path: Path, title: str, records: Sequence[StepMetrics]) -> None:
     """Draw the losses, their mean over a fiftieth of the run, and the validation losses.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+        PackageMissing: matplotlib is not installed.
     """
+    PackageMissing.check("matplotlib", extra="plot", needed_for=path.name)
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and takes a second)
 
     axes = (figure := Figure(figsize=(9, 5), dpi=120, layout="constrained")).add_subplot()
@@ -198,6 +194,6 @@ def draw_losses(path: Path, title: str, records: Sequence[StepMetrics]) -> None:
     validation = {r.step: r.validation_loss for r in records if r.validation_loss is not None}
     points = list(validation), list(validation.values())
     axes.plot(*points, "o-", color="tab:orange", label="validation")
-    axes.set(title=title, xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
+    axes.set(title=title, xlabel="step", ylabel="loss (nats per token)", ylim=(0, None))
     axes.legend(loc="lower left", frameon=False)
     figure.savefig(path)

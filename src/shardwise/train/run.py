@@ -2,26 +2,28 @@
 
 import json
 import os
+import shlex
 from dataclasses import asdict
 
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from shardwise.errors import ConfigError
+from shardwise.checkpoint.directory import latest
+from shardwise.errors import ConfigError, PackageMissing
 from shardwise.launch.environment import RankEnv, read_rank_env
 from shardwise.launch.local import check_num_ranks, run_on_local_ranks
 from shardwise.launch.world import World, join_world
 from shardwise.train.build import build_model, build_plan, check
 from shardwise.train.config import Config
-from shardwise.train.data import open_corpus
+from shardwise.train.data import Corpus, open_corpus
 from shardwise.train.display import Display, ProgressSink, draw_losses, say
+from shardwise.train.huggingface import HuggingFace
 from shardwise.train.loop import Result, train
 from shardwise.train.run_directory import RunDirectory, open_run, replace_text
 from shardwise.train.sinks import JsonLines, Sink, open_trackers, read_history
+from shardwise.train.source import source_of
 
 __all__ = ["run"]
-
-NO_PLOT = 'loss.png needs matplotlib: pip install "shardwise[plot]"'
 
 
 def run(config: Config, nproc: int | None = None) -> None:
@@ -53,9 +55,12 @@ def launch(config: Config) -> None:
         _print_finished(directory)
         return
     try:
-        run_on_local_ranks(config.shard.nproc, _run_rank, config, directory)
+        run_on_local_ranks(config.shard.nproc, _run_local_rank, config, directory)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"the metrics so far are in {directory.path}") from None
+        raise KeyboardInterrupt(_how_to_resume(directory)) from None
+    except SystemExit:
+        say(Console(stderr=True), f"shardwise: stopped; {_how_to_resume(directory)}")
+        raise
     finally:
         Console().show_cursor()  # a killed rank leaves its progress bar as it is
 
@@ -75,10 +80,15 @@ def join(config: Config, env: RankEnv, nproc: int | None) -> None:
     with join_world(env) as world:
         config = world.check(checked)
         directory = world.on_first(lambda: open_run(config, is_restart=is_restart))
-        if not directory.is_finished(config.train.steps):
-            _run_rank(world, config, directory)
-        elif world.is_first:
-            _print_finished(directory)
+        if directory.is_finished(config.train.steps):
+            if world.is_first:
+                _print_finished(directory)
+            return
+        result = _run_rank(world, config, directory)
+        if result.stopped_by:
+            if world.is_first:
+                say(Console(stderr=True), f"shardwise: stopped; {_how_to_resume(directory)}")
+            raise SystemExit(128 + result.stopped_by)
 
 
 def _check_restarts(config: Config) -> None:
@@ -91,24 +101,27 @@ def _check_restarts(config: Config) -> None:
         )
 
 
-def _run_rank(world: World, config: Config, directory: RunDirectory) -> None:
+def _run_local_rank(world: World, config: Config, directory: RunDirectory) -> None:
     """Train on this rank.
 
     Raises:
         SystemExit: a signal stopped the run. A local rank that returned would wait for its
             launcher to read the result, which waits for the rank to exit.
     """
-    if world.is_first:
-        result = _train_and_report(world, config, directory)
-    else:
-        result = train(config, world, directory)
+    result = _run_rank(world, config, directory)
     if result.stopped_by:
         raise SystemExit(128 + result.stopped_by)
 
 
+def _run_rank(world: World, config: Config, directory: RunDirectory) -> Result:
+    if world.is_first:
+        return _train_and_report(world, config, directory)
+    return train(config, world, directory)
+
+
 def _train_and_report(world: World, config: Config, directory: RunDirectory) -> Result:
     display = Display(Console(), config, directory)
-    corpus = open_corpus(config.data)
+    corpus = open_corpus(config)
     display.show_start(corpus, build_plan(build_model(config), config), world.device.type)
     sinks: list[Sink] = [
         ProgressSink(display.console, config.train.steps, config.run.log_every),
@@ -121,18 +134,36 @@ def _train_and_report(world: World, config: Config, directory: RunDirectory) -> 
         for sink in sinks:
             sink.close()
     if result.summary is None:
-        display.show_stop(result.stopped_by, result.saved_step)
         return result
     display.show_end(result.summary)
+    _export(config, directory, corpus, display)
     replace_text(directory.summary, json.dumps(asdict(result.summary), indent=2) + "\n")
     title = f"{config.run.name}, {config.shard.nproc} ranks"
     records = read_history(directory.metrics, config.train.steps)
     try:
         draw_losses(directory.loss_plot, title, records)
-    except ModuleNotFoundError:
-        display.say(NO_PLOT)
+    except PackageMissing as missing:
+        display.say(str(missing))
     display.show_files()
     return result
+
+
+def _export(config: Config, run: RunDirectory, corpus: Corpus, display: Display) -> None:
+    """Write the best or the last checkpoint as a directory that transformers loads."""
+    source = source_of(config)
+    checkpoint = latest(run.saves_best_to if config.checkpoint.best else run.saves_to)
+    if config.run.export and isinstance(source, HuggingFace) and checkpoint is not None:
+        source.export(checkpoint, run.exported, corpus.tokenizer)
+        display.say(f"exported {checkpoint} for transformers: {run.exported}")
+
+
+def _how_to_resume(directory: RunDirectory) -> str:
+    """The command that resumes a run that was stopped."""
+    saved = latest(directory.saves_to)
+    if saved is None:
+        return f"no checkpoint was saved; the metrics so far are in {directory.path}"
+    command = shlex.join(["shardwise", "train", str(directory.config)])
+    return f"saved {saved}; to resume:\n{command}"
 
 
 def _print_finished(directory: RunDirectory) -> None:

@@ -15,6 +15,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.config import Config, to_toml
 from shardwise.train.data import Corpus, open_corpus
 from shardwise.train.sinks import StepMetrics, read_history
+from shardwise.train.source import source_of
 
 __all__ = ["RunDirectory", "identity", "make_new_directory", "open_run", "replace_text"]
 
@@ -39,6 +40,11 @@ class RunDirectory:
         return self.store or self.checkpoints
 
     @property
+    def saves_best_to(self) -> Path | str:
+        """Of the checkpoint with the lowest validation loss."""
+        return f"{self.store.rstrip('/')}-best" if self.store else self.path / "best"
+
+    @property
     def config(self) -> Path:
         return self.path / "config.toml"
 
@@ -48,12 +54,17 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def exported(self) -> Path:
+        """A directory that transformers loads, if [model] has a path."""
+        return self.path / "model"
+
+    @property
     def loss_plot(self) -> Path:
         return self.path / "loss.png"
 
     @property
     def summary(self) -> Path:
-        """One JSON object: the fields of `loop.Summary`. Written last."""
+        """One JSON object: the fields of `summary.Summary`. Written last."""
         return self.path / "summary.json"
 
     def is_finished(self, steps: int) -> bool:
@@ -132,7 +143,7 @@ def _check_same_run(checkpoint: Path | str, config: Config) -> int:
             pass
         case _:
             raise CheckpointError(f"{checkpoint}: was not saved by `shardwise train`")
-    for key, value in identity(config, open_corpus(config.data)).items():
+    for key, value in identity(config, open_corpus(config)).items():
         if saved.get(key) == value:
             continue
         differs = f"{key}={value} differs from that of {checkpoint}, which has {saved.get(key)}"
@@ -146,9 +157,8 @@ def _check_same_run(checkpoint: Path | str, config: Config) -> int:
 
 def identity(config: Config, corpus: Corpus) -> dict[str, Any]:
     """What must be equal in all parts of a run; saved in its checkpoints."""
-    model = {f"model.{key}": value for key, value in config.model.model_dump().items()}
     order = {f"train.{key}": getattr(config.train, key) for key in ("seed", "global_batch")}
-    return {**model, **order, "data": corpus.digest}
+    return {**source_of(config).identity, **order, "data": corpus.digest}
 
 
 def _prepare(run: RunDirectory, config: Config) -> None:
@@ -156,8 +166,9 @@ def _prepare(run: RunDirectory, config: Config) -> None:
     if config.checkpoint.every:  # first, so that a run that is killed here can be resumed
         run.checkpoints.mkdir(exist_ok=True)
     if run.checkpoint is None:
-        for checkpoint in complete(folder_at(run.saves_to)):
-            discard(checkpoint)
+        for place in (run.saves_to, run.saves_best_to):
+            for checkpoint in complete(folder_at(place)):
+                discard(checkpoint)
     lines = (json.dumps(record.metrics()) + "\n" for record in run.history)
     replace_text(run.metrics, "".join(lines))
     for stale in (run.loss_plot, run.summary):

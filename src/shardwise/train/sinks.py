@@ -1,14 +1,14 @@
 """Where the metrics of a run go: metrics.jsonl, TensorBoard, Weights & Biases."""
 
-import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from shardwise.errors import ConfigError
+from shardwise.errors import PackageMissing
 from shardwise.train.config import Config
+from shardwise.train.plugins import resolve
 
 __all__ = [
     "JsonLines",
@@ -24,7 +24,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """The metrics of one step; losses are means over the global batch, in nats per byte."""
+    """The metrics of one step; losses are means over the global batch, in nats per token."""
 
     step: int  # from 1
     loss: float
@@ -48,7 +48,7 @@ class StepMetrics:
 
 
 class Sink(Protocol):
-    """Receives the metrics of each step, on rank 0."""
+    """Receives the metrics of each step, on rank 0; made of the configuration and the directory."""
 
     def log(self, record: StepMetrics) -> None:
         """Called after each step."""
@@ -122,16 +122,23 @@ class WandB:
         self._run.finish()
 
 
-_TRACKERS: dict[str, Callable[[Config, Path], Sink]] = {"tensorboard": TensorBoard, "wandb": WandB}
+_TRACKERS: dict[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 def open_trackers(config: Config, directory: Path) -> list[Sink]:
-    """The sinks of ``run.sinks``, whose packages `check_trackers` has found."""
-    return [_TRACKERS[name](config, directory) for name in config.run.sinks]
+    """The sinks of ``run.sinks``, which `check_trackers` has found."""
+    return [_find(name)(config, directory) for name in config.run.sinks]
 
 
 def check_trackers(config: Config) -> None:
-    """Raise a ConfigError if a package of ``run.sinks`` is not installed."""
+    """Raise a ConfigError if a sink of ``run.sinks`` or a package that it needs is missing."""
     for name in config.run.sinks:
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(f'run.sinks: {name} is not installed; pip install "shardwise[log]"')
+        _find(name)
+        if name in _TRACKERS:
+            PackageMissing.check(name, extra="log", needed_for="run.sinks")
+
+
+def _find(name: str) -> Callable[[Config, Path], Sink]:
+    """Built in, of an entry point in the group ``shardwise.sinks``, or at a dotted name."""
+    sink: Callable[[Config, Path], Sink] = resolve("run.sinks", name, _TRACKERS, "shardwise.sinks")
+    return sink

@@ -1,38 +1,43 @@
 """How well a run uses its machine: MFU, and what the ranks measure of each step."""
 
-import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import psutil
 import torch
+from torch import nn
 
 from shardwise.diagnose.record import SomeSteps
-from shardwise.train.config import ModelConfig
+from shardwise.forecast.hardware import accelerator_of_device
+from shardwise.launch.world import World
+from shardwise.train.config import Config
+from shardwise.train.source import Source
 from shardwise.transport.device import name_of, peak_memory_bytes, total_memory_bytes
 
-__all__ = ["RankFigures", "StepsOfRun", "flops_per_token", "peak_flops", "waits_of"]
+__all__ = [
+    "RankFigures",
+    "StepsOfRun",
+    "flops_per_token",
+    "peak_flops",
+    "share_of_peak",
+    "waits_of",
+]
 
-# Dense matrix products in 16 bits, in FLOP/s, from the vendors' data sheets, by a part of the
-# device's name. The first one that it has counts.
-_PEAKS = {
-    "B200": 2250e12,
-    "GB200": 2500e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "H800": 989e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "V100": 125e12,
-    "MI300X": 1307e12,
-    "MI250X": 383e12,
-}
+
+def share_of_peak(config: Config, world: World, model: nn.Module, source: Source) -> float | None:
+    """The MFU of a run with one token per second, if the peak of its devices is known."""
+    peak = peak_flops(world.device, config.precision.compute)
+    if peak is None:
+        return None
+    flops = flops_per_token(
+        sum(p.numel() for p in model.parameters()),
+        sum(p.numel() for p in model.parameters() if p.requires_grad),
+        num_layers=source.num_layers,
+        width=source.block_width,
+        context=config.model.context,
+    )
+    return flops / (peak * world.size)
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
@@ -42,19 +47,22 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     """
     if dtype == "float32":
         return None
-    name = name_of(device)
-    return next((peak for part, peak in _PEAKS.items() if re.search(rf"\b{part}\b", name)), None)
+    accelerator = accelerator_of_device(name_of(device))
+    return None if accelerator is None else accelerator.peak_flops
 
 
-def flops_per_token(model: ModelConfig, num_parameters: int) -> int:
+def flops_per_token(
+    num_parameters: int, num_trained: int, *, num_layers: int, width: int, context: int
+) -> int:
     """FLOPs that the model needs for a token in forward and backward, without recomputation.
 
     ``6 N + 12 layers * width * context``: 2 in forward and 4 in backward for each of N parameters,
     the tied embedding included as the head that it is, and for queries times keys and
     probabilities times values, as if attention were not causal (PaLM, arXiv 2204.02311, appendix
-    B). MFU is that times tokens per second, divided by the peak of all devices.
+    B). Parameters that are not trained need 2 less in backward. MFU is that times tokens per
+    second, divided by the peak of all devices.
     """
-    return 6 * num_parameters + 12 * model.layers * model.width * model.context
+    return 4 * num_parameters + 2 * num_trained + 12 * num_layers * width * context
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,11 @@ from enum import StrEnum
 from functools import cached_property
 from typing import SupportsFloat
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["CollectiveId", "Operation", "RankGroup", "Reduction", "Stage", "Work"]
+__all__ = ["CollectiveId", "Hop", "Operation", "RankGroup", "Reduction", "Stage", "Step", "Work"]
 
 
 class Operation(StrEnum):
@@ -97,10 +98,40 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True)
+class Hop:
+    """An exchange of bytes that are made just before it, and used right after it.
+
+    ``encode`` fills what this rank sends, ``decode`` gets what it has received [ranks, row_bytes].
+    """
+
+    group: RankGroup
+    row_bytes: int
+    encode: Callable[[Tensor], None]  # [ranks, row_bytes]: a row for each rank; or [row_bytes]
+    decode: Callable[[Tensor], None]
+    gathers: bool = False  # all ranks get the same row from this one
+
+    def prepare(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What this rank sends, and what it will have received; its own row is there already."""
+        rows = torch.empty((self.group.size, self.row_bytes), dtype=torch.uint8, device=device)
+        own = rows[self.group.index]
+        if self.gathers:
+            self.encode(own)
+            return own, rows
+        sent = torch.empty_like(rows)
+        self.encode(sent)
+        own.copy_(sent[self.group.index])
+        return sent, rows
+
+
+Step = Hop | Callable[[], None]  # of one collective of several
+
+
+@dataclass(frozen=True, slots=True)
 class CollectiveId:
     """One collective: the ``number``-th of its queue, among ``ranks``.
 
-    ``slot_bytes`` pass between any two of the ranks.
+    ``slot_bytes`` pass between any two of the ranks, unless ``pairs`` says what passes between
+    this one and each of the others: its rank, the bytes to it and those from it.
     """
 
     number: int
@@ -108,6 +139,13 @@ class CollectiveId:
     slot_bytes: int
     ranks: tuple[int, ...] = ()
     is_shared: bool = False  # it may take place in shared memory
+    pairs: tuple[tuple[int, int, int], ...] = ()
+
+    def bytes_with(self, rank: int) -> tuple[int, int]:
+        """The bytes from this rank to ``rank``, and those from there."""
+        if not self.pairs:
+            return self.slot_bytes, self.slot_bytes
+        return next(((to, back) for other, to, back in self.pairs if other == rank), (0, 0))
 
     @property
     def tag(self) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -134,6 +135,7 @@ class Communicator:
                 self.num_ranks,
                 patience,
                 weakref.WeakMethod(self._beat),
+                weakref.WeakMethod(self._say_farewell),
             )
 
     @property
@@ -198,8 +200,8 @@ class Communicator:
         with self._lock:
             self._found = None  # this rank has an error to raise
             if self._monitor is not None and not self.is_broken:
-                text = f"{type(error).__name__}: {error}"[:500]
-                aborted = PeerAborted(f"rank {self.rank} gave up in step {self.step}: {text}")
+                place = f"step {self.step}, {self.where}"
+                aborted = PeerAborted(f"rank {self.rank} gave up in {place}: {_shown(error)}")
                 self._give_up(error if isinstance(error, PeerLost) else aborted)
 
     def recover(self) -> None:
@@ -284,8 +286,16 @@ class Communicator:
             self._monitor.check_heartbeats(f"; step {self.step}, {self.where}, waits for {awaited}")
             self._say_whom_it_waits_for(report, reports)
         except StepError as error:
-            return error
+            return self._announce(error)
         return None
+
+    def _announce(self, error: StepError) -> StepError:
+        """Publish an error that ends the step on all ranks; the first one of those published."""
+        assert self._monitor is not None
+        failure = replace(self._report(), failure=type(error).__name__, error=str(error))
+        with contextlib.suppress(PeerLost):  # the store is gone, so no rank can be told
+            return self._monitor.announce(failure).raised
+        return error
 
     def _begin_to_wait(self) -> None:
         self._waits_since, self._said = time.monotonic(), 0.0
@@ -320,6 +330,13 @@ class Communicator:
             return
         monitor.beat(Heartbeat(count, report, marks))
         self._look_at_others(monitor, report, histories)
+
+    def _say_farewell(self) -> None:
+        """Show ranks that may wait for this one why it ends; when the interpreter does."""
+        assert self._monitor is not None
+        error = getattr(sys, "last_value", None)  # that nothing has caught
+        text = "no exception, it ran fewer steps" if error is None else _shown(error)
+        self._monitor.beat(Heartbeat(0, replace(self._report(), error=text)))
 
     def _look_at_others(
         self, monitor: Monitor, report: Report, histories: Sequence[History]
@@ -360,9 +377,7 @@ class Communicator:
         self.is_broken = True
         if isinstance(error, PeerLost) and not isinstance(error, PeerSilent):
             self._lost = error
-        report = replace(self._report(), failure=type(error).__name__, error=str(error))
-        with contextlib.suppress(PeerLost):  # the store is gone, so no rank can be told
-            self._monitor.publish(report)
+        self._announce(error)
         for queue in self._monitored:
             queue.stop()
 
@@ -372,6 +387,10 @@ class Communicator:
 
     def _queues(self) -> tuple[QueueState, ...]:
         return tuple(queue.state() for queue in self._monitored)
+
+
+def _shown(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
 
 
 def _default_patience(device: torch.device) -> Patience:

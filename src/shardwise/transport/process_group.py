@@ -26,7 +26,15 @@ from shardwise._private import (
     tensor_allocator,
 )
 from shardwise.errors import PeerAborted, StepError
-from shardwise.transport.api import CollectiveId, Operation, RankGroup, Reduction, Work
+from shardwise.transport.api import (
+    CollectiveId,
+    Hop,
+    Operation,
+    RankGroup,
+    Reduction,
+    Step,
+    Work,
+)
 from shardwise.transport.backends import capabilities_of
 from shardwise.transport.device import DeviceStream, DeviceWork, copy_scaled_, own_device
 from shardwise.transport.health.flight_record import PREFIX_VARIABLE, write_flight_record
@@ -39,6 +47,7 @@ __all__ = [
     "ProcessGroupCollectives",
     "accelerator_type",
     "backend_of",
+    "backends_of",
     "broadcast_object",
     "broadcast_tensors",
     "gather_objects",
@@ -161,6 +170,26 @@ class ProcessGroupCollectives:
         work.times = began, work.times[1]
         return self._noted(work, label, inner.nbytes, rest[-1].group)
 
+    def relay(self, steps: Sequence[Step], label: str) -> Work:
+        """Run ``steps`` in order, each with what the ones before have left."""
+        hops = [step for step in steps if isinstance(step, Hop)]
+        with self.stream.enqueue() as work:
+            for step in steps:
+                if isinstance(step, Hop):
+                    self._run_hop(step)
+                else:
+                    step()
+        return self._noted(work, label, hops[-1].row_bytes, hops[-1].group)
+
+    def _run_hop(self, hop: Hop) -> None:
+        sent, rows = hop.prepare(self._device)
+        group = self._process_group(hop.group)
+        if hop.gathers:
+            _all_gather(rows.view(-1), sent if self._can.in_place else sent.clone(), group=group)
+        else:
+            dist.all_to_all_single(rows.view(-1), sent.view(-1), group=group)
+        hop.decode(rows)
+
     def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:
         """Leave in ``values`` [n] the largest that any rank of ``group`` has."""
         with self.stream.enqueue() as work:
@@ -214,8 +243,22 @@ class ProcessGroupCollectives:
             )
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
-        """Send the first of each pair to its rank, and receive the second from it."""
-        raise NotImplementedError(f"{label}: no exchange between pairs on {self._backend}")
+        """Send the first of each pair [n] to its rank, and receive the second [m] from it.
+
+        All ranks of the `world` call it, those that have nothing to send or receive among them.
+        """
+        world = self.world
+        with self.stream.enqueue() as work:
+            if world.size > 1:
+                dtype = next((sent.dtype for sent, _ in pairs.values()), torch.uint8)
+                nothing = torch.empty(0, dtype=dtype, device=self._device)
+                sent, received = (
+                    [pairs[rank][i] if rank in pairs else nothing for rank in world.ranks]
+                    for i in (0, 1)
+                )
+                dist.all_to_all(received, sent, group=self._process_group(world))
+        num_bytes = sum(sent.nbytes for sent, _ in pairs.values())
+        return self._noted(work, label, num_bytes, world)
 
     def _last_sum(self, reduction: Reduction) -> tuple[Any, float]:
         """How the last stage sums, and what is left to multiply its result by.
@@ -312,12 +355,12 @@ class ProcessGroupCollectives:
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
     """What moves the bytes of tensors on ``device_type``: "gloo", "nccl", "fake" or None."""
-    return _backends(group).get(device_type)
+    return backends_of(group).get(device_type)
 
 
 def accelerator_type(group: dist.ProcessGroup | None) -> str | None:
     """The type of the accelerators between which ``group`` moves bytes; None if there are none."""
-    backends = _backends(group).items()
+    backends = backends_of(group).items()
     return next((kind for kind, name in backends if capabilities_of(name).is_stream_ordered), None)
 
 
@@ -329,7 +372,7 @@ def rank_device(group: dist.ProcessGroup | None) -> torch.device:
     return own_device()
 
 
-def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
     """By type of device."""
     if group is None:
         return {}

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -23,20 +23,27 @@ _CHARTS = (
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of a chart."""
+    """One line of a chart, or points that are not joined."""
 
     label: str
     x: list[float]
     y: list[float]
+    names: list[str] = field(default_factory=list)  # of the points
+    joined: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines over the steps of a run."""
+    """Lines over the steps of a run, or over something else."""
 
     title: str
-    unit: str  # "", "tokens/s", "%" of a share, or "s"
+    unit: str  # "", "tokens/s", "%" of a share, "bytes" or "s"
     lines: list[Series]
+    x_name: str = "step"
+    x_unit: str = ""  # as `unit`
+    log_x: bool = False
+    limit: float | None = None  # a value of x that is marked
+    note: str = ""  # instead of the last values
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -5,7 +5,7 @@ const style = getComputedStyle(document.documentElement);
 const theme = matchMedia("(prefers-color-scheme: dark)");
 const colors = new Map(); // that were read, which takes long
 
-/** The value of a color of report.css, in the present theme. */
+/** The value of a color of page.css, in the present theme. */
 export function color(name) {
   if (!colors.has(name)) colors.set(name, style.getPropertyValue(`--${name}`).trim());
   return colors.get(name);

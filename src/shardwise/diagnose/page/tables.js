@@ -18,13 +18,13 @@ export function makeSortable(table) {
 }
 
 /** Show the rows of a table whose name has the text of `input` in it, and say how many. */
-export function makeFilterable(table, input, count) {
+export function makeFilterable(table, input, count, what = "units") {
   const filter = () => {
     const wanted = input.value.trim().toLowerCase();
     const rows = [...table.tBodies[0].rows];
     for (const row of rows) row.hidden = !row.dataset.name.toLowerCase().includes(wanted);
     const shown = rows.filter((row) => !row.hidden).length;
-    count.textContent = shown === rows.length ? `${rows.length} units` : `${shown} of ${rows.length} units`;
+    count.textContent = shown === rows.length ? `${rows.length} ${what}` : `${shown} of ${rows.length} ${what}`;
   };
   input.addEventListener("input", filter);
   filter();

@@ -7,7 +7,15 @@ from shardwise.diagnose.recording import Header
 from shardwise.diagnose.summary import Finding, RankSummary, Summary, UnitSummary
 from shardwise.diagnose.words import NOTHING, bytes_text, percent, savings, seconds_text
 
-__all__ = ["findings_section", "ranks_table", "tiles", "units_table"]
+__all__ = [
+    "cell",
+    "figure_tiles",
+    "findings_section",
+    "ranks_table",
+    "table",
+    "tiles",
+    "units_table",
+]
 
 
 def tiles(summary: Summary, header: Header) -> str:
@@ -28,9 +36,14 @@ def tiles(summary: Summary, header: Header) -> str:
         found.append(
             ("Straggler", f"rank {summary.straggler}", f"{late} more work than the median")
         )
+    return figure_tiles(found)
+
+
+def figure_tiles(figures: Iterable[tuple[str, str, str]]) -> str:
+    """Tiles with a name, a value and a note each."""
     return "\n".join(
         f"<div><dt>{name}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
-        for name, value, note in found
+        for name, value, note in figures
     )
 
 
@@ -80,7 +93,7 @@ def units_table(summary: Summary) -> str:
     """Per unit; the script sorts and filters it."""
     caption = "Per unit: bytes, and seconds of a step (means over ranks and steps)"
     rows = (_unit_row(unit) for unit in summary.units)
-    return _table("units", caption, _UNIT_COLUMNS, rows)
+    return table("units", caption, _UNIT_COLUMNS, rows)
 
 
 def _unit_row(unit: UnitSummary) -> str:
@@ -96,10 +109,10 @@ def _unit_row(unit: UnitSummary) -> str:
     )
     return (
         f'<tr data-name="{name}"><th scope="row" data-value="{unit.index}">{button}</th>'
-        + _cell(unit.num_elements, f"{unit.num_elements:,}")
-        + _cell(unit.gathered_bytes, bytes_text(unit.gathered_bytes))
-        + _cell(unit.shard_bytes, bytes_text(unit.shard_bytes))
-        + "".join(_cell(seconds, seconds_text(seconds), css) for seconds, css in times)
+        + cell(unit.num_elements, f"{unit.num_elements:,}")
+        + cell(unit.gathered_bytes, bytes_text(unit.gathered_bytes))
+        + cell(unit.shard_bytes, bytes_text(unit.shard_bytes))
+        + "".join(cell(seconds, seconds_text(seconds), css) for seconds, css in times)
         + "</tr>"
     )
 
@@ -109,7 +122,7 @@ def ranks_table(summary: Summary) -> str:
     caption = "Per rank: seconds of a step (means over steps), bytes and padding"
     longest = max(rank.busy_seconds + rank.exposed_seconds for rank in summary.ranks)
     rows = (_rank_row(rank, summary, longest or 1.0) for rank in summary.ranks)
-    return _table("ranks", caption, _RANK_COLUMNS, rows)
+    return table("ranks", caption, _RANK_COLUMNS, rows)
 
 
 def _rank_row(rank: RankSummary, summary: Summary, longest: float) -> str:
@@ -120,14 +133,14 @@ def _rank_row(rank: RankSummary, summary: Summary, longest: float) -> str:
     peak = rank.peak
     return (
         f'<tr><th scope="row" data-value="{rank.rank}">{button}{badge}</th>'
-        + "".join(_cell(seconds, seconds_text(seconds)) for seconds in times)
-        + _cell(rank.busy_seconds, _shares(rank, longest), "wide")
-        + _cell(rank.communication_bytes, bytes_text(rank.communication_bytes))
-        + _cell(rank.own_bytes, bytes_text(rank.own_bytes))
-        + _cell(rank.padding_bytes, bytes_text(rank.padding_bytes))
-        + _cell(rank.padded_tokens or 0, percent(rank.padded_tokens or 0))
-        + _cell(peak.bytes if peak else 0, bytes_text(peak.bytes if peak else 0))
-        + _cell(
+        + "".join(cell(seconds, seconds_text(seconds)) for seconds in times)
+        + cell(rank.busy_seconds, _shares(rank, longest), "wide")
+        + cell(rank.communication_bytes, bytes_text(rank.communication_bytes))
+        + cell(rank.own_bytes, bytes_text(rank.own_bytes))
+        + cell(rank.padding_bytes, bytes_text(rank.padding_bytes))
+        + cell(rank.padded_tokens or 0, percent(rank.padded_tokens or 0))
+        + cell(peak.bytes if peak else 0, bytes_text(peak.bytes if peak else 0))
+        + cell(
             peak.unit if peak else -1, escape(summary.units[peak.unit].label) if peak else NOTHING
         )
         + "</tr>"
@@ -144,7 +157,8 @@ def _shares(rank: RankSummary, longest: float) -> str:
     return f'<span class="shares" aria-hidden="true">{"".join(bars)}</span>'
 
 
-def _table(name: str, caption: str, headings: Sequence[str], rows: Iterable[str]) -> str:
+def table(name: str, caption: str, headings: Sequence[str], rows: Iterable[str]) -> str:
+    """A table whose columns can be sorted."""
     heads = "".join(
         f'<th scope="col" aria-sort="none"><button>{heading}</button></th>' for heading in headings
     )
@@ -154,6 +168,7 @@ def _table(name: str, caption: str, headings: Sequence[str], rows: Iterable[str]
     )
 
 
-def _cell(value: float, text: str, css: str = "") -> str:
+def cell(value: float, text: str, css: str = "") -> str:
+    """A cell that is sorted by ``value``."""
     attribute = f' class="{css}"' if css else ""
     return f'<td data-value="{value:.9g}"{attribute}>{text}</td>'

@@ -80,17 +80,19 @@ class Monitor:
         size: int,
         patience: Patience,
         on_beat: "weakref.WeakMethod[Callable[[int], None]] | None" = None,
+        on_end: "weakref.WeakMethod[Callable[[], None]] | None" = None,
     ) -> None:
         """Start the heartbeat.
 
         Its thread calls ``on_beat`` with a count, for as long as its object exists; which calls
-        `beat`.
+        `beat`. So does ``on_end``, which is called once before the interpreter ends.
         """
         self._store = store
         self._rank = rank
         self._patience = patience
         self._reports = [f"shardwise/{name}/{other}" for other in range(size)]
         self._beats = [f"shardwise/{name}/heartbeat/{other}" for other in range(size)]
+        self._failed = f"shardwise/{name}/failed in epoch "
         self._histories = [f"shardwise/{name}/history/{other}" for other in range(size)]
         self._seen: dict[int, tuple[bytes, float]] = {}  # a heartbeat, and since when it is that
         self._blocked: dict[int, int] = {}  # looks of ranks in a collective of torch's
@@ -104,7 +106,7 @@ class Monitor:
             daemon=True,
         )
         thread.start()
-        weakref.finalize(self, _end, done, thread)  # also before the interpreter ends
+        weakref.finalize(self, _end, done, thread, on_end)  # also before the interpreter ends
 
     def beat(self, heartbeat: Heartbeat) -> None:
         """Show a sign of life."""
@@ -113,6 +115,18 @@ class Monitor:
     def publish(self, report: Report) -> None:
         """Show ``report`` to the others."""
         self._set(self._reports[self._rank], report)
+
+    def announce(self, failure: Report) -> Report:
+        """Show ``failure`` to the others; returns the first one that a rank announced in its epoch.
+
+        Ranks may find out about the same loss at the same time, and are to raise one error.
+        """
+        self.publish(failure)
+        own = str(self._rank)
+        with _store_errors():
+            first = int(self._store.compare_set(f"{self._failed}{failure.epoch}", "", own))
+        found: Report = self._get(self._reports[first])
+        return found
 
     def check_reports(self, epoch: int) -> Mapping[int, Report]:
         """The reports of this epoch, by rank; raises the error of `verdict`, if there is one."""
@@ -170,10 +184,16 @@ class Monitor:
         return found
 
     def table(self, remarks: Mapping[int, str] = MappingProxyType({})) -> str:
-        """Where each rank stood at its last heartbeat, or its last look if that is later."""
+        """Why ranks have ended, and where each stood at its last heartbeat or look."""
         ranks = range(len(self._beats))
         beats = {rank: beat for rank in ranks if (beat := self.heartbeat(rank)) is not None}
-        return table({rank: beat.report for rank, beat in beats.items()}, remarks)
+        ended = "".join(
+            f"rank {rank} ended (it was last in step {beat.report.step}, {beat.report.where}): "
+            f"{beat.report.error}\n"
+            for rank, beat in beats.items()
+            if beat.report.error
+        )
+        return ended + table({rank: beat.report for rank, beat in beats.items()}, remarks)
 
     def swap_histories(self, rank: int, own: Any) -> Any:
         """Show ``own`` to the others; what ``rank`` has shown, or None."""
@@ -244,8 +264,15 @@ def _beat(
                 store.set(key, str(count))
 
 
-def _end(done: threading.Event, thread: threading.Thread) -> None:
+def _end(
+    done: threading.Event,
+    thread: threading.Thread,
+    on_end: "weakref.WeakMethod[Callable[[], None]] | None",
+) -> None:
     done.set()
+    if on_end is not None and (call := on_end()) is not None:  # not if its object is freed
+        with contextlib.suppress(PeerLost):  # the store is gone
+            call()
     # In a call of the store's when Python ends, it would be ended in a way that C++ aborts at.
     if thread is not threading.current_thread():
         thread.join(timeout=1.0)

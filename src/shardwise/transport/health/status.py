@@ -53,7 +53,7 @@ class Report:
     where: str
     queues: tuple[QueueState, ...]
     failure: str = ""  # the name of its class
-    error: str = ""
+    error: str = ""  # its text; without a failure, what ended this rank's process
     entered: tuple[tuple[int, str], ...] = ()  # the last calls of units in this step, numbered
     awaited: str = ""  # label of a collective
     python: tuple[str, ...] = ()  # calls, innermost first
@@ -64,6 +64,11 @@ class Report:
     def is_stuck(self) -> bool:
         """Whether it has not moved between two looks."""
         return self.looks >= LOOKS
+
+    @property
+    def raised(self) -> StepError:
+        """The error that all ranks are to raise."""
+        return _ERRORS[self.failure](self.error)
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -84,7 +89,7 @@ def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
     current = {rank: r for rank, r in enumerate(reports) if r is not None and r.epoch == epoch}
     for report in current.values():
         if report.failure:
-            return _ERRORS[report.failure](report.error)
+            return report.raised
     if len(current) < len(reports) or not all(report.is_stuck for report in current.values()):
         return None
     if _can_move(current):

@@ -9,13 +9,22 @@ instead of mixing their numbers.
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from shardwise.errors import PeerAborted, StepError
-from shardwise.transport.api import CollectiveId, Operation, RankGroup, Reduction, Work
+from shardwise.transport.api import (
+    CollectiveId,
+    Hop,
+    Operation,
+    RankGroup,
+    Reduction,
+    Step,
+    Work,
+)
 from shardwise.transport.device import ThreadStream, copy_scaled_
 from shardwise.transport.health.status import QueueState
 from shardwise.transport.host.peers import INLINE_BYTES
@@ -77,10 +86,13 @@ class HostCollectives:
         return self._submit([self._exchange(label, group, slot_bytes, run, is_shared=True)])
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
-        """Send the first of each pair to its rank, and receive the second from it."""
+        """As `ProcessGroupCollectives.exchange`."""
         group = RankGroup(tuple(sorted({*pairs, self._own})), self._own)
-        run = partial(self.point_to_point.exchange, pairs)
-        return self._submit([self._exchange(label, group, 0, run)])
+        collective, run = self._exchange(
+            label, group, 0, partial(self.point_to_point.exchange, pairs)
+        )
+        sizes = tuple((rank, sent.nbytes, into.nbytes) for rank, (sent, into) in pairs.items())
+        return self._submit([(replace(collective, pairs=sizes), run)])
 
     def reduce(self, reduction: Reduction, label: str) -> Work:
         """As `ProcessGroupCollectives.reduce`, in the order of the ranks."""
@@ -109,13 +121,33 @@ class HostCollectives:
         exchange = self._exchange(label, group, values.nbytes, gather)
         return self._submit([exchange], finish=lambda: torch.amax(rows, 0, out=values))
 
+    def relay(self, steps: Sequence[Step], label: str) -> Work:
+        """As `ProcessGroupCollectives.relay`."""
+        hops = [step for step in steps if isinstance(step, Hop)]
+        ids = [self._next_id(label, hop.group, hop.row_bytes) for hop in hops]
+
+        def job() -> None:
+            numbered = iter(ids)
+            for step in steps:
+                if isinstance(step, Hop):
+                    self._run_hop(step, next(numbered))
+                else:
+                    step()
+
+        return self.stream.submit(job, ids[-1])
+
     # -- the queue -------------------------------------------------------------------------------
 
     def _exchange(
         self, label: str, group: RankGroup, slot_bytes: int, run: Run, *, is_shared: bool = False
     ) -> _Exchange:
+        return self._next_id(label, group, slot_bytes, is_shared=is_shared), run
+
+    def _next_id(
+        self, label: str, group: RankGroup, slot_bytes: int, *, is_shared: bool = False
+    ) -> CollectiveId:
         self._issued += 1
-        return CollectiveId(self._issued, label, slot_bytes, group.ranks, is_shared), run
+        return CollectiveId(self._issued, label, slot_bytes, group.ranks, is_shared)
 
     def _submit(
         self,
@@ -127,15 +159,18 @@ class HostCollectives:
             if prepare is not None and not self._stopped:
                 prepare()  # if it raises, the exchange was not begun
             for collective, run in exchanges:
-                self._begin(collective)
-                try:
-                    run(collective.tag)
-                finally:
-                    self._end(collective)
+                self._perform(collective, run)
             if finish is not None:
                 finish()
 
         return self.stream.submit(job, exchanges[-1][0])
+
+    def _perform(self, collective: CollectiveId, run: Run) -> None:
+        self._begin(collective)
+        try:
+            run(collective.tag)
+        finally:
+            self._end(collective)
 
     def _begin(self, collective: CollectiveId) -> None:
         with self._lock:
@@ -149,6 +184,15 @@ class HostCollectives:
             self._running = None
             self._ended.append(collective.tag)
             self._last = collective.label
+
+    def _run_hop(self, hop: Hop, collective: CollectiveId) -> None:
+        if self._stopped:
+            raise StepError(f"{collective.label} was cancelled")
+        sent, rows = hop.prepare(torch.device("cpu"))  # if it raises, the exchange was not begun
+        own = [sent] * hop.group.size if hop.gathers else sent.unbind()
+        pairs = {rank: (own[i], rows[i]) for i, rank in hop.group.others}
+        self._perform(collective, partial(self.point_to_point.exchange, pairs))
+        hop.decode(rows)
 
     # -- gathers ---------------------------------------------------------------------------------
 
@@ -259,23 +303,22 @@ class HostCollectives:
     def _release(self, states: Sequence[QueueState]) -> None:
         """Send placeholders to ranks that wait in exchanges which this rank never began."""
         # Groups that do not overlap run collectives of the same tag.
-        running = {
-            state.running.tag: state.running
-            for state in states
-            if state.running is not None and self._own in state.running.ranks
-        }
-        for tag, collective in sorted(running.items()):
+        running: dict[int, dict[int, CollectiveId]] = {}  # by tag and rank
+        for other, state in enumerate(states):
+            collective = state.running
+            if collective is not None and self._own in collective.ranks:
+                running.setdefault(collective.tag, {})[other] = collective
+        for tag, waiting in sorted(running.items()):
+            collective = next(iter(waiting.values()))
             if states[self._own].has_begun(collective):
                 continue
-            waiting = [
-                other
-                for other in collective.ranks
-                if (theirs := states[other].running) is not None and theirs.tag == tag
-            ]
             if collective.is_shared:
                 group = RankGroup((self._own, *waiting), self._own)
                 self.point_to_point.swap_messages(group, Place(-1).pack(), tag)
                 self.point_to_point.swap_messages(group, b"filled", tag)
-            sent = torch.zeros(collective.slot_bytes, dtype=torch.uint8, device="cpu")
-            pairs = {peer: (sent, torch.empty_like(sent)) for peer in waiting}
+            pairs = {}
+            for peer, theirs in waiting.items():
+                to, back = theirs.bytes_with(self._own)
+                sent, into = (torch.zeros(n, dtype=torch.uint8, device="cpu") for n in (back, to))
+                pairs[peer] = sent, into
             self.point_to_point.exchange(pairs, tag)

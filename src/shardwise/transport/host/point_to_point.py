@@ -144,7 +144,9 @@ class PointToPoint:
                 results[rank] = action(rank)
             except (RuntimeError, OSError) as error:
                 if lost is None:
-                    lost = PeerLost(f"rank {self._own} lost rank {rank}: {error}")
+                    is_closed = isinstance(error, (ConnectionResetError, BrokenPipeError))
+                    reason = "it closed the connection" if is_closed else error
+                    lost = PeerLost(f"rank {self._own} lost rank {rank}: {reason}")
                     lost.__cause__ = error
         if lost is not None:
             raise lost

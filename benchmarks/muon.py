@@ -1,0 +1,213 @@
+"""``python -m benchmarks.muon``: a step of Muon by owners, and torch's own way on FSDP2.
+
+The blocks of a GPT are sharded, have random gradients, and are stepped alone, by turns: by
+`torch.optim.Muon` on the DTensors of `torch.distributed.fsdp`, where every rank gathers and
+orthogonalizes every matrix, and by `sw.optim.Muon`, with parameters that are cut anywhere and with
+matrices that are whole on a rank. All orthogonalize in bfloat16. *Bytes* are what a rank sends: of
+torch, in the collectives that it calls, and of shardwise, as its transport counts them.
+
+``--picture`` trains a small GPT on the source of Python's standard library instead, with AdamW,
+Muon and SOAP at the same learning rate, and draws the losses.
+"""
+
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+import shardwise as sw
+from benchmarks import make_parser
+from shardwise._private import TorchDispatchMode
+from shardwise.bench import harness
+from shardwise.bench.harness import Figures, Round
+from shardwise.launch.world import World
+from shardwise.train.config import DataConfig
+from shardwise.train.model import GPT, Shape
+from shardwise.train.text import STDLIB, Text, find_files, split_files
+from shardwise.transport.communicator import communicator
+
+BASE = "torch.optim.Muon"
+RATE, STEPS, SEQUENCES, CONTEXT = 3e-3, 300, 16, 64  # of the picture
+_SMOOTH = 20  # steps of which the picture shows the mean
+_GATHER, _REDUCE, _SCATTER = "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"
+
+
+def main() -> None:
+    """Parse the command line, run, print."""
+    parser = make_parser("muon", __doc__, ranks=4, rounds=7)
+    parser.add_argument("--width", type=int, default=256, help="of the GPT")
+    parser.add_argument("--layers", type=int, default=4, help="of the GPT")
+    parser.add_argument("--picture", type=Path, help="train instead, and draw the losses there")
+    options = parser.parse_args()
+    if options.picture is not None:
+        draw(train(), options.picture)
+        return
+    rounds = harness.merge(harness.run_ranks(options.ranks, measure, options))
+    rows: dict[str, Figures | dict[str, Any]] = {
+        name: {
+            **harness.medians(rounds, name),
+            "ratio": harness.ratio(rounds, name, BASE).median,
+            "cpu_ratio": harness.ratio(rounds, name, BASE, "cpu_seconds").median,
+        }
+        for name in rounds[0].cases
+    }
+    columns = (
+        ("ms", "seconds", lambda seconds: f"{seconds * 1e3:.0f}"),
+        ("to torch's", "ratio", "{:.2f}".format),
+        ("CPU s", "cpu_seconds", "{:.3f}".format),
+        ("to torch's", "cpu_ratio", "{:.2f}".format),
+        ("MB sent", "sent_bytes", lambda sent: f"{sent / 1e6:.2f}"),
+    )
+    setting = {name: getattr(options, name) for name in ("ranks", "width", "layers", "rounds")}
+    title = f"a step of Muon alone, {options.ranks} CPU ranks"
+    harness.publish(title, columns, rows, options.out, **setting)
+
+
+# -- steps alone -----------------------------------------------------------------------------------
+
+
+def measure(world: World, options: Namespace) -> list[Round]:
+    """Interleaved steps on this rank."""
+    torch.set_num_threads(1)
+    cases = {
+        BASE: _torchs(options),
+        "sw.optim.Muon": _ours(options, "element"),
+        'sw.optim.Muon, granularity="tensor"': _ours(options, "tensor"),
+    }
+    visible = world.rank == 0
+    return harness.interleave(cases, options.rounds, title="muon", warm_up=1, visible=visible)
+
+
+def _gpt(options: Namespace) -> GPT:
+    torch.manual_seed(0)
+    return GPT(Shape(256, 64, options.width, options.layers, heads=4))
+
+
+def _torchs(options: Namespace) -> Callable[[int], Figures]:
+    model = _gpt(options)
+    for block in model.blocks:
+        fully_shard(block)
+    matrices = [p for p in model.blocks.parameters() if p.ndim > 1]
+    optimizer: Optimizer = torch.optim.Muon(matrices)
+
+    def sent_bytes() -> int:
+        watch = _Collectives()
+        with watch:
+            optimizer.step()
+        return round(watch.sent_bytes)
+
+    return partial(_step, optimizer, matrices, sent_bytes)
+
+
+def _ours(options: Namespace, granularity: Any) -> Callable[[int], Figures]:
+    model = _gpt(options)
+    sw.fully_shard(model, units="auto", granularity=granularity)
+    matrices = [p for p in model.blocks.parameters() if p.ndim > 1]
+    optimizer = sw.optim.Muon(matrices, ns_dtype=torch.bfloat16)
+    sharding = matrices[0].sharding  # type: ignore[attr-defined]
+    links = communicator(sharding.mesh.world, torch.device("cpu"))
+
+    def sent_bytes() -> int:
+        queues = links.gather, links.reduce
+        before = sum(queue.sent[1] for queue in queues)
+        optimizer.step()
+        return sum(queue.sent[1] for queue in queues) - before
+
+    return partial(_step, optimizer, matrices, sent_bytes)
+
+
+def _step(
+    optimizer: Optimizer, matrices: Sequence[Tensor], sent_bytes: Callable[[], int], number: int
+) -> Figures:
+    torch.manual_seed(number)
+    for parameter in matrices:
+        parameter.grad = torch.full_like(parameter, 1e-3).mul_(parameter)
+    began, began_cpu = time.perf_counter(), time.process_time()
+    optimizer.step()
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "sent_bytes": sent_bytes()}
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts the bytes that this rank sends in DTensor's collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sent_bytes = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name.rpartition("::")[2]
+        if func.namespace == "_c10d_functional" and name in (_GATHER, _REDUCE, _SCATTER):
+            num_ranks = torch.distributed.get_world_size()
+            num_bytes = args[0].nbytes * (num_ranks - 1)
+            factor = {_GATHER: 1.0, _REDUCE: 2 / num_ranks, _SCATTER: 1 / num_ranks}[name]
+            self.sent_bytes += factor * num_bytes
+        return func(*args, **(kwargs or {}))
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def train() -> dict[str, list[float]]:
+    """Losses by optimizer, all from the same start on the same batches."""
+    shape = Shape(vocabulary=256, context=CONTEXT, width=96, layers=3, heads=4)
+    makers: dict[str, Callable[[nn.Module], Optimizer]] = {
+        "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, fused=True),
+        "Muon": lambda model: sw.optim.Muon(
+            sw.optim.parameter_groups(model), lr=RATE, adjust_lr_fn="match_rms_adamw"
+        ),
+        "SOAP": lambda model: sw.optim.SOAP(sw.optim.parameter_groups(model), lr=RATE),
+    }
+    text = split_files(find_files(DataConfig(), STDLIB, "text"), 0.1)[0]
+    losses: dict[str, list[float]] = {}
+    for name, make in makers.items():
+        torch.manual_seed(0)
+        model = GPT(shape)
+        sw.fully_shard(model, units="auto")
+        optimizer = make(model)
+        losses[name] = [_train_step(model, optimizer, text, step) for step in range(STEPS)]
+    return losses
+
+
+def _train_step(model: nn.Module, optimizer: Optimizer, text: Text, step: int) -> float:
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(text) - CONTEXT - 1, (SEQUENCES,), generator=generator).tolist()
+    rows = [torch.from_numpy(text.read(start, CONTEXT + 1)) for start in starts]
+    tokens = torch.stack(rows).long()
+    for group in optimizer.param_groups:
+        group["lr"] = RATE * min(1, (step + 1) / 20)
+    logits = model(tokens[:, :-1])
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def draw(losses: dict[str, list[float]], path: Path) -> None:
+    """A curve for each optimizer."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 (an optional dependency)
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, values in losses.items():
+        means = torch.tensor(values).unfold(0, _SMOOTH, 1).mean(1)
+        axes.plot(range(_SMOOTH, len(values) + 1), means.tolist(), label=f"{name} {means[-1]:.2f}")
+    axes.set_xlabel("step")
+    axes.set_ylabel(f"loss, mean of {_SMOOTH} steps")
+    axes.set_title("A GPT on the source of Python's standard library")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,401 @@
+"""``python -m benchmarks.outer``: replicas behind a slow network against synchronous training.
+
+Three runs of a small GPT on the standard library's text, of two replicas of two ranks each, with
+the same batches: synchronous ones (strategy "hsdp"), replicas that meet at a hub every few steps,
+and the same with one replica that is killed and started again. Between a replica and the hub a
+relay lets 10 Mbit/s through in each direction, and counts bytes.
+
+Goodput is the share of the tokens that count of those that two replicas train while the one that
+stays trains its own. Steps of the killed one since its last synchronization do not count.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import closing, suppress
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise.outer.hub import HubThread
+from shardwise.runtime.module import runtime_of_root
+from shardwise.tensor.sharding import local_of
+from shardwise.train.config import Config
+from shardwise.train.data import VOCABULARY, Sequences, open_corpus
+from shardwise.train.model import GPT, Block, Shape
+from shardwise.transport.communicator import communicator
+
+RANKS = 2  # of a replica
+REPLICAS = 2
+FORKS = multiprocessing.get_context("forkserver")
+VALIDATION_BATCHES = 24
+RESULTS = Path(__file__).parent / "results" / "outer.json"
+
+
+def main() -> None:
+    """Run what was asked for, and print a table."""
+    options = _parser().parse_args()
+    FORKS.set_forkserver_preload(["shardwise.public", "shardwise.train.data"])
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        found = {
+            run: {"options": _setting(options), **RUNS[run](options, folder)}
+            for run in options.runs
+        }
+    if RESULTS.exists():
+        found = json.loads(RESULTS.read_text())["runs"] | found
+    report = {"runs": found, **_compared(found)}
+    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))  # noqa: T201
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m benchmarks.outer", description=__doc__)
+    numbers = {"steps": 384, "every": 16, "fragments": 4, "delay": 1, "block": 256, "batch": 4}
+    numbers |= {"context": 64, "width": 64, "layers": 4}
+    for key, value in numbers.items():
+        parser.add_argument(f"--{key}", type=int, default=value)
+    factors = {"lr": 4e-3, "outer-lr": 0.7, "outer-momentum": 0.9, "mixing": 0.0, "mbit": 10.0}
+    for key, factor in factors.items():
+        parser.add_argument(f"--{key}", type=float, default=factor)
+    parser.add_argument("--dtype", default="int4")
+    parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
+    return parser
+
+
+def _setting(options: Namespace) -> dict[str, Any]:
+    return {key: value for key, value in vars(options).items() if key != "runs"}
+
+
+# -- ranks ---------------------------------------------------------------------------------------
+
+
+def _work(options: Namespace, environment: dict[str, str]) -> None:
+    """One rank."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, is_synchronous = dist.get_rank(), options.worker == "synchronous"
+    torch.manual_seed(0)
+    shape = Shape(VOCABULARY, options.context, options.width, options.layers, heads=2)
+    mesh = init_device_mesh("cpu", (REPLICAS, RANKS)) if is_synchronous else None
+    model = sw.fully_shard(GPT(shape), units=Block, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
+    corpus = open_corpus(Config())
+    batches = partial(
+        Sequences,
+        context=options.context,
+        global_batch=REPLICAS * RANKS * options.batch,
+        rank=rank if is_synchronous else RANKS * options.replica + rank,
+        world_size=REPLICAS * RANKS,
+    )
+    data = batches(text=corpus.train, seed=0)
+    outer = None
+    if not is_synchronous:
+        outer = sw.outer_optimizer(
+            model,
+            optimizer,
+            _row(options),
+            hub=options.hub,
+            replica=options.replica,
+            num_replicas=REPLICAS,
+        )
+    runtime = runtime_of_root(model)
+    links = communicator(runtime.mesh.world, runtime.pools.device)
+    log = Path(f"{options.out}-{rank}.jsonl").open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
+    step = outer.join() if outer is not None else 0
+    log.write(json.dumps({"begins": step, "time": time.time()}) + "\n")
+    while step < options.steps:
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr * _schedule(step / options.steps)
+        loss = _loss(model, data[step])
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        step = step + 1 if outer is None else outer.local_steps
+        sent = links.gather.sent[1] + links.reduce.sent[1]
+        line = {"step": step, "time": time.time(), "loss": loss.item(), "inner_bytes": sent}
+        if outer is not None:
+            line["outer_bytes"] = outer.exchange.sent_bytes
+            line["state_bytes"] = outer.exchange.state_bytes
+        log.write(json.dumps(line) + "\n")
+    held_out = batches(text=corpus.validation, seed=1)
+    found = {"own": _validate(model, held_out)}
+    if outer is not None:
+        with torch.no_grad():
+            for parameter, state in outer.state.items():
+                local_of(parameter).copy_(local_of(state["anchor"]))
+                torch.autograd.graph.increment_version(parameter)
+        found["shared"] = _validate(model, held_out)
+        outer.remove()
+    log.write(json.dumps({"validation": found}) + "\n")
+    dist.destroy_process_group()
+
+
+def _row(options: Namespace) -> sw.Outer:
+    return sw.Outer(
+        every=options.every,
+        fragments=options.fragments,
+        dtype=options.dtype,
+        block=options.block,
+        delay=options.delay,
+        mixing=options.mixing,
+        optimizer=partial(
+            torch.optim.SGD,
+            lr=options.outer_lr,
+            momentum=options.outer_momentum,
+            nesterov=options.outer_momentum > 0,
+        ),
+        deadline=120.0,
+    )
+
+
+def _schedule(share: float) -> float:
+    """A warm-up, and half a cosine down to a twentieth."""
+    return min(1.0, 0.02 + share / 0.1) * (0.525 + 0.475 * math.cos(math.pi * share))
+
+
+def _loss(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+
+
+@torch.no_grad()
+def _validate(model: nn.Module, data: Sequences) -> float:
+    total = torch.stack([_loss(model, data[i]) for i in range(VALIDATION_BATCHES)]).mean()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+# -- the network ---------------------------------------------------------------------------------
+
+
+class Relay:
+    """Lets ``bytes_per_second`` through to ``target`` in each direction; a token bucket."""
+
+    def __init__(self, target: str, bytes_per_second: float) -> None:
+        self.target = target
+        self.rate = bytes_per_second
+        self.passed = {"up": 0, "down": 0}
+        self._free_at = {"up": 0.0, "down": 0.0}  # when the next byte may pass
+        started: Future[int] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(self._serve(started))
+        threading.Thread(target=self._run, daemon=True).start()
+        self.address = f"127.0.0.1:{started.result()}"
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def _run(self) -> None:
+        with suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._task)
+
+    async def _serve(self, started: "Future[int]") -> None:
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=1 << 16)
+        started.set_result(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self.target.rpartition(":")
+        try:
+            to_reader, to_writer = await asyncio.open_connection(host, int(port), limit=1 << 16)
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(
+            self._pass("up", reader, to_writer), self._pass("down", to_reader, writer)
+        )
+
+    async def _pass(
+        self, way: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        with closing(writer), suppress(OSError):
+            while piece := await reader.read(1 << 13):
+                now = time.monotonic()
+                begins = max(now, self._free_at[way])
+                self._free_at[way] = begins + len(piece) / self.rate
+                await asyncio.sleep(self._free_at[way] - now)
+                self.passed[way] += len(piece)
+                writer.write(piece)
+                await writer.drain()
+
+
+# -- runs ----------------------------------------------------------------------------------------
+
+
+def _start(options: Namespace, worker: str, ranks: int, out: Path, **more: Any) -> list[Any]:
+    """Start the ranks of one world, forked from a process that has imported torch."""
+    port = _free_port()
+    own = Namespace(**{**vars(options), **more, "worker": worker, "out": out})
+    environments = [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        for rank in range(ranks)
+    ]
+    processes = [FORKS.Process(target=_work, args=(own, one)) for one in environments]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _free_port() -> int:
+    with HubThread() as hub:  # whose port is free again
+        return int(hub.address.rpartition(":")[2])
+
+
+def _finish(processes: Sequence[Any]) -> None:
+    for process in processes:
+        process.join()
+        if process.exitcode:
+            raise SystemExit(f"a rank ended with {process.exitcode}")
+
+
+def _read(out: Path, rank: int = 0) -> list[dict[str, Any]]:
+    path = Path(f"{out}-{rank}.jsonl")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    steps = [line for line in lines if "step" in line]
+    # From the second step on, as buffers are gathered in the order of the first.
+    per_step = (steps[-1]["inner_bytes"] - steps[0]["inner_bytes"]) / (len(steps) - 1)
+    return {
+        "validation": lines[-1]["validation"],
+        "inner_bytes_per_step": per_step,
+        "seconds": steps[-1]["time"] - steps[0]["time"],
+    }
+
+
+def _synchronous(options: Namespace, folder: Path) -> dict[str, Any]:
+    out = folder / "synchronous"
+    _finish(_start(options, "synchronous", REPLICAS * RANKS, out))
+    return _summary(_read(out))
+
+
+def _slow_axis(options: Namespace, folder: Path) -> dict[str, Any]:
+    found, relays = _with_hub(options, folder / "outer", kills=False)
+    lines, lines_of_1 = (_read(folder / f"outer-{replica}") for replica in range(REPLICAS))
+    steps = [line for line in lines if "step" in line]
+    return {
+        **_summary(lines),
+        "outer_bytes_per_step": steps[-1]["outer_bytes"] / steps[-1]["step"],
+        "validation": {
+            key: (loss + lines_of_1[-1]["validation"][key]) / REPLICAS
+            for key, loss in lines[-1]["validation"].items()
+        },
+        "relay_bytes_per_step": sum(relays[0].passed.values()) / 2 / RANKS / steps[-1]["step"],
+        **found,
+    }
+
+
+def _killed(options: Namespace, folder: Path) -> dict[str, Any]:
+    found, _ = _with_hub(options, folder / "killed", kills=True)
+    return {"validation": _read(folder / "killed-0")[-1]["validation"], **found}
+
+
+def _with_hub(options: Namespace, out: Path, *, kills: bool) -> tuple[dict[str, Any], list[Relay]]:
+    with HubThread() as hub:
+        relays = [Relay(hub.address, options.mbit * 1e6 / 8) for _ in range(REPLICAS)]
+
+        def start(replica: int) -> list[Any]:
+            own = {"replica": replica, "hub": relays[replica].address}
+            return _start(options, "outer", RANKS, Path(f"{out}-{replica}"), **own)
+
+        replicas = [start(replica) for replica in range(REPLICAS)]
+        found = {}
+        if kills:
+            while not _at_step(Path(f"{out}-1"), options.steps // 3):
+                time.sleep(0.05)
+            for process in replicas[1]:
+                process.kill()
+            for process in replicas[1]:
+                process.join()
+            replicas[1] = start(1)
+        for processes in replicas:
+            _finish(processes)
+        if kills:
+            found = _goodput(options, Path(f"{out}-0"), Path(f"{out}-1"))
+        for relay in relays:
+            relay.stop()
+    return found, relays
+
+
+def _at_step(out: Path, step: int) -> bool:
+    lines = _read(out)
+    return bool(lines) and lines[-1].get("step", 0) >= step
+
+
+def _goodput(options: Namespace, stayed: Path, killed: Path) -> dict[str, Any]:
+    lines = _read(killed)
+    first, second = (i for i, line in enumerate(lines) if "begins" in line)
+    killed_after = lines[second - 1]["step"]
+    own = [line for line in _read(stayed) if "step" in line]
+    trained = [line["step"] for line in lines[first + 1 :] if "step" in line]
+    useful = len(own) + len(trained) - _unshared_steps(options, killed_after)
+    return {
+        "killed_after_step": killed_after,
+        "returned_at_step": lines[second]["begins"],
+        "away_seconds": lines[second]["time"] - lines[second - 1]["time"],
+        "goodput": useful / (REPLICAS * len(own)),
+        "longest_step_of_the_other": max(
+            after["time"] - before["time"] for before, after in pairwise(own)
+        ),
+    }
+
+
+def _unshared_steps(options: Namespace, after: int) -> float:
+    """Steps that no other replica has learned of, as a mean over the fragments."""
+    row = _row(options)
+    shared = [
+        max(
+            (step for step in range(1, after - row.delay) if one in row.sent_after(step)), default=0
+        )
+        for one in range(row.fragments)
+    ]
+    return after - sum(shared) / row.fragments
+
+
+def _compared(found: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    if {"synchronous", "outer"} <= found.keys():
+        synchronous, outer = found["synchronous"], found["outer"]
+        # What the replicas of the synchronous run send each other.
+        axis = synchronous["inner_bytes_per_step"] - outer["inner_bytes_per_step"]
+        result["synchronous_outer_bytes_per_step"] = axis
+        result["fewer_bytes"] = axis / outer["outer_bytes_per_step"]
+        result["fewer_bytes_with_everything"] = axis / outer["relay_bytes_per_step"]
+        base = synchronous["validation"]["own"]
+        result["loss_ratio"] = outer["validation"]["shared"] / base
+        result["loss_ratio_of_a_replica"] = outer["validation"]["own"] / base
+    return result
+
+
+RUNS = {"synchronous": _synchronous, "outer": _slow_axis, "killed": _killed}
+
+
+if __name__ == "__main__":
+    main()

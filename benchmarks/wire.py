@@ -1,0 +1,136 @@
+"""``python -m benchmarks.wire``: training with fewer bytes, compared with exact training.
+
+A small GPT learns the sources of Python's standard library, on CPU ranks, from the same start and
+on the same batches: with quantized gathers and reductions, and with Adam's states in 8 bits.
+
+Columns: *loss*, the mean over the last 20 steps; *of exact*, its ratio to the first row's; *gather*
+and *reduce*, bytes that a rank sent in a step, as a share of the first row's; *states*, likewise
+the bytes of the optimizer's states.
+"""
+
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+import shardwise as sw
+from benchmarks import make_parser
+from shardwise.bench import harness
+from shardwise.launch.local import run_on_local_ranks
+from shardwise.launch.world import World
+from shardwise.runtime.module import runtime_of_root
+from shardwise.tensor.sharding import local_of
+from shardwise.train.model import GPT, Block, Shape
+from shardwise.transport.communicator import communicator
+
+LAST = 20  # steps whose losses are averaged
+ROWS = 8  # of a batch, on each rank
+TEXT_BYTES = 4 << 20
+CASES: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "int8 gathers, int4 reductions": {"wire": sw.Wire(gather="int8", reduce="int4", block=256)},
+    "the same, with error feedback": {
+        "wire": sw.Wire(gather="int8", reduce="int4", block=256, error_feedback=True)
+    },
+    "fp8 gathers, int8 reductions": {"wire": sw.Wire(gather="fp8", reduce="int8", block=256)},
+    "Adam8bit": {"granularity": "row"},
+}
+SHAPE = Shape(vocabulary=256, context=32, width=64, layers=2, heads=2)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What ranks measured of a case."""
+
+    loss: float
+    gathered_bytes: float
+    reduced_bytes: float
+    state_bytes: float
+
+
+def main() -> None:
+    parser = make_parser("wire", __doc__, ranks=2)
+    parser.add_argument("--steps", type=int, default=300, help="number of steps")
+    options = parser.parse_args()
+    rows = run_on_local_ranks(options.ranks, train_all, options.steps)[0]
+    if options.out:
+        harness.write_json(options.out, {"cases": {name: vars(row) for name, row in rows.items()}})
+
+
+def train_all(world: World, steps: int) -> dict[str, Outcome]:
+    """Train all cases; the means over ranks."""
+    found: dict[str, Outcome] = {}
+    for name in CASES:
+        outcome = found[name] = mean_over_ranks(train(world, name, steps))
+        exact = found["exact"]
+        line = (
+            f"{name:<32}loss {outcome.loss:.4f}  of exact {outcome.loss / exact.loss:.4f}  "
+            f"gather {outcome.gathered_bytes / exact.gathered_bytes:.3f}  "
+            f"reduce {outcome.reduced_bytes / exact.reduced_bytes:.3f}  "
+            f"states {outcome.state_bytes / exact.state_bytes:.3f}\n"
+        )
+        if world.rank == 0:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+    return found
+
+
+def mean_over_ranks(own: Outcome) -> Outcome:
+    values = torch.tensor(list(vars(own).values()), dtype=torch.float64)
+    dist.all_reduce(values)
+    return Outcome(*(values / dist.get_world_size()).tolist())
+
+
+def train(world: World, name: str, steps: int) -> Outcome:
+    """Train one case on this rank."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = sw.fully_shard(GPT(SHAPE), units=Block, **CASES[name])
+    kind = sw.optim.Adam8bit if name == "Adam8bit" else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=1e-3, weight_decay=0.1)
+    runtime = runtime_of_root(model)
+    links = communicator(runtime.mesh.world, runtime.pools.device)
+    queues = (links.gather, links.reduce)
+    losses, before = [], [0, 0]
+    for number, tokens in zip(range(steps), batches(world.rank), strict=False):
+        if number == steps - 1:
+            before = [queue.sent[1] for queue in queues]
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(1.0, (number + 1) / 20)
+        logits = model(tokens[:, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    gathered, reduced = (queue.sent[1] - b for queue, b in zip(queues, before, strict=True))
+    states = [
+        local_of(value).nbytes if hasattr(value, "placements") else value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+    ]
+    last = losses[-LAST:]
+    return Outcome(sum(last) / len(last), gathered, reduced, sum(states))
+
+
+def batches(rank: int) -> Iterator[Tensor]:
+    """Rows of bytes [ROWS, context + 1], others on every rank."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"".join(file.read_bytes() for file in files)[:TEXT_BYTES]
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    generator = torch.Generator().manual_seed(rank)
+    length = SHAPE.context + 1
+    while True:
+        starts = torch.randint(len(tokens) - length, (ROWS,), generator=generator)
+        yield torch.stack([tokens[start : start + length] for start in starts.tolist()])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+"""``python -m shardwise``."""
+
+import sys
+
+from shardwise.cli import main
+
+sys.exit(main())

@@ -1,0 +1,342 @@
+"""Measures this machine for forecasts: operations, collectives and the optimizer, within a minute.
+
+Small models are trained, alone and sharded, on as many local ranks as forecasts are for:
+
+- *Operations*: forward and backward of transformer blocks of several widths, with each operation
+  timed; of all repetitions the least time counts. On a CPU that is the time of the thread, which
+  other processes hardly change; on a GPU, events on its stream.
+- *Host*: what forward and backward take besides, for each operation.
+- *Collectives*: units of 16 KB to 16 MB that compute nearly nothing, from the engine's ledger.
+- *Optimizer*: fused AdamW over as many bytes of gradients.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise.bench.machine import available_bytes, describe_machine
+from shardwise.bench.work import fused_adamw
+from shardwise.forecast.calibrated import VERSION, Calibration, Curve, RanksCalibration, Rate
+from shardwise.forecast.recorder import Recorder
+from shardwise.forecast.work import Kind, Operation
+from shardwise.launch.local import run_on_local_ranks
+from shardwise.launch.world import World
+from shardwise.runtime.records import Record
+from shardwise.schedule.events import EventKind
+from shardwise.train.model import GPT, Shape
+from shardwise.transport.device import num_local_accelerators, wait_for_device
+
+__all__ = ["calibrate", "default_ranks"]
+
+DTYPES = (torch.float32, torch.bfloat16)
+_SHAPES = {  # of GPTs, by the type of the device; on a CPU they take 0.1 to 0.3 s in float32
+    "cpu": (Shape(1024, 64, 128, 1, 2), Shape(4096, 128, 512, 1, 8), Shape(8192, 128, 1024, 1, 16)),
+    "cuda": (Shape(8192, 1024, 1024, 1, 16), Shape(32768, 2048, 4096, 2, 32)),
+}
+_BATCH = 2
+_TIMES = 3  # that operations are timed, or as often as they can in this time; at least once
+_SECONDS = 1.5
+_LARGE_SECONDS = 0.4  # no larger model is measured after one of whose steps takes that long
+_UNIT_ELEMENTS = tuple(1 << power for power in range(12, 23, 2))  # 16 KB to 16 MB in float32
+_STEPS = 12  # of sharded models
+_UPDATE_ELEMENTS = 1 << 22
+_LEAST_PER_BYTE = 1e-14  # seconds
+_HALF = sw.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+_GATHERS = {"fsdp": "gather", "ddp": "cast"}
+_REDUCES = {"fsdp": "reduce", "ddp": "all_reduce"}
+
+_Point = tuple[float, float, float]  # flops, bytes, seconds
+
+
+def calibrate(num_ranks: Sequence[int], report: Callable[[str], None]) -> Calibration:
+    """Measure this machine with each of several numbers of local ranks.
+
+    Args:
+        num_ranks: on a CPU any; on GPUs at most as many as there are.
+        report: called with what begins.
+    """
+    ranks: dict[int, RanksCalibration] = {}
+    for size in num_ranks:
+        report(f"{size} rank{'s' * (size > 1)}")
+        ranks[size] = run_on_local_ranks(size, _measure)[0]
+    return Calibration(
+        format="shardwise calibration",
+        version=VERSION,
+        machine=describe_machine(),
+        accelerator=_accelerator(ranks),
+        cores=0 if torch.cuda.is_available() else int(describe_machine()["cores"]),
+        ranks=ranks,
+    )
+
+
+def default_ranks() -> list[int]:
+    """One, and one for each GPU or, without any, for each core."""
+    devices = num_local_accelerators() or int(describe_machine()["cores"])
+    return sorted({1, devices})
+
+
+def _accelerator(ranks: dict[int, RanksCalibration]) -> dict[str, str | float | int | None]:
+    """What a data sheet would say, from what was measured."""
+    most = ranks[max(ranks)]
+    products = {key: 1 / rate.per_flop for key, rate in most.operations.items() if rate.per_flop}
+    peak = max(products.get("mm/2", 0.0), products.get("mm/4", 0.0), 1.0)
+    bandwidth = 1 / max(most.operations[f"{Kind.MEMORY}/4"].per_byte, _LEAST_PER_BYTE)
+    links = [size / seconds for size, seconds in _largest(most.collectives, "gather/4")]
+    on_gpu = torch.cuda.is_available()
+    memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else available_bytes()
+    return {
+        "name": "this machine",
+        "generation": "measured",
+        "peak_flops": peak,
+        "fp32_flops": products.get("mm/4", peak),
+        "achievable_flops": peak,
+        "multiprocessors": 1,
+        "memory_bytes": memory if on_gpu else memory // max(ranks),
+        "memory_bandwidth": bandwidth,
+        "link_bandwidth": max(links, default=bandwidth),
+        "host_bandwidth": bandwidth,
+        "watts": 0.0,
+        "devices_per_node": max(ranks),
+        "node_bandwidth": max(links, default=bandwidth),
+    }
+
+
+def _largest(curves: dict[str, Curve], key: str) -> Iterator[tuple[float, float]]:
+    if key in curves:
+        yield curves[key].points[-1]
+
+
+# -- on every rank -------------------------------------------------------------------------------
+
+
+def _measure(world: World) -> RanksCalibration:
+    points: defaultdict[str, list[_Point]] = defaultdict(list)
+    around, launched = 0.0, 0
+    for dtype in DTYPES:
+        for shape in _SHAPES[world.device.type]:
+            step = _training_step(shape, dtype, world.device)
+            operations, seconds, whole = _timed(step, world)
+            around += max(0.0, whole - sum(seconds))
+            launched += len(seconds)
+            for operation, took in zip(operations, seconds, strict=True):
+                point = operation.flops, operation.num_bytes, took
+                points[f"{operation.name}/{operation.itemsize}"].append(point)
+                points[f"{operation.kind}/{operation.itemsize}"].append(point)
+            if max(world.gather(whole)) > _LARGE_SECONDS:
+                break
+    return RanksCalibration(
+        threads=torch.get_num_threads() if world.device.type == "cpu" else 1,
+        operation_seconds=around / launched,
+        operations={key: _fit(found) for key, found in points.items()},
+        collectives=_collectives(world),
+        updates={"adamw": _update_seconds(world.device)},
+    )
+
+
+def _training_step(shape: Shape, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+    model = _Sample(shape).to(device, dtype)
+    tokens = torch.randint(0, shape.vocabulary, (_BATCH, shape.context + 1), device=device)
+
+    def step() -> None:
+        logits = model(tokens[:, :-1]).flatten(0, 1).float()
+        functional.cross_entropy(logits, tokens[:, 1:].flatten()).backward()  # type: ignore[no-untyped-call]
+        model.zero_grad()
+
+    return step
+
+
+class _Sample(GPT):
+    """A GPT with what other transformers have besides: SiLU, RMS norms, softmax and dropout."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.extra_norm = nn.RMSNorm(shape.width)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        logits = super().forward(tokens, positions)
+        x = self.embedding(tokens)
+        y = functional.dropout(functional.silu(self.extra_norm(x)), 0.1).relu()
+        scores = torch.softmax(y @ x.transpose(1, 2), dim=-1)
+        return logits + (scores @ y).mean()
+
+
+class _Timer(Recorder):  # type: ignore[no-untyped-call]
+    """Times each operation that is recorded."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._on_gpu = device.type == "cuda"
+        self._times: list[Any] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        began = self._now()
+        result = func(*args, **kwargs)
+        ended = self._now()
+        known = len(self._operations)
+        self._record(func, args, kwargs, result)
+        if len(self._operations) > known:
+            self._times.append((began, ended))
+        return result
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.thread_time()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def results(self) -> tuple[list[Operation], list[float]]:
+        """The operations, and the seconds of each."""
+        if not self._on_gpu:
+            return self._operations, [ended - began for began, ended in self._times]
+        torch.cuda.synchronize()
+        return self._operations, [began.elapsed_time(ended) / 1e3 for began, ended in self._times]
+
+
+def _timed(step: Callable[[], None], world: World) -> tuple[list[Operation], list[float], float]:
+    """Operations of a step, the least seconds of each, and those of the host for the step."""
+    first = _host_seconds(step)
+    times = min(_TIMES, max(1, int(_SECONDS / max(world.gather(first)) / 2)))
+    least: list[float] = []
+    operations: list[Operation] = []
+    whole = []
+    for _ in range(times):
+        whole.append(_host_seconds(step))
+        timer = _Timer(world.device)
+        with timer:
+            step()
+        operations, seconds = timer.results()
+        least = [min(pair) for pair in zip(least or seconds, seconds, strict=True)]
+    return operations, least, min(whole)
+
+
+def _host_seconds(step: Callable[[], None]) -> float:
+    began = time.thread_time()
+    step()
+    return time.thread_time() - began
+
+
+def _fit(points: Sequence[_Point]) -> Rate:
+    """The rate with the least squares of relative errors, without negative terms."""
+    rows = np.array(points)
+    columns = np.stack([np.ones(len(rows)), rows[:, 0], rows[:, 1]], axis=1)
+    seconds = np.maximum(rows[:, 2], 1e-9)
+    scales = np.maximum(columns.max(axis=0), 1.0)
+    weighted = columns / scales / seconds[:, None]
+    best, least = np.zeros(3), np.inf
+    for count in (1, 2, 3):
+        for chosen in combinations(range(3), count):
+            found, *_ = np.linalg.lstsq(weighted[:, chosen], np.ones(len(rows)), rcond=None)
+            error = float(((weighted[:, chosen] @ found - 1) ** 2).sum())
+            if (found >= 0).all() and error < least:
+                least, best = error, np.zeros(3)
+                best[list(chosen)] = found
+    start, per_flop, per_byte = (best / scales).tolist()
+    return Rate(start=start, per_flop=per_flop, per_byte=per_byte)
+
+
+# -- the engine ----------------------------------------------------------------------------------
+
+
+class _Unit(nn.Module):
+    """A parameter that costs nearly nothing to use."""
+
+    def __init__(self, num_elements: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_elements))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight[0]
+
+
+def _collectives(world: World) -> dict[str, Curve]:
+    curves: dict[str, Curve] = {}
+    for policy in (sw.MixedPrecisionPolicy(), _HALF):
+        itemsize = (policy.param_dtype or torch.float32).itemsize
+        for strategy in ("zero2", "ddp"):
+            kind = "fsdp" if strategy == "zero2" else "ddp"
+            names = {EventKind.GATHER: _GATHERS[kind], EventKind.REDUCE: _REDUCES[kind]}
+            for event, points in _spans(world, strategy, policy).items():
+                if event in names:
+                    curves[f"{names[event]}/{itemsize}"] = Curve(points=tuple(points))
+    return curves
+
+
+def _spans(
+    world: World, strategy: str, policy: sw.MixedPrecisionPolicy
+) -> dict[EventKind, list[tuple[float, float]]]:
+    """For gathers and reductions: bytes and seconds of each unit, once all ranks have begun."""
+    units = [_Unit(size) for size in _UNIT_ELEMENTS]
+    model = nn.Sequential(*units).to(world.device)
+    model = sw.fully_shard(model, units=_Unit, strategy=strategy, prefetch=0, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    steps: list[list[_Collective]] = []
+    for _ in range(_STEPS):
+        dist.barrier()
+        model(torch.ones(1, device=world.device)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(list(map(_Collective.of, sw.ledger(model).records())))
+    found: defaultdict[EventKind, dict[float, float]] = defaultdict(dict)
+    for same_step in zip(*world.gather(steps), strict=True):
+        for views in zip(*same_step, strict=True):
+            if views[0].num_bytes and views[0].spans:
+                sizes = found[views[0].kind]
+                known = sizes.get(views[0].num_bytes, float("inf"))
+                sizes[views[0].num_bytes] = min(known, _shared_seconds(views))
+    return {kind: sorted(points.items()) for kind, points in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Collective:
+    """The collectives of an event, on one rank."""
+
+    kind: EventKind
+    num_bytes: int
+    spans: list[tuple[float, float]]
+
+    @classmethod
+    def of(cls, record: Record) -> "_Collective":
+        return cls(record.event.kind, record.event.bytes, [work.span for work in record.works])
+
+
+def _shared_seconds(views: Sequence[_Collective]) -> float:
+    """From when the last rank began to the end, by the clock that processes of a host share."""
+    seconds = 0.0
+    for spans in zip(*(view.spans for view in views), strict=True):
+        began, ended = max(span[0] for span in spans), max(span[1] for span in spans)
+        seconds += max(0.0, ended - began)
+    return seconds
+
+
+def _update_seconds(device: torch.device) -> float:
+    """Seconds of AdamW for each byte of gradients in float32."""
+    parameter = nn.Parameter(torch.zeros(_UPDATE_ELEMENTS, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = fused_adamw([parameter])
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+    seconds = []
+    for _ in range(_TIMES + 1):
+        wait_for_device(device)
+        began = clock()
+        optimizer.step()
+        wait_for_device(device)
+        seconds.append(clock() - began)
+    return min(seconds) / parameter.grad.nbytes

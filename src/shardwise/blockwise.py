@@ -1,0 +1,185 @@
+"""Block-wise quantization: numbers in 4 or 8 bits, with a scale for every block of them.
+
+n numbers are encoded in bytes: a scale for each block, in single precision, then the codes. Blocks
+begin at the first number; the last one may be shorter::
+
+    600 numbers in blocks of 256, int8    | 3 scales | 256 codes | 256 codes | 88 codes |
+                                          |  12 B    |            600 B                 |
+
+====================  ============================================  ===================
+a number x of a block whose largest one is m                        largest error
+------------------------------------------------------------------  -------------------
+``int8``              round(127 x / m)                              m / 254
+``int4``              round(7 x / m), two in a byte                 m / 14
+``fp8``               448 x / m in float8_e4m3fn                    x / 16 or m / 458752
+``dynamic``           the nearest of 256 numbers in [-1, 1] to x/m  m * 0.0071
+``dynamic_unsigned``  the nearest of 256 numbers in [0, 1] to x/m   m * 0.0036
+====================  ============================================  ===================
+
+Zero stays zero. A block with an infinity or a NaN becomes NaN as a whole, so neither gets lost.
+
+Sources: integers as in ZeRO++ (Wang et al., 2023, arXiv 2306.10209), dynamic ones as in 8-bit
+Optimizers via Block-wise Quantization (Dettmers et al., 2021, arXiv 2110.02861), section 2.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["FORMATS", "Blocks", "dynamic_codebook"]
+
+_SCALE_BYTES = 4
+# Elements that are encoded at a time: as many as stay in a processor's cache, and on an accelerator
+# so many that their float32 copies are small beside a unit.
+_PIECE, _DEVICE_PIECE = 1 << 17, 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    bits: int
+    largest: float  # what the largest number of a block becomes
+    to_codes: Callable[[Tensor], Tensor]  # of numbers up to `largest`: uint8, one in each
+    to_numbers: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How numbers are quantized: in one of ``FORMATS``, in blocks of ``size`` numbers."""
+
+    format: str
+    size: int  # even
+
+    def num_blocks(self, num_elements: int) -> int:
+        return -(-num_elements // self.size)
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Of so many numbers when they are encoded; a multiple of 4."""
+        codes = -(-num_elements * FORMATS[self.format].bits // 8)
+        return -(-codes // _SCALE_BYTES) * _SCALE_BYTES + _SCALE_BYTES * self.num_blocks(
+            num_elements
+        )
+
+    def encode(self, numbers: Tensor, encoded: Tensor) -> None:
+        """Write ``numbers`` [..., n], of any floating dtype, to ``encoded`` [..., B], uint8."""
+        for piece, scales, codes in self._pieces(numbers, encoded):
+            quantized, found = self.quantize(piece)
+            scales.copy_(found)
+            codes.copy_(_packed(quantized) if self._is_packed else quantized)
+
+    def decode(self, encoded: Tensor, numbers: Tensor) -> None:
+        """Write the numbers that ``encoded`` [..., B] stands for to ``numbers`` [..., n]."""
+        for piece, scales, codes in self._pieces(numbers, encoded):
+            quantized = _unpacked(codes, piece.shape[-1]) if self._is_packed else codes
+            piece.copy_(self.dequantize(quantized, scales))
+
+    def quantize(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes [..., n] of ``numbers`` [..., n], uint8, and the scales of their blocks."""
+        kind = FORMATS[self.format]
+        blocks = _in_blocks(numbers.float(), self.size)
+        scales = blocks.abs().amax(-1) / kind.largest
+        scaled = blocks / torch.where(scales == 0, 1.0, scales).unsqueeze(-1)
+        codes = kind.to_codes(scaled.clamp_(-kind.largest, kind.largest))
+        return codes.flatten(-2)[..., : numbers.shape[-1]], scales
+
+    def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """The numbers [..., n], float32, of `quantize`."""
+        blocks = _in_blocks(codes, self.size)
+        numbers = FORMATS[self.format].to_numbers(blocks) * scales.unsqueeze(-1)
+        return numbers.flatten(-2)[..., : codes.shape[-1]]
+
+    @property
+    def _is_packed(self) -> bool:
+        return FORMATS[self.format].bits == 4  # noqa: PLR2004 - two in a byte
+
+    def _pieces(self, numbers: Tensor, encoded: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Numbers, their scales and their codes, some whole blocks at a time."""
+        n = numbers.shape[-1]
+        num_rows = max(1, numbers.numel() // max(1, n))
+        at_once = _PIECE if numbers.device.type == "cpu" else _DEVICE_PIECE
+        step = max(1, at_once // num_rows // self.size) * self.size
+        first_code = _SCALE_BYTES * self.num_blocks(n)
+        scales = encoded[..., :first_code].view(torch.float32)
+        bits = FORMATS[self.format].bits
+        for start in range(0, n, step):
+            stop = min(start + step, n)
+            blocks = slice(start // self.size, self.num_blocks(stop))
+            codes = slice(first_code + start * bits // 8, first_code + -(-stop * bits // 8))
+            yield numbers[..., start:stop], scales[..., blocks], encoded[..., codes]
+
+
+def _in_blocks(numbers: Tensor, size: int) -> Tensor:
+    """[..., n] as [..., blocks, size], with zeros at the end."""
+    missing = -numbers.shape[-1] % size
+    if missing:
+        numbers = torch.nn.functional.pad(numbers, (0, missing))
+    return numbers.reshape(*numbers.shape[:-1], -1, size)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Two codes below 16 in each byte, the first one in the low bits."""
+    if codes.shape[-1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def _unpacked(packed: Tensor, num_codes: int) -> Tensor:
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[..., :num_codes]
+
+
+# -- formats -------------------------------------------------------------------------------------
+
+
+def _integer_codes(zero: int) -> Callable[[Tensor], Tensor]:
+    return lambda scaled: (scaled.round_().nan_to_num_() + zero).to(torch.uint8)
+
+
+def _integers(zero: int) -> Callable[[Tensor], Tensor]:
+    return lambda codes: codes.float() - zero
+
+
+def _nearest(*, signed: bool) -> Callable[[Tensor], Tensor]:
+    def codes(scaled: Tensor) -> Tensor:
+        numbers = torch.tensor(dynamic_codebook(signed=signed), device=scaled.device)
+        return torch.bucketize(scaled, (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)
+
+    return codes
+
+
+def _from_codebook(*, signed: bool) -> Callable[[Tensor], Tensor]:
+    def numbers(codes: Tensor) -> Tensor:
+        return torch.tensor(dynamic_codebook(signed=signed), device=codes.device)[codes.int()]
+
+    return numbers
+
+
+@cache
+def dynamic_codebook(*, signed: bool) -> tuple[float, ...]:
+    """The 256 numbers of dynamic quantization, in order.
+
+    In a byte, a run of zeros is a power of ten, a one ends it, and the bits that are left are a
+    linear fraction from 0.1 to 1; with a sign, they are one fewer. 0 and 1 are numbers, too.
+    """
+    numbers = [0.0, 1.0]
+    for zeros in range(7):
+        count = 1 << (6 - zeros if signed else 7 - zeros)  # fractions that the bits left can tell
+        width = 0.9 / count
+        middles = [10.0**-zeros * (0.1 + width * (i + 0.5)) for i in range(count)]
+        numbers += middles + ([-one for one in middles] if signed else [])
+    return tuple(sorted(numbers))
+
+
+FORMATS = {
+    "int8": _Format(8, 127.0, _integer_codes(127), _integers(127)),
+    "int4": _Format(4, 7.0, _integer_codes(7), _integers(7)),
+    "fp8": _Format(
+        8,
+        448.0,
+        lambda scaled: scaled.to(torch.float8_e4m3fn).view(torch.uint8),
+        lambda codes: codes.view(torch.float8_e4m3fn).float(),
+    ),
+    "dynamic": _Format(8, 1.0, _nearest(signed=True), _from_codebook(signed=True)),
+    "dynamic_unsigned": _Format(8, 1.0, _nearest(signed=False), _from_codebook(signed=False)),
+}

@@ -1,0 +1,258 @@
+"""``shardwise plan``."""
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.errors import ConfigError
+from shardwise.plan.spelling import did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwise.diagnose.planning import Planned
+    from shardwise.forecast.candidates import Degree
+
+WIDTH = 100  # in characters, which the tables need
+QUIET_SECONDS = 2.0  # before the first line of progress, and between lines
+_DTYPES = ("bfloat16", "float16", "float32")
+_DEGREE = typer.Option(metavar="N", help="Ranks on this axis, or auto to try several.")
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A built-in name such as llama-3-8b, the config.json of a Hugging Face model, or "
+            "package.module:function that builds a module.",
+        ),
+    ] = None,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            metavar="COUNTxGPU",
+            help="Such as 64xH100, or 64xA100-40GB/8:1600 (GPUs a node:Gbit/s).",
+        ),
+    ] = "8xH100",
+    seq: Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence.")] = 4096,
+    global_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Sequences in a step (default: 8 for each GPU).")
+    ] = None,
+    objective: Annotated[
+        str, typer.Option(metavar="NAME", help="tokens/s, memory or cost.")
+    ] = "tokens/s",
+    strategy: Annotated[
+        str, typer.Option(metavar="NAME,NAME", help="Strategies to try (default: all).")
+    ] = "fsdp,zero2,zero1,ddp,hsdp,hfsdp",
+    micro_batch: Annotated[
+        str, typer.Option(metavar="N,N", help="Sequences in a forward (default: powers of two).")
+    ] = "",
+    checkpointing: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,NAME",
+            help="Kinds of activation checkpointing to try: none, full, products (keeps results of "
+            "matrix products and attention) or selective (of every second product).",
+        ),
+    ] = "none,products,full",
+    offload: Annotated[
+        bool, typer.Option(help="Use the host's memory for what does not fit without.")
+    ] = True,
+    tensor: Annotated[str, _DEGREE] = "1",
+    pipeline: Annotated[str, _DEGREE] = "1",
+    chunks: Annotated[
+        str,
+        typer.Option(
+            metavar="N", help="Parts of the model on a pipeline stage (interleaved), or auto."
+        ),
+    ] = "1",
+    context: Annotated[str, _DEGREE] = "1",
+    expert: Annotated[str, _DEGREE] = "1",
+    optimizer: Annotated[
+        str, typer.Option(metavar="NAME", help="adamw, adamw8bit, adafactor, lion, sgd.")
+    ] = "adamw",
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="Of compute: bfloat16, float16 or float32.")
+    ] = "bfloat16",
+    compiled: Annotated[bool, typer.Option("--compile", help="With torch.compile.")] = False,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="N", help="Tokens to train on, such as 300B or 1T.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(metavar="P", min=0, help="Of a GPU-hour.")] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say where the time and the memory of a step go.")
+    ] = False,
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="Say what ranks write and read of a checkpoint.")
+    ] = False,
+    storage: Annotated[
+        float,
+        typer.Option(metavar="GB/S", min=0, help="Of a node to the file system, for --checkpoint."),
+    ] = 2.0,
+    scaling: Annotated[
+        bool, typer.Option(help="Also predict the throughput on up to 16,384 GPUs.")
+    ] = True,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a page with pictures.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write a trace for https://ui.perfetto.dev."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a file for shardwise train.")
+    ] = None,
+    score: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Predict published measurements instead, and print the errors."
+        ),
+    ] = None,
+) -> None:
+    """Find the best way to train a model on a cluster, before a GPU is rented.
+
+    Predicts the memory of a GPU and the time of a step for every strategy, micro-batch and kind of
+    checkpointing that divides the batch. Ranks those that fit, says by how much others do not, and
+    prints the call of fully_shard for the best one.
+    """
+    if score is not None:
+        _score(score)
+        return
+    if model is None:
+        raise ConfigError("plan: expected a model, such as llama-3-8b, or --score FILE")
+    _check_folders(html, trace, config)
+    from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
+
+    from shardwise.diagnose import plan_terminal  # noqa: PLC0415
+    from shardwise.diagnose.plan_words import Budget  # noqa: PLC0415
+    from shardwise.diagnose.planning import make_planned  # noqa: PLC0415
+    from shardwise.forecast.candidates import Goal  # noqa: PLC0415
+    from shardwise.forecast.configuration import Configuration  # noqa: PLC0415
+    from shardwise.forecast.forecast import Forecaster  # noqa: PLC0415
+    from shardwise.forecast.machines import machine_of  # noqa: PLC0415
+    from shardwise.forecast.models import resolve_model  # noqa: PLC0415
+    from shardwise.forecast.numbers import number_of  # noqa: PLC0415
+    from shardwise.forecast.saving import Storage  # noqa: PLC0415
+    from shardwise.train.planned import config_of  # noqa: PLC0415
+
+    machine = machine_of(cluster)
+    num_devices = machine.cluster.num_devices
+    settings = Configuration(
+        sequence=seq,
+        optimizer=optimizer,  # type: ignore[arg-type]
+        compute_dtype=_dtype(dtype),
+        compiled=compiled,
+    )
+    goal = Goal(
+        global_batch=8 * num_devices if global_batch is None else global_batch,
+        settings=settings,
+        objective=objective,  # type: ignore[arg-type]
+        strategies=tuple(_names(strategy)),
+        micro_batches=tuple(_whole("micro-batch", one) for one in _names(micro_batch)),
+        checkpointing=tuple(_names(checkpointing)),  # type: ignore[arg-type]
+        offload=("none", "optimizer", "parameters") if offload else ("none",),
+        tensor=_degree("tensor", tensor),
+        pipeline=_degree("pipeline", pipeline),
+        chunks=_degree("chunks", chunks),
+        context=_degree("context", context),
+        expert=_degree("expert", expert),
+    )
+    forecaster = Forecaster(resolve_model(model), machine)
+    planned = make_planned(
+        forecaster,
+        goal,
+        Budget(None if tokens is None else number_of("tokens", tokens), price),
+        partial(config_of, path=_directory(model)),
+        Progress(),
+        scaling=scaling and not cluster.endswith(".json"),
+    )
+    console = Console(width=max(WIDTH, Console().width))
+    plan_terminal.show(console, planned)
+    if explain:
+        plan_terminal.explain(console, planned)
+    if checkpoint:
+        nodes = Storage(per_node=storage * 1e9, ranks_per_node=machine.cluster.devices_per_node)
+        saved = forecaster.checkpoint(planned.winner.configuration)
+        plan_terminal.show_checkpoint(console, saved, nodes)
+    _write(planned, html, trace, config)
+
+
+def _score(path: Path) -> None:
+    from shardwise.forecast.score import score  # noqa: PLC0415 (torch takes seconds)
+
+    progress = Progress()
+    typer.echo(score(path, progress=lambda row: progress(f"predicting {row.id}")).text())
+
+
+def _dtype(name: str) -> "torch.dtype":
+    import torch  # noqa: PLC0415
+
+    if name not in _DTYPES:
+        raise ConfigError(
+            f"--dtype {name}: expected one of {', '.join(_DTYPES)}{did_you_mean(name, _DTYPES)}"
+        )
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _check_folders(*paths: Path | None) -> None:
+    """Refuse what cannot be written before the search, which takes long."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path}: cannot be written: {path.parent} is no directory")
+
+
+def _write(planned: "Planned", html: Path | None, trace: Path | None, config: Path | None) -> None:
+    from shardwise.diagnose.page.plan import render_plan  # noqa: PLC0415
+    from shardwise.diagnose.trace import write_trace  # noqa: PLC0415
+
+    if html is not None:
+        html.write_text(render_plan(planned), encoding="utf-8")
+    if trace is not None:
+        write_trace([planned.recording], trace)
+    if config is not None:
+        config.write_text(planned.config, encoding="utf-8")
+    for path in (html, trace, config):
+        if path is not None:
+            typer.echo(f"{path}: written")
+
+
+class Progress:
+    """Lines on stderr about what takes long, at most one every two seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._said_at = clock()
+
+    def __call__(self, words: str) -> None:
+        if self._clock() - self._said_at >= QUIET_SECONDS:
+            self._said_at = self._clock()
+            print(f"{words} ...", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _directory(model: str) -> str:
+    """That of a Hugging Face model, which the trainer can read; "" of others."""
+    path = Path(model)
+    if path.is_dir():
+        return model
+    return str(path.parent) if path.suffix == ".json" else ""
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _degree(option: str, text: str) -> "Degree":
+    return "auto" if text == "auto" else _whole(option, text)
+
+
+def _whole(option: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--{option} {text}: expected an integer of 1 or more")
+    return int(text)

@@ -1,0 +1,100 @@
+"""A page as one HTML file that needs nothing else, and no network.
+
+Words and tables are written here, so that they can be read without a script. The script draws the
+timeline, memory and charts from the columns of `columns`; its modules are data URLs.
+"""
+
+import base64
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from shardwise.diagnose.bars import BarKind, Timeline, Track
+from shardwise.diagnose.page.columns import CATEGORIES, Labels, encode_step
+from shardwise.diagnose.page.metrics import Chart
+from shardwise.diagnose.recording import RankRecording
+
+__all__ = ["Drawing", "document"]
+
+_MODULES = ("charts", "data", "memory", "painter", "step", "tables", "timeline", "tracks", "view")
+
+
+class Drawing:
+    """What the script of a page draws: some steps of all ranks, and charts."""
+
+    def __init__(
+        self,
+        ranks: Sequence[RankRecording],
+        lines: Sequence[Timeline],
+        steps: Iterable[int],
+        charts: Sequence[Chart],
+    ) -> None:
+        units = ranks[0].header.units
+        labels = Labels([unit.label for unit in units])
+        encoded = [encode_step(lines, step, labels) for step in steps]
+        self.columns = "\n".join(
+            f'<script type="text/plain" id="step-{number}">{step.columns}</script>'
+            for number, step in enumerate(encoded)
+        )
+        self.index: dict[str, Any] = {
+            "labels": labels.names,
+            "numUnits": len(units),
+            "kinds": {kind.name: kind.value for kind in BarKind},
+            "tracks": [track.name.lower() for track in Track],
+            "categories": CATEGORIES,
+            "ranks": [rank.header.rank for rank in ranks],
+            "steps": [step.index for step in encoded],
+            "charts": [chart.as_json() for chart in charts],
+        }
+
+
+def document(
+    name: str,
+    drawing: Drawing,
+    *,
+    title: str,
+    facts: Iterable[str],
+    sections: Mapping[str, str],
+    **words: str,
+) -> str:
+    """The page of the command ``name``, from ``name.html`` and ``name.js``.
+
+    Args:
+        name: of the command.
+        drawing: what the script draws.
+        title: of what the page is about.
+        facts: about it, in a line below.
+        sections: the links at the top: ids, and their words.
+        words: of the placeholders in ``name.html``, as HTML.
+    """
+    content = Template(_read(f"{name}.html")).substitute(step=_read("step.html"), **words)
+    links = (f'<a href="#{section}">{text}</a>' for section, text in sections.items())
+    return Template(_read("shell.html")).substitute(
+        title=escape(title),
+        command=name,
+        facts=" · ".join(escape(fact) for fact in facts),
+        style=_read("page.css"),
+        links="\n    ".join(links),
+        content=content,
+        index=_json(drawing.index),
+        columns=drawing.columns,
+        modules=_json({"imports": {module: _module_url(module) for module in _MODULES}}),
+        script=_read(f"{name}.js"),
+    )
+
+
+def _read(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _module_url(name: str) -> str:
+    source = base64.b64encode(_read(f"{name}.js").encode()).decode()
+    return f"data:text/javascript;base64,{source}"
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    """JSON that cannot end the script element that it is in."""
+    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")

@@ -1,0 +1,179 @@
+"""The page of `shardwise plan`."""
+
+from collections.abc import Iterable
+from html import escape
+
+from shardwise.diagnose.bars import Timeline
+from shardwise.diagnose.page.document import Drawing, document
+from shardwise.diagnose.page.metrics import Chart, Series
+from shardwise.diagnose.page.tables import cell, figure_tiles, table
+from shardwise.diagnose.plan_words import (
+    DEFINITIONS,
+    degrees_text,
+    described,
+    host_text,
+    reasons,
+    scaling_words,
+    sharding_text,
+    worded,
+)
+from shardwise.diagnose.planning import Planned
+from shardwise.diagnose.words import NOTHING, bytes_text, seconds_text
+from shardwise.forecast.forecast import Forecast
+
+__all__ = ["render_plan"]
+
+_COLUMNS = (
+    "", "Sharding", "Micro-batches", "Checkpointing", "On the host", "Prefetch", "Step",
+    "Tokens/s a GPU", "MFU", "HFU", "Exposed", "Memory", "Host memory", "Does not fit by",
+)  # fmt: skip
+
+
+def render_plan(planned: Planned) -> str:
+    """The page as text."""
+    recording = planned.recording
+    last = recording.steps[-1].step
+    text = document(
+        "plan",
+        Drawing([recording], [Timeline(recording)], [last], _charts(planned)),
+        title=planned.title,
+        facts=planned.facts,
+        sections={
+            "why": "Why",
+            "use": "Use it",
+            "compared": "Configurations",
+            "curves": "Curves",
+            "timeline": "Timeline",
+            "memory": "Memory",
+            "definitions": "Definitions",
+        },
+        tiles=_tiles(planned),
+        winner=escape(described(planned.winner.configuration)),
+        reasons="".join(f"<li>{escape(line)}</li>" for line in reasons(planned.ranking)),
+        call=escape(planned.call),
+        config=escape(planned.config),
+        candidates=_candidates(planned),
+        scaling="<br>".join(map(escape, scaling_words(planned.curves))),
+        definitions="".join(
+            f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>"
+            for name, words in DEFINITIONS.items()
+        ),
+    )
+    return worded(planned.winner.cluster, text)
+
+
+def _tiles(planned: Planned) -> str:
+    winner = planned.winner
+    step, memory = winner.step, winner.memory
+    share = step.exposed_seconds / step.seconds
+    have = bytes_text(winner.cluster.accelerator.memory_bytes)
+    budget = planned.budget.words(winner)
+    return figure_tiles(
+        [
+            ("Throughput", f"{step.tokens_per_second:,.0f}", "tokens/s of one GPU"),
+            ("MFU", f"{step.mfu:.1%}", f"HFU {step.hfu:.1%}"),
+            (
+                "Step",
+                seconds_text(step.seconds),
+                f"{winner.tokens_per_second:,.0f} tokens/s in all",
+            ),
+            ("Exposed", seconds_text(step.exposed_seconds), f"{share:.1%} of a step"),
+            ("Memory", bytes_text(memory.device_bytes), f"of {have}; peak at {memory.peak.label}"),
+            *([("Training", budget.split(" (")[0], budget)] if budget else []),
+        ]
+    )
+
+
+def _candidates(planned: Planned) -> str:
+    caption = "Configurations that were compared, best first; then those that do not fit"
+    rows = (*planned.ranking.fitting, *planned.ranking.too_large)
+    return table(
+        "candidates", caption, _COLUMNS, (_row(number, one) for number, one in enumerate(rows, 1))
+    )
+
+
+def _row(number: int, one: Forecast) -> str:
+    configuration, memory = one.configuration, one.memory
+    name = escape(described(configuration))
+    ranks = configuration.shard_ranks
+    words = (sharding_text(configuration), degrees_text(configuration))
+    return (
+        f'<tr data-name="{name}"{"" if one.fits else " class=short"}>'
+        f'<th scope="row" data-value="{number}">{number}</th>'
+        + cell(ranks, ", ".join(filter(None, words)))
+        + cell(
+            configuration.micro_batch, f"{configuration.accumulation} x {configuration.micro_batch}"
+        )
+        + cell(number, escape(str(configuration.checkpointing)))
+        + cell(number, host_text(configuration))
+        + cell(configuration.prefetch, str(configuration.prefetch))
+        + _time_cells(one)
+        + cell(memory.device_bytes, bytes_text(memory.device_bytes))
+        + cell(memory.host_bytes, bytes_text(memory.host_bytes))
+        + cell(max(0, one.missing_bytes), "" if one.fits else bytes_text(one.missing_bytes))
+        + "</tr>"
+    )
+
+
+def _time_cells(one: Forecast) -> str:
+    step = one.time
+    if step is None:
+        return cell(0, NOTHING) * 5
+    return (
+        cell(step.seconds, seconds_text(step.seconds))
+        + cell(step.tokens_per_second, f"{step.tokens_per_second:,.0f}")
+        + cell(step.mfu, f"{step.mfu:.1%}")
+        + cell(step.hfu, f"{step.hfu:.1%}")
+        + cell(step.exposed_seconds, seconds_text(step.exposed_seconds), "exposed")
+    )
+
+
+def _charts(planned: Planned) -> list[Chart]:
+    charts = [
+        Chart(
+            "Memory and time",
+            "tokens/s",
+            [*_by_strategy(planned), _points("frontier", planned.frontier, joined=True)],
+            x_name="memory of a GPU",
+            x_unit="bytes",
+            limit=planned.winner.cluster.accelerator.memory_bytes,
+            note="tokens/s of a GPU by its memory; dashed: what it has",
+        )
+    ]
+    if planned.curves:
+        charts.append(
+            Chart(
+                "Scaling",
+                "tokens/s",
+                [
+                    Series(
+                        curve.label,
+                        [float(one.cluster.num_devices) for one in curve.points],
+                        [one.step.tokens_per_second for one in curve.points],
+                    )
+                    for curve in planned.curves
+                ],
+                x_name="GPUs",
+                log_x=True,
+                note="tokens/s of a GPU by the number of GPUs, with as much work for each",
+            )
+        )
+    return charts
+
+
+def _by_strategy(planned: Planned) -> list[Series]:
+    groups: dict[str, list[Forecast]] = {}
+    for one in planned.ranking.fitting:
+        groups.setdefault(one.configuration.strategy, []).append(one)
+    return [_points(name, group) for name, group in groups.items()]
+
+
+def _points(label: str, found: Iterable[Forecast], *, joined: bool = False) -> Series:
+    shown = sorted(found, key=lambda one: one.memory.device_bytes)
+    return Series(
+        label,
+        [float(one.memory.device_bytes) for one in shown],
+        [one.step.tokens_per_second for one in shown],
+        [described(one.configuration) for one in shown],
+        joined,
+    )

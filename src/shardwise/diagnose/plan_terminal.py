@@ -1,0 +1,210 @@
+"""What `shardwise plan` prints: the winner, others, scaling, and the call; 100 characters wide."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.diagnose.plan_words import (
+    DEFINITIONS,
+    degrees_text,
+    described,
+    host_text,
+    reasons,
+    scaling_words,
+    sharding_text,
+    worded,
+)
+from shardwise.diagnose.planning import Planned
+from shardwise.diagnose.words import bytes_text, percent, seconds_text
+from shardwise.forecast.certificate import CATEGORIES, Certificate, Moment
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.forecast import Forecast
+from shardwise.forecast.saving import CheckpointPlan, Storage
+from shardwise.forecast.scaling import Curve
+
+__all__ = ["explain", "show", "show_checkpoint"]
+
+MAX_ROWS = 12  # of the candidates; the page has all
+
+
+def show(console: Console, planned: Planned) -> None:
+    """Print what the search has found."""
+    console.print(Text(f"{planned.title}: {'; '.join(planned.facts)}\n"))
+    console.print(_candidates_table(planned))
+    console.print(Text(f"\nBest: {described(planned.winner.configuration)}", style="bold"))
+    for line in figures(planned):
+        console.print(Text(line))
+    for line in reasons(planned.ranking):
+        console.print(_item(line))
+    if planned.curves:
+        console.print(_scaling_table(planned.curves))
+        for line in scaling_words(planned.curves):
+            console.print(_item(line))
+    console.print(Text(f"\n{planned.call}\n"), soft_wrap=True)
+
+
+def figures(planned: Planned) -> list[str]:
+    """The winner in numbers."""
+    winner = planned.winner
+    step, memory = winner.step, winner.memory
+    time = (
+        f"{seconds_text(step.seconds)} a step, {step.tokens_per_second:,.0f} tokens/s a GPU, "
+        f"{winner.tokens_per_second:,.0f} in all; MFU {step.mfu:.1%}, HFU {step.hfu:.1%}; "
+        f"exposed communication {seconds_text(step.exposed_seconds)}"
+    )
+    have = bytes_text(winner.cluster.accelerator.memory_bytes)
+    held = (
+        f"{bytes_text(memory.device_bytes)} of the {have} of a GPU: "
+        f"{bytes_text(memory.peak_bytes)} in tensors (at {memory.peak.label}), "
+        f"{bytes_text(memory.reserve_bytes)} reserved, {bytes_text(memory.overhead_bytes)} of the "
+        f"driver and its libraries{_host(memory)}"
+    )
+    budget = planned.budget.words(winner)
+    return [
+        worded(winner.cluster, time),
+        worded(winner.cluster, held),
+        *([budget] if budget else []),
+    ]
+
+
+def _host(memory: Certificate) -> str:
+    return f"; {bytes_text(memory.host_bytes)} of the host" if memory.host_bytes else ""
+
+
+def _candidates_table(planned: Planned) -> Table:
+    title = "Configurations, best first, by GPU (*: on the frontier of memory and time)"
+    table = _table(worded(planned.winner.cluster, title))
+    for heading in ("", "sharding", "micro", "checkpoint", "on host"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("ahead", "tokens/s", "MFU", "exposed", "memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for number, one in enumerate(planned.ranking.fitting[:MAX_ROWS], start=1):
+        mark = "*" if one in planned.frontier else ""
+        table.add_row(f"{number}{mark}", *_named(one.configuration), *_times(one))
+    rest = len(planned.ranking.fitting) - MAX_ROWS
+    if rest > 0:
+        table.caption = f"{rest} more on the page (--html FILE)"
+    return table
+
+
+def _named(configuration: Configuration) -> tuple[str, ...]:
+    micro = f"{configuration.accumulation} x {configuration.micro_batch}"
+    degrees = degrees_text(configuration)
+    return (
+        sharding_text(configuration) + (f", {degrees}" if degrees else ""),
+        micro,
+        str(configuration.checkpointing),
+        host_text(configuration),
+        str(configuration.prefetch),
+    )
+
+
+def _times(one: Forecast) -> tuple[str, ...]:
+    step = one.step
+    return (
+        f"{step.tokens_per_second:,.0f}",
+        f"{step.mfu:.1%}",
+        percent(step.exposed_seconds / step.seconds),
+        bytes_text(one.memory.device_bytes),
+    )
+
+
+def _scaling_table(curves: Sequence[Curve]) -> Table:
+    table = _table("\nScaling: as much work for each GPU, tokens/s of one")
+    table.add_column("GPUs", justify="right")
+    for curve in curves:
+        table.add_column(curve.label, justify="right")
+        table.add_column("MFU", justify="right")
+    sizes = sorted({one.cluster.num_devices for curve in curves for one in curve.points})
+    for size in sizes:
+        cells: list[str] = []
+        for curve in curves:
+            found = [one.step for one in curve.points if one.cluster.num_devices == size]
+            cells += (
+                [f"{found[0].tokens_per_second:,.0f}", f"{found[0].mfu:.1%}"] if found else ["", ""]
+            )
+        table.add_row(f"{size:,}", *cells)
+    return table
+
+
+def explain(console: Console, planned: Planned) -> None:
+    """Print where the winner's time and memory go."""
+    step, memory = planned.winner.step, planned.winner.memory
+    table = _table("Where the time of a step goes")
+    table.add_column("cause")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    for name, seconds in sorted(step.breakdown.items(), key=lambda item: -item[1]):
+        table.add_row(name, seconds_text(seconds), percent(seconds / step.seconds))
+    console.print(table)
+    console.print(_memory_table(memory))
+    for name, words in DEFINITIONS.items():
+        console.print(Text(f"{name}: {worded(planned.winner.cluster, words)}"))
+
+
+def show_checkpoint(console: Console, saved: CheckpointPlan, storage: Storage) -> None:
+    """Print what ranks write and read of a checkpoint."""
+    title = (
+        f"A checkpoint: {bytes_text(saved.num_bytes)} in {len(saved.files)} files; a rank receives "
+        f"{bytes_text(saved.exchanged_bytes)} of checksums, and no tensor"
+    )
+    table = _table(title)
+    for heading in ("", "a rank: least", "most", "ranges", "files", "ranks a file", "time"):
+        table.add_column(heading, justify="right")
+    for name, traffic in (("save", saved.save), ("load", saved.load)):
+        seconds = traffic.seconds(storage)
+        table.add_row(
+            name,
+            bytes_text(int(traffic.num_bytes.min())),
+            bytes_text(int(traffic.num_bytes.max())),
+            f"{int(traffic.num_ranges.max()):,}",
+            f"{int(traffic.num_files.max()):,}",
+            f"{traffic.ranks_per_file:,}",
+            seconds_text(seconds),
+        )
+    console.print(table)
+
+
+def _memory_table(memory: Certificate) -> Table:
+    table = _table("Memory over the last micro-batch and the update")
+    table.add_column("category")
+    moments = _moments(memory)
+    for moment in moments:
+        peak = " (peak)" if moment is memory.peak else ""
+        table.add_column(f"{moment.label}{peak}", justify="right", overflow="fold")
+    for category in CATEGORIES:
+        table.add_row(category, *(bytes_text(getattr(moment, category)) for moment in moments))
+    table.add_row("total", *(bytes_text(moment.total) for moment in moments), style="bold")
+    return table
+
+
+def _moments(memory: Certificate) -> list[Moment]:
+    """The first and the last one, the peak, and the highest of forward and backward."""
+    line = memory.timeline
+    backward = next(n for n, one in enumerate(line) if one.label.startswith("backward"))
+    found = [line[0], max(line[:backward], key=_total), memory.peak, line[-1]]
+    return sorted(dict.fromkeys(found), key=line.index)
+
+
+def _total(moment: Moment) -> int:
+    return moment.total
+
+
+def _item(line: str) -> Table:
+    """An item of a list, with the lines after its first one indented."""
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_row("-", Text(line))
+    return grid
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )

@@ -1,0 +1,245 @@
+"""A search in words: what its winner is, why it beats others, what bounds it and its scaling."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from shardwise.diagnose.words import bytes_text, seconds_text
+from shardwise.forecast.candidates import MODEL_AXES
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.forecast import Forecast
+from shardwise.forecast.hardware import Cluster
+from shardwise.forecast.scaling import Curve
+from shardwise.forecast.search import Ranking, best_alternatives
+
+__all__ = [
+    "DEFINITIONS",
+    "Budget",
+    "degrees_text",
+    "described",
+    "host_text",
+    "lacks",
+    "reasons",
+    "scaling_words",
+    "sharding_text",
+    "worded",
+]
+
+DEFINITIONS = {
+    "MFU": "Model FLOPs utilisation: the FLOPs that forward and backward need, divided by the time "
+    "of a step and by the dense peak of all GPUs in 16 bits. They are those of matrix products and "
+    "of attention as if it were not causal (PaLM, arXiv 2204.02311, appendix B), without what "
+    "checkpointing computes again.",
+    "HFU": "Hardware FLOPs utilisation: the same with what checkpointing computes again.",
+    "Exposed": "The time for which compute waits for gathers or reductions.",
+    "Memory": "Of one GPU: the peak of all tensors, what the allocator reserves beyond that, and "
+    "what the driver, its libraries and communicators take. Upper bounds where the order of "
+    "allocations is not known.",
+    "Checkpointing": "What a block keeps for its backward: all (none), its inputs (full), or these "
+    "and the results of matrix products and attention (products).",
+    "Frontier": "Configurations for which no other one is faster with less memory.",
+}
+
+_COMPARED = (
+    "strategy",
+    "checkpointing",
+    "micro_batch",
+    "tensor",
+    "chunks",
+    "prefetch",
+    "offload",
+)
+MOST_REASONS = 8
+_COSTS = {
+    "matmul": "{more} more in matrix products",
+    "attention": "{more} more in attention",
+    "memory": "{more} more in element-wise operations",
+    "collective": "{more} more in collectives of model parallelism",
+    "host": "the GPU waits {more} more for launches of the host",
+    "exposed communication": "compute waits {more} more for gathers and reductions",
+    "interference": "collectives slow compute down by {more} more",
+    "pipeline bubble": "stages are idle for {more} more",
+    "pipeline sends": "stages send to each other for {more} more",
+    "optimizer": "the update takes {more} more",
+    "stragglers": "the slowest rank takes {more} more",
+}
+_BOUNDS = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "memory": "element-wise operations, which move bytes to and from the GPU's memory",
+    "collective": "the collectives of model parallelism",
+    "host": "the host, which launches operations more slowly than the GPU runs them",
+    "exposed communication": "gathers and reductions that compute waits for",
+    "pipeline bubble": "idle stages of the pipeline",
+    "pipeline sends": "sends between stages of the pipeline",
+    "optimizer": "the update of the parameters",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a training run may be priced by."""
+
+    tokens: float | None = None
+    price: float | None = None  # of a GPU-hour
+
+    def words(self, forecast: Forecast) -> str:
+        """GPU-hours, days and cost; "" without a number of tokens."""
+        if self.tokens is None:
+            return ""
+        hours = forecast.gpu_hours(self.tokens)
+        days = hours / forecast.cluster.num_devices / 24
+        cost = "" if self.price is None else f", {hours * self.price:,.0f} at {self.price:g} each"
+        return worded(forecast.cluster, f"{hours:,.0f} GPU-hours ({days:,.1f} days){cost}")
+
+
+def worded(cluster: Cluster, text: str) -> str:
+    """``text`` about GPUs, in words for the devices of ``cluster``."""
+    return text.replace("GPU", cluster.device_word)
+
+
+def sharding_text(configuration: Configuration) -> str:
+    """Such as ``fsdp over 64`` or ``hsdp over 8 x 8``."""
+    if configuration.row.num_axes > 1:
+        ranks = f"{configuration.replicas} x {configuration.shard_ranks}"
+    else:
+        ranks = str(configuration.data_parallel * configuration.context)
+    return f"{configuration.strategy} over {ranks}"
+
+
+def host_text(configuration: Configuration) -> str:
+    """What is on the host: optimizer, parameters, activations."""
+    kept = [configuration.offload] if configuration.offload != "none" else []
+    return " and ".join(kept + ["activations"] * configuration.activation_offload)
+
+
+def degrees_text(configuration: Configuration) -> str:
+    """Axes of the model, such as ``tensor 2``."""
+    names = [name for name in (*MODEL_AXES, "chunks") if getattr(configuration, name) > 1]
+    return ", ".join(f"{name} {getattr(configuration, name)}" for name in names)
+
+
+def described(configuration: Configuration) -> str:
+    """One line that tells candidates of a search apart."""
+    micro = f"{configuration.accumulation} x {configuration.micro_batch}"
+    parts = [sharding_text(configuration), f"micro-batches {micro}"]
+    if degrees := degrees_text(configuration):
+        parts.append(degrees)
+    parts.append(f"checkpointing {configuration.checkpointing}")
+    if kept := host_text(configuration):
+        parts.append(f"{kept} on the host")
+    if configuration.prefetch != 1:
+        parts.append(f"prefetch {configuration.prefetch}")
+    return ", ".join(parts)
+
+
+def reasons(ranking: Ranking) -> list[str]:
+    """Why the winner is best: what bounds it, and what others cost or lack."""
+    found = [_bound(ranking.winner)]
+    winner = ranking.winner.configuration
+    found += [
+        f"{_named(winner, other.configuration)}: {_difference(ranking, other)}"
+        for other in best_alternatives(ranking, _COMPARED)
+    ]
+    found = found[:MOST_REASONS] + list(_too_large(ranking))
+    return [worded(ranking.winner.cluster, line) for line in found]
+
+
+def _bound(winner: Forecast) -> str:
+    step = winner.step
+    share = step.breakdown[step.bound] / step.seconds
+    exposed = step.exposed_seconds / step.seconds
+    return (
+        f"Bound by {_BOUNDS.get(step.bound, step.bound)}: {share:.0%} of a step. "
+        f"{exposed:.1%} of it is exposed communication."
+    )
+
+
+def _named(winner: Configuration, other: Configuration) -> str:
+    """What a candidate has that the winner has not."""
+    parts = []
+    if sharding_text(other) != sharding_text(winner):
+        parts.append(sharding_text(other))
+    if other.checkpointing != winner.checkpointing:
+        parts.append(f"checkpointing {other.checkpointing}")
+    if host_text(other) != host_text(winner):
+        parts.append(f"{host_text(other) or 'nothing'} on the host")
+    parts += [
+        f"{field.replace('_', '-')} {getattr(other, field)}"
+        for field in ("micro_batch", "prefetch", *MODEL_AXES, "chunks")
+        if getattr(other, field) != getattr(winner, field)
+    ]
+    return ", ".join(parts)
+
+
+def _difference(ranking: Ranking, other: Forecast) -> str:
+    winner = ranking.winner
+    slower = other.gpu_hours(1.0) / winner.gpu_hours(1.0) - 1
+    saved = winner.memory.device_bytes - other.memory.device_bytes
+    memory = f"{bytes_text(abs(saved))} {'less' if saved > 0 else 'more'}" if saved else "as much"
+    if abs(slower) < 0.0005:  # noqa: PLR2004 - 0.0 %
+        return f"as fast, with {memory} memory"
+    if slower < 0:
+        return f"{-slower:.1%} faster, but needs {memory} memory"
+    cause = _largest_cost(winner.step.breakdown, other.step.breakdown)
+    return f"{slower:.1%} slower, {memory} memory{f': {cause}' if cause else ''}"
+
+
+def _largest_cost(winner: Mapping[str, float], other: Mapping[str, float]) -> str:
+    more = {name: seconds - winner.get(name, 0.0) for name, seconds in other.items()}
+    name = max(more, key=lambda one: more[one])
+    if more[name] <= 0 or name not in _COSTS:
+        return ""
+    return _COSTS[name].format(more=seconds_text(more[name]))
+
+
+def _too_large(ranking: Ranking) -> Iterator[str]:
+    """The least that is too large of each kind of checkpointing, sharded as the winner is."""
+    best = ranking.winner.configuration
+    seen = set()
+    for one in ranking.too_large:
+        kind = one.configuration.checkpointing
+        if kind not in seen and sharding_text(one.configuration) == sharding_text(best):
+            seen.add(kind)
+            micro = one.configuration.micro_batch
+            yield f"checkpointing {kind}, micro-batch {micro}: does not fit, {lacks(one)}"
+
+
+def lacks(one: Forecast) -> str:
+    """By how much a configuration does not fit."""
+    have = bytes_text(one.cluster.accelerator.memory_bytes)
+    return worded(one.cluster, f"{bytes_text(one.missing_bytes)} more than the {have} of a GPU")
+
+
+def scaling_words(curves: list[Curve]) -> list[str]:
+    """Where each curve bends, and why."""
+    return [f"{curve.label}: {_bend(curve)}" for curve in curves]
+
+
+def _bend(curve: Curve) -> str:
+    last = curve.points[-1].cluster.num_devices
+    if curve.bend is None:
+        return f"a GPU loses less than 5 % of its throughput up to {last:,} GPUs. {_gathers(curve)}"
+    best, bent = curve.bend
+    share = bent.step.tokens_per_second / best.step.tokens_per_second
+    end = curve.points[-1].step.tokens_per_second / best.step.tokens_per_second
+    cause = _largest_cost(best.step.breakdown, bent.step.breakdown)
+    more = "" if bent is curve.points[-1] else f" On {last:,}, it has {end:.0%}."
+    return (
+        f"from {bent.cluster.num_devices:,} GPUs on, a GPU has {share:.0%} of its throughput on "
+        f"{best.cluster.num_devices:,}: {cause} a step.{more} {_gathers(curve)}"
+    )
+
+
+def _gathers(curve: Curve) -> str:
+    """How the gather of a block grows along a curve."""
+    first, last = curve.gathers[0], curve.gathers[-1]
+    if not last.num_bytes:
+        return "Nothing is gathered."
+    words = [
+        f"{seconds_text(one.seconds)} on {point.cluster.num_devices:,}"
+        for one, point in ((first, curve.points[0]), (last, curve.points[-1]))
+    ]
+    return (
+        f"The gather of a block ({bytes_text(last.num_bytes)}) takes {' and '.join(words)} GPUs, "
+        f"{last.latency_seconds / last.seconds:.0%} of it latency between ranks."
+    )

@@ -1,0 +1,116 @@
+"""`shardwise plan`: a search, with what its page and its tables show of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwise.diagnose.plan_words import Budget, described, lacks, worded
+from shardwise.diagnose.recording import RankRecording
+from shardwise.diagnose.simulated import recording_of
+from shardwise.errors import ConfigError
+from shardwise.forecast.candidates import Goal
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.forecast import Forecast, Forecaster
+from shardwise.forecast.planned import call_of
+from shardwise.forecast.scaling import Curve, scaling_curves
+from shardwise.forecast.search import Progress, Ranking, frontier, search
+from shardwise.forecast.transformer import Shape
+from shardwise.plan.plan import Plan
+
+__all__ = ["Planned", "make_planned"]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The result of `shardwise plan`."""
+
+    model: str
+    num_parameters: int
+    ranking: Ranking
+    plan: Plan  # of the winner
+    curves: list[Curve]
+    config: str  # TOML for `shardwise train`
+    budget: Budget
+
+    @property
+    def winner(self) -> Forecast:
+        return self.ranking.winner
+
+    @cached_property
+    def frontier(self) -> list[Forecast]:
+        return frontier(self.ranking)
+
+    @cached_property
+    def recording(self) -> RankRecording:
+        """The winner's step, as it would be recorded."""
+        return recording_of(self.winner, self.plan)
+
+    @property
+    def title(self) -> str:
+        """Such as ``llama-3-8b on 64 x H100-SXM-80GB``."""
+        cluster = self.winner.cluster
+        return f"{self.model} on {cluster.num_devices} x {cluster.accelerator.name}"
+
+    @property
+    def facts(self) -> list[str]:
+        """What was asked for."""
+        goal = self.ranking.goal
+        cluster = self.winner.cluster
+        network = cluster.node_bandwidth * 8 / 1e9
+        place = f"{cluster.devices_per_node} GPUs a node, {network:,.0f} Gbit/s between nodes"
+        if cluster.num_nodes == 1:
+            place = worded(cluster, f"{cluster.num_devices} GPUs of a node")
+        return [
+            f"{self.num_parameters / 1e9:.4g} billion parameters",
+            place,
+            f"{goal.global_batch:,} sequences of {goal.settings.sequence:,} tokens a step",
+            f"{goal.settings.optimizer}",
+            f"best {goal.objective} of {self.ranking.num_compared} configurations",
+        ]
+
+    @property
+    def call(self) -> str:
+        return call_of(self.winner.configuration)
+
+
+def make_planned(
+    forecaster: Forecaster,
+    goal: Goal,
+    budget: Budget,
+    config_of: Callable[[Configuration, Shape | None], str],
+    progress: Progress,
+    *,
+    scaling: bool = True,
+) -> Planned:
+    """Search, and forecast how the winner scales.
+
+    Args:
+        forecaster: of the model and the cluster.
+        goal: what to train, and what may be chosen.
+        budget: of the training run.
+        config_of: writes the file of a trainer.
+        progress: called with what is being done.
+        scaling: whether to forecast that; it takes some seconds.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    ranking = search(forecaster, goal, progress)
+    if not ranking.fitting:
+        least = ranking.too_large[0]
+        raise ConfigError(
+            f"{forecaster.model.name} does not fit: the smallest of {ranking.num_compared} "
+            f"configurations ({described(least.configuration)}) takes {lacks(least)}; use "
+            + worded(least.cluster, "more or larger GPUs, shorter sequences, or --tensor auto")
+        )
+    winner = ranking.winner.configuration
+    on_winner = forecaster.with_devices(ranking.winner.cluster.num_devices)
+    return Planned(
+        model=forecaster.model.name,
+        num_parameters=forecaster.model.num_parameters,
+        ranking=ranking,
+        plan=on_winner.plan(winner),
+        curves=scaling_curves(on_winner, winner, progress) if scaling else [],
+        config=config_of(winner, forecaster.model.shape),
+        budget=budget,
+    )

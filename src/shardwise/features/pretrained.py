@@ -1,0 +1,169 @@
+"""``save_pretrained`` of transformers and peft, called on a sharded model by every rank."""
+
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import CheckpointError, RanksDiverged
+from shardwise.runtime.module import FSDPModule, MethodWrappers, handle_of
+from shardwise.tensor.mesh import DataParallelMesh, all_ranks_of
+from shardwise.tensor.reductions import across
+from shardwise.tensor.sharding import sharding_of
+
+__all__ = ["saving_methods"]
+
+_NAME = "save_pretrained"
+
+
+def saving_methods(module: nn.Module) -> MethodWrappers:
+    """What replaces ``save_pretrained`` of ``module``, if its class has one."""
+    has_method = callable(getattr(type(module), _NAME, None))
+    return frozenset({(_NAME, _saving_whole_tensors)} if has_method else ())
+
+
+def _saving_whole_tensors(plain: Callable[..., None]) -> Callable[..., None]:
+    """Have ``plain`` write whole tensors, on the first rank, which are gathered one at a time.
+
+    They are mapped from files next to the result, and not kept in memory, so the host memory of a
+    rank has to hold the largest tensor, and the disk two copies of the model for a while. Of a
+    model with adapters only what peft saves is gathered.
+    """
+
+    @functools.wraps(plain)
+    def save_pretrained(
+        self: nn.Module, save_directory: str | os.PathLike[str], *args: Any, **options: Any
+    ) -> None:
+        if _saves_as_it_is(self, options):
+            plain(self, save_directory, *args, **options)
+            return
+        mesh = _mesh_of(self)
+        is_first = mesh.group_rank == 0
+        with ExitStack() as stack:
+            if any(config.is_prompt_learning for config in _adapters_of(self).values()):
+                assert isinstance(self, FSDPModule)
+                self.unshard()  # peft reads prompts from the module, and not from a state dict
+                stack.callback(self.reshard)
+            saved = _what_is_saved(self, options)
+            tensors = {id(x): x for x in saved.values() if isinstance(x, Tensor)}
+            whole: dict[int, Any] = {}
+            with _raising_together(mesh, save_directory):
+                if is_first:
+                    Path(save_directory).mkdir(parents=True, exist_ok=True)
+                    scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=save_directory))
+                    whole = {key: _map(Path(scratch), x) for key, x in tensors.items()}
+            for key, tensor in tensors.items():
+                gathered = _gather(tensor)
+                if is_first:
+                    whole[key].copy_(gathered)
+            with _raising_together(mesh, save_directory):
+                if is_first:
+                    state = {name: whole.get(id(x), x) for name, x in saved.items()}
+                    plain(self, save_directory, *args, **options | {"state_dict": state})
+
+    return save_pretrained
+
+
+def _saves_as_it_is(model: nn.Module, options: Mapping[str, Any]) -> bool:
+    """Whether parameters are gathered, the tensors are given, or transformers has sharded them."""
+    is_sharded = any(sharding_of(parameter) is not None for parameter in model.parameters())
+    own_way = options.get("state_dict") is not None or options.get("distributed_checkpoint")
+    by_transformers = getattr(model, "is_distributed_loading_by_transformers", False)
+    return not is_sharded or bool(own_way) or by_transformers
+
+
+def _mesh_of(model: nn.Module) -> DataParallelMesh:
+    """All ranks that have a part of ``model``.
+
+    Raises:
+        CheckpointError: others have other values by the same name.
+    """
+    mesh = handle_of(model).runtime.mesh
+    for name, parameter in model.named_parameters():
+        sharding = sharding_of(parameter)
+        if sharding is None:
+            continue
+        if sharding.tensor_parallel is not None and isinstance(parameter, DTensor):
+            return all_ranks_of(parameter.device_mesh)
+        if sharding.mesh.num_ranks < mesh.num_ranks:
+            raise CheckpointError(
+                f"{name} is sharded over {sharding.mesh.num_ranks} of the model's "
+                f"{mesh.num_ranks} ranks, and others have other values by that name; make it a "
+                "DTensor on the mesh of expert parallelism before fully_shard"
+            )
+    return mesh
+
+
+def _adapters_of(model: nn.Module) -> Mapping[str, Any]:
+    """The configurations of peft by the names of adapters; none if the model has no adapters."""
+    return getattr(model, "peft_config", None) or {}
+
+
+def _what_is_saved(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict, in shards; of a model with adapters, what peft takes of it."""
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    adapters = options.get("selected_adapters") or _adapters_of(model)
+    if not adapters:
+        return state
+    from peft import get_peft_model_state_dict  # noqa: PLC0415 (the model is one of peft)
+
+    tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
+    marks = {
+        name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in tensors.items()
+    }
+    taken: set[int] = set()
+    for name in adapters:
+        found = get_peft_model_state_dict(
+            model,
+            state_dict=marks,
+            adapter_name=name,
+            save_embedding_layers=options.get("save_embedding_layers", "auto"),
+        )
+        taken |= {id(tensor) for tensor in found.values()}
+    return {name: x for name, x in tensors.items() if x.requires_grad or id(marks[name]) in taken}
+
+
+def _map(directory: Path, like: Tensor) -> Tensor:
+    """A tensor of the dtype and shape of ``like`` in a new file of ``directory``."""
+    num_bytes = like.numel() * like.element_size()
+    if not num_bytes:
+        return torch.empty(like.shape, dtype=like.dtype)
+    with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)  # else a full disk is a SIGBUS later
+    mapped = torch.from_file(file.name, shared=True, size=num_bytes, dtype=torch.uint8)
+    return mapped.view(like.dtype).view(like.shape)
+
+
+@torch.no_grad()
+def _gather(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def _raising_together(mesh: DataParallelMesh, directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise on every rank, at the end of the block, if it raises on one."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:  # noqa: BLE001 - raised below, after the exchange
+        error = raised
+    device = mesh.accelerator or torch.device("cpu")
+    try:
+        failed = across([torch.tensor(error is not None, device=device)], mesh, mesh.world)
+    except RanksDiverged as diverged:
+        diverged.add_note(
+            "Every rank must call save_pretrained of a sharded model. transformers' Trainer does "
+            "so on one; use that of shardwise.integrations.transformers."
+        )
+        raise
+    if error is not None:
+        raise error
+    if failed.any():
+        raise CheckpointError(f"save_pretrained({os.fspath(directory)!r}) failed on the first rank")

@@ -1,0 +1,402 @@
+"""The memory of one rank in a training step: by category, at every event.
+
+Bytes of parameters and gradients follow from the plan and the schedule that the engine runs;
+activations from a trace of the model; states of the optimizer from its kind. Nothing is fitted.
+What is not in tensors is stated apart: memory that the allocator keeps between blocks, and that of
+the device's libraries.
+
+Upper bounds: gradients of a unit are counted from the beginning of its backward, and those of a
+unit with child units from the end of its first segment in backward until its own end.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+
+from shardwise.errors import PlanError
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.memory import MemoryReplay, ReplayOptions
+from shardwise.forecast.replay import Part, batches
+from shardwise.forecast.work import Kind, Segment, Workload
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.schedule.events import COMPUTE, Event, EventKind, describe
+
+__all__ = ["CATEGORIES", "Certificate", "Moment", "memory_certificate"]
+
+_LABEL_BYTES = 8  # tokens and labels are int64
+# Blocks of the 8-bit optimizers have one scale in float32.
+_BLOCK_ELEMENTS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """The bytes of a rank's device at one moment of a step."""
+
+    label: str  # such as "gather layers.0", or "update"
+    parameters: int = 0  # shards
+    gathered: int = 0  # units while they are gathered
+    gradients: int = 0  # shards
+    communication: int = 0  # gradients that have not been reduced, and buffers of collectives
+    optimizer: int = 0
+    activations: int = 0
+    temporaries: int = 0  # of the update
+    buffers: int = 0  # of the model, and the batch
+
+    @property
+    def total(self) -> int:
+        """All categories."""
+        return sum(getattr(self, name) for name in CATEGORIES)
+
+    def by_category(self) -> dict[str, int]:
+        """Bytes by category, in the order of `CATEGORIES`."""
+        return {name: getattr(self, name) for name in CATEGORIES}
+
+
+CATEGORIES = tuple(field.name for field in fields(Moment) if field.name != "label")
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The memory of a step on one rank; a step is the second or a later one."""
+
+    timeline: tuple[Moment, ...]
+    host_bytes: int  # offloaded shards, gradients, optimizer states and activations
+    reserve_bytes: int  # of the device's allocator, beyond the peak of what is allocated
+    overhead_bytes: int  # of the driver's context, the libraries and the communicators
+
+    @cached_property
+    def peak(self) -> Moment:
+        """The first moment with the most bytes."""
+        return max(self.timeline, key=lambda moment: moment.total)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Allocated in tensors at the peak."""
+        return self.peak.total
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of the allocator at the peak."""
+        return self.peak_bytes + self.reserve_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """All that the device has to hold."""
+        return self.reserved_bytes + self.overhead_bytes
+
+
+def memory_certificate(
+    plan: Plan,
+    workload: Workload,
+    configuration: Configuration,
+    *,
+    stage: int = 0,
+    buffer_bytes: int = 0,
+    on_cpu: bool = False,
+) -> Certificate:
+    """Predict the memory of a training step on one rank.
+
+    Args:
+        plan: of what one pipeline stage and one tensor-parallel rank hold.
+        workload: of one micro-batch on that rank, with the checkpointing of the configuration.
+        configuration: how it is trained.
+        stage: of the pipeline; the first one keeps the most micro-batches.
+        buffer_bytes: of the model's buffers.
+        on_cpu: for ranks that compute on the CPU: there is no allocator of ours to keep memory.
+    """
+    replay = _StepReplay(plan, workload, configuration, stage, buffer_bytes, on_cpu)
+    timeline = tuple(replay.run())
+    return Certificate(
+        timeline=timeline,
+        host_bytes=replay.host_bytes,
+        reserve_bytes=0
+        if on_cpu
+        else _stream_bytes(timeline) + _split_bytes(plan, workload, timeline),
+        overhead_bytes=0 if on_cpu else _overhead_bytes(configuration),
+    )
+
+
+class _StepReplay:
+    """One update: its last micro-batch, for that one finds the gradients of all before it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        workload: Workload,
+        configuration: Configuration,
+        stage: int,
+        buffer_bytes: int,
+        on_cpu: bool,
+    ) -> None:
+        self._plan, self._workload, self._configuration = plan, workload, configuration
+        self._labels = [unit.label for unit in plan.units]
+        accumulates = configuration.accumulation > 1
+        holds = accumulates and (configuration.pipeline > 1 or configuration.accumulate == "whole")
+        options = ReplayOptions(accumulates and not holds, holds, on_cpu=on_cpu)
+        self._memory = MemoryReplay(plan, options)
+        states = sum(_state_bytes(layout, configuration) for layout in _trained(plan, None))
+        offloaded = sum(_state_bytes(layout, configuration) for layout in _trained(plan, True))
+        self._optimizer = states - offloaded
+        self._parameters = self._memory.base - self._memory.gradient_shards
+        self._kept = _Activations(workload, configuration)
+        self._others = round(self._kept.device_bytes * self._micro_batches_before(stage))
+        self._buffers = buffer_bytes + 2 * _LABEL_BYTES * workload.tokens
+        self._offloaded_states = offloaded
+        self._copies = _STACKS[configuration.stack].gather_copies * max(
+            (unit.gathered_bytes for unit in plan.units if unit.reshard), default=0
+        )
+        self._activations = 0
+        # Of gradients that wait: those of tied parameters are in the trace until its end, and
+        # those of embeddings come in its last segment.
+        self._in_autograd = 0
+        self._late = Counter(
+            size
+            for op in workload.segments[-1].operations
+            if op.name == "embedding_dense_backward"
+            for _, size in op.writes
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """At the peak of the host."""
+        return self._memory.host_peak + self._offloaded_states + self._kept.host_bytes
+
+    def _micro_batches_before(self, stage: int) -> float:
+        """Micro-batches whose backward is still to come when that of another begins (1F1B).
+
+        With several chunks a stage begins as many forwards of a chunk before its first backward as
+        in arXiv 2104.04473; together they are a fraction of a micro-batch more.
+        """
+        stages, count = self._configuration.pipeline, self._configuration.accumulation
+        chunks = self._configuration.chunks
+        if chunks == 1:
+            return min(stages - stage, count) - 1
+        if count % stages:
+            raise PlanError(
+                f"chunks={chunks}: expected accumulation to be a multiple of pipeline={stages}, "
+                f"got {count}"
+            )
+        begun = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
+        return min(begun / chunks, count) - 1
+
+    def run(self) -> Iterator[Moment]:
+        """The moments of the update."""
+        segments, plan = self._workload.segments, self._plan
+        parts = [Part(one.kind, one.unit, 0.0) for one in segments]
+        for _, index, events in batches(plan.units, [parts], prefetch=plan.prefetch):
+            coming = 0
+            for event in events:
+                before = self._memory.reducing
+                self._apply(event)
+                if event.kind not in COMPUTE:
+                    yield self._moment(describe(event, self._labels), self._activations)
+                elif plan.units[event.unit].has_child_units:
+                    coming = self._memory.reducing - self._in_autograd - before
+            if index >= 0:
+                peak, self._activations = self._kept.bytes_of(index)
+                label = f"{segments[index].kind.value} {self._labels[segments[index].unit]}"
+                yield self._moment(label, peak, coming)
+                if coming:  # these gradients are there at the end of the segment
+                    yield self._moment(label, self._activations)
+                if index == len(segments) - 1:
+                    self._in_autograd = 0
+        yield self._update()
+
+    def _apply(self, event: Event) -> None:
+        self._memory.apply(event)
+        unit = self._plan.units[event.unit]
+        if event.kind is EventKind.BACKWARD and unit.has_child_units:
+            sizes = [
+                (len(one.parameter.names), one.parameter.num_elements * lay.cast.compute_itemsize)
+                for lay in unit.trainable_layouts
+                for one in lay.extents
+            ]
+            once = Counter(size for uses, size in sizes if uses == 1)
+            self._in_autograd += sum(size for uses, size in sizes if uses > 1)
+            self._in_autograd += sum((once & self._late).elements())
+
+    def _moment(self, label: str, activations: int, coming: int = 0) -> Moment:
+        memory = self._memory
+        within = max(0, memory.event_peak - memory.allocated)
+        return Moment(
+            label=label,
+            parameters=self._parameters,
+            gathered=memory.gathered + self._copies * bool(memory.gathered),
+            gradients=memory.gradient_shards,
+            communication=memory.reducing + within - self._in_autograd - coming,
+            optimizer=self._optimizer,
+            activations=activations + self._others,
+            buffers=self._buffers,
+        )
+
+    def _update(self) -> Moment:
+        return Moment(
+            label="update",
+            parameters=self._parameters,
+            gathered=self._memory.gathered,
+            gradients=self._memory.gradient_shards,
+            communication=self._memory.reducing,
+            optimizer=self._optimizer,
+            temporaries=_update_bytes(self._plan, self._configuration),
+            buffers=self._buffers,
+        )
+
+
+class _Activations:
+    """Activations of a pass on the device: those of the trace, without what is not kept there.
+
+    With offload, what a segment of forward leaves is on the host until backward comes to its unit;
+    what the last one leaves, which has the head and the loss, until backward begins.
+    """
+
+    def __init__(self, workload: Workload, configuration: Configuration) -> None:
+        self._segments = workload.segments
+        forward = workload.segments[: workload.forward_segments]
+        grown = [max(0, one.end_bytes - one.start_bytes) for one in forward]
+        fused = [0] * len(forward)
+        if configuration.compiled and configuration.checkpointing == "none":
+            fused = _fused_bytes(forward, grown)
+        moves = configuration.activation_offload
+        moved = [(all_ - less) * moves for all_, less in zip(grown, fused, strict=True)]
+        self.host_bytes = sum(moved)
+        self.device_bytes = forward[-1].end_bytes - sum(fused) - self.host_bytes
+        first = {one.unit: index for index, one in reversed(list(enumerate(forward)))}
+        gone = [one + other for one, other in zip(fused, moved, strict=True)]
+        self._gone = list(accumulate(gone[:-1], initial=0))  # by segment
+        last = len(forward) - 1
+        for segment in workload.segments[len(forward) :]:
+            if first[segment.unit] > 0:  # not of the root, around all others
+                last = min(last, first[segment.unit])
+            self._gone.append(sum(gone[:last]) + fused[last])
+
+    def bytes_of(self, index: int) -> tuple[int, int]:
+        """Activations on the device at the peak of a segment, and at its end."""
+        segment, gone = self._segments[index], self._gone
+        after = gone[index + 1] if index + 1 < len(self._segments) else 0
+        return max(0, segment.peak_bytes - gone[index]), max(0, segment.end_bytes - after)
+
+
+def _fused_bytes(forward: Sequence[Segment], grown: Sequence[int]) -> list[int]:
+    """What segments of forward leave only without a compiler.
+
+    That one computes element-wise operations again, except those whose results a matrix product or
+    attention reads: these have to be in memory in any case. What follows the last unit is the loss,
+    which is not compiled with the blocks.
+    """
+    fused: list[int] = []
+    for segment, size in zip(forward[:-1], grown[:-1], strict=True):
+        written: dict[int, int] = {}
+        for storage, num_bytes in (pair for op in segment.operations for pair in op.writes):
+            written[storage] = max(num_bytes, written.get(storage, 0))
+        products = (op for op in segment.operations if op.kind in (Kind.MATMUL, Kind.ATTENTION))
+        used = {storage for op in products for storage, _ in (*op.reads, *op.writes)}
+        fused.append(max(0, size - sum(written.get(storage, 0) for storage in used)))
+    return [*fused, *fused[-1:]] if fused else [0]
+
+
+def _trained(plan: Plan, offloaded: bool | None) -> Iterator[Layout]:
+    """Layouts with states; all of them, or only those that are on the host or are not."""
+    for unit in plan.units:
+        for layout in unit.trainable_layouts:
+            if offloaded is None or layout.is_offloaded is offloaded:
+                yield layout
+
+
+# Of an optimizer: bytes of states for each element, in multiples of its dtype and in bytes.
+_STATES = {
+    "adamw": (2, 0.0),
+    "adamw8bit": (0, 2 * (1 + 4 / _BLOCK_ELEMENTS)),
+    "lion": (1, 0.0),
+    "sgd": (0, 0.0),
+    "sgd_momentum": (1, 0.0),
+}
+
+
+def _state_bytes(layout: Layout, configuration: Configuration) -> int:
+    if configuration.optimizer == "adafactor":
+        return sum(_factored_bytes(layout, one.parameter.shape) for one in layout.extents)
+    copies, num_bytes = _STATES[configuration.optimizer]
+    return copies * layout.shard_bytes + round(num_bytes * layout.shard_elements)
+
+
+def _factored_bytes(layout: Layout, shape: tuple[int, ...]) -> int:
+    """A mean for each row of this rank and each column, of matrices; otherwise one an element."""
+    if len(shape) < 2:  # noqa: PLR2004 - a vector has no columns
+        return prod(shape) * layout.itemsize // layout.world_size
+    rows, columns = prod(shape[:-1]), shape[-1]
+    return (-(-rows // layout.world_size) + columns) * layout.itemsize
+
+
+def _update_bytes(plan: Plan, configuration: Configuration) -> int:
+    """Temporaries of the update: torch's AdamW makes roots of the second moments.
+
+    A loop over groups (foreach) makes them for all parameters at once, and a plain one for one
+    parameter, and divides them in a second tensor. Fused kernels make none.
+    """
+    if configuration.optimizer_loop == "fused" or configuration.optimizer.startswith("sgd"):
+        return 0
+    layouts = list(_trained(plan, False))
+    if configuration.optimizer_loop == "foreach":
+        return sum(layout.shard_bytes for layout in layouts)
+    sizes = (min(e.parameter.num_bytes, lay.shard_bytes) for lay in layouts for e in lay.extents)
+    largest: int = max(sizes, default=0)
+    return 2 * largest
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """What another stack than ours holds more of."""
+
+    gather_copies: int = 0  # gathered units besides those of the schedule
+
+
+# fsdp2 copies an all-gather's output to the parameters, and keeps it until the next one has come
+# (`AllGatherState` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+_STACKS = {
+    "shardwise": _Stack(),
+    "fsdp1": _Stack(),
+    "fsdp2": _Stack(gather_copies=1),
+    "ddp": _Stack(),
+    "deepspeed": _Stack(),
+}
+
+
+def _stream_bytes(timeline: tuple[Moment, ...]) -> int:
+    """What a caching allocator keeps for streams: a block of one serves no other.
+
+    Gathers and reductions have streams, and so each keeps its own peak.
+    """
+    own = ("gathered", "communication")
+    by_stream = [[getattr(moment, name) for name in own] for moment in timeline]
+    rest = max(m.total - sum(own) for m, own in zip(timeline, by_stream, strict=True))
+    kept: int = rest + sum(max(sizes) for sizes in zip(*by_stream, strict=True))
+    return kept - max(moment.total for moment in timeline)
+
+
+def _split_bytes(plan: Plan, workload: Workload, timeline: tuple[Moment, ...]) -> int:
+    """What a caching allocator keeps because states of the optimizer split its blocks.
+
+    States are made at the end of the first step, in the blocks that its activations left, if those
+    are large enough. Then the second step has to allocate as much again for its activations.
+    """
+    states = timeline[0].optimizer
+    shards = [layout.shard_bytes for layout in _trained(plan, False)]
+    written = [size for one in workload.segments for op in one.operations for _, size in op.writes]
+    if not states or not written:
+        return 0
+    typical = sum(size * size for size in shards) / sum(shards)  # that of an average byte
+    fitting = sum(size for size in written if size >= typical) / sum(written)
+    return min(states, round(fitting * max(moment.activations for moment in timeline)))
+
+
+_CONTEXT_BYTES = 500 << 20
+_COMMUNICATOR_BYTES = 500 << 20
+
+
+def _overhead_bytes(configuration: Configuration) -> int:
+    groups = (configuration.shard_ranks, configuration.replicas, configuration.tensor)
+    return _CONTEXT_BYTES + _COMMUNICATOR_BYTES * sum(size > 1 for size in groups)

@@ -1,0 +1,200 @@
+"""How a model is trained: everything that a forecast needs besides the model and the machine."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from shardwise.errors import PlanError
+from shardwise.plan.spelling import did_you_mean
+from shardwise.plan.strategy import Strategy, resolve_strategy
+
+__all__ = [
+    "Accumulate",
+    "Attention",
+    "Checkpointing",
+    "Configuration",
+    "Offload",
+    "Optimizer",
+    "OptimizerLoop",
+    "Stack",
+]
+
+Checkpointing = Literal["none", "products", "selective", "full"]
+Accumulate = Literal["shards", "whole"]
+Offload = Literal["none", "optimizer", "parameters"]
+Optimizer = Literal["adamw", "adamw8bit", "adafactor", "lion", "sgd", "sgd_momentum"]
+OptimizerLoop = Literal["foreach", "fused", "for_loop"]
+Attention = Literal["flash", "math"]
+Stack = Literal["shardwise", "fsdp1", "fsdp2", "ddp", "deepspeed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """How a model is trained.
+
+    The mesh is ``pipeline x replicas x shard_size x context x tensor``; ``expert`` ranks are taken
+    from the data-parallel ones. Micro-batches of a pipeline are those of the accumulation. Each
+    stage has its blocks in ``chunks`` parts; with several, micro-batches pass all stages that
+    often (interleaved 1F1B, arXiv 2104.04473).
+
+    Args:
+        strategy: a name of `STRATEGIES`.
+        shard_size: data-parallel ranks over which the model is sharded.
+        replicas: of the sharded model.
+        reshard_after_forward: as in `fully_shard`.
+        tensor: ranks that compute one layer together.
+        sequence_parallel: tensor-parallel ranks also share the sequence between their products.
+        split_vocabulary: tensor-parallel ranks share the embedding and the logits. Otherwise each
+            has the whole embedding, and gathers the logits for the loss.
+        pipeline: stages, each on its own ranks.
+        chunks: parts of the model on each stage of a pipeline. If there are several, the
+            accumulation is a multiple of the stages.
+        context: ranks that share a sequence.
+        expert: data-parallel ranks that share the experts.
+        micro_batch: sequences in one forward of a rank.
+        accumulation: forwards of a rank in a step.
+        accumulate: what is added up over them: gradient shards, or whole gradients.
+        sequence: tokens in a sequence.
+        checkpointing: of every block, or one word for each block, as in `checkpoint_blocks`.
+        activation_offload: copy what autograd saves in a block to the host until its backward.
+        offload: what is kept on the host between steps; ``"parameters"`` includes the optimizer.
+        prefetch: units gathered ahead of the one that computes.
+        master_dtype: of shards, gradient shards and optimizer states.
+        compute_dtype: of matrix products.
+        gather_dtype: of gathered parameters; None for ``compute_dtype``, or with autocast for
+            ``master_dtype``.
+        reduce_dtype: of gradients while they are reduced.
+        autocast: compute under ``torch.autocast``.
+        optimizer: whose states a rank keeps.
+        clips: whether the norm of gradients is clipped.
+        optimizer_loop: how it goes through the parameters, as arguments of torch's optimizers.
+        compiled: with ``torch.compile``.
+        attention: an attention kernel, or as written with matrix products and a softmax.
+        flat_units: units are the blocks, without one for the embedding and the head.
+        stack: whose buffers are counted.
+
+    Raises:
+        PlanError: a value is out of range.
+    """
+
+    strategy: str = "fsdp"
+    shard_size: int = 1
+    replicas: int = 1
+    reshard_after_forward: bool | int | None = None
+    tensor: int = 1
+    sequence_parallel: bool = True
+    split_vocabulary: bool = True
+    pipeline: int = 1
+    chunks: int = 1
+    context: int = 1
+    expert: int = 1
+    micro_batch: int = 1
+    accumulation: int = 1
+    accumulate: Accumulate = "shards"
+    sequence: int = 2048
+    checkpointing: Checkpointing | tuple[Checkpointing, ...] = "none"
+    activation_offload: bool = False
+    offload: Offload = "none"
+    prefetch: int = 1
+    master_dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype = torch.bfloat16
+    gather_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype = torch.float32
+    autocast: bool = False
+    optimizer: Optimizer = "adamw"
+    optimizer_loop: OptimizerLoop = "fused"
+    clips: bool = True
+    compiled: bool = False
+    attention: Attention = "flash"
+    flat_units: bool = True
+    stack: Stack = "shardwise"
+
+    def __post_init__(self) -> None:
+        resolve_strategy(self.strategy)
+        for name in _DEGREES:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise PlanError(f"{name}={value!r}: expected an integer of 1 or more")
+        if self.prefetch < 0:
+            raise PlanError(f"prefetch={self.prefetch}: expected 0 or more units")
+        if self.data_parallel % self.expert:
+            raise PlanError(
+                f"expert={self.expert}: expected a divisor of the {self.data_parallel} "
+                "data-parallel ranks (shard_size x replicas)"
+            )
+        if self.chunks > 1 and self.pipeline == 1:
+            raise PlanError(f"chunks={self.chunks}: expected a pipeline; got pipeline=1")
+        for name, kind in _CHOICES.items():
+            for value in self._values(name):
+                if value not in get_args(kind):
+                    allowed = ", ".join(map(repr, get_args(kind)))
+                    hint = did_you_mean(value, get_args(kind))
+                    raise PlanError(f"{name}={value!r}: expected one of {allowed}{hint}")
+
+    def _values(self, name: str) -> tuple[str, ...]:
+        value = getattr(self, name)
+        return value if isinstance(value, tuple) else (value,)
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """Of gathered parameters."""
+        return self.gather_dtype or (self.master_dtype if self.autocast else self.compute_dtype)
+
+    @property
+    def row(self) -> Strategy:
+        """The placements of ``strategy``."""
+        return resolve_strategy(self.strategy)
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks over which parameters are sharded: those of a sequence hold the same ones."""
+        return self.shard_size * self.context
+
+    @property
+    def data_parallel(self) -> int:
+        """Groups of ranks that each train on their own sequences."""
+        return self.shard_size * self.replicas
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks that train on the same sequences."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.data_parallel * self.model_parallel
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences in a step, over all ranks."""
+        return self.micro_batch * self.accumulation * self.data_parallel
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in a step, over all ranks."""
+        return self.global_batch * self.sequence
+
+
+_DEGREES = (
+    "shard_size",
+    "replicas",
+    "tensor",
+    "pipeline",
+    "chunks",
+    "context",
+    "expert",
+    "micro_batch",
+    "accumulation",
+    "sequence",
+)
+_CHOICES = {
+    "accumulate": Accumulate,
+    "checkpointing": Checkpointing,
+    "offload": Offload,
+    "optimizer": Optimizer,
+    "optimizer_loop": OptimizerLoop,
+    "attention": Attention,
+    "stack": Stack,
+}

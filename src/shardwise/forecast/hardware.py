@@ -1,0 +1,185 @@
+"""Accelerators and clusters: data sheets as numbers, and names of clusters such as ``64xH100``.
+
+The data is in ``hardware.json``, with a source for each accelerator.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.plan.spelling import did_you_mean
+
+__all__ = [
+    "Accelerator",
+    "Cluster",
+    "accelerator",
+    "accelerator_of_device",
+    "accelerators",
+    "parse_cluster",
+]
+
+_GIGA, _TERA, _GIB = 1e9, 1e12, 1 << 30
+_USABLE = 0.985  # of the memory on the data sheet, where no source has it: as on those with one
+_BITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """One device; rates are per second, and bandwidths are nominal and of one direction."""
+
+    name: str
+    generation: str  # devices of one generation share the efficiencies of their kernels
+    peak_flops: float  # dense, 16 bits
+    fp32_flops: float  # without tensor cores
+    achievable_flops: float | None  # of the best measured matrix product in 16 bits
+    multiprocessors: int
+    memory_bytes: int  # that a process sees
+    memory_bandwidth: float
+    link_bandwidth: float  # to the other devices of its node
+    host_bandwidth: float
+    watts: float
+    devices_per_node: int
+    node_bandwidth: float  # of the network adapters of a node, unless a cluster has others
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes of the same devices."""
+
+    accelerator: Accelerator
+    num_devices: int
+    devices_per_node: int
+    node_bandwidth: float  # bytes per second of a node's network adapters, one direction
+    device_word: str = "GPU"  # what people call a device; "rank" where ranks share CPUs
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1 or self.devices_per_node < 1:
+            raise ConfigError(
+                f"a cluster of {self.num_devices} devices, {self.devices_per_node} in a node: "
+                "expected 1 or more of each"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.num_devices}x{self.accelerator.name}"
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, of which the last may be incomplete."""
+        return -(-self.num_devices // self.devices_per_node)
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        num_devices: int,
+        devices_per_node: int | None = None,
+        node_gbps: float | None = None,
+    ) -> "Cluster":
+        """A cluster of the accelerator ``name``, as such nodes usually are where nothing is given.
+
+        Raises:
+            ConfigError: no accelerator has that name.
+        """
+        device = accelerator(name)
+        per_node = device.devices_per_node if devices_per_node is None else devices_per_node
+        bandwidth = device.node_bandwidth if node_gbps is None else node_gbps * _GIGA / _BITS
+        return cls(device, num_devices, per_node, bandwidth)
+
+
+_CLUSTER = re.compile(
+    r"(?P<count>\d+)\s*[xX*]\s*(?P<name>[^/:]+?)(/(?P<per_node>\d+))?(:(?P<gbps>\d+(\.\d+)?))?"
+)
+
+
+def parse_cluster(text: str) -> Cluster:
+    """The cluster ``COUNTxNAME[/DEVICES_PER_NODE][:GBPS_PER_NODE]``.
+
+    ``64xH100`` is 8 nodes with 3,200 Gbit/s each, and ``64xA100-40GB/4:400`` 16 nodes with 400.
+
+    Raises:
+        ConfigError: it is not of that form, or no accelerator has that name.
+    """
+    found = _CLUSTER.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(
+            f"cluster {text!r}: expected COUNTxNAME[/DEVICES_PER_NODE][:GBPS_PER_NODE], such as "
+            "64xH100 or 64xA100-40GB/8:1600"
+        )
+    per_node, gbps = found["per_node"], found["gbps"]
+    return Cluster.of(
+        found["name"].strip(),
+        int(found["count"]),
+        None if per_node is None else int(per_node),
+        None if gbps is None else float(gbps),
+    )
+
+
+def accelerator(name: str) -> Accelerator:
+    """The accelerator of that name or alias, in any case.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    by_name = {
+        one.lower(): device for device in accelerators() for one in (device.name, *device.aliases)
+    }
+    if name.lower() not in by_name:
+        known = ", ".join(device.name for device in accelerators())
+        names = [one for device in accelerators() for one in (device.name, *device.aliases)]
+        raise ConfigError(
+            f"accelerator {name!r} is not known{did_you_mean(name, names)}; expected one of {known}"
+        )
+    return by_name[name.lower()]
+
+
+def accelerator_of_device(device_name: str) -> Accelerator | None:
+    """The accelerator that torch calls ``device_name``, as "NVIDIA H100 80GB HBM3".
+
+    Of several with that model, the one whose name has the most words in common.
+    """
+    words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
+
+    def common(device: Accelerator) -> int:
+        return len(words.intersection(device.name.lower().split("-")))
+
+    found = [device for device in accelerators() if words & _models(device)]
+    return max(found, key=common, default=None)
+
+
+def _models(device: Accelerator) -> set[str]:
+    """As "h100": of the name and of each alias, the first word that has digits."""
+    names = (device.name, *device.aliases)
+    words = (re.search(r"[a-z]*\d+\w*", name.lower()) for name in names)
+    return {word.group() for word in words if word is not None}
+
+
+@cache
+def accelerators() -> tuple[Accelerator, ...]:
+    """All that the package has data of."""
+    text = (files(__package__) / "hardware.json").read_text(encoding="utf-8")
+    return tuple(_accelerator(entry) for entry in json.loads(text)["accelerators"])
+
+
+def _accelerator(entry: dict[str, Any]) -> Accelerator:
+    achievable, usable = entry["achievable_tflops"], entry["usable_gib"]
+    return Accelerator(
+        name=entry["name"],
+        aliases=tuple(entry["aliases"]),
+        generation=entry["generation"],
+        peak_flops=entry["peak_tflops"] * _TERA,
+        fp32_flops=entry["fp32_tflops"] * _TERA,
+        achievable_flops=None if achievable is None else achievable * _TERA,
+        multiprocessors=entry["multiprocessors"],
+        memory_bytes=int(entry["memory_gb"] * _USABLE * _GIB if usable is None else usable * _GIB),
+        memory_bandwidth=entry["memory_gb_per_s"] * _GIGA,
+        link_bandwidth=entry["link_gb_per_s"] * _GIGA,
+        host_bandwidth=entry["host_gb_per_s"] * _GIGA,
+        watts=entry["watts"],
+        devices_per_node=entry["devices_per_node"],
+        node_bandwidth=entry["node_gbps"] * _GIGA / _BITS,
+    )

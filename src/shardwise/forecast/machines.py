@@ -1,0 +1,104 @@
+"""The machine that a text names, or that this process runs on."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from shardwise.errors import ConfigError
+from shardwise.forecast.calibrated import (
+    VERSION,
+    CalibratedMachine,
+    Calibration,
+    Curve,
+    RanksCalibration,
+    Rate,
+)
+from shardwise.forecast.hardware import Cluster, accelerator_of_device, parse_cluster
+from shardwise.forecast.machine import Machine
+from shardwise.transport.device import name_of
+
+__all__ = ["local_machine", "machine_of", "usual_cpu"]
+
+
+def machine_of(text: str) -> Machine:
+    """That of a cluster such as "64xH100", or of a file of measurements such as "2xmachine.json".
+
+    Raises:
+        ConfigError: no accelerator has that name, or the file is malformed.
+    """
+    if not text.endswith(".json"):
+        return Machine.of(parse_cluster(text))
+    count, times, path = text.partition("x")
+    if times and count.isdecimal():
+        return CalibratedMachine.read(Path(path), int(count))
+    return CalibratedMachine.read(Path(text))
+
+
+def local_machine(num_ranks: int) -> Machine:
+    """That of ``num_ranks`` ranks like this one: GPUs of its name, or the usual CPU.
+
+    Raises:
+        ConfigError: there is no data of this GPU.
+    """
+    if not torch.cuda.is_available():
+        return CalibratedMachine.measured_on(usual_cpu(num_ranks), num_ranks)
+    name = name_of(torch.device("cuda"))
+    found = accelerator_of_device(name)
+    if found is None:
+        raise ConfigError(
+            f"there is no data of the GPU {name!r}; measure it with `shardwise doctor --calibrate "
+            'machine.json` and pass cluster="machine.json", or pass a similar cluster, such as '
+            f'cluster="{num_ranks}xH100"'
+        )
+    return Machine.of(Cluster.of(found.name, num_ranks))
+
+
+# Of one rank with one thread: what `shardwise doctor --calibrate` measures on servers, rounded.
+_FLOPS, _HALF_FLOPS, _COPIED, _AROUND, _SENT = 5e10, 1e10, 5e9, 2e-5, 2e9
+
+
+def usual_cpu(num_ranks: int) -> Calibration:
+    """Ranks on the cores of this machine, with rates of usual servers."""
+    operations = {
+        f"{kind}/{size}": Rate(start=0.0, per_flop=1 / flops, per_byte=1 / _COPIED)
+        for kind in ("matmul", "attention", "memory")
+        for size, flops in ((4, _FLOPS), (2, _HALF_FLOPS))
+    }
+    least, most = 1 << 14, 1 << 24
+    curve = Curve(points=((least, 2e-4), (most, 2e-4 + most / _SENT)))
+    collectives = {
+        f"{name}/{size}": curve for name in ("gather", "reduce", "all_reduce") for size in (2, 4)
+    }
+    measured = RanksCalibration(
+        threads=torch.get_num_threads(),
+        operation_seconds=_AROUND,
+        operations=operations,
+        collectives=collectives,
+        updates={"adamw": 7 / _COPIED},
+    )
+    cores = os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
+    accelerator: dict[str, str | float | int | None] = {
+        "name": "CPU",
+        "generation": "measured",
+        "peak_flops": _FLOPS,
+        "fp32_flops": _FLOPS,
+        "achievable_flops": _FLOPS,
+        "multiprocessors": 1,
+        "memory_bytes": memory,
+        "memory_bandwidth": _COPIED,
+        "link_bandwidth": _SENT,
+        "host_bandwidth": _COPIED,
+        "watts": 0.0,
+        "devices_per_node": num_ranks,
+        "node_bandwidth": _SENT,
+    }
+    return Calibration(
+        format="shardwise calibration",
+        version=VERSION,
+        machine={},
+        accelerator=accelerator,
+        cores=cores,
+        ranks={num_ranks: measured},
+    )

@@ -1,0 +1,218 @@
+"""What one rank computes where several share a model: its share of the sizes, and collectives.
+
+Tensor parallelism is Megatron's with sequence parallelism (arXiv 2205.05198), where a rank has its
+share of each sequence between products, or without it (arXiv 1909.08053). Context parallelism is
+ring attention: queries stay, and keys and values pass by all ranks. Expert parallelism sends tokens
+to the ranks of their experts.
+
+A collective is an operator of its own, so that a trace sees it; it moves nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ConfigError
+from shardwise.forecast.recorder import COLLECTIVES
+
+__all__ = ["Degrees", "ring_attention"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Degrees:
+    """How many ranks share each dimension of a model's work."""
+
+    tensor: int = 1
+    sequence_parallel: bool = True
+    split_vocabulary: bool = True
+    context: int = 1
+    expert: int = 1
+    pipeline: int = 1
+    stage: int = 0  # of the pipeline, that of this rank
+    chunks: int = 1  # of each stage
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.pipeline - 1
+
+    @property
+    def is_one(self) -> bool:
+        """Whether one rank computes everything."""
+        return self.tensor == self.context == self.expert == self.pipeline == 1
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Tensor-parallel ranks that share the sequence between products."""
+        return self.tensor if self.sequence_parallel else 1
+
+    def blocks(self, layers: int) -> int:
+        """Blocks of this stage; the first stages have one more where they do not divide.
+
+        Raises:
+            ConfigError: there are several chunks, and the blocks do not divide over them.
+        """
+        if self.chunks > 1 and layers % (self.pipeline * self.chunks):
+            raise ConfigError(
+                f"chunks={self.chunks}: expected {layers} blocks to be a multiple of pipeline x "
+                f"chunks = {self.pipeline} x {self.chunks}"
+            )
+        each, more = divmod(layers, self.pipeline)
+        return each + (self.stage < more)
+
+    def share(self, name: str, size: int) -> int:
+        """This rank's share of ``size`` in tensor parallelism."""
+        if size % self.tensor:
+            raise ConfigError(f"tensor={self.tensor}: expected a divisor of {name}={size}")
+        return size // self.tensor
+
+    def gather_sequence(self, x: Tensor) -> Tensor:
+        """[batch, time / sequence_ranks, ...] to [batch, time, ...]."""
+        if self.tensor > 1 and not self.sequence_parallel:
+            return _summed_in(x, forward=False)
+        return _collective(x, "all_gather", "tensor", self.tensor)
+
+    def scatter_sequence(self, x: Tensor) -> Tensor:
+        """The sum over ranks of [batch, time, ...], to [batch, time / sequence_ranks, ...]."""
+        if self.tensor > 1 and not self.sequence_parallel:
+            return _summed_in(x, forward=True)
+        return _collective(x, "reduce_scatter", "tensor", self.tensor)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """What the embedding of this rank returns, as the blocks take it."""
+        if self.split_vocabulary:
+            return self.scatter_sequence(x)
+        return x.narrow(1, 0, x.shape[1] // self.sequence_ranks)
+
+    def gather_logits(self, logits: Tensor, vocab: int) -> Tensor:
+        """This rank's share of [batch, time, vocab], as the loss takes it."""
+        if self.split_vocabulary or logits.shape[-1] == vocab:
+            return logits
+        gathered: Tensor = _GatheredLogits.apply(logits, self.tensor)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def exchange_tokens(self, x: Tensor) -> Tensor:
+        """[1, tokens, hidden] to the ranks of their experts, or back."""
+        return _collective(x, "all_to_all", "expert", self.expert)
+
+
+def _collective(x: Tensor, name: str, axis: str, size: int) -> Tensor:
+    if size == 1:
+        return x
+    shape = list(x.shape)
+    if name == "all_gather":
+        shape[1] *= size
+    elif name == "reduce_scatter":
+        shape[1] //= size
+    result: Tensor = _operator(x, name, axis, shape)
+    return result
+
+
+@torch.library.custom_op(f"{COLLECTIVES}::collective", mutates_args=())
+def _operator(x: Tensor, name: str, axis: str, shape: Sequence[int]) -> Tensor:
+    raise NotImplementedError(f"{name} over {axis} from {x.shape} to {shape} is only traced")
+
+
+@_operator.register_fake
+def _(x: Tensor, name: str, axis: str, shape: Sequence[int]) -> Tensor:  # noqa: ARG001
+    return x.new_empty(shape)
+
+
+_BACKWARD = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_to_all": "all_to_all",
+}
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    x, ctx.name, ctx.axis, _ = inputs
+    ctx.shape = list(x.shape)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    return _operator(gradient, _BACKWARD[ctx.name], ctx.axis, ctx.shape), None, None, None
+
+
+_operator.register_autograd(_backward, setup_context=_keep)
+
+
+class _Summed(torch.autograd.Function):
+    """An all-reduce in forward, or of the gradient in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: bool) -> Tensor:
+        ctx.in_forward = forward
+        return _operator(x, "all_reduce", "tensor", list(x.shape)) if forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.in_forward:
+            return gradient, None
+        return _operator(gradient, "all_reduce", "tensor", list(gradient.shape)), None
+
+
+def _summed_in(x: Tensor, *, forward: bool) -> Tensor:
+    result: Tensor = _Summed.apply(x, forward)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _GatheredLogits(torch.autograd.Function):
+    """Gathers the last dim: ranks one after the other, which are then put side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        ctx.width = x.shape[-1]
+        parts = _operator(x, "all_gather", "tensor", [size * x.shape[0], *x.shape[1:]])
+        return torch.cat(parts.chunk(size), -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient[..., : ctx.width].contiguous(), None
+
+
+# -- ring attention ------------------------------------------------------------------------------
+
+_aten = torch.ops.aten
+_flash = _aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, size: int) -> Tensor:
+    """Causal attention of this rank's queries to the keys of all ``size`` ranks.
+
+    Shapes are [batch, heads, time / size, head_dim]. Saves what this rank has of them alone.
+    """
+    result: Tensor = _RingAttention.apply(q, k, v, size)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, size: int) -> Tensor:
+        output, statistics = _flash(q, *_all_keys(k, v, size), 0.0, True)
+        ctx.save_for_backward(q, k, v, output, statistics)
+        ctx.size = size
+        return output  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, output, statistics = ctx.saved_tensors
+        keys = _all_keys(k, v, ctx.size)
+        own, *others = _flash_backward(gradient, q, *keys, output, statistics, 0.0, True)
+        k_gradient, v_gradient = (
+            _operator(one, "reduce_scatter", "context", list(k.shape)) for one in others
+        )
+        return own, k_gradient, v_gradient, None
+
+
+def _all_keys(k: Tensor, v: Tensor, size: int) -> list[Tensor]:
+    batch, heads, time, head_dim = k.shape
+    shape = [batch, heads, time * size, head_dim]
+    return [_operator(one, "all_gather", "context", shape) for one in (k, v)]

@@ -1,0 +1,278 @@
+"""Published measurements: a file of rows, each a training run with what it reached.
+
+A file is ``{"schema": ..., "about": ..., "rows": [...]}``. Every row is validated before any is
+predicted, so that nonsense is an error and not a number.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardwise.errors import ConfigError
+from shardwise.forecast.hardware import Cluster, accelerator
+
+__all__ = ["Definition", "Measured", "Row", "Sharding", "read_rows"]
+
+_Count = Annotated[int, Field(ge=1)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Share = Annotated[float, Field(gt=0, le=1)]
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
+
+
+class Shape(_Strict):
+    """``model`` of a row; None is not published."""
+
+    name: _Text
+    arch: Literal["gpt", "llama", "t5", "bert", "moe", "vit"]
+    layers: _Count | None
+    hidden: _Count | None
+    heads: _Count | None
+    kv_heads: _Count | None
+    ffn: _Count | None
+    ffn_kind: _Text | None
+    vocab: _Count | None
+    seq: _Count | None
+    params: _Count | None
+    tied_embeddings: bool | None
+
+
+class Sharding(_Strict):
+    """``strategy`` of a row."""
+
+    sharding: Literal[
+        "full_shard", "shard_grad_op", "hybrid_shard", "zero1", "zero2", "zero3", "ddp", "none"
+    ]
+    shard_group: _Count | None  # includes the ranks of context parallelism
+    replicas: _Count | None
+    reshard_after_forward: bool | None
+    tp: _Count
+    pp: _Count
+    cp: _Count
+    ep: _Count
+
+
+class Network(_Strict):
+    """``interconnect`` of a row."""
+
+    inter_node_gbps_per_node: _Positive | None
+
+
+class Measured(_Strict):
+    """What a run reached."""
+
+    tokens_per_s_per_gpu: _Positive | None
+    step_s: _Positive | None
+    tflops_per_gpu: _Positive | None
+    mfu: _Share | None
+    hfu: _Share | None
+    peak_mem_gib: _Positive | None
+    peak_active_gib: _Positive | None = None
+
+
+class Definition(_Strict):
+    """How FLOPs and memory of a row were counted."""
+
+    flops_formula: str | None
+    includes_recompute: bool | None
+    attention_flops: _Text | None
+    peak_tflops_used: _Positive | None
+    memory_metric: str | None
+
+
+class Row(_Strict):
+    """One run."""
+
+    id: _Text
+    family: _Text
+    scope: Literal["core", "extended"]
+    model: Shape
+    framework: _Text
+    strategy: Sharding
+    gpu: _Text
+    gpus: _Count | None
+    gpus_per_node: _Count | None
+    interconnect: Network
+    micro_batch: _Count | None
+    grad_accumulation: _Count | None
+    global_batch: _Count | None
+    precision: _Text
+    optimizer: _Text
+    activation_checkpointing: Literal["none", "selective", "full"] | None
+    activation_checkpointing_detail: str | None
+    offload: str | None
+    compile: bool | None
+    attention: _Text
+    adapter: str | None
+    outcome: Literal["ok", "oom"]
+    measured: Measured
+    definition: Definition
+    config_complete: bool
+    notes: str | None
+
+    @property
+    def data_parallel(self) -> int:
+        """Groups of ranks that train on their own sequences; all sizes have to be known."""
+        assert self.gpus is not None
+        return self.gpus // (self.strategy.tp * self.strategy.pp * self.strategy.cp)
+
+    @property
+    def is_legacy(self) -> bool:
+        """Whether its software is older than fused attention."""
+        return self.attention.startswith("unfused")
+
+    def cluster(self) -> Cluster:
+        """Where it ran, with the usual network where none was published."""
+        assert self.gpus is not None
+        network = self.interconnect.inter_node_gbps_per_node
+        return Cluster.of(self.gpu, self.gpus, self.gpus_per_node, network)
+
+
+def read_rows(path: Path) -> tuple[Row, ...]:
+    """All rows of a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or a field of a row makes no sense.
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: expected a JSON file with published measurements, "
+            f'an object with a list "rows": {error}'
+        ) from error
+    if not isinstance(entries, list):
+        raise ConfigError(f'{path}: "rows": expected a list, got {type(entries).__name__}')
+    rows = tuple(_row(entry, number) for number, entry in enumerate(entries))
+    first: dict[str, int] = {}
+    for number, row in enumerate(rows):
+        if row.id in first:
+            _refuse(row.id, "id", f"row {first[row.id]} has the same one; each needs its own")
+        first[row.id] = number
+    return rows
+
+
+def _row(entry: object, number: int) -> Row:
+    name = entry.get("id") if isinstance(entry, Mapping) else None
+    label = name if isinstance(name, str) and name else f"number {number}"
+    try:
+        row = Row.model_validate(entry)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "row"
+        _refuse(label, field, f"{first['msg'].lower()}, got {_shown(first)}")
+    _check(row)
+    return row
+
+
+def _shown(error: Mapping[str, Any]) -> str:
+    return "nothing" if error["type"] == "missing" else repr(error["input"])[:80]
+
+
+def _refuse(row: str, field: str, what: str) -> NoReturn:
+    raise ConfigError(f"row {row!r}: {field}: {what}")
+
+
+def _check(row: Row) -> None:
+    """Refuse fields that contradict each other."""
+    try:
+        accelerator(row.gpu)
+    except ConfigError as error:
+        _refuse(row.id, "gpu", str(error))
+    _check_ranks(row)
+    _check_shape(row)
+    _check_batch(row)
+    _check_measured(row)
+
+
+def _check_ranks(row: Row) -> None:
+    sharding = row.strategy
+    if row.gpus is None or sharding.shard_group is None or sharding.replicas is None:
+        return
+    ranks = sharding.shard_group * sharding.replicas * sharding.tp * sharding.pp
+    if row.gpus not in (ranks, ranks * sharding.cp):
+        _refuse(
+            row.id,
+            "gpus",
+            f"expected shard_group x replicas x tp x pp (x cp) = {sharding.shard_group} x "
+            f"{sharding.replicas} x {sharding.tp} x {sharding.pp} (x {sharding.cp}), "
+            f"got {row.gpus}",
+        )
+    for field, size in (("cp", sharding.cp), ("ep", sharding.ep)):
+        if row.gpus % (size * sharding.tp * sharding.pp):
+            _refuse(
+                row.id, f"strategy.{field}", f"expected a divisor of {row.gpus} GPUs, got {size}"
+            )
+
+
+def _check_shape(row: Row) -> None:
+    shape = row.model
+    if shape.hidden and shape.heads and shape.hidden % shape.heads:
+        _refuse(
+            row.id, "model.heads", f"expected a divisor of hidden={shape.hidden}, got {shape.heads}"
+        )
+    if shape.heads and shape.kv_heads and shape.heads % shape.kv_heads:
+        _refuse(
+            row.id,
+            "model.kv_heads",
+            f"expected a divisor of heads={shape.heads}, got {shape.kv_heads}",
+        )
+    for name in ("heads", "ffn"):
+        value = getattr(shape, name)
+        if value and value % row.strategy.tp:
+            _refuse(
+                row.id,
+                "strategy.tp",
+                f"expected a divisor of {name}={value}, got {row.strategy.tp}",
+            )
+
+
+def _check_batch(row: Row) -> None:
+    if None in (row.gpus, row.micro_batch, row.grad_accumulation, row.global_batch):
+        return
+    assert row.micro_batch is not None
+    assert row.grad_accumulation is not None
+    expected = row.micro_batch * row.grad_accumulation * row.data_parallel
+    if row.global_batch != expected:
+        _refuse(
+            row.id,
+            "global_batch",
+            f"expected micro_batch x grad_accumulation x data-parallel groups = {row.micro_batch} "
+            f"x {row.grad_accumulation} x {row.data_parallel} = {expected}, got {row.global_batch}",
+        )
+
+
+def _check_measured(row: Row) -> None:
+    found = row.measured
+    reached = [name for name in Measured.model_fields if getattr(found, name) is not None]
+    if row.outcome == "oom" and reached:
+        _refuse(row.id, f"measured.{reached[0]}", "expected null for a run that is out of memory")
+    known = None not in (row.micro_batch, row.grad_accumulation, row.model.seq, row.gpus)
+    if found.step_s is None or found.tokens_per_s_per_gpu is None or not known:
+        return
+    tokens = tokens_of(row)
+    rate = tokens / found.step_s / (row.gpus or 1)
+    if not 1 / _CONSISTENT < rate / found.tokens_per_s_per_gpu < _CONSISTENT:
+        _refuse(
+            row.id,
+            "measured.step_s",
+            f"{tokens} tokens in {found.step_s} s are {rate:.0f} tokens/s a GPU, but "
+            f"tokens_per_s_per_gpu is {found.tokens_per_s_per_gpu:.0f}",
+        )
+
+
+_CONSISTENT = 3.0  # published step times are of other steps than the throughput, or rounded
+
+
+def tokens_of(row: Row) -> int:
+    """Tokens of a step, over all ranks; a row with its batch."""
+    assert row.micro_batch is not None
+    assert row.grad_accumulation is not None
+    assert row.model.seq is not None
+    return row.micro_batch * row.grad_accumulation * row.data_parallel * row.model.seq

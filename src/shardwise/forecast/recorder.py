@@ -1,0 +1,242 @@
+"""Records the operations that run on fake tensors, and the memory that their results take."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from shardwise._private import OpOverload, TorchDispatchMode, pytree, without_torch_functions
+from shardwise.forecast.work import Kind, Operation, Segment
+from shardwise.schedule.events import EventKind
+
+__all__ = ["COLLECTIVES", "Recorder"]
+
+COLLECTIVES = "shardwise_forecast"  # namespace of the operators that stand for collectives
+
+# Allocate without a kernel, or read from tensors what is known without one.
+_WITHOUT_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+# Read rows that are chosen, not the whole tensor.
+_GATHERS = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts storages that are allocated while it is active, until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.segments: list[Segment] = []
+        self.in_backward = False
+        self.in_unit = False  # in the forward of one
+        self._event: tuple[EventKind, int] | None = None
+        self._operations: list[Operation] = []
+        self._start = self._peak = self._allocated = 0
+        self._storages: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}  # by id
+        self._num_storages = 0
+        self._sum: tuple[int, int] | None = None  # of gradients: see `_end_sum`
+
+    def begin(self, kind: EventKind, unit: int) -> None:
+        """The forward or backward of a unit begins; what ran since the last such event ends."""
+        self.end()
+        self._event = kind, unit
+
+    def end(self) -> None:
+        """End the last segment."""
+        self._end_sum()
+        if self._event is not None:
+            kind, unit = self._event
+            operations = tuple(self._operations)
+            memory = self._start, self._peak, self._allocated
+            self.segments.append(Segment(kind, unit, operations, *memory))
+            self._operations.clear()
+        self._start = self._peak = self._allocated
+
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count the storages of ``tensors``: parameters, buffers or the batch."""
+        for tensor in tensors:
+            self._number_of(tensor, is_counted=False)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        with without_torch_functions():
+            result = func(*args, **kwargs)
+            if func.namespace != "prim":
+                self._record(func, args, kwargs, result)
+        return result
+
+    def _record(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        self._end_sum()
+        inputs = list(_tensors((args, kwargs)))
+        outputs = list(_tensors(result))
+        reads = [(self._number_of(tensor), _num_bytes(tensor)) for tensor in inputs]
+        known, peak = self._num_storages, self._peak
+        writes = [(self._number_of(tensor), _num_bytes(tensor)) for tensor in outputs]
+        name, is_in_place = _named(func)
+        if name == "add" and self.in_backward and not torch.is_grad_enabled():
+            self._sum, self._peak = (id(inputs[0].untyped_storage()), self._allocated), peak
+        is_view = self._num_storages == known and not is_in_place
+        if is_view or name in _WITHOUT_KERNEL:
+            return
+        if name == "copy_":
+            reads = reads[1:]
+        elif name in _GATHERS:
+            written = sum(size for _, size in writes)
+            reads = [(number, min(size, written)) for number, size in reads]
+        kind, flops, shape = _work(func, name, args, kwargs, result)
+        self._operations.append(
+            Operation(
+                name=args[1] if kind is Kind.COLLECTIVE else _SHORT_NAMES.get(name, name),
+                kind=kind,
+                flops=flops,
+                shape=shape,
+                itemsize=_itemsize(inputs, outputs),
+                reads=tuple(reads),
+                writes=tuple(writes),
+                is_causal=kind is Kind.ATTENTION and _is_causal(func, args, kwargs),
+                # Autograd records nothing during a backward, except what is computed again.
+                is_recomputed=self.in_backward and (self.in_unit or torch.is_grad_enabled()),
+                axis=args[2] if kind is Kind.COLLECTIVE else "",
+            )
+        )
+
+    def _end_sum(self) -> None:
+        """Count the result of autograd's last sum of gradients, unless it was in place.
+
+        Autograd adds the second gradient of a tensor to the first if nothing else has that one.
+        While operations are recorded it never does, but then the first is freed right after.
+        """
+        if self._sum is not None and self._sum[0] in self._storages:
+            self._peak = max(self._peak, self._sum[1])
+        self._sum = None
+
+    def _number_of(self, tensor: Tensor, *, is_counted: bool = True) -> int:
+        """The number of the storage of ``tensor``, which is counted if it is new."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        known = self._storages.get(key)
+        if known is not None:
+            return known[0]
+        number = self._num_storages
+        self._num_storages += 1
+        size = storage.nbytes() if is_counted else 0
+        self._storages[key] = number, weakref.ref(storage, partial(self._freed, key, size))
+        self._allocated += size
+        self._peak = max(self._peak, self._allocated)
+        return number
+
+    def _freed(self, key: int, size: int, _storage: object) -> None:
+        del self._storages[key]
+        self._allocated -= size
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (value for value in pytree.tree_leaves(values) if isinstance(value, Tensor))
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Of the elements of a tensor; those that it repeats (as after ``expand``) count once."""
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= size if stride else 1
+    return elements * tensor.element_size()
+
+
+def _itemsize(inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    tensors = [*inputs, *outputs]
+    floating = (one for one in tensors if one.is_floating_point())
+    return next(floating, tensors[0]).element_size()
+
+
+@cache
+def _named(func: OpOverload) -> tuple[str, bool]:
+    """The name of an operator without that of its overload, and whether it works in place."""
+    _, name, overload = str(func).split(".")  # as "aten.mul_.Tensor"
+    return name, name.endswith("_") or overload.endswith("out")
+
+
+# -- what an operation computes ------------------------------------------------------------------
+
+_Shape = tuple[int, ...]
+
+_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+_SHORT_NAMES = {
+    _FLASH: "scaled_dot_product_attention",
+    f"{_FLASH}_backward": "scaled_dot_product_attention_backward",
+}
+
+
+def _work(
+    func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> tuple[Kind, int, _Shape]:
+    if func.namespace == COLLECTIVES:
+        return Kind.COLLECTIVE, 0, ()
+    if "attention" in name:
+        shape = _attention_shape(name, args)
+        return Kind.ATTENTION, _attention_flops(name, shape), shape
+    if name in _PRODUCTS:
+        batch, m, n, k = shape = _PRODUCTS[name](args)
+        return Kind.MATMUL, 2 * batch * m * n * k, shape
+    count = flop_registry.get(func.overloadpacket)
+    if count is None:
+        return Kind.MEMORY, 0, ()
+    flops = int(count(*args, **kwargs, out_val=result))
+    output = next(_tensors(result))
+    n = output.shape[1]  # a convolution: channels
+    m = output.numel() // n
+    return Kind.MATMUL, flops, (1, m, n, flops // (2 * m * n))
+
+
+def _mm(left: Tensor, right: Tensor) -> _Shape:
+    return 1, left.shape[0], right.shape[1], left.shape[1]
+
+
+def _bmm(left: Tensor, right: Tensor) -> _Shape:
+    return *left.shape[:2], right.shape[2], left.shape[2]
+
+
+def _grouped_mm(left: Tensor, right: Tensor, offsets: Tensor) -> _Shape:
+    """Rows of each group by a matrix of its own, or columns by rows; groups of equal size."""
+    groups = offsets.shape[0]
+    if right.dim() == 2:  # noqa: PLR2004
+        return groups, left.shape[0], right.shape[1], left.shape[1] // groups
+    return groups, left.shape[0] // groups, right.shape[2], left.shape[1]
+
+
+_PRODUCTS: dict[str, Callable[[tuple[Any, ...]], _Shape]] = {
+    "mm": lambda args: _mm(*args[:2]),
+    "addmm": lambda args: _mm(*args[1:3]),
+    "bmm": lambda args: _bmm(*args[:2]),
+    "baddbmm": lambda args: _bmm(*args[1:3]),
+    "_grouped_mm": lambda args: _grouped_mm(*args[:3]),
+}
+
+
+def _attention_shape(name: str, args: tuple[Any, ...]) -> _Shape:
+    first = int("backward" in name)  # after the gradient of the output
+    query, key = args[first : first + 2]
+    batch, heads, queries, head_dim = query.shape
+    return batch, heads, queries, key.shape[2], head_dim
+
+
+def _attention_flops(name: str, shape: _Shape) -> int:
+    """Two products forward; backward, five: the scores once more, and two for each product."""
+    batch, heads, queries, keys, head_dim = shape
+    products = 5 if "backward" in name else 2
+    return products * 2 * batch * heads * queries * keys * head_dim
+
+
+def _is_causal(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    bound = dict(zip(names, args, strict=False)) | kwargs
+    return bool(bound.get("is_causal", False))

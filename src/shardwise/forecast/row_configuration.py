@@ -1,0 +1,202 @@
+"""The configuration that a published row describes, and what is assumed where it says nothing.
+
+- Gradients are reduced in the dtype of compute unless the row names float32.
+- XLA compiles, and so do fused kernels of norms as far as a forecast can tell.
+- "Every n-th block" is checkpointed: every second one.
+- Learned positions are those of the sequence.
+- The loss takes logits in float32, except in stacks whose code takes them in 16 bits.
+- Tensor parallelism splits the sequence and the vocabulary, except in stacks whose code does not.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from shardwise.errors import ShardwiseError
+from shardwise.forecast.configuration import (
+    Checkpointing,
+    Configuration,
+    Optimizer,
+    OptimizerLoop,
+    Stack,
+)
+from shardwise.forecast.published import Row
+from shardwise.forecast.transformer import Shape
+
+__all__ = ["UnscoredError", "checkpointings_of", "configuration_of", "is_flash1", "shape_of"]
+
+
+class UnscoredError(ShardwiseError):
+    """Why a row is not predicted."""
+
+
+# The kernels before FlashAttention-2: stacks whose published runs are from before its release, or
+# that pinned version 1 then.
+_FLASH1_STACKS = ("llm-foundry",)
+# The loss takes logits as they come: fused kernels of FlashAttention and Liger, and plain
+# F.cross_entropy (KempnerForge, scripts/train.py at commit 01b461a, of the published runs).
+_NARROW_LOSS_STACKS = ("llm-foundry", "Liger", "KempnerForge")
+# The training loop has the logits in a variable until the next forward (the same file).
+_LOGITS_IN_LOOP_STACKS = ("KempnerForge",)
+# The head is split and its logits are gathered for the loss; the embedding is whole on each rank
+# (kempnerforge/distributed/tensor_parallel.py).
+_GATHERED_LOGITS_STACKS = ("KempnerForge",)
+_COMPILERS = ("XLA", "JAX")
+_SKIPS = "skips gradient sync between micro-batches"
+_MINGPT_DROPOUT = 0.1  # of embeddings, attention and both residuals, by default
+_STRATEGIES = {
+    "full_shard": "fsdp",
+    "zero3": "fsdp",
+    "shard_grad_op": "zero2",
+    "zero2": "zero2",
+    "hybrid_shard": "hsdp",
+    "zero1": "zero1",
+    "ddp": "ddp",
+    "none": "ddp",
+}
+_OPTIMIZERS: dict[str, tuple[Optimizer, OptimizerLoop]] = {
+    "adamw": ("adamw", "foreach"),
+    "adamw fused": ("adamw", "fused"),
+    "cpu_adam": ("adamw", "fused"),
+    "decoupled_adamw": ("adamw", "for_loop"),
+    "sgd": ("sgd", "foreach"),
+}
+
+
+def is_flash1(row: Row) -> bool:
+    """Whether attention kernels are those before FlashAttention-2."""
+    return any(name in row.framework for name in _FLASH1_STACKS)
+
+
+def shape_of(row: Row) -> Shape:
+    """The model.
+
+    Raises:
+        UnscoredError: it is not known, or not one of those that are built.
+    """
+    model = row.model
+    if model.arch not in ("gpt", "llama"):
+        raise UnscoredError(f"a {model.arch} is not built from a shape")
+    sizes = (model.layers, model.hidden, model.heads, model.kv_heads, model.ffn, model.vocab)
+    if None in (*sizes, model.seq):
+        raise UnscoredError("the shape of the model or its sequence is not published")
+    layers, hidden, heads, kv_heads, ffn, vocab = (size or 0 for size in sizes)
+    return Shape(
+        arch=model.arch,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocab=vocab,
+        dropout=_MINGPT_DROPOUT if "minGPT" in model.name else 0.0,
+        positions=(model.seq or 0) if model.arch == "gpt" else 0,
+        tied_embeddings=bool(model.tied_embeddings),
+        loss="compute" if _has_narrow_loss(row) else "float32",
+        keeps_logits=any(name in row.framework for name in _LOGITS_IN_LOOP_STACKS),
+    )
+
+
+def _has_narrow_loss(row: Row) -> bool:
+    return any(name in f"{row.framework} {row.notes}" for name in _NARROW_LOSS_STACKS)
+
+
+def configuration_of(row: Row) -> Configuration:
+    """How it was trained; checkpointing is "none" where that is not published.
+
+    Raises:
+        UnscoredError: something that matters is not published or not modelled.
+    """
+    if not row.config_complete:
+        raise UnscoredError("its configuration is not complete")
+    if row.adapter:
+        raise UnscoredError(f"adapters are not modelled ({row.adapter})")
+    if "fp8" in row.precision or "float8" in row.precision:
+        raise UnscoredError(f"products in 8 bits are not modelled ({row.precision})")
+    sharding = row.strategy
+    if row.gpus is None or row.micro_batch is None or sharding.shard_group is None:
+        raise UnscoredError("the number of GPUs, the sharding or the batch is not published")
+    group, replicas = sharding.shard_group // sharding.cp, sharding.replicas or 1
+    strategy = _STRATEGIES[sharding.sharding]
+    if strategy == "fsdp" and replicas > 1:
+        strategy = "hsdp"
+    if strategy == "ddp":
+        group, replicas = 1, row.data_parallel
+    optimizer, loop = _OPTIMIZERS.get(row.optimizer, ("adamw", "foreach"))
+    offload = row.offload or ""
+    found = Configuration(
+        strategy=strategy,
+        shard_size=max(1, group),
+        replicas=replicas,
+        reshard_after_forward=None if sharding.reshard_after_forward is not False else False,
+        tensor=sharding.tp,
+        split_vocabulary=not any(name in row.framework for name in _GATHERED_LOGITS_STACKS),
+        pipeline=sharding.pp,
+        context=sharding.cp,
+        expert=sharding.ep,
+        micro_batch=row.micro_batch,
+        accumulation=row.grad_accumulation or 1,
+        accumulate="whole" if _SKIPS in (row.notes or "") else "shards",
+        sequence=row.model.seq or 1,
+        checkpointing=checkpointings_of(row)[0],
+        activation_offload="activation" in offload,
+        offload="parameters"
+        if "params" in offload
+        else "optimizer"
+        if "opt" in offload
+        else "none",
+        optimizer=optimizer,
+        optimizer_loop=loop,
+        compiled=_is_compiled(row),
+        attention="math" if row.attention.startswith("unfused") else "flash",
+        stack=_stack_of(row.framework),
+    )
+    return _with_precision(found, row)
+
+
+def checkpointings_of(row: Row) -> list[Checkpointing | tuple[Checkpointing, ...]]:
+    """Its checkpointing; where it is not published, all of them from the least to the most.
+
+    A run without a published choice is taken to use the least that fits.
+    """
+    if row.activation_checkpointing is None:
+        return ["none", "products", "selective", "full"]
+    if row.activation_checkpointing == "selective":
+        if "n-th block" in (row.activation_checkpointing_detail or ""):
+            layers = row.model.layers or 1
+            return [tuple("full" if layer % 2 else "none" for layer in range(layers))]
+        keeps_products = "minimal" in (row.activation_checkpointing_detail or "")
+        return ["products" if keeps_products else "selective"]
+    return [row.activation_checkpointing]
+
+
+def _is_compiled(row: Row) -> bool:
+    by_stack = any(name in row.framework for name in _COMPILERS)
+    return bool(row.compile) or by_stack or "RMS kernel" in row.attention
+
+
+def _stack_of(framework: str) -> Stack:
+    if "FSDP1" in framework or "FairScale" in framework:
+        return "fsdp1"
+    if "FSDP2" in framework:
+        return "fsdp2"
+    if "DDP" in framework:
+        return "ddp"
+    return "deepspeed" if "DeepSpeed" in framework else "shardwise"
+
+
+def _with_precision(configuration: Configuration, row: Row) -> Configuration:
+    """The dtypes that its text means; FSDP gathers in the dtype of compute even with autocast."""
+    precision = row.precision
+    half = torch.float16 if precision.startswith("fp16") else torch.bfloat16
+    if precision.startswith("fp32"):
+        half = torch.float32
+    is_pure = any(word in precision for word in ("bf16 params", "(params, grads, states)"))
+    return replace(
+        configuration,
+        master_dtype=half if is_pure else torch.float32,
+        compute_dtype=half,
+        gather_dtype=half if "FSDP" in row.framework else None,
+        reduce_dtype=torch.float32 if "fp32 reduce" in precision else half,
+        autocast="AMP" in precision,
+    )

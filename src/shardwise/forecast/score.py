@@ -1,0 +1,343 @@
+"""Predictions of published measurements, and how far off they are.
+
+A quarter of the rows, drawn by their names, is held out: no constant of the package was fitted on
+them. Errors are relative, of the throughput and of the peak of memory as the row defines them.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from statistics import median
+
+from shardwise.forecast.certificate import Certificate, memory_certificate
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.machine import Machine
+from shardwise.forecast.models import Model, workload_of
+from shardwise.forecast.planned import plan_of
+from shardwise.forecast.published import Row, read_rows
+from shardwise.forecast.row_configuration import (
+    UnscoredError,
+    checkpointings_of,
+    configuration_of,
+    is_flash1,
+    shape_of,
+)
+from shardwise.forecast.rules_of_thumb import RULES, memory_rule, roofline_tokens, six_nd_tokens
+from shardwise.forecast.timeline import StepTime, step_time
+from shardwise.forecast.work import Workload
+from shardwise.plan.plan import Plan
+
+__all__ = ["Errors", "Prediction", "Score", "is_held_out", "score"]
+
+_SEED = "2026"
+_HELD_OUT = 4  # one row in so many
+_GIB = 1 << 30
+_TERA = 1e12
+_CLOSE = 0.2  # of the throughput
+_MEMORY_CLOSE = 0.15
+
+
+def is_held_out(row: Row) -> bool:
+    """Whether no constant was fitted on the row."""
+    return int(sha256((_SEED + row.id).encode()).hexdigest(), 16) % _HELD_OUT == 0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted of a row, in the units of the row."""
+
+    row: Row
+    reason: str = ""  # why it is not predicted
+    time: StepTime | None = None
+    memory: Certificate | None = None
+    peers: tuple[tuple[str, float], ...] = ()  # errors of rules of thumb, by name
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one device."""
+        assert self.time is not None
+        return self.time.tokens_per_second
+
+    @property
+    def tflops(self) -> float:
+        """As the row counts FLOPs."""
+        return self.tokens_per_second * _flops_per_token(self.row) / _TERA
+
+    @property
+    def mfu(self) -> float:
+        """As the row counts FLOPs, for the peak that it states."""
+        stated = self.row.definition.peak_tflops_used
+        peak = self.row.cluster().accelerator.peak_flops / _TERA
+        return self.tflops / (stated or peak)
+
+    @cached_property
+    def error(self) -> float | None:
+        """Of the throughput; None if nothing was measured."""
+        measured = measured_tokens(self.row)
+        if self.time is None or measured is None:
+            return None
+        return self.tokens_per_second / measured - 1.0
+
+    @property
+    def memory_bytes(self) -> int:
+        """In the metric of the row."""
+        assert self.memory is not None
+        metric = self.row.definition.memory_metric or ""
+        if "allocated" in metric or "active" in metric:
+            return self.memory.peak_bytes
+        return self.memory.device_bytes if "device" in metric else self.memory.reserved_bytes
+
+    @cached_property
+    def memory_error(self) -> float | None:
+        """Of the peak of memory; None if nothing was measured."""
+        measured = self.row.measured.peak_mem_gib
+        if self.memory is None or measured is None:
+            return None
+        return self.memory_bytes / _GIB / measured - 1.0
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it is predicted to fit; None if it is not predicted."""
+        if self.memory is None:
+            return None
+        return self.memory.device_bytes <= self.row.cluster().accelerator.memory_bytes
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is among the rows on which the forecast is judged."""
+        return self.row.scope == "core" and not self.row.is_legacy
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors of some rows."""
+
+    name: str
+    values: tuple[float, ...]
+    close: float = _CLOSE
+
+    @property
+    def median(self) -> float:
+        """Of their sizes."""
+        return median(map(abs, self.values))
+
+    @property
+    def bias(self) -> float:
+        """The median with its sign: above 0, too much is predicted."""
+        return median(self.values)
+
+    @property
+    def share_close(self) -> float:
+        """Of rows within ``close``."""
+        return sum(abs(value) <= self.close for value in self.values) / len(self.values)
+
+
+@dataclass(frozen=True)
+class Score:
+    """All rows of a file."""
+
+    predictions: tuple[Prediction, ...]
+
+    def throughput(self, name: str, which: Callable[[Prediction], bool]) -> Errors | None:
+        """Errors of the throughput of some rows; None if there are none."""
+        values = [one.error for one in self.predictions if one.error is not None and which(one)]
+        return Errors(name, tuple(values)) if values else None
+
+    def memory(self, name: str, which: Callable[[Prediction], bool]) -> Errors | None:
+        """Errors of the peak of memory of some rows; None if there are none."""
+        found = [one for one in self.predictions if one.memory_error is not None and which(one)]
+        values = tuple(one.memory_error for one in found if one.memory_error is not None)
+        return Errors(name, values, _MEMORY_CLOSE) if values else None
+
+    def families(self, which: Callable[[Prediction], bool]) -> list[Errors]:
+        """Errors of the throughput by family, the worst first."""
+        names = dict.fromkeys(one.row.family for one in self.predictions if which(one))
+        found = (
+            self.throughput(name, lambda one, name=name: which(one) and one.row.family == name)  # type: ignore[misc]
+            for name in names
+        )
+        return sorted((one for one in found if one), key=lambda one: -one.median)
+
+    @property
+    def verdicts(self) -> tuple[int, int]:
+        """How many of the core rows are rightly predicted to fit or not, and of how many."""
+        known = [one for one in self.predictions if one.counts and one.fits is not None]
+        return sum(one.fits == (one.row.outcome == "ok") for one in known), len(known)
+
+    def peer(self, rule: str) -> Errors | None:
+        """Errors of a rule of thumb on the core rows."""
+        values = tuple(dict(one.peers)[rule] for one in self.predictions if rule in dict(one.peers))
+        return Errors(rule, values) if values else None
+
+    def text(self) -> str:
+        """Errors of core rows by family, of other rows, and of rules of thumb."""
+        return "\n".join(_lines(self))
+
+
+def score(path: Path, *, progress: Callable[[Row], None] = lambda _row: None) -> Score:
+    """Predict every row of a file of published measurements.
+
+    Args:
+        path: the file.
+        progress: called before each row.
+
+    Raises:
+        ConfigError: a row makes no sense.
+    """
+    predictor = _Predictor()
+    found = []
+    for row in read_rows(path):
+        progress(row)
+        found.append(predictor.predict(row))
+    return Score(tuple(found))
+
+
+class _Predictor:
+    """Plans and traces that rows share are made once."""
+
+    def __init__(self) -> None:
+        self._workloads: dict[object, Workload] = {}
+        self._plans: dict[object, Plan] = {}
+
+    def predict(self, row: Row) -> Prediction:
+        try:
+            return self._predicted(row, configuration_of(row), Model(row.model.name, shape_of(row)))
+        except UnscoredError as error:
+            return Prediction(row, str(error))
+
+    def _predicted(self, row: Row, configuration: Configuration, model: Model) -> Prediction:
+        plan = self._plan(model, configuration)
+        for words in checkpointings_of(row):
+            configuration = replace(configuration, checkpointing=words)
+            workload = self._workload(model, configuration)
+            memory = memory_certificate(plan, workload, configuration)
+            if memory.device_bytes <= row.cluster().accelerator.memory_bytes:
+                break
+        machine = Machine.of(row.cluster())
+        time = step_time(plan, workload, machine, configuration, is_flash1=is_flash1(row))
+        found = Prediction(row, time=time, memory=memory)
+        return replace(found, peers=tuple(_peers(found, workload, configuration)))
+
+    def _plan(self, model: Model, configuration: Configuration) -> Plan:
+        key = (model, replace(configuration, micro_batch=1, accumulation=1, checkpointing="none"))
+        if key not in self._plans:
+            self._plans[key] = plan_of(model.build(configuration), configuration)
+        return self._plans[key]
+
+    def _workload(self, model: Model, configuration: Configuration) -> Workload:
+        key = (model, replace(configuration, strategy="ddp", shard_size=1, replicas=1))
+        if key not in self._workloads:
+            try:
+                self._workloads[key] = workload_of(model, configuration)
+            except RuntimeError as error:  # of torch: say of which row, and go on with others
+                raise UnscoredError(f"it cannot be traced: {str(error).splitlines()[0]}") from error
+        return self._workloads[key]
+
+
+# -- what rows measure ---------------------------------------------------------------------------
+
+
+def measured_tokens(row: Row) -> float | None:
+    """Tokens per second of one GPU, from whatever the row has."""
+    found = row.measured
+    if found.tokens_per_s_per_gpu is not None:
+        return found.tokens_per_s_per_gpu
+    if found.tflops_per_gpu is not None and row.definition.flops_formula:
+        return found.tflops_per_gpu * _TERA / _flops_per_token(row)
+    return None
+
+
+def _flops_per_token(row: Row) -> float:
+    """As the row counts them: with or without recomputation, the causal half, or embeddings."""
+    model, definition = row.model, row.definition
+    layers, hidden, sequence = model.layers or 0, model.hidden or 0, model.seq or 0
+    formula = definition.flops_formula or ""
+    if formula.startswith("96"):  # Narayanan et al., 2021 (arXiv 2104.04473), section 3
+        per_layer = 96 * hidden**2 * (1 + sequence / (6 * hidden))
+        return layers * per_layer + 6 * (model.vocab or 0) * hidden
+    parameters = model.params or 0
+    if "N_embedding" in formula:
+        parameters -= (model.vocab or 0) * hidden
+    is_causal = (definition.attention_flops or "").startswith("causal")
+    attention = 6 if is_causal else 12
+    flops = 6 * parameters + attention * layers * hidden * sequence
+    return flops * (4 / 3 if definition.includes_recompute else 1)
+
+
+def _peers(
+    found: Prediction, workload: Workload, configuration: Configuration
+) -> Iterable[tuple[str, float]]:
+    row = found.row
+    tokens = measured_tokens(row)
+    device = row.cluster().accelerator
+    if tokens is not None and found.counts:
+        parameters = row.model.params or 0
+        yield RULES.six_nd, six_nd_tokens(device, parameters) / tokens - 1
+        yield RULES.roofline, roofline_tokens(device, workload) / tokens - 1
+    measured = row.measured.peak_mem_gib
+    if measured is not None and found.counts:
+        for rule, num_bytes in memory_rule(row.model.params or 0, configuration):
+            yield rule, num_bytes / _GIB / measured - 1
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+_HEAD = f"{'':38}{'rows':>5}{'median':>9}{'bias':>9}{'within':>9}"
+
+
+def _lines(score: Score) -> Iterable[str]:
+    yield "Throughput: relative errors of core rows, and the share within 20 %"
+    yield _HEAD
+    families = score.families(lambda one: one.counts)
+    yield from map(_line, families)
+    for name, which in _PARTS:
+        errors = score.throughput(name, which)
+        if errors:
+            yield _line(errors)
+    if families:
+        yield f"median of family medians: {median(one.median for one in families):.1%}"
+        yield f"worst family: {families[0].name} ({families[0].median:.1%})"
+    memory = score.memory("all core rows", lambda one: one.counts)
+    if memory:
+        yield ""
+        yield "Memory: relative errors of core rows, and the share within 15 %"
+        yield _line(memory)
+    right, known = score.verdicts
+    if known:
+        yield f"right verdicts whether it fits: {right} of {known}"
+    yield ""
+    yield "Rules of thumb on the same rows"
+    for rule in RULES.all():
+        errors = score.peer(rule)
+        if errors:
+            yield _line(errors)
+    yield from _unscored(score.predictions)
+
+
+_PARTS: Sequence[tuple[str, Callable[[Prediction], bool]]] = (
+    ("all core rows", lambda one: one.counts),
+    ("of these, fitted on", lambda one: one.counts and not is_held_out(one.row)),
+    ("of these, held out", lambda one: one.counts and is_held_out(one.row)),
+    ("legacy stacks (unfused attention)", lambda one: one.row.scope == "core" and not one.counts),
+    ("extended rows", lambda one: one.row.scope == "extended"),
+)
+
+
+def _line(errors: Errors) -> str:
+    figures = f"{errors.median:>9.1%}{errors.bias:>+9.1%}{errors.share_close:>9.0%}"
+    return f"{errors.name:38}{len(errors.values):>5}{figures}"
+
+
+def _unscored(predictions: Sequence[Prediction]) -> Iterable[str]:
+    reasons: dict[str, list[str]] = {}
+    for one in predictions:
+        if one.reason:
+            reasons.setdefault(one.reason, []).append(one.row.id)
+    if reasons:
+        yield ""
+        yield "Not predicted"
+    for reason, rows in reasons.items():
+        more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+        yield f"  {rows[0]}{more}: {reason}"

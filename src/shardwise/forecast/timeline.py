@@ -1,0 +1,349 @@
+"""How long a training step takes: the engine's schedule replayed with the seconds of a machine.
+
+Ranks do the same work, so one of them is replayed, and the step takes as long as the slowest of
+all ranks is expected to need. A middle micro-batch of many is replayed once and counted as often as
+it runs.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
+from itertools import groupby
+
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.machine import Group, Machine, SegmentCost
+from shardwise.forecast.replay import Costs, Part, Program, Replayed, replay
+from shardwise.forecast.work import Kind, Operation, Segment, Workload
+from shardwise.plan.plan import Plan
+from shardwise.schedule.events import EventKind
+
+__all__ = ["StepTime", "step_time"]
+
+_REPLAYED_PASSES = 3  # of many micro-batches: the first, one of those between, and the last
+# Passes of the optimizer over the shards, reads and writes, when it runs as one kernel.
+_UPDATE_PASSES = {
+    "adamw": 7.0,
+    "adamw8bit": 4.0,
+    "adafactor": 4.0,
+    "lion": 5.0,
+    "sgd": 3.0,
+    "sgd_momentum": 5.0,
+}
+_UNFUSED_UPDATE = 2.5  # times as many passes, one operation after the other
+_CLIP_PASSES = 3.0  # the norm of gradients, and their scaling
+_FUSED_KERNELS = 2  # that are compiled of the operations between two products
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A training step of one rank; seconds are of the whole step."""
+
+    seconds: float
+    tokens_per_second: float  # of one device
+    model_flops: float  # of one device in a step, without recomputation; see `mfu`
+    hardware_flops: float  # with it
+    peak_flops: float  # of one device
+    exposed_seconds: float  # compute waits for collectives
+    breakdown: Mapping[str, float]  # seconds by cause; they add up to the step
+    bound: str  # the largest of them
+    replayed: Replayed  # up to three micro-batches
+
+    @cached_property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: ``model_flops / seconds / peak_flops``.
+
+        Products of matrices and of attention in forward and backward, as if attention were not
+        causal (PaLM, arXiv 2204.02311, appendix B), for the dense peak in 16 bits.
+        """
+        return self.model_flops / self.seconds / self.peak_flops
+
+    @cached_property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilisation: as `mfu`, with what is computed again.
+
+        That is what checkpointing does, and the scores in the backward of attention kernels, as
+        PyTorch's ``FlopCounterMode`` counts them.
+        """
+        return self.hardware_flops / self.seconds / self.peak_flops
+
+
+def step_time(
+    plan: Plan,
+    workload: Workload,
+    machine: Machine,
+    configuration: Configuration,
+    *,
+    is_flash1: bool = False,
+) -> StepTime:
+    """Predict one training step.
+
+    Args:
+        plan: of what one pipeline stage and one tensor-parallel rank hold.
+        workload: a micro-batch of that rank.
+        machine: where it runs.
+        configuration: how it is trained.
+        is_flash1: attention kernels are those before FlashAttention-2.
+    """
+    return _Step(plan, workload, machine.under(configuration), configuration, is_flash1).result()
+
+
+@dataclass(frozen=True)
+class _Step:
+    plan: Plan
+    workload: Workload
+    machine: Machine
+    configuration: Configuration
+    is_flash1: bool
+
+    def result(self) -> StepTime:
+        passes = min(self.configuration.accumulation, _REPLAYED_PASSES)
+        replayed = self._replay(passes)
+        seconds, exposed = replayed.seconds, replayed.exposed_seconds[0]
+        repeats = self.configuration.accumulation - passes
+        if repeats:
+            shorter = self._replay(passes - 1)
+            seconds += repeats * (replayed.seconds - shorter.seconds)
+            exposed += repeats * (replayed.exposed_seconds[0] - shorter.exposed_seconds[0])
+        return self._step_time(replayed, seconds, exposed)
+
+    def _step_time(self, replayed: Replayed, seconds: float, exposed: float) -> StepTime:
+        """``seconds`` and ``exposed`` are those of all micro-batches."""
+        configuration = self.configuration
+        micro_batches = configuration.accumulation
+        work = self._work()
+        compute = {
+            name: getattr(work, name) * micro_batches
+            for name in ("matmul", "attention", "memory", "collective")
+        }
+        host = (work.host - work.device) * micro_batches
+        sends = self._send_seconds() * micro_batches
+        bubble = (seconds + sends) * (configuration.pipeline - 1) / micro_batches
+        bubble /= configuration.chunks
+        update = self._update_seconds()
+        breakdown = compute | {
+            "host": host,
+            "exposed communication": exposed,
+            "interference": seconds - exposed - host - sum(compute.values()),
+            "pipeline bubble": bubble,
+            "pipeline sends": sends,
+            "optimizer": update,
+        }
+        total = seconds + sends + bubble + update
+        slowest = self.machine.straggler_factor(configuration.world_size)
+        breakdown["stragglers"] = total * (slowest - 1.0)
+        total *= slowest
+        tokens = configuration.tokens_per_step / configuration.world_size
+        model, hardware = (flops * micro_batches for flops in _flops(self.workload.segments))
+        return StepTime(
+            seconds=total,
+            tokens_per_second=tokens / total,
+            model_flops=model,
+            hardware_flops=hardware,
+            peak_flops=self.machine.device.peak_flops,
+            exposed_seconds=exposed,
+            breakdown={name: one for name, one in breakdown.items() if one > 0},
+            bound=max(breakdown, key=lambda name: breakdown[name]),
+            replayed=replayed,
+        )
+
+    # -- the replay ------------------------------------------------------------------------------
+
+    def _replay(self, num_passes: int) -> Replayed:
+        index = {unit.name: number for number, unit in enumerate(self.plan.units)}
+        parts = tuple(
+            Part(segment.kind, index[self.workload.units[segment.unit]], cost.seconds)
+            for segment, cost in zip(self.workload.segments, self._costs, strict=True)
+        )
+        transfer = cache(self._transfer_seconds)
+        return replay(
+            self.plan.units,
+            [Program((parts,) * num_passes)],
+            Costs(transfer, interference=self.machine.constants.interference, has_one_link=True),
+            prefetch=self.plan.prefetch,
+            holds_gradients=self.configuration.strategy in _HOLD_GRADIENTS,
+        )
+
+    def _transfer_seconds(self, kind: EventKind, index: int) -> float:
+        """Of a collective, with the copies of offloaded shards from and to the host."""
+        unit, machine = self.plan.units[index], self.machine
+        seconds = self._collective_seconds(kind, index)
+        if unit.offload is None or kind is EventKind.RESHARD_TO_SUBGROUP:
+            return seconds
+        if kind is EventKind.REDUCE:
+            return seconds + machine.copy_seconds(unit.gradient_shard_bytes)
+        return seconds + machine.copy_seconds(unit.shard_bytes * unit.offload.parameters)
+
+    def _collective_seconds(self, kind: EventKind, index: int) -> float:
+        unit, machine = self.plan.units[index], self.machine
+        stride = self.configuration.tensor
+        size = unit.num_shards or self.plan.world_size
+        everyone = Group(size, stride)
+        near = Group(unit.subgroup, stride) if unit.subgroup else everyone
+        if kind is EventKind.REDUCE:
+            own = machine.reduce_scatter_seconds(unit.gradient_bytes, everyone)
+            replicas = Group(self.plan.replicas, stride * size)
+            if unit.two_level_gather:
+                return own
+            return own + machine.all_reduce_seconds(unit.gradient_bytes / size, replicas)
+        if kind is EventKind.RESHARD_TO_SUBGROUP:
+            if not unit.two_level_gather:
+                return 0.0  # a part of what was gathered is kept
+            far = Group(size // unit.subgroup, stride * unit.subgroup)
+            return machine.all_gather_seconds(unit.kept_bytes, far)
+        inside = machine.all_gather_seconds(unit.gathered_bytes, near)
+        if unit.subgroup and not unit.two_level_gather:  # in forward over all, then within it
+            return (machine.all_gather_seconds(unit.gathered_bytes, everyone) + inside) / 2
+        return inside
+
+    # -- compute ---------------------------------------------------------------------------------
+
+    @cached_property
+    def _costs(self) -> tuple[SegmentCost, ...]:
+        """Of all segments; copies of a block share their operations."""
+        pricing = _Pricing(self.machine, self.configuration, self.is_flash1, self.workload)
+        found: dict[int, SegmentCost] = {}
+        for segment in self.workload.segments:
+            if id(segment.operations) not in found:
+                found[id(segment.operations)] = pricing.cost(segment.operations)
+        costs = (found[id(segment.operations)] for segment in self.workload.segments)
+        if not self.configuration.activation_offload:
+            return tuple(costs)
+        return tuple(map(self._with_copies, self.workload.segments, costs))
+
+    def _with_copies(self, segment: Segment, cost: SegmentCost) -> SegmentCost:
+        """Compute goes on while what a segment keeps is copied to the host, or back."""
+        copied = self.machine.copy_seconds(abs(segment.end_bytes - segment.start_bytes))
+        return replace(cost, host=max(cost.host, copied))
+
+    def _work(self) -> SegmentCost:
+        """All segments together; ``host`` counts a segment's seconds, as bound by it or not."""
+        sums = {
+            field.name: sum(getattr(cost, field.name) for cost in self._costs)
+            for field in fields(SegmentCost)
+        }
+        return SegmentCost(**sums | {"host": sum(cost.seconds for cost in self._costs)})
+
+    def _send_seconds(self) -> float:
+        """Of a micro-batch between stages: activations in forward, their gradients in backward."""
+        configuration = self.configuration
+        if configuration.pipeline == 1:
+            return 0.0
+        stride = configuration.world_size // configuration.pipeline
+        seconds = self.machine.send_seconds(self.workload.sent_bytes, stride)
+        return 2 * configuration.chunks * seconds
+
+    def _update_seconds(self) -> float:
+        """Of the optimizer, on the device or from the host's memory."""
+        shards = sum(unit.gradient_shard_bytes for unit in self.plan.units)
+        passes = _UPDATE_PASSES[self.configuration.optimizer]
+        if self.configuration.optimizer_loop != "fused":
+            passes *= _UNFUSED_UPDATE
+        clipping = _CLIP_PASSES * self.configuration.clips
+        update = self.machine.update_seconds(shards, passes + clipping)
+        if self.configuration.offload == "none":
+            return update
+        # Gradients go to the host and parameters return, and the host's memory is slower still.
+        return self.machine.copy_seconds(shards * (2 + passes))
+
+
+_HOLD_GRADIENTS = ("ddp", "zero1")  # until the last micro-batch
+
+
+# Attention kernels compute the scores again in backward: five products, of which models need four.
+_NEEDED_BACKWARD = 4 / 5
+
+
+def _flops(segments: Sequence[Segment]) -> tuple[float, float]:
+    """Without recomputation, and with it."""
+    model = hardware = 0.0
+    for segment in segments:
+        for operation in segment.operations:
+            hardware += operation.flops
+            if operation.is_recomputed:
+                continue
+            again = operation.kind is Kind.ATTENTION and "backward" in operation.name
+            model += operation.flops * (_NEEDED_BACKWARD if again else 1.0)
+    return model, hardware
+
+
+class _Pricing:
+    """Seconds of operations."""
+
+    def __init__(
+        self, machine: Machine, configuration: Configuration, is_flash1: bool, workload: Workload
+    ) -> None:
+        self._machine, self._is_flash1 = machine, is_flash1
+        self._compiled = configuration.compiled
+        self._groups = {
+            "tensor": Group(configuration.tensor),
+            "context": Group(configuration.context, configuration.tensor),
+            "expert": Group(configuration.expert, configuration.tensor * configuration.context),
+        }
+        distinct = {id(one.operations): one.operations for one in workload.segments}
+        self._reads = Counter(
+            storage for one in distinct.values() for op in one for storage, _ in op.reads
+        )
+
+    def cost(self, operations: Sequence[Operation]) -> SegmentCost:
+        """Of the operations of a segment."""
+        constants = self._machine.constants
+        totals = dict.fromkeys(("matmul", "attention", "memory", "collective"), 0.0)
+        launches = 0
+        for kind, run in groupby(operations, key=lambda one: one.kind):
+            several = list(run)
+            if kind is Kind.MEMORY and self._compiled:
+                num_bytes = fused_bytes(several, self._reads)
+                kernels = min(len(several), _FUSED_KERNELS)
+                totals["memory"] += self._machine.memory_seconds(num_bytes)
+                totals["memory"] += kernels * constants.kernel_seconds
+                launches += kernels
+            else:
+                totals[kind.value] += sum(map(self._seconds, several))
+                launches += len(several)
+        host = launches * constants.operation_seconds + constants.unit_seconds
+        return SegmentCost(**totals, host=host)
+
+    def _seconds(self, operation: Operation) -> float:
+        if operation.kind is Kind.COLLECTIVE:
+            return self._collective_seconds(operation)
+        return self._machine.operation_seconds(operation, is_flash1=self._is_flash1)
+
+    def _collective_seconds(self, operation: Operation) -> float:
+        group = self._groups[operation.axis]
+        size = max(sum(size for _, size in one) for one in (operation.reads, operation.writes))
+        return self._collectives[operation.name](size, group)
+
+    @property
+    def _collectives(self) -> Mapping[str, Callable[[float, Group], float]]:
+        machine = self._machine
+        return {
+            "all_reduce": machine.all_reduce_seconds,
+            "all_gather": machine.all_gather_seconds,
+            "reduce_scatter": machine.reduce_scatter_seconds,
+            "all_to_all": machine.all_to_all_seconds,
+        }
+
+
+def fused_bytes(run: Sequence[Operation], reads: Mapping[int, int]) -> int:
+    """What consecutive operations move to and from memory when they are compiled into one.
+
+    Args:
+        run: the operations.
+        reads: how often each storage is read, by all operations.
+    """
+    inside = Counter(storage for operation in run for storage, _ in operation.reads)
+    written: dict[int, int] = {}
+    read: dict[int, int] = {}
+    for operation in run:
+        for storage, size in operation.reads:
+            if storage not in written:
+                read[storage] = max(size, read.get(storage, 0))
+        for storage, size in operation.writes:
+            written[storage] = max(size, written.get(storage, 0))
+    leaving = (
+        size
+        for storage, size in written.items()
+        if not inside[storage] or reads[storage] > inside[storage]
+    )
+    return sum(read.values()) + sum(leaving)

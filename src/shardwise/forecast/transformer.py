@@ -1,0 +1,438 @@
+"""Transformers by their shape, as published frameworks run them, for a forecast.
+
+The modules are never trained. What matters is which operations they run and what autograd keeps:
+GPT's blocks have layer norms, one projection for queries, keys and values, and a perceptron with
+GELU; Llama's have RMS norms in float32, rotary positions, grouped queries and SwiGLU. The loss is
+part of the model, and takes logits in float32.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.errors import ConfigError
+from shardwise.forecast.configuration import Attention
+from shardwise.forecast.parallel import Degrees, ring_attention
+
+__all__ = ["Shape", "Transformer", "build"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The sizes of a transformer."""
+
+    arch: Literal["gpt", "llama", "t5"]
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    kv_heads: int = 0  # 0: as many as heads
+    ffn: int = 0  # 0: 4 * hidden
+    head_dim: int = 0  # 0: hidden / heads
+    positions: int = 0  # learned ones; 0: none, or rotary ones
+    tied_embeddings: bool = False
+    has_bias: bool = False  # everywhere
+    has_qkv_bias: bool = False  # in the projections to queries, keys and values
+    has_qk_norm: bool = False  # of queries and keys, head by head
+    experts: int = 0  # 0: a perceptron for all tokens
+    active_experts: int = 2  # for each token
+    dropout: float = 0.0
+    loss: Literal["float32", "compute", "fused"] = "float32"  # as in `_loss`
+    keeps_logits: bool = False  # the training loop has them until backward
+
+    def __post_init__(self) -> None:
+        for name, default in (
+            ("kv_heads", self.heads),
+            ("ffn", 4 * self.hidden),
+            ("head_dim", self.hidden // self.heads),
+        ):
+            if not getattr(self, name):
+                object.__setattr__(self, name, default)
+        if self.arch not in _ARCHITECTURES:
+            raise ConfigError(f"arch={self.arch!r}: expected one of {', '.join(_ARCHITECTURES)}")
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"kv_heads={self.kv_heads}: expected a divisor of heads={self.heads}")
+
+
+_ALONE = Degrees()
+_ARCHITECTURES = ("gpt", "llama", "t5")
+
+
+def build(shape: Shape, *, attention: Attention = "flash", degrees: Degrees = _ALONE) -> nn.Module:
+    """What one rank has of the transformer, on the meta device.
+
+    Its blocks are ``layers.0``, ``layers.1``, ... With ``attention="math"``, attention and GELU are
+    as minGPT writes them. A stage of a pipeline that is not the first takes what the one before it
+    returns.
+
+    Raises:
+        ConfigError: the degrees do not divide the shape.
+    """
+    if shape.arch == "t5" and not degrees.is_one:
+        raise ConfigError(f"a T5 cannot be divided: {degrees}; use tensor=1, context=1, pipeline=1")
+    with torch.device("meta"):
+        return T5(shape) if shape.arch == "t5" else Transformer(shape, attention, degrees)
+
+
+class _Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        """Take no time: there is nothing to initialize on the meta device."""
+
+
+class _Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """As above."""
+
+
+class Transformer(nn.Module):
+    """Tokens and the tokens to predict in, their loss out."""
+
+    def __init__(self, shape: Shape, attention: Attention, degrees: Degrees) -> None:
+        super().__init__()
+        self.shape, self.degrees = shape, degrees
+        vocab = degrees.share("vocab", shape.vocab)
+        rows = vocab if degrees.split_vocabulary else shape.vocab
+        if degrees.is_first:
+            self.embedding = _Embedding(rows, shape.hidden)
+        if degrees.is_first and shape.positions:
+            self.positions = _Embedding(shape.positions, shape.hidden)
+        blocks = range(degrees.blocks(shape.layers))
+        self.layers = nn.ModuleList(Block(shape, attention, degrees) for _ in blocks)
+        if degrees.is_last:
+            self.norm = _norm(shape)
+            width = rows if shape.tied_embeddings else vocab
+            self.head = _Linear(shape.hidden, width, bias=False)
+        if shape.tied_embeddings and degrees.is_first and degrees.is_last:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """[batch, time] tokens and targets to a scalar."""
+        if self.degrees.is_first:
+            x = self._embed(x)
+        time = x.shape[1] * self.degrees.sequence_ranks
+        rotations = _rotations(self.shape, time, x) if self.shape.arch == "llama" else None
+        for layer in self.layers:
+            x = layer(x, rotations)
+        return self._loss(x, targets) if self.degrees.is_last else x
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)  # [batch, time, hidden]
+        if self.shape.positions:
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        return F.dropout(self.degrees.embed(x), self.shape.dropout, self.training)
+
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        x = self.degrees.gather_sequence(self.norm(x))
+        logits = self.degrees.gather_logits(self.head(x), self.shape.vocab)
+        if self.shape.keeps_logits:  # as long as the graph before them
+            x.register_hook(partial(_same, logits.detach()))  # type: ignore[no-untyped-call]
+        return _loss(self.shape, logits, targets)
+
+
+def _same(_kept: Tensor, gradient: Tensor) -> Tensor:
+    return gradient
+
+
+def _loss(shape: Shape, logits: Tensor, targets: Tensor) -> Tensor:
+    """The cross-entropy of [batch, time, vocab] logits.
+
+    It is that of PyTorch, for logits in float32 or as they come, or a kernel that reads the logits
+    once and writes their gradient once, as those of FlashAttention and Liger.
+    """
+    logits, targets = logits.flatten(0, 1), targets.flatten()
+    if shape.loss == "fused":
+        loss: Tensor = _FusedLoss.apply(logits)  # type: ignore[no-untyped-call]
+        return loss
+    return F.cross_entropy(logits.float() if shape.loss == "float32" else logits, targets)
+
+
+class _FusedLoss(torch.autograd.Function):
+    """With the memory and the traffic of a fused kernel, not its values."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        statistics = logits.logsumexp(-1)  # [tokens]
+        ctx.save_for_backward(logits, statistics)
+        return statistics.mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
+        logits, statistics = ctx.saved_tensors
+        return logits - statistics[:, None]  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention, then a perceptron, each added to its own input."""
+
+    def __init__(self, shape: Shape, attention: Attention, degrees: Degrees) -> None:
+        super().__init__()
+        self.degrees = degrees
+        self.attention_norm = _norm(shape)
+        self.attention = SelfAttention(shape, attention, degrees)
+        self.mlp_norm = _norm(shape)
+        self.mlp = _perceptron(shape, attention, degrees)
+
+    def forward(self, x: Tensor, rotations: Tensor | None) -> Tensor:
+        gather, scatter = self.degrees.gather_sequence, self.degrees.scatter_sequence
+        x = x + scatter(self.attention(gather(self.attention_norm(x)), rotations))
+        output: Tensor = x + scatter(self.mlp(gather(self.mlp_norm(x))))
+        return output
+
+
+class SelfAttention(nn.Module):
+    """Causal attention, with one projection of queries, keys and values in a GPT."""
+
+    def __init__(self, shape: Shape, attention: Attention, degrees: Degrees) -> None:
+        super().__init__()
+        self.shape = shape
+        self.attend = _attention(shape, attention, degrees.context)
+        heads = degrees.share("heads", shape.heads)
+        kv_heads = max(shape.kv_heads // degrees.tensor, 1)  # ranks may have the same ones
+        self.widths = [n * shape.head_dim for n in (heads, kv_heads, kv_heads)]
+        self.is_fused = shape.arch == "gpt"
+        has_bias = shape.has_bias or shape.has_qkv_bias
+        if self.is_fused:
+            self.qkv = _Linear(shape.hidden, sum(self.widths), bias=has_bias)
+        else:
+            self.q, self.k, self.v = (
+                _Linear(shape.hidden, width, bias=has_bias) for width in self.widths
+            )
+        self.norms = nn.ModuleList(RMSNorm(shape.head_dim) for _ in range(2 * shape.has_qk_norm))
+        self.out = _Linear(self.widths[0], shape.hidden, bias=shape.has_bias)
+
+    def forward(self, x: Tensor, rotations: Tensor | None) -> Tensor:
+        batch, time, _ = x.shape
+        parts = self.qkv(x).split(self.widths, -1) if self.is_fused else self._project(x)
+        heads = (batch, time, -1, self.shape.head_dim)
+        q, k, v = (part.view(heads).transpose(1, 2) for part in parts)
+        if self.norms:
+            q, k = (norm(part) for norm, part in zip(self.norms, (q, k), strict=True))
+        if rotations is not None:
+            q, k = _rotate(q, rotations), _rotate(k, rotations)
+        mixed = self.attend(q, k, v)
+        merged = self.out(mixed.transpose(1, 2).reshape(batch, time, -1))
+        output: Tensor = F.dropout(merged, self.shape.dropout, self.training)
+        return output
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.q(x), self.k(x), self.v(x)
+
+
+_Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _attention(shape: Shape, attention: Attention, context: int) -> _Attend:
+    if context > 1:
+        return partial(ring_attention, size=context)
+    return _attend if attention == "flash" else partial(_attend_unfused, shape.dropout)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    grouped = k.shape[1] != q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+def _attend_unfused(dropout: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5  # [batch, heads, time, time]
+    mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(v.dtype)
+    return F.dropout(weights, dropout) @ v
+
+
+def _perceptron(shape: Shape, attention: Attention, degrees: Degrees) -> nn.Module:
+    width = degrees.share("ffn", shape.ffn)
+    if shape.experts:
+        return Experts(shape, width, degrees)
+    if shape.arch == "llama":
+        return SwiGLU(shape.hidden, width)
+    return MLP(shape, width, attention)
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: Shape, width: int, attention: Attention) -> None:
+        super().__init__()
+        self.dropout = shape.dropout
+        self.activate = F.gelu if attention == "flash" else _gelu_unfused
+        self.up = _Linear(shape.hidden, width, bias=shape.has_bias)
+        self.down = _Linear(width, shape.hidden, bias=shape.has_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.down(self.activate(self.up(x))), self.dropout, self.training)
+
+
+def _gelu_unfused(x: Tensor) -> Tensor:
+    """With tanh, as minGPT writes it."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.gate, self.up = (_Linear(hidden, width, bias=False) for _ in range(2))
+        self.down = _Linear(width, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return output
+
+
+class Experts(nn.Module):
+    """SwiGLU for each token by some of many experts, which get equally many tokens each."""
+
+    def __init__(self, shape: Shape, width: int, degrees: Degrees) -> None:
+        super().__init__()
+        if shape.experts % degrees.expert:
+            raise ConfigError(
+                f"expert={degrees.expert}: expected a divisor of experts={shape.experts}"
+            )
+        self.active, self.exchange = shape.active_experts, degrees.exchange_tokens
+        self.router = _Linear(shape.hidden, shape.experts, bias=False)
+        self.num_own = shape.experts // degrees.expert
+        inward, outward = (shape.hidden, width), (width, shape.hidden)
+        self.gate, self.up, self.down = (
+            nn.Parameter(torch.empty(self.num_own, *sizes)) for sizes in (inward, inward, outward)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)  # [tokens, hidden]
+        weights, chosen = self.router(flat).float().softmax(-1).topk(self.active)
+        order = chosen.flatten().argsort()  # [tokens * active], by expert
+        tokens = order // self.active
+        sent = self.exchange(flat[tokens])
+        sent = sent.view(self.num_own, -1, flat.shape[1])  # [experts, tokens of each, hidden]
+        inner = F.silu(sent @ self.gate) * (sent @ self.up)
+        answers = self.exchange((inner @ self.down).flatten(0, 1))
+        answers = answers * weights.flatten()[order, None].to(x.dtype)
+        return torch.zeros_like(flat).index_add(0, tokens, answers).view_as(x)
+
+
+class RMSNorm(nn.Module):
+    """In float32, with the result scaled in the dtype of the input."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return scaled.to(x.dtype) * self.weight
+
+
+def _norm(shape: Shape) -> nn.Module:
+    if shape.arch != "gpt":
+        return RMSNorm(shape.hidden)
+    return nn.LayerNorm(shape.hidden, bias=shape.has_bias)
+
+
+def _rotations(shape: Shape, time: int, x: Tensor) -> Tensor:
+    """Cosines and sines of the positions' angles, [2, time, head_dim]."""
+    speeds = torch.arange(0, shape.head_dim, 2, device=x.device) / -shape.head_dim
+    angles = torch.outer(torch.arange(time, device=x.device), 10_000.0**speeds)
+    angles = torch.cat([angles, angles], 1)
+    return torch.stack([angles.cos(), angles.sin()]).to(x.dtype)
+
+
+def _rotate(x: Tensor, rotations: Tensor) -> Tensor:
+    cosines, sines = rotations.unbind()
+    left, right = x.chunk(2, dim=-1)
+    return x * cosines + torch.cat([-right, left], dim=-1) * sines
+
+
+# -- T5 ------------------------------------------------------------------------------------------
+
+_BUCKETS = 32  # of relative positions
+
+
+class T5(nn.Module):
+    """An encoder and a decoder; the same tokens go into both, so each takes ``layers`` blocks.
+
+    Attention is written with matrix products, because a bias of relative positions is added.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = _Embedding(shape.vocab, shape.hidden)
+        self.encoder = T5Stack(shape, is_decoder=False)
+        self.decoder = T5Stack(shape, is_decoder=True)
+        self.head = _Linear(shape.hidden, shape.vocab, bias=False)
+        if shape.tied_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        encoded = self.encoder(self.embedding(tokens), None)
+        decoded = self.decoder(self.embedding(targets), encoded)
+        if self.shape.tied_embeddings:
+            decoded = decoded * self.shape.hidden**-0.5
+        return _loss(self.shape, self.head(decoded), targets)
+
+
+class T5Stack(nn.Module):
+    def __init__(self, shape: Shape, *, is_decoder: bool) -> None:
+        super().__init__()
+        self.dropout = shape.dropout
+        self.bias = _Embedding(_BUCKETS, shape.heads)
+        self.layers = nn.ModuleList(T5Block(shape, is_decoder) for _ in range(shape.layers))
+        self.norm = RMSNorm(shape.hidden)
+
+    def forward(self, x: Tensor, encoded: Tensor | None) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device)
+        buckets = (positions[None] - positions[:, None]).clamp(0, _BUCKETS - 1)
+        bias = self.bias(buckets).permute(2, 0, 1)  # [heads, time, time]
+        x = F.dropout(x, self.dropout, self.training)
+        for layer in self.layers:
+            x = layer(x, bias, encoded)
+        return F.dropout(self.norm(x), self.dropout, self.training)
+
+
+class T5Block(nn.Module):
+    def __init__(self, shape: Shape, is_decoder: bool) -> None:
+        super().__init__()
+        self.dropout = shape.dropout
+        self.norms = nn.ModuleList(RMSNorm(shape.hidden) for _ in range(3 if is_decoder else 2))
+        self.attention = T5Attention(shape)
+        self.cross_attention = T5Attention(shape) if is_decoder else None
+        self.up = _Linear(shape.hidden, shape.ffn, bias=False)
+        self.down = _Linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, bias: Tensor, encoded: Tensor | None) -> Tensor:
+        normed = self.norms[0](x)
+        x = x + self._drop(self.attention(normed, normed, bias))
+        if self.cross_attention is not None:
+            x = x + self._drop(self.cross_attention(self.norms[1](x), encoded, None))
+        inner = self._drop(self.up(self.norms[-1](x)).relu())
+        return x + self._drop(self.down(inner))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+class T5Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        width = shape.heads * shape.head_dim
+        self.q, self.k, self.v = (_Linear(shape.hidden, width, bias=False) for _ in range(3))
+        self.out = _Linear(width, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, source: Tensor, bias: Tensor | None) -> Tensor:
+        projected = (self.q(x), self.k(source), self.v(source))
+        heads = (-1, self.shape.head_dim)
+        q, k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in projected)
+        scores = q @ k.transpose(-2, -1)  # [batch, heads, time, time]
+        if bias is not None:
+            scores = scores + bias
+        weights = scores.float().softmax(-1).to(v.dtype)
+        mixed = F.dropout(weights, self.shape.dropout, self.training) @ v
+        output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return output

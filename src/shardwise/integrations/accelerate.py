@@ -1,0 +1,166 @@
+"""accelerate's `Accelerator`, with shardwise in the place of DDP::
+
+    from shardwise.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(fully_shard={"units": Block}, gradient_accumulation_steps=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+Nothing else changes: ``accumulate``, ``clip_grad_norm_``, ``save_state``, ``load_state`` and
+``save_model`` are accelerate's own.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, MutableSequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import PackageMissing
+
+PackageMissing.check("accelerate", extra="hf", needed_for=__name__)
+
+import accelerate
+import torch
+from accelerate.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.api import fully_shard as shard
+from shardwise.errors import PlanError
+from shardwise.integrations.state import (
+    full_state_dict,
+    load_full_state_dict,
+    load_optimizers,
+    save_optimizers,
+)
+from shardwise.plan.precision import MixedPrecisionPolicy
+from shardwise.runtime.module import FSDPModule
+
+__all__ = ["Accelerator"]
+
+_OPTIMIZERS = "sharded_optimizers"
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """`accelerate.Accelerator` that shards models.
+
+    `prepare` shards the models that it is given, and gives their parameters to the optimizers. One
+    that is sharded already stays as it is. ``save_state`` writes the weights as accelerate does,
+    and the states of optimizers in shards, which any number of ranks can load.
+
+    Args:
+        fully_shard: arguments of `sw.fully_shard`. Without ``mp_policy``, units compute in the
+            dtype of accelerate's ``mixed_precision``, and reduce in float32.
+        options: of `accelerate.Accelerator`; no other plugin that shards.
+    """
+
+    def __init__(
+        self, *args: Any, fully_shard: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self.shard_options = dict(fully_shard or {})
+        self.sharded: dict[nn.Module, list[Optimizer]] = {}
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
+        if dtype is not None:
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            self.shard_options.setdefault("mp_policy", policy)
+        self.loaded_from = Path()
+        self.register_load_state_pre_hook(self._load_models)
+
+    def prepare(self, *args: Any, **options: Any) -> Any:
+        """As in `accelerate.Accelerator`; pass an optimizer together with its model, or later."""
+        optimizers = [one for one in args if isinstance(one, Optimizer)]
+        for model in (one for one in args if isinstance(one, nn.Module)):
+            names = {id(p): name for name, p in model.named_parameters()}
+            if not isinstance(model, FSDPModule):
+                shard(model, **self.shard_options)
+                _switch_parameters(optimizers, names, dict(model.named_parameters()))
+            self.sharded[model] = []
+        for model, own in self.sharded.items():
+            ids = {id(parameter) for parameter in model.parameters()}
+            own += [one for one in optimizers if _parameter_ids(one) & ids]
+        return super().prepare(*args, **options)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Keep whole gradients, and reduce none, in the block."""
+        if not isinstance(model, FSDPModule):
+            with super().no_sync(model):
+                yield
+            return
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Whole tensors in the host memory of rank 0; empty on other ranks, all of which call."""
+        if isinstance(model, FSDPModule):
+            return full_state_dict(model)
+        return super().get_state_dict(model, unwrap)
+
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, **options: Any) -> Any:
+        """As in `accelerate.Accelerator`."""
+        with self._states_apart():
+            directory = super().save_state(output_dir, **options)
+        for index, (model, optimizers) in enumerate(self.sharded.items()):
+            save_optimizers(Path(directory) / f"{_OPTIMIZERS}_{index}", model, optimizers)
+        return directory
+
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        """As in `accelerate.Accelerator`."""
+        with self._states_apart():
+            super().load_state(input_dir, **options)
+        for index, (model, optimizers) in enumerate(self.sharded.items()):
+            load_optimizers(self.loaded_from / f"{_OPTIMIZERS}_{index}", model, optimizers)
+
+    def _load_models(self, models: MutableSequence[nn.Module], directory: str) -> None:
+        """Load those that are sharded, and have accelerate load no model."""
+        self.loaded_from = Path(directory)
+        for index, model in enumerate(models):
+            suffix = f"_{index}." if index else "."
+            weights = self.loaded_from / SAFE_WEIGHTS_NAME.replace(".", suffix)
+            if weights.exists():
+                state = load_file(weights)
+            else:
+                weights = self.loaded_from / WEIGHTS_NAME.replace(".", suffix)
+                state = torch.load(weights, map_location="cpu", mmap=True)
+            load_full_state_dict(model, state)
+        models.clear()
+
+    @contextlib.contextmanager
+    def _states_apart(self) -> Iterator[None]:
+        """Have accelerate save and load no states of optimizers of sharded models."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in (one for own in self.sharded.values() for one in own):
+                groups = optimizer.state_dict()["param_groups"]
+                empty = {"state": {}, "param_groups": groups}
+                hooks = (
+                    optimizer.register_state_dict_post_hook(lambda *_, empty=empty: empty),
+                    optimizer.register_load_state_dict_pre_hook(lambda *_, empty=empty: empty),
+                )
+                for hook in hooks:
+                    stack.callback(hook.remove)
+            yield
+
+
+def _parameter_ids(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _switch_parameters(
+    optimizers: list[Optimizer], names: Mapping[int, str], parameters: Mapping[str, nn.Parameter]
+) -> None:
+    """Give ``parameters`` to optimizers that were built from others with the same ``names``."""
+    for optimizer in optimizers:
+        if any(id(parameter) in names for parameter in optimizer.state):
+            raise PlanError(
+                f"{type(optimizer).__name__} has taken steps with parameters that were not sharded "
+                "yet; call `prepare` before the first step"
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [
+                parameters[names[id(p)]] if id(p) in names else p for p in group["params"]
+            ]

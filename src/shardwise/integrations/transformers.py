@@ -1,0 +1,155 @@
+"""transformers' `Trainer` for sharded models.
+
+`Trainer` takes the place of transformers' own::
+
+    from shardwise.integrations.transformers import Trainer
+
+    trainer = Trainer(model=model, args=arguments, fully_shard={"units": LlamaDecoderLayer})
+
+For other trainers, mix `ShardedTrainer` in::
+
+    class Trainer(ShardedTrainer, trl.SFTTrainer): ...
+"""
+
+import random
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import PackageMissing
+
+PackageMissing.check("transformers", extra="hf", needed_for=__name__)
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.utils import SAFE_WEIGHTS_NAME, is_peft_available
+
+from shardwise.api import fully_shard as shard
+from shardwise.integrations.state import full_state_dict, load_optimizers, save_optimizers
+
+if is_peft_available():
+    import peft
+
+__all__ = ["ShardedTrainer", "Trainer"]
+
+_OPTIMIZER = "sharded_state"  # "optimizer" in its name would have the Trainer read it
+_SCHEDULER = "scheduler.pt"
+
+
+class ShardedTrainer:
+    """Mixed into a trainer class in front of it: its saves and resumes are those of all ranks.
+
+    Checkpoints have the weights as ``from_pretrained`` reads them, and the optimizer's states in
+    shards (a directory of ``torch.distributed.checkpoint``), which any number of ranks can load.
+
+    Args:
+        fully_shard: arguments of `sw.fully_shard`, which is called when the trainer has prepared
+            the model: after it has added adapters, or changed dtypes. None: the model is sharded
+            already, as one has to be that does not fit a single device.
+        options: of the trainer class.
+    """
+
+    def __init__(
+        self, *args: Any, fully_shard: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        trainer: Any = self
+        if fully_shard is not None:
+            shard(trainer.model, **fully_shard)
+        self.saves_optimizer = not trainer.args.save_only_model
+        trainer.args.save_only_model = True  # rank 0 alone would save the rest
+        self.resume_callback = _ResumeCallback()
+        trainer.add_callback(self.resume_callback)
+        has_adapters = is_peft_available() and isinstance(trainer.model, peft.PeftModel)
+        if has_adapters:
+            trainer.model.load_adapter = partial(_load_adapter, trainer.model)
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As in `transformers.Trainer`."""
+        trainer: Any = super()
+        path = resume_from_checkpoint
+        if path is True:
+            path = get_last_checkpoint(self.args.output_dir)  # type: ignore[attr-defined]
+        self.resume_callback.directory = Path(path) if path else None
+        return trainer.train(resume_from_checkpoint, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model to ``output_dir``; every rank must call this.
+
+        In the directory of a checkpoint, also write the states of optimizer, schedule and random
+        generators.
+        """
+        trainer: Any = self
+        directory = Path(output_dir or trainer.args.output_dir)
+        if hasattr(trainer.model, "save_pretrained"):
+            trainer.model.save_pretrained(directory, is_main_process=trainer.args.should_save)
+        else:
+            state = full_state_dict(trainer.model)
+            if trainer.args.should_save:
+                directory.mkdir(parents=True, exist_ok=True)
+                unshared = {name: tensor.clone() for name, tensor in state.items()}
+                save_file(unshared, directory / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+        if trainer.args.should_save:
+            if trainer.processing_class is not None:
+                trainer.processing_class.save_pretrained(directory)
+            torch.save(trainer.args, directory / "training_args.bin")
+        if directory.name.startswith(PREFIX_CHECKPOINT_DIR) and self.saves_optimizer:
+            save_optimizers(directory / _OPTIMIZER, trainer.model, [trainer.optimizer])
+            if trainer.args.should_save:
+                torch.save(trainer.lr_scheduler.state_dict(), directory / _SCHEDULER)
+            torch.save(_random_states(), directory / f"rng_state_{_rank()}.pth")
+
+
+class Trainer(ShardedTrainer, transformers.Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` for a sharded model."""
+
+
+class _ResumeCallback(transformers.TrainerCallback):  # type: ignore[misc]
+    """Loads what the `Trainer` itself does not: it has the weights and the random states."""
+
+    directory: Path | None = None
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any
+    ) -> None:
+        del args, state, control
+        if self.directory is not None and (self.directory / _OPTIMIZER).exists():
+            load_optimizers(self.directory / _OPTIMIZER, model, [kwargs["optimizer"]])
+            schedule = torch.load(self.directory / _SCHEDULER, weights_only=True)
+            kwargs["lr_scheduler"].load_state_dict(schedule)
+
+
+def _load_adapter(
+    model: Any, directory: str, adapter_name: str = "default", *args: Any, **kwargs: Any
+) -> Any:
+    """Read an adapter that the sharded ``model`` has into its shards, which peft does not know."""
+    if adapter_name not in model.peft_config:
+        return type(model).load_adapter(model, directory, adapter_name, *args, **kwargs)
+    weights = peft.load_peft_weights(directory, device="cpu")
+    adapter = peft.get_peft_model_state_dict(model, adapter_name=adapter_name)
+    with torch.no_grad():
+        for name, shard in adapter.items():
+            shard.copy_(weights[name])
+    return None
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _random_states() -> dict[str, Any]:
+    """In the form that the `Trainer` reads."""
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states

@@ -1,0 +1,327 @@
+"""Brings matrices together on their owners, and sends what these return to all ranks.
+
+Nothing is gathered: a part goes from the rank that has it to the owner, and a part of the result
+from the owner to each rank that stores it. Where replicas hold the same parts, the owner's own
+replica sends them. Parts of several matrices go in one message, and while an owner works on one
+batch of matrices, the next one is on its way and the results of the one before return.
+"""
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from shardwise.optim.matrices import Matrices
+from shardwise.optim.owners import Job, assign_owners, in_batches
+from shardwise.tensor.sharding import Sharding, sharding_of
+from shardwise.transport.api import Work
+from shardwise.transport.communicator import Collectives, Communicator, communicator
+
+__all__ = ["MatrixExchange", "Member", "Steps"]
+
+BATCH_BYTES = 1 << 24  # of matrices that an owner works on while the next ones are exchanged
+_Pieces = Mapping[int, Sequence[Tensor]]  # by rank
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A parameter that is updated as `matrices`."""
+
+    parameter: Tensor
+    matrices: Matrices
+    cost: int  # floating-point operations of its owner
+
+    @property
+    def sharding(self) -> Sharding | None:
+        return sharding_of(self.parameter)
+
+    @cached_property
+    def num_shards(self) -> int:
+        return 1 if self.sharding is None else self.sharding.mesh.size
+
+    def part(self, whole: Tensor, shard: int) -> Tensor:
+        """What the rank of a shard stores of ``whole``."""
+        return whole if self.sharding is None else self.sharding.part_of(whole, shard)
+
+    @cached_property
+    def job(self) -> Job:
+        whole = torch.empty(self.matrices.shape, device="meta")
+        parts = (self.part(whole, shard).numel() for shard in range(self.num_shards))
+        return Job(self.cost, tuple(parts))
+
+    @property
+    def label(self) -> str:
+        """The same on all ranks."""
+        return self.matrices.name if self.sharding is None else self.sharding.label
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What is done with the members of an exchange, each given by its index."""
+
+    direction: Callable[[int], Tensor]  # what this rank contributes: a tensor like its shard
+    work: Callable[[int, Tensor], Tensor]  # on the owner, from the whole to the whole update
+    apply: Callable[[int, Tensor], None]  # this rank's part of the update
+
+
+@dataclass(frozen=True, slots=True)
+class _Messages:
+    """Parts under way between this rank and others; the memory lives as long as this."""
+
+    work: Work | None
+    sent: Mapping[int, Tensor]
+    received: Mapping[int, Tensor]
+
+
+class MatrixExchange:
+    """Parameters of one mesh and dtype with their owners.
+
+    Args:
+        members: the same on all ranks, in the same order.
+        dtype: of what is exchanged and of the matrices that owners work on.
+        device: where owners work.
+        name: of the optimizer.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], dtype: torch.dtype, device: torch.device, name: str
+    ) -> None:
+        self.members = tuple(members)
+        self.index_of = {id(member.parameter): i for i, member in enumerate(self.members)}
+        self.dtype, self.device, self._name = dtype, device, name
+        sharding = members[0].sharding
+        self.mesh = None if sharding is None else sharding.mesh
+        self.rank = 0 if self.mesh is None else self.mesh.group_rank
+        replicas = ((0,),) if self.mesh is None else self.mesh.replicas
+        self._replica_of = {rank: ranks for ranks in replicas for rank in ranks}
+        self._shard_of = {rank: i for ranks in replicas for i, rank in enumerate(ranks)}
+        shards = [self._shard_of[rank] for rank in sorted(self._shard_of)]
+        self.owners = assign_owners([member.job for member in self.members], shards)
+        # Of states that are on owners as a whole.
+        self.flat_mesh = None if self.mesh is None else self.mesh.cut_over_all()
+        self._batches: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+
+    def batches(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
+        """The members that are worked on at a time, of those at ``indices``."""
+        key = tuple(indices)
+        if key not in self._batches:
+            jobs = [self.members[index].job for index in key]
+            owners = [self.owners[index] for index in key]
+            found = in_batches(jobs, owners, -(-BATCH_BYTES // self.dtype.itemsize))
+            self._batches[key] = [tuple(key[i] for i in batch) for batch in found]
+        return self._batches[key]
+
+    def sent_bytes(self, indices: Sequence[int], rank: int | None = None) -> int:
+        """What ``rank``, or else this one, sends in a step of the members at ``indices``."""
+        own = self.rank if rank is None else rank
+        total = 0
+        for batch in self.batches(indices):
+            for flows in (self._to_owners(batch), self._to_all(batch)):
+                elements = _between(flows)
+                total += sum(n for (source, _), n in elements.items() if source == own)
+        return total * self.dtype.itemsize
+
+    @contextlib.contextmanager
+    def step(self, indices: Sequence[int], steps: Steps) -> Iterator[None]:
+        """Update the members at ``indices``; the first parts move during the ``with`` block.
+
+        Raises:
+            StepError: a rank raised, is lost or steps other members.
+        """
+        links = None if self.mesh is None else communicator(self.mesh.world, self.device)
+        if not indices:
+            yield
+            return
+        if links is None or links.num_ranks == 1:
+            yield
+            self._step_alone(indices, steps)
+            return
+        links.recover()
+        try:
+            yield from self._step_with_others(self.batches(indices), steps, links)
+        except BaseException as error:
+            links.abort(error)
+            raise
+
+    def _step_alone(self, indices: Sequence[int], steps: Steps) -> None:
+        for index in indices:
+            steps.apply(index, steps.work(index, self._whole(index, steps.direction(index))))
+
+    def _step_with_others(
+        self, batches: Sequence[tuple[int, ...]], steps: Steps, links: Communicator
+    ) -> Iterator[None]:
+        labels = self._labels(batches)
+        coming = self._collect(batches[0], steps, links.reduce, labels[0])
+        going: tuple[tuple[int, ...], _Messages, dict[int, Tensor]] | None = None
+        yield
+        for number, batch in enumerate(batches):
+            arrived, own = coming
+            if number + 1 < len(batches):
+                coming = self._collect(batches[number + 1], steps, links.reduce, labels[number + 1])
+            _finish(arrived, links)
+            updates = {
+                index: steps.work(index, whole).to(self.dtype).contiguous()
+                for index, whole in self._assembled(batch, arrived, own)
+            }
+            returned = self._return(batch, updates, links.gather, labels[number])
+            if going is not None:
+                self._apply(*going, steps, links)
+            going = batch, returned, updates
+        if going is not None:
+            self._apply(*going, steps, links)
+
+    def _labels(self, batches: Sequence[tuple[int, ...]]) -> list[str]:
+        """They differ if ranks step different members, so that these are not mixed up."""
+        names = (",".join(self.members[index].label for index in batch) for batch in batches)
+        return [
+            f"{self._name}, batch {number} of {len(batches)} ({zlib.crc32(text.encode()):x})"
+            for number, text in enumerate(names, 1)
+        ]
+
+    # -- to the owners ---------------------------------------------------------------------------
+
+    def _collect(
+        self, batch: Sequence[int], steps: Steps, queue: Collectives, label: str
+    ) -> tuple[_Messages, dict[int, Tensor]]:
+        """Send this rank's parts to their owners; what it keeps of its own matrices is returned."""
+        sent: dict[int, list[Tensor]] = {}
+        own: dict[int, Tensor] = {}
+        for index in batch:
+            owner = self.owners[index]
+            # Replicas have the same directions, and each rank keeps its own momentum.
+            direction = steps.direction(index)
+            if owner == self.rank:
+                own[index] = direction
+            elif owner in self._replica_of[self.rank]:
+                sent.setdefault(owner, []).append(direction)
+        return self._send(queue, self._to_owners(batch), sent, f"collect {label}"), own
+
+    def _to_owners(self, batch: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Source, destination and number of elements."""
+        for index in batch:
+            owner = self.owners[index]
+            for rank in self._replica_of[owner]:
+                if rank != owner:
+                    yield rank, owner, self.members[index].job.parts[self._shard_of[rank]]
+
+    def _assembled(
+        self, batch: Sequence[int], messages: _Messages, own: Mapping[int, Tensor]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """The matrices of this rank, whole."""
+        read = dict.fromkeys(messages.received, 0)
+        for index in batch:
+            if self.owners[index] != self.rank:
+                continue
+            member, pieces = self.members[index], dict[int, Tensor]()
+            for rank in self._replica_of[self.rank]:
+                size = member.job.parts[self._shard_of[rank]]
+                if rank != self.rank and size:
+                    start = read[rank]
+                    pieces[rank] = messages.received[rank][start : start + size]
+                    read[rank] = start + size
+            yield index, self._whole(index, own[index], pieces)
+
+    def _whole(self, index: int, own: Tensor, others: Mapping[int, Tensor] | None = None) -> Tensor:
+        member = self.members[index]
+        if not others:
+            return own.to(self.device, self.dtype).reshape(member.matrices.shape)
+        whole = torch.empty(member.matrices.shape, dtype=self.dtype, device=self.device)
+        for rank, piece in (*others.items(), (self.rank, own)):
+            part = member.part(whole, self._shard_of[rank])
+            part.copy_(piece.view(part.shape))
+        return whole
+
+    # -- back to all -----------------------------------------------------------------------------
+
+    def _return(
+        self, batch: Sequence[int], updates: Mapping[int, Tensor], queue: Collectives, label: str
+    ) -> _Messages:
+        sent: dict[int, list[Tensor]] = {}
+        for index in batch:
+            if index in updates:
+                for rank, shard in self._shard_of.items():
+                    if rank != self.rank:
+                        part = self.members[index].part(updates[index], shard)
+                        sent.setdefault(rank, []).append(part)
+        return self._send(queue, self._to_all(batch), sent, f"return {label}")
+
+    def _to_all(self, batch: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Source, destination and number of elements."""
+        for index in batch:
+            owner = self.owners[index]
+            for rank, shard in self._shard_of.items():
+                if rank != owner:
+                    yield owner, rank, self.members[index].job.parts[shard]
+
+    def _apply(
+        self,
+        batch: Sequence[int],
+        messages: _Messages,
+        updates: Mapping[int, Tensor],
+        steps: Steps,
+        links: Communicator,
+    ) -> None:
+        _finish(messages, links)
+        read = dict.fromkeys(messages.received, 0)
+        shard = self._shard_of[self.rank]
+        for index in batch:
+            member, owner = self.members[index], self.owners[index]
+            size = member.job.parts[shard]
+            if owner == self.rank:
+                part = member.part(updates[index], shard)
+            elif size:
+                part = messages.received[owner][read[owner] : read[owner] + size]
+                read[owner] += size
+            else:
+                part = torch.empty(0, dtype=self.dtype, device=self.device)
+            steps.apply(index, part)
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def _send(
+        self,
+        queue: Collectives,
+        flows: Iterator[tuple[int, int, int]],
+        pieces: _Pieces,
+        label: str,
+    ) -> _Messages:
+        """Exchange parts with the ranks that have some for this one, or receive some from it."""
+        elements = _between(flows)
+        if not elements:  # on no rank
+            return _Messages(None, {}, {})
+        sent: dict[int, Tensor] = {}
+        received: dict[int, Tensor] = {}
+        for source, destination in elements:
+            if self.rank not in (source, destination):
+                continue
+            other = destination if source == self.rank else source
+            into = sent if source == self.rank else received
+            size = elements[source, destination]
+            into[other] = torch.empty(size, dtype=self.dtype, device=self.device)
+        for rank, some in pieces.items():
+            start = 0
+            for piece in filter(Tensor.numel, some):
+                sent[rank][start : start + piece.numel()].copy_(piece.reshape(-1))
+                start += piece.numel()
+        pairs = {rank: (sent[rank], received[rank]) for rank in sorted(sent)}
+        return _Messages(queue.exchange(pairs, label), sent, received)
+
+
+def _between(flows: Iterator[tuple[int, int, int]]) -> dict[tuple[int, int], int]:
+    """Elements from rank to rank, 1 at least in both directions of each pair that has any."""
+    elements: dict[tuple[int, int], int] = {}
+    for source, destination, size in flows:
+        if size:
+            for pair in ((source, destination), (destination, source)):
+                elements.setdefault(pair, 0)
+            elements[source, destination] += size
+    return {pair: max(1, size) for pair, size in elements.items()}
+
+
+def _finish(messages: _Messages, links: Communicator) -> None:
+    if messages.work is not None:
+        links.wait(messages.work)

@@ -1,0 +1,19 @@
+"""``python -m shardwise.outer HOST:PORT``: the hub at which replicas meet."""
+
+import asyncio
+import logging
+import sys
+
+from shardwise.outer.hub import serve
+
+
+def main() -> None:
+    """Run a hub until it is ended."""
+    host, _, port = sys.argv[1].rpartition(":") if len(sys.argv) == 2 else ("", "", "")  # noqa: PLR2004
+    if not port.isdecimal():
+        sys.exit("usage: python -m shardwise.outer HOST:PORT")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    asyncio.run(serve(host, int(port)))
+
+
+main()

@@ -1,0 +1,296 @@
+"""A rank's connection to the hub, on a thread of its own."""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import PlanError
+from shardwise.outer.exchange import Decision, Exchange, Progress
+from shardwise.outer.frames import ALIVE_SECONDS, SILENT_SECONDS, Frame, Kind, read_frame
+
+__all__ = ["HubExchange"]
+
+logger = logging.getLogger("shardwise.outer")
+
+_RETRY_SECONDS = 0.25  # between attempts to connect
+_STATE_PIECE_BYTES = 1 << 17  # so that differences do not wait for long behind a state
+_MAX_BODY_BYTES = 1 << 36
+
+
+class HubExchange(Exchange):
+    """With the ranks at the same place in other replicas, through the hub at ``address``."""
+
+    is_elastic = True
+
+    def __init__(self, address: str, replica: int, rank: int, hello: dict[str, Any]) -> None:
+        super().__init__()
+        host, _, port = address.rpartition(":")
+        if not (host and port.isdecimal()):
+            raise PlanError(f"hub={address!r}: expected host:port")
+        self.address = address
+        self._at = host, int(port)
+        self._hello = {"replica": replica, "rank": rank, **hello}
+        self._name = f"replica {replica}, rank {rank}"
+        self._replica = replica
+        self._changed = threading.Condition()
+        # Below: guarded by it.
+        self._progress: list[Progress] = []
+        self._values = ""
+        self._decisions: dict[str, tuple[int, Decision]] = {}  # by the digest that they follow on
+        self._sent: dict[int, tuple[str, Tensor]] = {}  # the last difference of each fragment
+        self._pieces: dict[int, bytes] = {}  # of the state of the last ticket
+        self._ticket = 0
+        self._states: dict[int, bytes] = {}  # that are complete, by ticket
+        self._refusal = ""
+        self.is_member = False
+        self._writer: asyncio.StreamWriter | None = None
+        self._is_closing = False
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._thread: threading.Thread | None = None
+
+    # -- called by the rank -----------------------------------------------------------------------
+
+    def message_bytes(self, packed_bytes: int) -> int:
+        return packed_bytes
+
+    def connect(self, progress: Sequence[Progress], values: str) -> None:
+        with self._changed:
+            self._progress, self._values = list(progress), values
+        if self._thread is None:
+            self._task = self._loop.create_task(self._run())
+            self._thread = threading.Thread(
+                target=self._serve_loop, name="shardwise-outer", daemon=True
+            )
+            self._thread.start()
+
+    def send(self, fragment: int, packed: Tensor) -> None:
+        with self._changed:
+            if not self.is_member:
+                return
+            header = {
+                "fragment": fragment,
+                "round": self._progress[fragment].round,
+                "digest": self._progress[fragment].digest,
+                "step": self.step,
+            }
+            own = packed.cpu()
+            body = own.numpy().tobytes()
+            self._sent[fragment] = self._progress[fragment].digest, own
+            self._submit(partial(self._write, Frame(Kind.DELTA, header, body)))
+        self.sent_bytes += len(body)
+
+    def decided(self, fragment: int, seconds: float) -> list[Decision]:
+        with self._changed:
+            self._wait(lambda: bool(self._chain(fragment)) or not self.is_member, seconds)
+            found, own = self._chain(fragment), self._progress[fragment]
+            later = [
+                one.progress.round for number, one in self._decisions.values() if number == fragment
+            ]
+            if not found and max(later, default=0) > own.round:
+                logger.warning("%s misses round %d of fragment %d", self._name, own.round, fragment)
+                self._submit(self._break)  # to be given a state
+            return found
+
+    def applied(self, fragment: int, decision: Decision) -> None:
+        with self._changed:
+            self._values = ""  # of other parameters by now
+            self._decisions.pop(self._progress[fragment].digest, None)
+            self._progress[fragment] = decision.progress
+
+    def wait(self, seconds: float) -> None:
+        with self._changed:
+            self._wait(lambda: self.is_member or bool(self._states), seconds)
+
+    @property
+    def ticket(self) -> int:
+        with self._changed:
+            return max(self._states, default=0)
+
+    def take_state(self, ticket: int) -> bytes:
+        with self._changed:
+            state = self._states[ticket]
+            self._states.clear()
+        return state
+
+    def give_state(self, ticket: int, state: bytes) -> None:
+        self._submit(partial(self._start_giving, ticket, state))
+
+    def ready(self, progress: Sequence[Progress]) -> None:
+        with self._changed:
+            self._values = ""
+            self._progress = list(progress)
+            self._decisions = {
+                digest: (fragment, one)
+                for digest, (fragment, one) in self._decisions.items()
+                if one.progress.round > progress[fragment].round
+            }
+            self.is_member = self._writer is not None
+            header = {"rounds": [one.round for one in progress], "step": self.step}
+            self._submit(partial(self._write, Frame(Kind.READY, header)))
+
+    def close(self) -> None:
+        if self._thread is not None and self._task is not None:
+            self._is_closing = True  # `asyncio.wait_for` may lose a cancellation (Python 3.11)
+            self._submit(self._task.cancel)
+            self._thread.join()
+            self._thread = None
+
+    def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not condition() and not self._refusal and time.monotonic() < until:
+            self._changed.wait(min(1.0, until - time.monotonic()))
+        if self._refusal:
+            raise PlanError(f"the hub at {self.address} refused this rank: {self._refusal}")
+
+    def _chain(self, fragment: int) -> list[Decision]:
+        """What follows on what was applied, as far as it has come."""
+        found, digest = [], self._progress[fragment].digest
+        while digest in self._decisions:
+            _, decision = self._decisions[digest]
+            found.append(decision)
+            digest = decision.progress.digest
+        return found
+
+    # -- on the thread ----------------------------------------------------------------------------
+
+    def _serve_loop(self) -> None:
+        assert self._task is not None
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._task)
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    def _submit(self, action: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(action)
+
+    async def _run(self) -> None:
+        while not (self._refusal or self._is_closing):
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection(*self._at, limit=1 << 22)
+                try:
+                    await self._talk(reader, writer)
+                except (OSError, EOFError, TimeoutError, ValueError, KeyError) as error:
+                    reason = str(error) or type(error).__name__
+                    logger.warning("%s lost the hub at %s: %s", self._name, self.address, reason)
+                finally:
+                    self._forget()
+                    writer.close()
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.set_write_buffer_limits(high=_STATE_PIECE_BYTES)
+        with self._changed:
+            self._decisions.clear()
+            hello = {
+                **self._hello,
+                "rounds": [one.round for one in self._progress],
+                "digests": [one.digest for one in self._progress],
+                "values": self._values,
+            }
+        writer.writelines(Frame(Kind.HELLO, hello).encode())
+        self._writer = writer
+        beat = self._loop.create_task(self._beat())
+        try:
+            while not (self._refusal or self._is_closing):
+                self._receive(await read_frame(reader, _MAX_BODY_BYTES, SILENT_SECONDS))
+        finally:
+            beat.cancel()
+
+    def _forget(self) -> None:
+        """The connection is gone, and with it what has come and was not applied."""
+        with self._changed:
+            self._writer = None
+            self.is_member = False
+            self._decisions.clear()
+            self._pieces.clear()
+            self._changed.notify_all()
+
+    async def _beat(self) -> None:
+        while True:
+            self._write(Frame(Kind.ALIVE, {"step": self.step}))
+            await asyncio.sleep(ALIVE_SECONDS)
+
+    def _write(self, frame: Frame) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.writelines(frame.encode())
+
+    def _break(self) -> None:
+        if self._writer is not None:
+            self._writer.transport.abort()
+
+    def _start_giving(self, ticket: int, state: bytes) -> None:
+        self._giving = self._loop.create_task(self._give(ticket, state))
+
+    async def _give(self, ticket: int, state: bytes) -> None:
+        view, count = memoryview(state), -(-len(state) // _STATE_PIECE_BYTES)
+        for index in range(count):
+            writer = self._writer
+            if writer is None:
+                return
+            body = view[index * _STATE_PIECE_BYTES : (index + 1) * _STATE_PIECE_BYTES]
+            header = {"ticket": ticket, "index": index, "count": count}
+            self._write(Frame(Kind.STATE, header, body))
+            self.state_bytes += len(body)
+            with contextlib.suppress(OSError):
+                await writer.drain()
+
+    def _receive(self, frame: Frame) -> None:
+        with self._changed:
+            match frame.kind:
+                case Kind.WELCOME:
+                    self.is_member = not frame.header["joins"]
+                    self._states.clear()  # of earlier connections
+                case Kind.REFUSED:
+                    self._refusal = frame.body.decode()
+                case Kind.DECISION:
+                    self._take_decision(frame)
+                case Kind.STATE:
+                    self._take_piece(frame)
+            if frame.kind is not Kind.ALIVE:
+                self._changed.notify_all()
+
+    def _take_decision(self, frame: Frame) -> None:
+        header, start, parts = frame.header, 0, []
+        fragment, replicas = header["fragment"], header["replicas"]
+        for size in header["sizes"]:
+            # A copy: the bytes of a frame are read-only.
+            part = bytearray(frame.body[start : start + size])
+            parts.append(torch.frombuffer(part, dtype=torch.uint8))
+            start += size
+        counts_own = self._replica in replicas
+        if counts_own:
+            digest, own = self._sent[fragment]
+            if digest != header["before"]:
+                raise ValueError("a difference counts that this rank has not sent")
+            parts.insert(replicas.index(self._replica), own)
+        for name in header["late"] if self._hello["rank"] == 0 else ():
+            logger.warning(
+                "round %d of fragment %d went on without %s, which is late",
+                header["round"],
+                fragment,
+                name,
+            )
+        progress = Progress(header["round"] + 1, header["after"], header["step"])
+        self.group_step = max(self.group_step, progress.step)
+        decision = Decision(parts, progress, counts_own, header.get("ticket", 0))
+        self._decisions[header["before"]] = fragment, decision
+
+    def _take_piece(self, frame: Frame) -> None:
+        ticket, count = frame.header["ticket"], frame.header["count"]
+        if ticket != self._ticket:
+            self._ticket = ticket
+            self._pieces.clear()
+        self._pieces[frame.header["index"]] = bytes(frame.body)
+        if len(self._pieces) == count:
+            self._states[ticket] = b"".join(self._pieces[index] for index in range(count))
+            self._pieces.clear()

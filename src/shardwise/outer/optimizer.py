@@ -1,0 +1,352 @@
+"""Replicas that train alone for many steps, and an outer optimizer that brings them together.
+
+::
+
+    shared      a0 ------------------------------- a1 = step(a0, mean of differences) ---
+                 |                                  |
+    replica 0    p0 -- step -- ... -- p   a0 - p   a1 -- step -- ...
+    replica 1    p0 -- step -- ... -- q   a0 - q   a1 -- step -- ...
+
+The shared parameters are the same bits in all replicas. Each rank keeps its shard of them and
+exchanges that with the ranks at its place in the other replicas, so nothing is gathered.
+"""
+
+import hashlib
+import logging
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import astuple
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from shardwise.errors import PeerLost, PlanError, StepError
+from shardwise.outer.exchange import Decision, Exchange, GroupExchange, Progress
+from shardwise.outer.fragments import Fragment, fragments_of
+from shardwise.outer.link import HubExchange
+from shardwise.outer.packing import mean_of, pack
+from shardwise.outer.replica import ANCHOR, Known, agree, decode_state, encode_state
+from shardwise.plan.outer import Outer
+from shardwise.runtime.engine import Runtime
+from shardwise.runtime.module import runtime_of_root
+from shardwise.runtime.parameters import STEPS_IN_BACKWARD
+from shardwise.tensor.sharding import Sharding, local_of, sharding_of
+from shardwise.transport.communicator import communicator
+
+__all__ = ["OuterOptimizer", "outer_optimizer"]
+
+logger = logging.getLogger("shardwise.outer")
+
+_PATIENCE_SECONDS = 5.0
+_DILOCO = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def outer_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    outer: Outer,
+    *,
+    group: dist.ProcessGroup | None = None,
+    hub: str = "",
+    replica: int = 0,
+    num_replicas: int = 1,
+) -> "OuterOptimizer":
+    """From now on ``optimizer.step()`` also synchronizes this replica with others.
+
+    With a ``hub`` each replica is a world of its own, under a launcher of its own, so that it may
+    die without the others, and come back::
+
+        model = sw.fully_shard(model, units=Block)
+        optimizer = torch.optim.AdamW(model.parameters())
+        outer = sw.outer_optimizer(
+            model, optimizer, sw.Outer(every=32, fragments=4), hub="10.0.0.1:29400", replica=0
+        )
+        outer.join()
+        while outer.local_steps < 10_000:
+            ...
+
+    The hub is ``python -m shardwise.outer 10.0.0.1:29400``. With a ``group`` all replicas are in
+    one world, sharded over the inner dim of a mesh: ``fully_shard(model, mesh=mesh["shard"])`` and
+    ``group=mesh.get_group("replicate")``.
+
+    Args:
+        model: sharded, over the ranks of this replica alone.
+        optimizer: of the model's parameters.
+        outer: how often, how much at a time, in which format.
+        group: the ranks of all replicas that hold the same shard, one of each.
+        hub: instead of a group, where the hub is.
+        replica: the number of this replica, which no other one has at the same time.
+        num_replicas: how many to wait for at the beginning, for ``outer.deadline`` at most.
+
+    Raises:
+        PlanError: the model, the optimizer or the options do not fit.
+    """
+    runtime = runtime_of_root(model)
+    _check(model, optimizer, runtime)
+    if (group is None) == (not hub):
+        raise PlanError(f"group={group}, hub={hub!r}: expected one of them")
+    if group is not None:
+        return OuterOptimizer(model, optimizer, outer, GroupExchange(group))
+    names = [p.name for unit in runtime.units for p in unit.parameters]
+    hello = {
+        "num_ranks": runtime.mesh.num_ranks,
+        "num_replicas": num_replicas,
+        "deadline": outer.deadline,
+        "options": {
+            "every": outer.every,
+            "fragments": outer.fragments,
+            "dtype": outer.dtype,
+            "block": outer.block,
+            "ranks of a replica": runtime.mesh.num_ranks,
+            "strategy": runtime.plan.strategy.name,
+            "parameters": hashlib.sha256(repr((runtime.plan, names)).encode()).hexdigest()[:16],
+        },
+    }
+    exchange = HubExchange(hub, replica, runtime.mesh.world.own_rank, hello)
+    return OuterOptimizer(model, optimizer, outer, exchange)
+
+
+class OuterOptimizer(Optimizer):
+    """The shared parameters and the states of the outer optimizer, for each parameter of a model.
+
+    It is a torch optimizer so that ``sw.save(..., outer=...)`` and ``sw.load`` know what it keeps,
+    and that learning rate schedulers can set its options.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, outer: Outer, exchange: Exchange
+    ) -> None:
+        self.outer = outer
+        self.exchange = exchange
+        self._runtime = runtime_of_root(model)
+        self._make = outer.optimizer or _DILOCO
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        template = self._make([nn.Parameter(torch.zeros(1))])
+        counts = {"local_steps": 0, "progress": [astuple(Progress())] * outer.fragments}
+        super().__init__(parameters, dict(template.defaults) | counts)
+        self._options = set(template.defaults)
+        self._optimizer = optimizer
+        self._has_joined = False
+        self._group_step = 0  # the last one that all ranks know of
+        self._ticket = 0  # of the state that this rank has to give after the step
+        for parameter in parameters:
+            self.state[parameter] = {ANCHOR: _copy_of(parameter)}
+        self.fragments = fragments_of(self._runtime, outer)
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Not for users: the model's optimizer calls what there is to do."""
+        raise StepError(
+            "the outer optimizer steps after steps of the model's optimizer; call optimizer.step()"
+        )
+
+    def remove(self) -> None:
+        """Let ``optimizer.step()`` synchronize nothing any more."""
+        self._hook.remove()
+        self.exchange.close()
+
+    @property
+    def local_steps(self) -> int:
+        """Steps of the model's optimizer so far.
+
+        A replica that others did not wait for takes their number, so that all of them synchronize
+        a fragment at the same time again.
+        """
+        return int(self.param_groups[0]["local_steps"])
+
+    def planned_bytes(self, step: int) -> int:
+        """The bytes of differences that this rank sends after local step ``step``."""
+        return sum(
+            self.exchange.message_bytes(self.fragments[fragment].packed_bytes)
+            for fragment in self.outer.sent_after(step)
+        )
+
+    def join(self) -> int:
+        """Meet the other replicas; returns the number of steps that were trained.
+
+        If they are training already, this replica takes the state of one of them: parameters, both
+        optimizers, and the number of steps. The first step calls it if the user has not.
+
+        Raises:
+            PlanError: other replicas have other options or other initial values.
+            PeerLost: there is no hub.
+        """
+        if self._has_joined:
+            return self.local_steps
+        self._has_joined = True
+        if len(self.progress) != len(self.fragments):
+            raise PlanError(
+                f"the checkpoint is of {len(self.progress)} fragments, expected "
+                f"{len(self.fragments)}; load it without outer=, in all replicas"
+            )
+        self.exchange.connect(self.progress, self._checksum())
+        until = time.monotonic() + 2 * self.outer.deadline + _PATIENCE_SECONDS
+        while self.exchange.is_elastic:
+            self.exchange.wait(_PATIENCE_SECONDS)
+            known = self._agree()
+            if known.ticket:
+                self._take_state(known.ticket)
+            if known.ticket or known.is_member:
+                break
+            if time.monotonic() > until:
+                raise PeerLost(
+                    "no hub, or no replica with a state to take, has answered; start the hub "
+                    "with `python -m shardwise.outer HOST:PORT`"
+                )
+        return self.local_steps
+
+    @property
+    def progress(self) -> list[Progress]:
+        """How far each fragment is."""
+        return [Progress(*one) for one in self.param_groups[0]["progress"]]
+
+    @torch.no_grad()
+    def _after_step(self, *_: object) -> None:
+        if self._runtime.scheduler.is_in_transaction:
+            raise StepError(
+                "sw.transaction cannot undo what replicas have agreed on; step outside of it, or "
+                "train without sw.outer_optimizer"
+            )
+        self.join()
+        self.param_groups[0]["local_steps"] += 1
+        self.exchange.step = self.local_steps
+        self._synchronize(self.local_steps)
+        if self._ticket:
+            self.exchange.give_state(self._ticket, encode_state(self._optimizer, self))
+            self._ticket = 0
+
+    def _synchronize(self, step: int) -> None:
+        delay = self.outer.delay
+        # Without those that this replica was too late for: it sent nothing to wait for.
+        applied = [
+            fragment
+            for fragment in self.outer.applied_after(step)
+            if self.progress[fragment].step < step - delay
+        ]
+        if delay and not all(map(self._apply_decided, applied)):
+            return
+        for fragment in self.outer.sent_after(step):
+            # What came after it was due is first.
+            if self.exchange.is_elastic and not self._apply_decided(fragment, seconds=0):
+                return
+            if self.progress[fragment].step >= step:  # the others did not wait for this replica
+                self.param_groups[0]["local_steps"] = max(step, self._group_step)
+                return
+            self._send(fragment)
+        if not delay:
+            all(map(self._apply_decided, applied))
+
+    def _send(self, number: int) -> None:
+        fragment = self.fragments[number]
+        difference = fragment.flat([self._anchor(p) - local_of(p) for p in fragment.parameters])
+        packed = pack(difference, self.outer.dtype, self.outer.block)
+        self.exchange.send(number, packed)
+
+    def _apply_decided(self, number: int, seconds: float | None = None) -> bool:
+        """Apply what was decided; False if this replica has taken another one's state instead."""
+        seconds = 2 * self.outer.deadline if seconds is None else seconds
+        decisions = self.exchange.decided(number, seconds)
+        if self.exchange.is_elastic:
+            known = self._agree(len(decisions))
+            self._group_step = known.group_step
+            if known.ticket:
+                self._take_state(known.ticket)
+                return False
+            decisions = decisions[: known.decisions]
+        group = self.param_groups[0]
+        for decision in decisions:
+            self.exchange.applied(number, decision)
+            group["progress"] = [*group["progress"]]
+            group["progress"][number] = astuple(decision.progress)
+            self._apply(self.fragments[number], decision)
+            self._ticket = decision.ticket or self._ticket
+        return True
+
+    def _apply(self, fragment: Fragment, decision: Decision) -> None:
+        """Step the shared parameters, and have this replica take them."""
+        parameters = fragment.parameters
+        packed = [one.to(fragment.device) for one in decision.packed]
+        mean = mean_of(packed, fragment.num_elements, self.outer.dtype, self.outer.block)
+        before = [] if decision.counts_own else [self._anchor(p).clone() for p in parameters]
+        self._step_shared(parameters, fragment.split(mean))
+        for index, parameter in enumerate(parameters):
+            local, shared = local_of(parameter), self._anchor(parameter)
+            if not decision.counts_own:  # its own difference stays, and counts in a later round
+                local += shared - before[index]
+            elif self.outer.mixing:
+                local.lerp_(shared, 1 - self.outer.mixing)
+            else:
+                local.copy_(shared)
+            torch.autograd.graph.increment_version(parameter)
+
+    def _agree(self, num_decisions: int = 0) -> Known:
+        """What all ranks of this replica know."""
+        exchange = self.exchange
+        own = Known(num_decisions, exchange.ticket, exchange.is_member, exchange.group_step)
+        links = communicator(self._runtime.mesh.world, self._runtime.pools.device)
+        return agree(own, links, self._runtime.pools.device)
+
+    def _take_state(self, ticket: int) -> None:
+        decode_state(self.exchange.take_state(ticket), self._optimizer, self)
+        self.exchange.ready(self.progress)
+        logger.info("took the state of another replica after step %d", self.local_steps)
+
+    def _checksum(self) -> str:
+        """Of this rank's shards of the shared parameters."""
+        total = 0
+        for state in self.state.values():
+            flat = local_of(state[ANCHOR]).detach().cpu().contiguous().reshape(-1)
+            total = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), total)
+        return f"{total:08x}"
+
+    def _anchor(self, parameter: Tensor) -> Tensor:
+        return local_of(self.state[parameter][ANCHOR])
+
+    def _step_shared(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        shared = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            one = nn.Parameter(self.state[parameter][ANCHOR])
+            like = local_of(one)
+            sharding = cast("Sharding", sharding_of(parameter))
+            one.grad = sharding.wrap(gradient.to(like.dtype))
+            shared.append(one)
+        optimizer = self._make(shared)
+        group = self.param_groups[0]
+        optimizer.param_groups[0].update({key: group[key] for key in self._options})
+        for one, parameter in zip(shared, parameters, strict=True):
+            state = {k: v for k, v in self.state[parameter].items() if k != ANCHOR}
+            if state:
+                optimizer.state[one] = state
+        with torch.enable_grad():
+            optimizer.step()
+        for one, parameter in zip(shared, parameters, strict=True):
+            self.state[parameter].update(optimizer.state.get(one, {}))
+
+
+def _copy_of(parameter: Tensor) -> Tensor:
+    sharding = cast("Sharding", sharding_of(parameter))
+    return sharding.wrap(local_of(parameter).detach().clone().reshape(-1))
+
+
+def _check(model: nn.Module, optimizer: object, runtime: Runtime) -> None:
+    if not isinstance(optimizer, Optimizer):
+        name = type(optimizer).__name__
+        raise PlanError(f"outer_optimizer takes a torch.optim.Optimizer, got {name}")
+    runtime.scheduler.check_idle("replicas cannot begin to synchronize in the middle of a step")
+    for name, parameter in model.named_parameters():
+        sharding = sharding_of(parameter)
+        if parameter.requires_grad and (sharding is None or sharding.tensor_parallel):
+            raise PlanError(
+                f"{name} is trained and not sharded by fully_shard alone, so it would differ "
+                "between replicas; freeze it, or do not name it in ignored_params"
+            )
+        if getattr(parameter, STEPS_IN_BACKWARD, False):
+            raise PlanError(
+                "sw.optimizer_in_backward has no step after which replicas could synchronize; "
+                "call remove() of its handle"
+            )

@@ -1,0 +1,120 @@
+"""The ranks of one replica: what all of them know, and a copy of what each of them has."""
+
+import io
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise.errors import PlanError
+from shardwise.tensor.sharding import local_of, sharding_of
+from shardwise.transport.communicator import Communicator
+
+__all__ = ["ANCHOR", "Known", "agree", "decode_state", "encode_state"]
+
+ANCHOR = "anchor"  # the state of the outer optimizer with the shared parameters
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a rank has received."""
+
+    decisions: int  # that can be applied
+    ticket: int  # of the state that has come; 0: none
+    is_member: bool
+    group_step: int = 0  # see `Exchange`
+
+
+def agree(own: Known, links: Communicator, device: torch.device) -> Known:
+    """What all ranks have received, so that all of them do the same next."""
+    if links.num_ranks == 1:
+        return own
+    table = torch.zeros(links.num_ranks, len(astuple(own)), dtype=torch.int64)
+    table[links.rank] = torch.tensor(astuple(own))
+    table = table.to(device).flatten()
+    links.where = "agreement on what other replicas have sent"
+    links.wait(links.reduce.all_gather(table, links.world, links.where))
+    table = table.view(links.num_ranks, -1).cpu()
+    least, most = table.amin(0).tolist(), table.amax(0).tolist()
+    ticket = least[1] if least[1] == most[1] else 0
+    return Known(least[0], ticket, bool(least[2]), least[3])
+
+
+def encode_state(inner: Optimizer, outer: Optimizer) -> bytes:
+    """What this rank has of parameters and both optimizers."""
+    state = {
+        "parameters": [_local(p).detach().cpu() for p in _parameters(inner)],
+        "inner": _states(inner),
+        "outer": _states(outer),
+    }
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+@torch.no_grad()
+def decode_state(encoded: bytes, inner: Optimizer, outer: Optimizer) -> None:
+    """The reverse, of the rank at the same place in another replica."""
+    state = torch.load(io.BytesIO(encoded), weights_only=True)
+    parameters = list(_parameters(inner))
+    if [p.shape for p in state["parameters"]] != [_local(p).shape for p in parameters]:
+        raise PlanError("the state of another replica has other shards; start all of them alike")
+    for parameter, values in zip(parameters, state["parameters"], strict=True):
+        _local(parameter).copy_(values)
+        torch.autograd.graph.increment_version(parameter)
+    _load(inner, state["inner"])
+    _load(outer, state["outer"])
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _states(optimizer: Optimizer) -> dict[str, Any]:
+    """Of shards as pairs, marked by True; of anything else by False."""
+    return {
+        "states": [
+            {
+                key: (isinstance(value, DTensor), _on_host(value))
+                for key, value in optimizer.state.get(parameter, {}).items()
+            }
+            for parameter in _parameters(optimizer)
+        ],
+        "groups": [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def _on_host(value: Any) -> Any:
+    return _local(value).detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update(options)
+    for parameter, state in zip(_parameters(optimizer), saved["states"], strict=True):
+        if state:
+            optimizer.state[parameter] = {
+                key: _restored(parameter, value, is_shard=is_shard)
+                for key, (is_shard, value) in state.items()
+            }
+
+
+def _restored(parameter: Tensor, value: Any, *, is_shard: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if not is_shard:
+        return value  # as "step" of torch's optimizers, which is on the host
+    sharding = sharding_of(parameter)
+    assert sharding is not None
+    return sharding.wrap(value.to(parameter.device).reshape(-1))

@@ -1,0 +1,95 @@
+"""What is quantized on its way between ranks."""
+
+from dataclasses import dataclass
+
+from shardwise.blockwise import Blocks
+from shardwise.errors import PlanError
+from shardwise.plan.spelling import did_you_mean
+
+__all__ = ["EXACT", "Wire"]
+
+_FORMATS = ("int8", "int4", "fp8")
+_QUANTIZED = ("float32", "bfloat16", "float16", "float64")  # all others travel as they are
+
+
+@dataclass(frozen=True)
+class Wire:
+    """In which format parameters and gradients travel between ranks, where it is not their own.
+
+    Numbers are quantized in blocks, each with a scale in single precision: an int8 takes 1.016
+    bytes of float32's four with blocks of 256, an int4 0.516. All ranks decode the same bytes, so
+    replicas stay equal to the bit, and shards are never rounded.
+
+    Args:
+        gather: format of parameters on their way from the shards: ``"int8"``, ``"int4"`` or
+            ``"fp8"`` (e4m3); None for their own dtype. What a subgroup gathers again is not
+            quantized a second time.
+        reduce: format of gradients on their way to the shards, likewise. They are added up in
+            single precision.
+        block: elements of a block; even.
+        ranks_per_host: have so many neighboring ranks add up their gradients first, and send the
+            sums, quantized anew, to the other hosts; None adds up all at once. A strategy over two
+            axes adds up over the inner one first in any case.
+        error_feedback: keep what rounding takes from the gradients of a rank, and add it to those
+            of the next step. It takes the memory of whole gradients on each rank, is not part of
+            a checkpoint, and is dropped after a step that raised.
+
+    Raises:
+        PlanError: a format is unknown, or a number does not fit.
+
+    Source: ZeRO++, Wang et al., 2023 (arXiv 2306.10209).
+    """
+
+    gather: str | None = None
+    reduce: str | None = None
+    block: int = 256
+    ranks_per_host: int | None = None
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        for what in ("gather", "reduce"):
+            given = getattr(self, what)
+            if given is not None and given not in _FORMATS:
+                raise PlanError(
+                    f"Wire({what}={given!r}): expected one of {', '.join(_FORMATS)}, or None"
+                    f"{did_you_mean(given, _FORMATS)}"
+                )
+        if not _is_count(self.block) or self.block % 2:
+            raise PlanError(f"Wire(block={self.block!r}): expected an even number of elements")
+        if self.ranks_per_host is not None and not _is_count(self.ranks_per_host):
+            raise PlanError(
+                f"Wire(ranks_per_host={self.ranks_per_host!r}): expected a number of ranks, or None"
+            )
+        for option in ("ranks_per_host", "error_feedback"):
+            if getattr(self, option) and self.reduce is None:
+                raise PlanError(
+                    f"Wire({option}={getattr(self, option)!r}): expected a format to reduce in, "
+                    'as in Wire(reduce="int4")'
+                )
+
+    def gathers(self, dtype: str) -> Blocks | None:
+        """How parameters of ``dtype`` are gathered; None: as they are."""
+        return self._blocks(self.gather, dtype)
+
+    def reduces(self, dtype: str) -> Blocks | None:
+        """How gradients of ``dtype`` are reduced; None: as they are."""
+        return self._blocks(self.reduce, dtype)
+
+    def check_hosts(self, unit: str, num_ranks: int) -> None:
+        """Raise a PlanError if hosts would have different numbers of the ``num_ranks`` ranks."""
+        near = self.ranks_per_host
+        if near is not None and near < num_ranks and num_ranks % near:
+            raise PlanError(
+                f"{unit}: Wire(ranks_per_host={near}): expected a number that divides the "
+                f"{num_ranks} ranks that add up gradients"
+            )
+
+    def _blocks(self, name: str | None, dtype: str) -> Blocks | None:
+        return Blocks(name, self.block) if name is not None and dtype in _QUANTIZED else None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+EXACT = Wire()

@@ -1,0 +1,92 @@
+"""The public names; `shardwise` itself imports them when one of them is first used."""
+
+from shardwise import optim
+from shardwise.api import fully_shard
+from shardwise.checkpoint.directory import Retention, latest
+from shardwise.checkpoint.load import Loaded, load
+from shardwise.checkpoint.matching import LoadReport
+from shardwise.checkpoint.save import Save, save
+from shardwise.diagnose.record import Recorder, record
+from shardwise.diagnose.verification import (
+    Verification,
+    VerificationError,
+)
+from shardwise.diagnose.verify import verify
+from shardwise.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    PeerAborted,
+    PeerLost,
+    PeerSilent,
+    PlanError,
+    RanksDiverged,
+    ShardedTensorError,
+    ShardwiseError,
+    StepError,
+)
+from shardwise.features.activation_offload import offload_activations
+from shardwise.features.initialize import Initialization, initialize
+from shardwise.features.transaction import transaction
+from shardwise.forecast.fit import Fit, fit
+from shardwise.optim.clip import clip_grad_norm_
+from shardwise.optim.in_backward import optimizer_in_backward
+from shardwise.optim.tokens import backward, token_weight
+from shardwise.outer.optimizer import OuterOptimizer, outer_optimizer
+from shardwise.plan.granularity import block
+from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
+from shardwise.plan.outer import Outer
+from shardwise.plan.precision import MixedPrecisionPolicy
+from shardwise.plan.strategy import Strategy
+from shardwise.plan.wire import Wire
+from shardwise.runtime.module import FSDPModule, gathered, ledger
+from shardwise.tensor.sharded_tensor import ShardedTensor
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "CheckpointDamaged",
+    "CheckpointError",
+    "FSDPModule",
+    "Fit",
+    "Initialization",
+    "LoadReport",
+    "Loaded",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Outer",
+    "OuterOptimizer",
+    "PeerAborted",
+    "PeerLost",
+    "PeerSilent",
+    "PlanError",
+    "RanksDiverged",
+    "Recorder",
+    "Retention",
+    "Save",
+    "ShardedTensor",
+    "ShardedTensorError",
+    "ShardwiseError",
+    "StepError",
+    "Strategy",
+    "Verification",
+    "VerificationError",
+    "Wire",
+    "backward",
+    "block",
+    "clip_grad_norm_",
+    "fit",
+    "fully_shard",
+    "gathered",
+    "initialize",
+    "latest",
+    "ledger",
+    "load",
+    "offload_activations",
+    "optim",
+    "optimizer_in_backward",
+    "outer_optimizer",
+    "record",
+    "save",
+    "token_weight",
+    "transaction",
+    "verify",
+]

@@ -1,0 +1,285 @@
+"""Documents as tokens on disk: read and tokenized once, then mapped into memory."""
+
+import fcntl
+import hashlib
+import json
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.errors import ConfigError, PackageMissing
+from shardwise.train.config import DataConfig, TokenizerConfig
+from shardwise.train.plugins import resolve
+from shardwise.train.tokenizer import Message, Subwords
+
+__all__ = ["Document", "Documents", "prepare", "reader_of"]
+
+Document = str | list[Message]  # a text, or a conversation
+Reader = Callable[[Path, str], Iterator[Document]]  # the documents of a file, of a column
+
+_BATCH = 256  # documents that are tokenized at once, on all cores
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_VERSION = 1  # of the files below
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def read_text(path: Path, _column: str) -> Iterator[Document]:
+    yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def read_jsonl(path: Path, column: str) -> Iterator[Document]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield json.loads(line)[column]
+            except (ValueError, KeyError, TypeError):
+                raise ConfigError(
+                    f"{path}, line {number}: expected a JSON object with the key {column!r} "
+                    "(data.column)"
+                ) from None
+
+
+def read_parquet(path: Path, column: str) -> Iterator[Document]:
+    PackageMissing.check("pyarrow", extra="hf", needed_for=str(path))
+    from pyarrow import parquet  # noqa: PLC0415 (optional)
+
+    file = parquet.ParquetFile(path)
+    _check_column(path, column, file.schema_arrow.names)
+    for batch in file.iter_batches(_BATCH, columns=[column]):
+        yield from batch.column(0).to_pylist()
+
+
+def read_arrow(path: Path, column: str) -> Iterator[Document]:
+    """A file of ``datasets.Dataset.save_to_disk``."""
+    PackageMissing.check("pyarrow", extra="hf", needed_for=str(path))
+    import pyarrow as pa  # noqa: PLC0415 (optional)
+
+    with pa.memory_map(str(path)) as mapped, pa.ipc.open_stream(mapped) as batches:
+        _check_column(path, column, batches.schema.names)
+        for batch in batches:
+            yield from batch.column(column).to_pylist()
+
+
+def _check_column(path: Path, column: str, names: Sequence[str]) -> None:
+    if column not in names:
+        raise ConfigError(f"data.column={column!r}: {path} has {', '.join(names)}")
+
+
+_READERS: Mapping[str, Reader] = {
+    "text": read_text,
+    "jsonl": read_jsonl,
+    "parquet": read_parquet,
+    "datasets": read_arrow,
+}
+
+
+def reader_of(format_: str) -> Reader:
+    """Read the files of ``data.format``: a name above, or the dotted name of a function."""
+    reader: Reader = resolve("data.format", format_, _READERS)
+    return reader
+
+
+# -- preparing ------------------------------------------------------------------------------------
+
+
+def prepare(
+    files: Sequence[tuple[str, Path]],
+    validation: Sequence[tuple[str, Path]],
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+) -> Path:
+    """Tokenize the documents of ``files``, unless that has been done; the directory with them.
+
+    One process of a host does it; the others wait. Without files for ``validation``, a document's
+    own digest decides on which side it is, so equal ones are on the same side.
+
+    Raises:
+        ConfigError: a file or the tokenizer cannot be read, or a side has no documents.
+    """
+    cache = Path(data.cache or "~/.cache/shardwise").expanduser()
+    directory = cache / f"tokens-{_key([*files, *validation], data, tokenizer)}"
+    with _locked(directory.with_suffix(".lock")):
+        if not directory.exists():
+            partial = directory.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            _write(partial, [path for _, path in files], [path for _, path in validation], data,
+                   tokenizer)  # fmt: skip
+            partial.rename(directory)
+    return directory
+
+
+def _key(files: Sequence[tuple[str, Path]], data: DataConfig, tokenizer: TokenizerConfig) -> str:
+    """Changes with whatever changes the tokens."""
+    status = [(name, (s := path.stat()).st_size, s.st_mtime_ns) for name, path in files]
+    options = [data.format, data.column, data.validation_share, tokenizer.vocabulary]
+    digest = hashlib.sha256(json.dumps([_VERSION, status, options]).encode())
+    if tokenizer.path:
+        for name in _TOKENIZER_FILES:
+            path = Path(tokenizer.path).expanduser() / name
+            digest.update(path.read_bytes() if path.exists() else b"")
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write(
+    directory: Path,
+    files: Sequence[Path],
+    validation: Sequence[Path],
+    data: DataConfig,
+    config: TokenizerConfig,
+) -> None:
+    read = reader_of(data.format)
+
+    def documents(paths: Sequence[Path]) -> Iterator[Document]:
+        return (document for path in paths for document in read(path, data.column) if document)
+
+    tokenizer = (
+        Subwords.open(Path(config.path).expanduser())
+        if config.path
+        else Subwords.train((_text_of(d) for d in documents(files)), config.vocabulary)
+    )
+    tokenizer.save(directory / "tokenizer")
+    names = ("train", "validation")
+    writers = {name: _Writer(directory / name, tokenizer) for name in names}
+    held_out = 0.0 if validation else data.validation_share
+    for batch in _batched(documents(files)):
+        is_held_out = [zlib.crc32(_text_of(d).encode()) < held_out * 2**32 for d in batch]
+        for name, wanted in zip(names, (False, True), strict=True):
+            writers[name].write(
+                [d for d, out in zip(batch, is_held_out, strict=True) if out is wanted]
+            )
+    for batch in _batched(documents(validation)):
+        writers["validation"].write(batch)
+    for name, writer in writers.items():
+        if not writer.close():
+            raise ConfigError(
+                f"data.path={data.path!r}: no documents for {name}; use more of them, or set "
+                "data.validation to a path of their own"
+            )
+
+
+def _text_of(document: Document) -> str:
+    return document if isinstance(document, str) else json.dumps(document)
+
+
+def _batched(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    iterator = iter(documents)
+    while batch := list(islice(iterator, _BATCH)):
+        yield batch
+
+
+class _Writer:
+    """Appends documents to the files that `Documents` reads."""
+
+    def __init__(self, directory: Path, tokenizer: Subwords) -> None:
+        directory.mkdir(parents=True)
+        self._directory = directory
+        self._tokenizer = tokenizer
+        self._dtype = np.dtype(np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32)
+        self._files: dict[str, BinaryIO] = {
+            name: (directory / f"{name}.bin").open("wb") for name in ("tokens", "counted", "ends")
+        }
+        self._size = self._digest = 0
+        self._has_answers = False
+
+    def write(self, documents: Sequence[Document]) -> None:
+        texts = [document for document in documents if isinstance(document, str)]
+        encoded = iter(self._tokenizer.encode_texts(texts) if texts else ())
+        for document in documents:
+            if isinstance(document, str):
+                tokens = next(encoded)
+                counted = np.ones(len(tokens), bool)
+            else:
+                tokens, counted = self._tokenizer.encode_chat(document)
+                self._has_answers = True
+            self._append(np.array(tokens, self._dtype), counted)
+
+    def _append(self, tokens: NDArray[Any], counted: NDArray[np.bool_]) -> None:
+        self._size += len(tokens)
+        values = {"tokens": tokens, "counted": counted, "ends": np.array([self._size], np.int64)}
+        for name, array in values.items():
+            self._files[name].write(array.tobytes())
+            self._digest = zlib.crc32(array.tobytes(), self._digest)
+
+    def close(self) -> int:
+        """The number of tokens."""
+        for file in self._files.values():
+            file.close()
+        facts = {
+            "dtype": self._dtype.name, "digest": self._digest, "has_answers": self._has_answers
+        }  # fmt: skip
+        (self._directory / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+        return self._size
+
+
+# -- using ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The tokens of many documents, one after the other, in files that are mapped into memory.
+
+    Attributes:
+        directory: of ``tokens.bin``; ``counted.bin``, whether a token counts in the loss, by token;
+            and ``ends.bin``, where each document ends.
+    """
+
+    directory: Path
+
+    @cached_property
+    def facts(self) -> Mapping[str, Any]:
+        facts: dict[str, Any] = json.loads((self.directory / "facts.json").read_text("utf-8"))
+        return facts
+
+    @cached_property
+    def tokens(self) -> NDArray[Any]:
+        return np.memmap(self.directory / "tokens.bin", self.facts["dtype"], "r")
+
+    @cached_property
+    def counted(self) -> NDArray[np.bool_]:
+        return np.memmap(self.directory / "counted.bin", np.bool_, "r")
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        return np.memmap(self.directory / "ends.bin", np.int64, "r")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def windows(self, context: int) -> NDArray[np.int64]:
+        """Where windows of at most ``context`` + 1 tokens start and stop, int64 [windows, 2].
+
+        Texts are cut wherever a window ends, and the last token of a window, which is only
+        predicted, is the first one of the next. Conversations are whole: a window has those that
+        fit, and one that is longer than a window loses its end.
+        """
+        if not self.facts["has_answers"]:
+            starts = np.arange(0, max(len(self) - 1, 1), context, dtype=np.int64)
+            return np.stack([starts, np.minimum(starts + context + 1, len(self))], axis=1)
+        windows: list[tuple[int, int]] = []
+        start, stop = 0, 0
+        for end in self.ends.tolist():
+            if end - start > context + 1 and stop > start:
+                windows.append((start, min(stop, start + context + 1)))
+                start = stop
+            stop = end
+        windows.append((start, min(stop, start + context + 1)))
+        return np.array(windows, np.int64)

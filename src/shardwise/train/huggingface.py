@@ -1,0 +1,193 @@
+"""Models of transformers: built, adapted by LoRA, loaded and exported."""
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.checkpoint.matching import unadapted
+from shardwise.checkpoint.offline import write_hf
+from shardwise.checkpoint.read import OpenComponent, open_checkpoint
+from shardwise.checkpoint.stores import folder_at
+from shardwise.errors import CheckpointError, ConfigError, PackageMissing
+from shardwise.train.config import Config, ModelConfig
+from shardwise.train.tokenizer import Subwords, Tokenizer, vocabulary_of
+
+__all__ = ["HuggingFace"]
+
+_ADAPTER = ".lora_"  # in the names of peft's parameters
+
+
+class HuggingFace:
+    """A causal language model of `transformers`, of which a directory has at least the config."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.directory = Path(config.model.path).expanduser()
+        if not (self.directory / "config.json").is_file():
+            raise ConfigError(
+                f"model.path={config.model.path!r}: expected a directory with a config.json"
+            )
+        self.num_layers = self.settings.num_hidden_layers
+        self.block_width = self.settings.hidden_size
+
+    @cached_property
+    def settings(self) -> Any:
+        """The config of the model."""
+        PackageMissing.check("transformers", extra="hf", needed_for="model.path")
+        from transformers import AutoConfig  # noqa: PLC0415 (optional, and takes seconds)
+
+        try:
+            return AutoConfig.from_pretrained(str(self.directory), local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"model.path={self.config.model.path!r}: {error}") from None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether training starts from weights of the directory."""
+        found = any(self.directory.glob("*.safetensors"))
+        return found and not self.config.model.from_scratch
+
+    def build(self) -> nn.Module:
+        """The model on the meta device, in float32; shards and optimizer states are."""
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+        options, settings = self.config.model, self.settings
+        vocabulary = vocabulary_of(self.config)
+        longest = getattr(settings, "max_position_embeddings", options.context)
+        for key, needed, has in (
+            ("max_position_embeddings", options.context, longest),
+            ("vocab_size", vocabulary, settings.vocab_size),
+        ):
+            if needed > has:
+                raise ConfigError(
+                    f"{self.directory}/config.json: {key}={has}, but model.context or the "
+                    f"tokenizer needs {needed}"
+                )
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+        match self.config.memory:
+            case memory if memory.checkpoint_every > 1 or memory.checkpoint == "selective":
+                raise ConfigError(
+                    "[memory]: a model of transformers takes checkpoint_every = 0 or 1, and "
+                    'checkpoint = "full" or "reentrant"'
+                )
+            case memory if memory.checkpoint_every:
+                reentrant = memory.checkpoint == "reentrant"
+                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return self._with_adapters(model) if options.lora_rank else model
+
+    def _with_adapters(self, model: nn.Module) -> nn.Module:
+        PackageMissing.check("peft", extra="hf", needed_for="model.lora_rank")
+        from peft import LoraConfig, get_peft_model  # noqa: PLC0415 (optional)
+
+        options = self.config.model
+        targets = options.lora_targets
+        lora = LoraConfig(
+            r=options.lora_rank,
+            lora_alpha=options.lora_alpha,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=str(self.directory.resolve()),
+        )
+        adapted: nn.Module = get_peft_model(model, lora)
+        others = [
+            name
+            for name, parameter in adapted.named_parameters()
+            if parameter.requires_grad and not (".lora_A." in name or ".lora_B." in name)
+        ]
+        if others:
+            raise ConfigError(f"model.lora_targets: {others[0]}: only linear layers are adapted")
+        return adapted
+
+    def filler(self, model: nn.Module) -> Callable[[nn.Module], None]:
+        """Adapters add nothing at first; everything else is as transformers initializes it."""
+        base: Any = model.get_base_model() if self.config.model.lora_rank else model  # type: ignore[operator]
+        names = {module: name for name, module in model.named_modules()}
+
+        def fill(module: nn.Module) -> None:
+            name = names.get(module, "")
+            if ".lora_B." in name:
+                nn.init.zeros_(module.weight)  # type: ignore[arg-type]
+            elif ".lora_A." in name:
+                nn.init.kaiming_uniform_(module.weight, a=5**0.5)  # type: ignore[arg-type]
+            else:
+                base._init_weights(module)
+
+        return fill
+
+    def load(self, model: nn.Module) -> None:
+        """Read each rank's shards of the weights, if training starts from them."""
+        if not self.has_weights:
+            return
+        report = sw.load(self.directory, model=model, source="hf", strict=False, cast=True).report
+        missing = [name for name in report.missing if _ADAPTER not in name]
+        if missing:
+            raise CheckpointError(f"{self.directory}: the weights lack {', '.join(missing)}")
+
+    @staticmethod
+    def logits(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """As of `Gpt`."""
+        logits: Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+        return logits
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """As of `Gpt`; the directory may be moved."""
+        options = self.config.model.model_dump(include={"context", "lora_rank", "from_scratch"})
+        shared = {f"model.{key}": value for key, value in options.items()}
+        return {**shared, "model.path": json.dumps(self.settings.to_dict(), sort_keys=True)}
+
+    def export(self, checkpoint: Path | str, directory: Path, tokenizer: Tokenizer) -> None:
+        """Write a directory that transformers loads, of a checkpoint; in one process.
+
+        Adapters are added to the weights, and are also in `adapter`, which peft loads.
+        """
+        partial = directory.with_name(f"{directory.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        with ExitStack() as cleanup:
+            model = open_checkpoint(folder_at(checkpoint), cleanup).components["model"]
+            _write_weights(model, partial, self.config.model)
+        if self.config.model.lora_rank:
+            adapted: Any = self.build()
+            adapted.peft_config["default"].save_pretrained(str(partial / "adapter"))
+        self.settings.save_pretrained(str(partial))
+        if isinstance(tokenizer, Subwords):
+            tokenizer.save(partial)
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
+
+
+def _write_weights(model: OpenComponent, out: Path, options: ModelConfig) -> None:
+    """Write the weights with adapters added to them, and the adapters, one tensor at a time."""
+    read, specs = model.reader.read_whole, model.specs
+    base = {unadapted(name): spec for name, spec in specs.items() if _ADAPTER not in name}
+    adapters = {
+        name.replace(".default.", "."): spec for name, spec in specs.items() if _ADAPTER in name
+    }
+
+    def merged(name: str) -> Tensor:
+        own = base[name].name
+        weight = read(own)
+        layer = own.removesuffix(".base_layer.weight")
+        low, high = (f"{layer}{_ADAPTER}{x}.default.weight" for x in "AB")
+        if low in specs:
+            weight += (read(high) @ read(low)) * (options.lora_alpha / options.lora_rank)
+        return weight
+
+    write_hf([replace(spec, name=name) for name, spec in base.items()], merged, out)
+    if adapters:
+        write_hf(
+            [replace(spec, name=name) for name, spec in adapters.items()],
+            lambda name: read(adapters[name].name),
+            out / "adapter",
+            "adapter_model",
+        )

@@ -1,0 +1,38 @@
+"""Parts of a run that a configuration names: built in, of an entry point, or at a dotted name."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.plan.spelling import did_you_mean
+
+__all__ = ["resolve"]
+
+
+def resolve(key: str, name: str, known: Mapping[str, Any], group: str = "") -> Any:
+    """What ``name`` stands for.
+
+    Args:
+        key: of the configuration, for errors.
+        name: one of ``known``, the name of an entry point, or ``package.module:attribute``.
+        known: what is built in.
+        group: of the entry points; "" if the key has none.
+
+    Raises:
+        ConfigError: there is no such part.
+    """
+    if name in known:
+        return known[name]
+    try:
+        if ":" in name:
+            module, _, attribute = name.partition(":")
+            return getattr(import_module(module), attribute)
+        found = entry_points(group=group, name=name) if group else ()
+        for entry in found:
+            return entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{key}={name!r}: {error}") from None
+    choices = did_you_mean(name, known) or f"; expected one of {', '.join(known)}"
+    raise ConfigError(f"{key}={name!r} is not known{choices}, or package.module:attribute")

@@ -1,0 +1,73 @@
+"""Where the model of a run comes from: the embedded GPT, or the directory of a Hugging Face model.
+
+A source builds the model on the meta device, initializes the parameters and buffers of one module
+at a time, as sharding asks for it, loads weights into the shards, and calls the model: with
+positions, where they do not continue another document begins, and no document attends to another.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.train.config import Config
+from shardwise.train.huggingface import HuggingFace
+from shardwise.train.model import GPT, Shape
+from shardwise.train.tokenizer import vocabulary_of
+
+__all__ = ["Gpt", "Source", "source_of"]
+
+
+class Gpt:
+    """The GPT of `model.py`."""
+
+    block_width: int
+    num_layers: int
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.num_layers, self.block_width = config.model.layers, config.model.width
+
+    def build(self) -> GPT:
+        """The model on the meta device; its values are initialized when it is sharded."""
+        with torch.device("meta"):
+            model = GPT(Shape(vocabulary=vocabulary_of(self.config), **self._sizes))
+        model.checkpoint_every = self.config.memory.checkpoint_every
+        model.checkpoint = self.config.memory.checkpoint
+        return model
+
+    def filler(self, model: nn.Module) -> Callable[[nn.Module], None]:
+        """What initializes one module of ``model``."""
+        assert isinstance(model, GPT)
+        return model.fill
+
+    def load(self, model: nn.Module) -> None:
+        """Nothing: it is trained from its initial values."""
+
+    @staticmethod
+    def logits(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """[batch, time] token numbers to [batch, time, vocabulary] logits."""
+        logits: Tensor = model(tokens, positions)
+        return logits
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must be equal in all parts of a run."""
+        return {f"model.{key}": value for key, value in self._sizes.items()}
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return self.config.model.model_dump(include={"layers", "heads", "width", "context"})
+
+
+Source = Gpt | HuggingFace
+
+
+def source_of(config: Config) -> Source:
+    """The source that [model] names.
+
+    Raises:
+        ConfigError: a directory has no model.
+    """
+    return HuggingFace(config) if config.model.path else Gpt(config)

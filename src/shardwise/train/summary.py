@@ -1,0 +1,106 @@
+"""The results of a run: its last losses, its speed and memory, and a text that it generates."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from shardwise.train.build import Footprint, process_footprint, rank_footprint
+from shardwise.train.config import SampleConfig
+from shardwise.train.sinks import StepMetrics
+from shardwise.train.source import Source
+from shardwise.train.tokenizer import Tokenizer
+from shardwise.train.trainer import Trainer
+from shardwise.transport.device import peak_memory_bytes
+
+__all__ = ["Summary", "generate", "summarize"]
+
+SUMMARY_STEPS = 50  # the batch of one step is small, so the summary has the mean of several
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The results of a run that reached its last step."""
+
+    loss: float  # mean of the last steps
+    loss_steps: int  # their number
+    validation_loss: float
+    tokens: int
+    tokens_per_second: float  # without validation
+    seconds: float
+    rank: Footprint  # of the rank that needs most
+    process: Footprint  # of one process without sharding
+    resident_peaks: tuple[int, ...]  # bytes, measured, by rank
+    overlapped_share: float  # of the time of the gathers
+    sample: str
+
+
+def summarize(trainer: Trainer, records: Sequence[StepMetrics]) -> Summary:
+    """Generate the sample, and gather what the ranks have measured."""
+    config, world, runtime = trainer.config, trainer.world, trainer.runtime
+    sample = generate(  # without sw.gathered: the whole model may not fit
+        trainer.model,
+        trainer.source,
+        config.sample,
+        trainer.corpus.tokenizer,
+        context=config.model.context,
+        seed=config.train.seed,
+        device=world.device,
+    )
+    forecast = rank_footprint(runtime.plan, config, world.device.type)
+    transient = max(world.gather(runtime.pools.peak_bytes))
+    overlapped = sum(trainer.overlapped_shares) / max(1, len(trainer.overlapped_shares))
+    last = records[-SUMMARY_STEPS:]
+    validation_loss = records[-1].validation_loss
+    if validation_loss is None:  # the last record is of a run with more steps
+        validation_loss = trainer.validate()
+    num_trained = len(trainer.step_seconds)
+    step_tokens = config.train.global_batch * config.model.context
+    return Summary(
+        loss=sum(record.loss for record in last) / len(last),
+        loss_steps=len(last),
+        validation_loss=validation_loss,
+        tokens=records[-1].tokens,
+        tokens_per_second=num_trained * step_tokens / max(sum(trainer.step_seconds), 1e-9),
+        seconds=records[-1].seconds,
+        rank=replace(forecast, transient=transient),
+        process=process_footprint(runtime.plan, config),
+        resident_peaks=tuple(world.gather(peak_memory_bytes(world.device))),
+        overlapped_share=sum(world.gather(overlapped)) / world.size,
+        sample=sample,
+    )
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    source: Source,
+    config: SampleConfig,
+    tokenizer: Tokenizer,
+    *,
+    context: int,
+    seed: int,
+    device: torch.device,
+) -> str:
+    """The prompt and ``config.bytes`` generated tokens; control characters become U+FFFD.
+
+    A forward of a sharded model gathers units, so every rank has to call this. The result is the
+    same on all ranks.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = tokenizer.encode(config.prompt)
+    model.eval()
+    for _ in range(config.bytes):
+        window = torch.tensor([tokens[-context:]], device=device)  # [1, time]
+        logits = source.logits(model, window)[0, -1].float().cpu()[: tokenizer.vocabulary]
+        best = logits.topk(min(config.top_k, len(logits)))  # [top_k]
+        probabilities = torch.softmax(best.values / config.temperature, dim=0)
+        choice = torch.multinomial(probabilities, num_samples=1, generator=generator)
+        tokens.append(int(best.indices[choice]))
+    model.train()
+    text = tokenizer.decode(tokens)
+    # An untrained model may generate escape sequences, which a terminal would execute.
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )

@@ -1,0 +1,128 @@
+"""Files as one sequence of bytes, and their split."""
+
+import hashlib
+import sysconfig
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.errors import ConfigError
+from shardwise.train.config import DataConfig
+
+__all__ = ["STDLIB", "FileRange", "Text", "find_files", "split_files"]
+
+STDLIB = "stdlib"
+# Tests repeat themselves, and installed packages differ between machines.
+NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """A range of bytes of a file."""
+
+    path: Path
+    offset: int
+    size: int
+
+
+class Text:
+    """Pieces of files as one sequence of bytes; nothing is kept in memory."""
+
+    def __init__(self, pieces: Sequence[FileRange]) -> None:
+        self.pieces = [piece for piece in pieces if piece.size]
+        self._starts = [0, *accumulate(piece.size for piece in self.pieces)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def read(self, start: int, size: int) -> Bytes:
+        """Bytes from ``start`` on, uint8 [size].
+
+        Raises:
+            ConfigError: a file cannot be read, or has become shorter.
+        """
+        parts = [np.empty(0, np.uint8)]
+        index = bisect_right(self._starts, start) - 1
+        while size:
+            piece, skipped = self.pieces[index], start - self._starts[index]
+            length = min(size, piece.size - skipped)
+            try:
+                part = np.fromfile(piece.path, np.uint8, length, offset=piece.offset + skipped)
+            except OSError as error:
+                reason = f"cannot be read: {error.strerror}"
+                raise ConfigError(f"data.path: {piece.path} {reason}") from None
+            if len(part) != length:
+                raise ConfigError(f"data.path: {piece.path} has changed during the run")
+            parts.append(part)
+            start, size, index = start + length, size - length, index + 1
+        return np.concatenate(parts)
+
+    def split(self, at: int) -> tuple["Text", "Text"]:
+        """The first ``at`` bytes, and the others."""
+        first, second = [], []
+        for piece, start in zip(self.pieces, self._starts, strict=False):
+            size = min(max(at - start, 0), piece.size)
+            first.append(FileRange(piece.path, piece.offset, size))
+            second.append(FileRange(piece.path, piece.offset + size, piece.size - size))
+        return Text(first), Text(second)
+
+
+_GLOBS = {"text": "**/*.py", "jsonl": "**/*.jsonl", "parquet": "**/*.parquet"}
+
+
+def find_files(config: DataConfig, path: str, format_: str) -> dict[str, Path]:
+    """By their names relative to the directory, which are the same on every machine; sorted."""
+    if path == STDLIB:
+        root, pattern = Path(sysconfig.get_path("stdlib")), "**/*.py"
+    else:
+        root, pattern = Path(path).expanduser(), config.glob or _GLOBS.get(format_, "**/*")
+        if format_ == "datasets":
+            pattern = "*.arrow"
+    if root.is_file():
+        return {root.name: root}
+    if not root.is_dir():
+        raise ConfigError(f"data.path={path!r}: no such file or directory")
+    try:
+        found = {file.relative_to(root).as_posix(): file for file in root.glob(pattern)}
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"data.glob={pattern!r}: {error}") from None
+    excluded = NOT_STDLIB if path == STDLIB else set()
+    files = {
+        name: file
+        for name, file in sorted(found.items())
+        if file.is_file() and excluded.isdisjoint(name.split("/"))
+    }
+    if not files:
+        raise ConfigError(f"data.path={path!r}: no file matches data.glob={pattern!r}")
+    return files
+
+
+def split_files(files: dict[str, Path], share: float) -> tuple[Text, Text]:
+    """Split by whole files, so that no validation text was partly seen in training.
+
+    Files go to validation in the order of their names' digests, which has no pattern and is the
+    same on every machine, as long as they fit. If none fits, the end of the text is for validation.
+    """
+    pieces = {name: FileRange(path, 0, path.stat().st_size) for name, path in files.items()}
+    text = Text(list(pieces.values()))
+    wanted = left = round(share * len(text))
+    chosen = set()
+    for name in sorted(pieces, key=_digest):
+        if 0 < pieces[name].size <= left:
+            chosen.add(name)
+            left -= pieces[name].size
+    if not chosen:
+        return text.split(len(text) - wanted)
+    train = [piece for name, piece in pieces.items() if name not in chosen]
+    return Text(train), Text([piece for name, piece in pieces.items() if name in chosen])
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,155 @@
+"""From text to token numbers and back: bytes, or the subwords of a `transformers` tokenizer."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.errors import ConfigError, PackageMissing
+from shardwise.train.config import Config
+
+__all__ = ["Bytes", "Message", "Subwords", "Tokenizer", "vocabulary_of"]
+
+END = "<|endoftext|>"
+# For tokenizers without a template of their own.
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+Message = dict[str, Any]  # at least "role" and "content"
+
+
+class Tokenizer(Protocol):
+    """Of a prompt and a sample."""
+
+    vocabulary: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+class Bytes:
+    """A token is a byte."""
+
+    vocabulary = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+
+class Subwords:
+    """A fast tokenizer of `transformers`; documents end with its end-of-text token."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+            raise ConfigError("[tokenizer]: expected a fast tokenizer that has an eos_token")
+        tokenizer.model_max_length = int(1e30)  # documents are cut here, without a warning
+        tokenizer.chat_template = tokenizer.chat_template or CHATML
+        self.of_transformers = tokenizer
+        self.vocabulary = len(tokenizer)
+
+    @classmethod
+    def open(cls, directory: str | Path) -> "Subwords":
+        """Read the tokenizer of a directory.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        PackageMissing.check("transformers", extra="hf", needed_for="[tokenizer]")
+        from transformers import AutoTokenizer  # noqa: PLC0415 (optional, and takes seconds)
+
+        if not Path(directory).is_dir():
+            raise ConfigError(f"[tokenizer]: {directory}: no such directory")
+        try:
+            return cls(AutoTokenizer.from_pretrained(str(directory), local_files_only=True))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"[tokenizer]: {directory}: {error}") from None
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocabulary: int) -> "Subwords":
+        """Byte-level BPE of at most ``vocabulary`` tokens, trained on ``texts``."""
+        PackageMissing.check("transformers", extra="hf", needed_for="tokenizer.vocabulary")
+        from tokenizers import (  # noqa: PLC0415 (optional)
+            Tokenizer as Model,
+            decoders,
+            models,
+            pre_tokenizers,
+            trainers,
+        )
+        from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+        model = Model(models.BPE())
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=[END, "<|im_start|>", "<|im_end|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        model.train_from_iterator(texts, trainer)
+        return cls(PreTrainedTokenizerFast(tokenizer_object=model, eos_token=END, pad_token=END))
+
+    def encode(self, text: str) -> list[int]:
+        tokens: list[int] = self.of_transformers.encode(text, add_special_tokens=False)
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.of_transformers.decode(tokens))
+
+    def save(self, directory: Path) -> None:
+        self.of_transformers.save_pretrained(str(directory))
+
+    def encode_texts(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """The tokens of each text, and the end of the text."""
+        encoded = self.of_transformers(list(texts), add_special_tokens=False)["input_ids"]
+        for tokens in encoded:
+            yield [*tokens, self.of_transformers.eos_token_id]
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[list[int], NDArray[np.bool_]]:
+        """The tokens of a conversation, and which of them the assistant wrote.
+
+        Raises:
+            ConfigError: the template writes a message otherwise when others follow it.
+        """
+        texts = ["", *(self._render(messages[: n + 1]) for n in range(len(messages)))]
+        if not all(text.startswith(start) for start, text in pairwise(texts)):
+            raise ConfigError(
+                "[tokenizer]: its chat template changes a message when others follow, so the "
+                "answers cannot be told apart; use a chat_template.jinja that only appends"
+            )
+        is_answer = np.zeros(len(texts[-1]), bool)  # by character
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = self._render(messages[:number], add_generation_prompt=True)
+                follows = texts[number + 1].startswith(prompt)
+                start = len(prompt) if follows else len(texts[number])
+                is_answer[start : len(texts[number + 1])] = True
+        encoded = self.of_transformers(
+            texts[-1], add_special_tokens=False, return_offsets_mapping=True
+        )
+        starts = [start for start, _ in encoded["offset_mapping"]]
+        return encoded["input_ids"], is_answer[starts]
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        return str(
+            self.of_transformers.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        )
+
+
+def vocabulary_of(config: Config) -> int:
+    """How many tokens the model must know."""
+    if config.tokenizer.vocabulary:
+        return config.tokenizer.vocabulary
+    path = config.tokenizer.path or config.model.path
+    return Subwords.open(Path(path).expanduser()).vocabulary if path else Bytes.vocabulary

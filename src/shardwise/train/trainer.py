@@ -1,0 +1,258 @@
+"""What one rank trains: the model, its optimizer and the data, from and to checkpoints."""
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise.launch.stop_signal import StopSignal
+from shardwise.launch.world import World
+from shardwise.runtime.engine import Runtime
+from shardwise.runtime.module import runtime_of_root
+from shardwise.tensor.reductions import across
+from shardwise.train.build import shard_model
+from shardwise.train.config import Config, to_toml
+from shardwise.train.data import IGNORED, Batch, Packed, Sequences, open_corpus
+from shardwise.train.documents import Documents
+from shardwise.train.optimizer import build_optimizer, build_scheduler
+from shardwise.train.run_directory import identity
+from shardwise.train.source import source_of
+from shardwise.train.text import Text
+from shardwise.train.utilization import RankFigures, StepsOfRun, share_of_peak
+from shardwise.transport.device import random_states, set_random_states
+
+__all__ = ["StepResult", "Trainer"]
+
+VALIDATION_SEED = 0  # the same sequences in every run, whatever its own seed
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What all ranks know of a step."""
+
+    loss: float  # of the global batch
+    grad_norm: float | None  # if it is known
+    ranks: list[RankFigures]
+
+
+class Trainer:
+    """The state of one rank, and the parts of a step.
+
+    With ``memory.step_in_backward`` parameters are updated during backward, so the gradient norm
+    is not known. In float16 the loss is scaled so that gradients do not underflow, and steps whose
+    gradients overflow are skipped.
+    """
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config = config
+        self.world = world
+        self.corpus = open_corpus(config)
+        self.source = source_of(config)
+        self.model = self.source.build()
+        with world.device:  # where the values are initialized
+            shard_model(self.model, self.source)
+        self.optimizer = build_optimizer(self.model, config.train)
+        if config.memory.step_in_backward:
+            sw.optimizer_in_backward(self.model, self.optimizer)
+        self.scheduler = build_scheduler(self.optimizer, config.train)
+        self.scaler = GradScaler(world.device.type, enabled=config.precision.compute == "float16")
+        self.step = 0  # the last one that is done
+        self.stop = StopSignal()
+        self.stopped_by = 0  # the signal for which all ranks stop
+        self.ends_early = False  # a callback may set it, on all ranks
+        self.best_step, self.best_loss = 0, math.inf  # of the lowest validation loss
+        self.step_seconds: list[float] = []  # of this process, without validation
+        self.overlapped_shares: list[float] = []  # of the time of its gathers, by step
+        self.recorder: sw.Recorder | None = None
+        self._exposed_seconds = 0.0  # of all steps
+        self.share_of_peak = share_of_peak(config, world, self.model, self.source)
+
+    @property
+    def runtime(self) -> Runtime:
+        return runtime_of_root(self.model)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no step follows: all are trained, a signal came, or the loss falls no more."""
+        config = self.config.train
+        waited = self.step - self.best_step >= config.patience * config.validate_every
+        is_patient = not (config.patience and self.best_step and waited)
+        return bool(
+            self.step >= config.steps or self.stopped_by or self.ends_early or not is_patient
+        )
+
+    @contextmanager
+    def recorded(self, directory: Path) -> Iterator[None]:
+        """Record the run in ``directory``, if [record] says so."""
+        options = self.config.record
+        if not options.enabled:
+            yield
+            return
+        num_passes = self.config.rank_batch // self.config.micro_batch
+        steps = StepsOfRun(options.steps, self.step + 1, num_passes)
+        with sw.record(
+            self.model, directory, steps=steps, optimizer=self.optimizer
+        ) as self.recorder:
+            yield
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def save(self, path: Path | str, *, keep: int | None = None) -> sw.Save:
+        """Save model, optimizer, step, configuration and random states.
+
+        The position in the data is not saved: it follows from the seed and the step.
+
+        Args:
+            path: of the checkpoint.
+            keep: how many remain next to it and with it; None: ``checkpoint.keep``.
+
+        Raises:
+            CheckpointError: this checkpoint, or the last one if it was saved in the background,
+                cannot be written.
+        """
+        options = self.config.checkpoint
+        with self.runtime.scheduler.ledger.span("checkpoint"):
+            return sw.save(
+                path,
+                model=self.model,
+                optimizer=self.optimizer,
+                wait=options.wait,
+                retention=sw.Retention(last=keep or options.keep),
+                run={
+                    "step": self.step,
+                    "shared": identity(self.config, self.corpus),
+                    "best": [self.best_step, self.best_loss],
+                },
+                config=to_toml(self.config),
+                random=self.world.gather(random_states(self.world.device)),
+                scaler=self.scaler.state_dict(),
+            )
+
+    def load(self, path: Path | str) -> None:
+        """Load a checkpoint of any number of ranks, and continue after its step."""
+        state = sw.load(path, model=self.model, optimizer=self.optimizer).state
+        self.step = state["run"]["step"]
+        self.best_step, self.best_loss = state["run"].get("best", (0, math.inf))
+        self.scheduler = build_scheduler(self.optimizer, self.config.train, after=self.step)
+        random, device = state["random"], self.world.device
+        if len(random) == self.world.size and len(random[0]) == len(random_states(device)):
+            set_random_states(device, random[self.world.rank])
+        if state["scaler"] and self.scaler.is_enabled():  # else a run of another dtype saved it
+            self.scaler.load_state_dict(state["scaler"])
+
+    # -- data ------------------------------------------------------------------------------------
+
+    def batches(self) -> Iterator[Batch]:
+        """This rank's batches of the steps that follow."""
+        data = self._sequences(self.corpus.train, self.config.train.seed)
+        steps = range(self.step + 1, self.config.train.steps + 1)
+        pin_memory = self.world.device.type == "cuda"
+        return iter(data.loader(steps, self.config.data.workers, pin_memory=pin_memory))
+
+    def _sequences(self, data: Text | Documents, seed: int) -> Sequences:
+        return (Packed if isinstance(data, Documents) else Sequences)(
+            text=data,
+            context=self.config.model.context,
+            global_batch=self.config.train.global_batch,
+            seed=seed,
+            rank=self.world.rank,
+            world_size=self.world.size,
+        )
+
+    def micro_batches(self, batch: Batch) -> Sequence[Batch]:
+        """[micro_batch, context] each, on the device."""
+        size, device = self.config.micro_batch, self.world.device
+        inputs, targets = (torch.split(x.to(device, non_blocking=True), size) for x in batch[:2])
+        whole = batch.positions
+        positions: Sequence[Tensor | None] = (
+            [None] * len(inputs)
+            if whole is None
+            else torch.split(whole.to(device, non_blocking=True), size)
+        )
+        return [Batch(*part) for part in zip(inputs, targets, positions, strict=True)]
+
+    def weight_of(self, batch: Batch) -> float:
+        """What makes the ranks' mean of weighted sums the mean over all targets that count."""
+        if batch.positions is None:  # all count
+            return 1 / batch.targets.numel()
+        return sw.token_weight(self.model, int((batch.targets != IGNORED).sum()))
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def loss_sum(self, part: Batch) -> Tensor:
+        """The sum of the losses of the targets that count."""
+        logits = self.source.logits(self.model, part.inputs, part.positions)
+        return functional.cross_entropy(  # [micro_batch, context, vocabulary]
+            logits.flatten(0, 1).float(),
+            part.targets.flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
+        )
+
+    def offloaded_activations(self) -> AbstractContextManager[None]:
+        """Keep what forward saves for backward on the host, if [memory] says so."""
+        on_host = self.config.memory.activations == "host"
+        return sw.offload_activations(self.model) if on_host else nullcontext()
+
+    def update(self) -> Tensor | None:
+        """Update the parameters; the gradient norm before clipping, if it is known."""
+        norm = None
+        if not self.config.memory.step_in_backward:
+            self.scaler.unscale_(self.optimizer)
+            max_norm = self.config.train.grad_clip or math.inf
+            norm = sw.clip_grad_norm_(self.model.parameters(), max_norm)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        with warnings.catch_warnings():  # in float16 the first steps may be skipped
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            self.scheduler.step()
+        return norm
+
+    def exchange(self, loss: Tensor, norm: Tensor | None) -> StepResult:
+        """All that the ranks have to know of each other, so that all stop after the same step."""
+        before, recorder = self._exposed_seconds, self.recorder
+        self._exposed_seconds = 0.0 if recorder is None else recorder.exposed_seconds
+        measured = RankFigures.measure(self.world.device, self._exposed_seconds - before)
+        own = loss.new_tensor([self.stop.number, *astuple(measured)])
+        mesh = self.runtime.mesh
+        values = across([loss, *own.unbind()], mesh, mesh.world)
+        figures = [values[:, 0].mean()] + ([] if norm is None else [norm.to(loss)])
+        # The only wait of the step for the device.
+        flat = torch.cat([torch.stack(figures), values[:, 1:].flatten()]).tolist()
+        mean_loss, *norms = flat[: len(figures)]
+        signals, *of_ranks = (flat[len(figures) + i :: len(own)] for i in range(len(own)))
+        self.overlapped_shares.append(self.runtime.scheduler.ledger.overlapped_share())
+        self.stopped_by = int(max(signals))
+        ranks = list(map(RankFigures, *of_ranks))
+        return StepResult(mean_loss, norms[0] if norms else None, ranks)
+
+    # -- validation ------------------------------------------------------------------------------
+
+    def validate(self) -> float:
+        """The mean loss on the validation text; remembers the step with the lowest one."""
+        with self.runtime.scheduler.ledger.span("validation"), torch.no_grad():
+            loss = self._validate()
+        if loss < self.best_loss:
+            self.best_step, self.best_loss = self.step, loss
+        return loss
+
+    def _validate(self) -> float:
+        self.model.eval()
+        total = torch.zeros(2, device=self.world.device)  # losses, and how many
+        data = self._sequences(self.corpus.validation, VALIDATION_SEED)
+        for number in range(self.config.train.validation_batches):
+            for part in self.micro_batches(data[number]):
+                total[0] += self.loss_sum(part)
+                total[1] += (part.targets != IGNORED).sum()
+        self.model.train()
+        mesh = self.runtime.mesh
+        losses, count = across(list(total.unbind()), mesh, mesh.world).sum(0).tolist()
+        return float(losses / max(count, 1))

@@ -1,0 +1,75 @@
+"""``shardwise train --memory``: the fastest settings of a run that fit a budget."""
+
+from functools import partial
+
+import torch
+
+from shardwise.errors import ConfigError
+from shardwise.forecast.configuration import Configuration, Offload, Optimizer
+from shardwise.forecast.fit import Search, choose
+from shardwise.forecast.machines import local_machine
+from shardwise.forecast.models import Model
+from shardwise.forecast.numbers import bytes_of
+from shardwise.train.build import build_model
+from shardwise.train.config import Config, TrainConfig
+
+__all__ = ["optimizer_of", "within"]
+
+_OFFLOADS: dict[str, Offload] = {"none": "none", "optimizer": "optimizer", "all": "parameters"}
+_OPTIMIZERS: dict[str, Optimizer] = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
+
+
+def within(config: Config, budget: str) -> Config:
+    """``config`` with the strategy, prefetch, micro-batch and checkpointing that fit ``budget``.
+
+    Args:
+        config: with the number of ranks that it runs on.
+        budget: of each rank's device, such as "24GB".
+
+    Raises:
+        PlanError: nothing fits.
+        ConfigError: the memory of the optimizer is not known, or this GPU is not.
+    """
+    memory = {"checkpoint_every": 0, "activations": "device", "accumulate": "shards"}
+    plain = config.model_copy(update={"memory": config.memory.model_copy(update=memory)})
+    base = Configuration(
+        shard_size=config.shard.nproc,
+        micro_batch=config.rank_batch,
+        sequence=config.model.context,
+        compute_dtype=getattr(torch, config.precision.compute),
+        reduce_dtype=getattr(torch, config.precision.reduce),
+        offload=_OFFLOADS[config.memory.offload],
+        optimizer=optimizer_of(config.train, budget),
+    )
+    search = Search(
+        Model(config.run.name, factory=partial(build_model, plain)),
+        local_machine(config.shard.nproc),
+        on_cpu=not torch.cuda.is_available(),
+    )
+    found = choose(search, base, bytes_of(budget), whole=True).configuration
+    words = found.checkpointing
+    shard = {"strategy": found.strategy, "prefetch": found.prefetch, "replicas": 1}
+    memory |= {
+        "checkpoint_every": int(words != "none"),
+        "checkpoint": "selective" if "products" in words else "full",
+        "activations": "host" if found.activation_offload else "device",
+    }
+    return config.model_copy(
+        update={
+            "shard": config.shard.model_copy(update=shard),
+            "train": config.train.model_copy(update={"micro_batch": found.micro_batch}),
+            "memory": config.memory.model_copy(update=memory),
+        }
+    )
+
+
+def optimizer_of(config: TrainConfig, budget: str) -> Optimizer:
+    """Whose states a rank keeps, in the words of a forecast; raises a ConfigError if unknown."""
+    if config.optimizer not in _OPTIMIZERS:
+        raise ConfigError(
+            f"--memory {budget}: the memory of train.optimizer={config.optimizer!r} is not "
+            f"known; expected one of {', '.join(_OPTIMIZERS)}"
+        )
+    if config.optimizer == "sgd" and config.optimizer_options.get("momentum"):
+        return "sgd_momentum"
+    return _OPTIMIZERS[config.optimizer]

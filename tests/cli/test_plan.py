@@ -1,0 +1,258 @@
+"""``shardwise plan``: what it prints and writes, and what it refuses."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.cli import main
+from shardwise.cli.plan import Progress
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.machines import usual_cpu
+from shardwise.forecast.planned import plan_of
+from shardwise.forecast.transformer import Shape, build
+from shardwise.train.build import build_model, build_plan
+from shardwise.train.config import read_config
+from shardwise.train.planned import config_of
+from tests.cli import commands
+from tests.diagnose.chromium import find_chromium, open_browser
+
+SHAPE = Shape(arch="gpt", layers=3, hidden=64, heads=2, vocab=512)
+
+
+def small() -> nn.Module:
+    """The model of these tests."""
+    return build(SHAPE)
+
+
+def huge() -> nn.Module:
+    return build(Shape(arch="gpt", layers=2, hidden=1 << 17, heads=8, vocab=512))
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    output: str
+    errors: str
+
+
+def run(*arguments: str) -> Result:
+    with redirect_stdout(StringIO()) as output, redirect_stderr(StringIO()) as errors:
+        code = main(["plan", *arguments])
+    return Result(code, output.getvalue(), errors.getvalue())
+
+
+ARGUMENTS = ("--cluster", "16xA100-80GB", "--seq", "128", "--global-batch", "64")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plan")
+
+
+@pytest.fixture(scope="module")
+def result(files: Path) -> Result:
+    options = ("--strategy", "fsdp,hsdp", "--micro-batch", "2", "--checkpointing", "none,full")
+    outputs = (f"--{name}={files / name}" for name in ("html", "config", "trace"))
+    found = run(
+        f"{__name__}:small",
+        *ARGUMENTS,
+        *options,
+        "--tokens=1T",
+        "--price=2",
+        "--explain",
+        "--checkpoint",
+        *outputs,
+    )
+    assert found.code == 0, found.errors
+    return found
+
+
+def test_the_tables_fit_on_100_columns(result: Result) -> None:
+    assert max(map(len, result.output.splitlines())) <= 100
+
+
+def test_the_best_is_explained_priced_and_called(result: Result) -> None:
+    assert re.search(
+        r"^Best: \w+ over [\dx ]+, micro-batches 2 x 2, checkpointing", result.output, re.MULTILINE
+    )
+    assert re.search(r"tokens/s a GPU, .* MFU [\d.]+%, HFU [\d.]+%", result.output)
+    assert re.search(r"GPU-hours \([\d.,]+ days\), [\d,]+ at 2 each", result.output)
+    assert "- Bound by " in result.output
+    assert "checkpointing full: " in result.output
+    assert "sw.fully_shard(" in result.output
+    assert re.search(r"^ +16,384 ", result.output, re.MULTILINE)  # of the curve
+    assert "The gather of a block" in result.output
+    assert re.search(r"^A checkpoint: [\d.]+ MB in 2 files", result.output, re.MULTILINE)
+    assert re.search(r"^ *save +[\d.]+ .B +[\d.]+ .B", result.output, re.MULTILINE)
+
+
+def test_the_page_the_trace_and_the_configuration_are_written(result: Result, files: Path) -> None:
+    assert result.output.count(": written") == 3
+    assert (files / "html").read_text("utf-8").startswith("<!DOCTYPE html>")
+    assert '"traceEvents"' in (files / "trace").read_text("utf-8")
+    config = read_config(files / "config")
+    assert (config.train.global_batch, config.train.micro_batch) == (64, 2)
+    assert config.shard.nproc == 16
+
+
+@pytest.mark.usefixtures("result")
+@pytest.mark.browser
+@pytest.mark.skipif(find_chromium() is None, reason="no Chromium is on the PATH")
+def test_the_page_draws_on_a_laptop_and_a_phone(files: Path, tmp_path: Path) -> None:
+    (files / "page.html").write_bytes((files / "html").read_bytes())
+    with open_browser(tmp_path / "profile") as page:
+        for width in (1280, 390):
+            page.show(files / "page.html", width=width)
+            assert page.get("document.documentElement.scrollWidth") == width
+            for canvas in (
+                "#timeline-canvas",
+                "#memory-canvas",
+                "#charts figure:nth-child(2) canvas",
+            ):
+                assert page.num_colors(canvas) > 3
+        page.click("#candidates-table th:nth-child(12) button")
+        first = "document.querySelector('#candidates-table tbody tr').dataset.name"
+        assert "checkpointing none" in page.get(first)  # with the most memory
+        page.type("#candidate-filter", "hsdp")
+        assert re.fullmatch(r"\d+ of \d+ configurations", page.text("#candidate-count"))
+        page.get("document.querySelector('#charts canvas').scrollIntoView()")
+        x, y = page.middle("#charts canvas")
+        page.mouse("mouseMoved", x, y)
+        assert re.search(r"fsdp over .*tokens/s|frontier", page.text("#tooltip"))
+        assert page.problems == []
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        Configuration(strategy="hsdp", shard_size=2, replicas=2, checkpointing="products"),
+        Configuration(strategy="hfsdp", shard_size=2, replicas=2, prefetch=2),
+        Configuration(strategy="zero1", shard_size=4, offload="optimizer", micro_batch=2),
+        Configuration(shard_size=4, offload="parameters", activation_offload=True),
+        Configuration(strategy="ddp", replicas=4, checkpointing="full", accumulation=3),
+    ],
+)
+def test_the_trainer_accepts_the_configuration_and_plans_the_same(
+    configuration: Configuration, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text(config_of(configuration, SHAPE), "utf-8")
+    config = read_config(path)
+    assert config.train.global_batch == configuration.global_batch
+    assert config.accumulates is (configuration.accumulation > 1)
+    assert (config.model.layers, config.model.width) == (3, 64)
+    assert config.model.context == configuration.sequence
+    model = build_model(config)
+    found, expected = build_plan(model, config), plan_of(model, configuration)
+    assert (found.strategy, found.world_size, found.replicas, found.prefetch) == (
+        expected.strategy,
+        expected.world_size,
+        expected.replicas,
+        expected.prefetch,
+    )
+    assert [unit.offload for unit in found.units] == [unit.offload for unit in expected.units]
+
+
+@pytest.mark.thorough
+def test_a_run_is_trained_from_the_file_of_a_plan(tmp_path: Path) -> None:
+    shape = {"layers": 2, "heads": 2, "width": 32}
+    machine = tmp_path / "machine.json"
+    usual_cpu(2).write(machine)
+    found = run(
+        f"{__name__}:small", "--cluster", f"2x{machine}", "--seq", "32", "--global-batch", "8",
+        "--strategy", "zero2", "--dtype", "float32", f"--config={tmp_path / 'plan.toml'}",
+    )  # fmt: skip
+    assert found.code == 0, found.errors
+    assert "GPU" not in found.output
+    assert "tokens/s a rank" in found.output
+    settings: dict[str, object] = {f"model.{name}": value for name, value in shape.items()}
+    settings |= {"data.path": Path(sysconfig.get_path("stdlib")) / "email", "train.steps": 2}
+    settings |= {"run.directory": tmp_path / "run", "sample.bytes": 0}
+    options = [word for pair in settings.items() for word in ("--set", "{}={}".format(*pair))]
+    trained = commands.run(["train", tmp_path / "plan.toml", *options], tmp_path)
+    assert trained.code == 0, trained.stderr
+    config = read_config(tmp_path / "run" / "config.toml")
+    assert (config.shard.strategy, config.shard.nproc, config.train.global_batch) == ("zero2", 2, 8)
+
+
+def test_what_the_trainer_lacks_is_said(tmp_path: Path) -> None:
+    configuration = Configuration(tensor=2, master_dtype=torch.bfloat16, compiled=True)
+    text = config_of(configuration, None, path="models/llama")
+    assert "no tensor or pipeline parallelism" in text
+    assert "not in bfloat16" in text
+    assert "torch.compile" in text
+    (tmp_path / "train.toml").write_text(text, "utf-8")
+    assert read_config(tmp_path / "train.toml").model.path == "models/llama"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lama-3-8b"], "did you mean 'llama-3-8b'"),
+        (["gpt2", "--cluster", "64xH10"], "did you mean 'H100'"),
+        (["gpt2", "--cluster", "many"], "expected COUNTxNAME"),
+        (["gpt2", *ARGUMENTS[:2], "--global-batch", "60"], "use 48 or 64"),
+        (["gpt2", *ARGUMENTS, "--micro-batch", "3"], "micro_batch=3: expected a divisor of the 4"),
+        (["gpt2", *ARGUMENTS, "--tensor", "x"], "--tensor x: expected an integer of 1 or more"),
+        (["gpt2", *ARGUMENTS, "--strategy", "fspd"], "did you mean 'fsdp'"),
+        (["gpt2", *ARGUMENTS, "--checkpointing", "ful"], "did you mean 'full'"),
+        (["gpt2", *ARGUMENTS, "--objective", "speed"], "expected one of tokens/s, memory, cost"),
+        (["gpt2", *ARGUMENTS, "--tokens", "1Q"], "--tokens 1Q: expected a number such as 300B"),
+        (["gpt2", *ARGUMENTS, "--html", "no/such/page.html"], "no/such is no directory"),
+        (["gpt2", *ARGUMENTS, "--seq", "0"], "sequence=0: expected an integer of 1 or more"),
+        ([], "expected a model"),
+    ],
+)
+def test_bad_input_is_one_line_with_the_way_out(arguments: list[str], message: str) -> None:
+    found = run(*arguments)
+    assert found.code == 2
+    assert message in found.errors
+    assert found.errors.count("\n") == 1
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    found = run(
+        f"{__name__}:huge", "--cluster", "8xH100", "--global-batch", "8", "--no-offload",
+        "--strategy", "fsdp", "--checkpointing", "full",
+    )  # fmt: skip
+    assert found.code == 2
+    assert re.search(r"huge does not fit: .* takes [\d.]+ TB more than the [\d.]+ GB", found.errors)
+
+
+def test_measurements_that_make_no_sense_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "measurements.json"
+    path.write_text('{"rows": [{"id": "one", "model": {"layers": "many"}}]}', "utf-8")
+    found = run("--score", str(path))
+    assert found.code == 2
+    assert "one" in found.errors
+
+
+def test_progress_is_said_every_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    now = iter([0.0, 1.0, 2.5, 2.5, 3.0, 5.0, 5.0])
+    progress = Progress(lambda: next(now))
+    for number in range(4):
+        progress(f"part {number}")
+    assert capsys.readouterr().err == "part 1 ...\npart 3 ...\n"
+
+
+@pytest.mark.thorough
+def test_70_billion_parameters_on_1024_gpus_take_30_seconds_and_2_gb(tmp_path: Path) -> None:
+    """Of the CPU, with a page: how long it takes besides depends on what else runs."""
+    command = [sys.executable, "-m", "shardwise", "plan", "llama-3-70b", "--cluster", "1024xH100"]
+    options = ["--seq", "8192", "--global-batch", "2048", "--html", str(tmp_path / "page.html")]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    assert usage.ru_utime + usage.ru_stime < 30
+    assert usage.ru_maxrss < 2_000_000  # kB

@@ -1,0 +1,70 @@
+"""A training run of `sw.fit` in a memory cgroup: ``python -m tests.forecast.limited_run MODEL``.
+
+Prints by how many bytes the resident memory of the process grew at its peak.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.transformer import Shape, build
+
+_MB = 10**6
+_FLOAT32 = Configuration(compute_dtype=torch.float32)
+BATCH, TIME = 4, 64
+MODELS = {
+    "llama": (Shape(arch="llama", layers=6, hidden=384, heads=6, vocab=4000, ffn=1024), 345 * _MB),
+    "tied": (
+        Shape(
+            arch="gpt",
+            layers=4,
+            hidden=512,
+            heads=8,
+            vocab=8000,
+            positions=TIME,
+            tied_embeddings=True,
+        ),
+        450 * _MB,
+    ),
+    "deep": (
+        Shape(arch="gpt", layers=12, hidden=320, heads=5, vocab=2000, has_bias=True),
+        385 * _MB,
+    ),
+}
+
+
+def resident(field: str) -> int:
+    """A field of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text("ascii").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def main() -> None:
+    """Train some steps."""
+    (shape, budget), group = MODELS[sys.argv[1]], sys.argv[2:]
+    torch.set_num_threads(1)
+    sw.fit  # noqa: B018 - is imported now
+    before = resident("VmRSS")
+    for folder in group:  # what is allocated from now on counts
+        (Path(folder) / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+    model = build(shape).to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    fitted = sw.fit(model, budget=budget, batch=BATCH, sequence=TIME, configuration=_FLOAT32)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(BATCH, TIME, dtype=torch.long)
+    for _ in range(3):
+        for part in torch.split(tokens, fitted.configuration.micro_batch):
+            model(part, part).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(resident("VmHWM") - before)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Machines that were measured."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.errors import ConfigError
+from shardwise.forecast.calibrated import (
+    CalibratedMachine,
+    Calibration,
+    Curve,
+    RanksCalibration,
+    Rate,
+)
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.machine import Group
+from shardwise.forecast.work import Kind, Operation
+
+MB = 1 << 20
+
+
+def calibration(cores: int = 2) -> Calibration:
+    measured = RanksCalibration(
+        threads=1,
+        operation_seconds=1e-5,
+        operations={
+            "mm/4": Rate(start=1e-6, per_flop=1e-11),
+            "mm/2": Rate(start=1e-6, per_flop=1e-10),
+            "attention/4": Rate(start=0, per_flop=2e-11),
+            "gelu/4": Rate(start=0, per_byte=1e-9),
+            "memory/4": Rate(start=0, per_byte=1e-10),
+        },
+        collectives={
+            "gather/4": Curve(points=((1 << 10, 1e-4), (MB, 1e-3))),
+            "reduce/4": Curve(points=((MB, 2e-3),)),
+            "reduce/2": Curve(points=((MB, 3e-3),)),
+        },
+        updates={"adamw": 1e-9},
+    )
+    accelerator: dict[str, str | float | int | None] = {
+        "name": "this machine",
+        "generation": "measured",
+        "peak_flops": 1e11,
+        "fp32_flops": 1e11,
+        "achievable_flops": 1e11,
+        "multiprocessors": 1,
+        "memory_bytes": 1 << 33,
+        "memory_bandwidth": 1e10,
+        "link_bandwidth": 1e9,
+        "host_bandwidth": 1e10,
+        "watts": 0.0,
+        "devices_per_node": 4,
+        "node_bandwidth": 1e9,
+    }
+    return Calibration(
+        format="shardwise calibration",
+        version=1,
+        machine={},
+        accelerator=accelerator,
+        cores=cores,
+        ranks={2: measured, 4: measured},
+    )
+
+
+def machine(tmp_path: Path, ranks: int, cores: int = 2) -> CalibratedMachine:
+    path = tmp_path / "machine.json"
+    calibration(cores).write(path)
+    return CalibratedMachine.read(path, ranks)
+
+
+def operation(name: str, kind: Kind = Kind.MEMORY, flops: int = 0, itemsize: int = 4) -> Operation:
+    return Operation(name, kind, flops, (), itemsize, reads=((0, 600),), writes=((1, 400),))
+
+
+def test_an_operation_has_the_rate_of_its_name_or_kind(tmp_path: Path) -> None:
+    found = machine(tmp_path, 2)
+    around = 1e-5
+    mm = operation("mm", Kind.MATMUL, 10**6)
+    half = operation("mm", Kind.MATMUL, 10**6, itemsize=2)
+    assert found.operation_seconds(mm) == pytest.approx(around + 1e-6 + 1e-5)
+    assert found.operation_seconds(half) == pytest.approx(around + 1e-6 + 1e-4)
+    assert found.operation_seconds(operation("gelu")) == pytest.approx(around + 1e-6)
+    assert found.operation_seconds(operation("tanh")) == pytest.approx(around + 1e-7)
+    assert found.operation_seconds(operation("gelu", itemsize=2)) == pytest.approx(around + 1e-6)
+
+
+def test_ranks_share_the_cores(tmp_path: Path) -> None:
+    mm = operation("mm", Kind.MATMUL, 10**9)
+    two, four = machine(tmp_path, 2), machine(tmp_path, 4)
+    assert four.operation_seconds(mm) == 2 * two.operation_seconds(mm)
+    assert two.constants.interference > 1000
+    on_gpus = machine(tmp_path, 4, cores=0)
+    assert on_gpus.constants.interference == 0
+    assert on_gpus.operation_seconds(mm) == pytest.approx(two.operation_seconds(mm) - 1e-5)
+    assert on_gpus.constants.operation_seconds == 1e-5
+
+
+def test_collectives_follow_their_curve_and_dtype(tmp_path: Path) -> None:
+    found = machine(tmp_path, 2)
+    ranks = Group(2)
+    assert found.all_gather_seconds(100, ranks) == 1e-4
+    assert found.all_gather_seconds(1 << 15, ranks) == pytest.approx(1e-4 * 10**0.5)
+    assert found.all_gather_seconds(4 * MB, ranks) == 4e-3
+    assert found.all_gather_seconds(MB, Group(1)) == 0, "nothing was measured for a cast"
+    half = found.under(Configuration(reduce_dtype=torch.bfloat16))
+    assert found.reduce_scatter_seconds(MB, ranks) == 2e-3
+    assert half.reduce_scatter_seconds(MB, ranks) == 3e-3
+    assert found.reduce_scatter_seconds(MB, Group(1)) == 0
+
+
+def test_ranks_that_were_not_measured_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"measured on 2, 4 ranks, not on 3; .* --ranks 3"):
+        machine(tmp_path, 3)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('"start": 1e-06', '"start": -1', r"ranks\.2\.operations\.mm/4\.start"),
+        ('"version": 1', '"version": 7', "version 7, expected 1"),
+        ('"threads": 1', '"thread": 1', r"ranks\.2\.threads"),
+        ("{", "[", "Invalid JSON"),
+    ],
+)
+def test_a_malformed_file_names_the_entry(
+    before: str, after: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "machine.json"
+    calibration().write(path)
+    path.write_text(path.read_text().replace(before, after, 1))
+    with pytest.raises(ConfigError, match=message):
+        CalibratedMachine.read(path, 2)

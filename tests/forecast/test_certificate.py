@@ -1,0 +1,142 @@
+"""The memory certificate, on activations made by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.errors import PlanError
+from shardwise.forecast.certificate import CATEGORIES, Certificate, memory_certificate
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.memory import step_memory
+from shardwise.forecast.planned import plan_of
+from shardwise.forecast.work import Segment, Workload
+from shardwise.schedule.events import EventKind
+
+BLOCK = 16 * 16  # elements of one block
+KEPT = 1000  # bytes that a block's forward leaves for its backward
+CONFIGURATION = Configuration(
+    shard_size=4, sequence=8, compute_dtype=torch.float32, optimizer="adamw"
+)
+
+
+def model_of(depth: int) -> nn.Module:
+    with torch.device("meta"):
+        model = nn.Module()
+        model.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(depth))
+    return model
+
+
+def workload_of(depth: int) -> Workload:
+    """Each forward takes 1500 bytes and keeps 1000, each backward frees them again."""
+    forward = [
+        Segment(EventKind.FORWARD, 0, (), 0, 0, 0),
+        *(
+            Segment(
+                EventKind.FORWARD, 1 + n, (), KEPT * n, KEPT * n + 3 * KEPT // 2, KEPT * (n + 1)
+            )
+            for n in range(depth)
+        ),
+    ]
+    end = KEPT * depth
+    backward = [
+        Segment(EventKind.BACKWARD, 0, (), end, end, end),
+        *(
+            Segment(EventKind.BACKWARD, 1 + n, (), KEPT * (n + 1), KEPT * (n + 2), KEPT * n)
+            for n in reversed(range(depth))
+        ),
+    ]
+    units = ("", *(f"layers.{n}" for n in range(depth)))
+    return Workload(units, (*forward, *backward), len(forward), sequences=1, tokens=8)
+
+
+def certificate_of(configuration: Configuration, depth: int = 5, stage: int = 0) -> Certificate:
+    plan = plan_of(model_of(depth), configuration)
+    return memory_certificate(plan, workload_of(depth), configuration, stage=stage)
+
+
+def test_every_category_is_in_the_peak() -> None:
+    certificate = certificate_of(CONFIGURATION, depth=5)
+    shards = 4 * BLOCK * 5 // 4
+    peak = certificate.peak
+    assert peak.label == "backward layers.3"
+    assert (peak.parameters, peak.optimizer) == (shards, 2 * shards)
+    assert peak.gathered == 2 * 4 * BLOCK, "the one that computes and the next one"
+    assert peak.communication == 2 * 4 * BLOCK, "its gradients, and those before, being reduced"
+    assert peak.gradients == 4 * BLOCK // 4, "where those are reduced to"
+    assert peak.activations == 5 * KEPT
+    assert peak.buffers == 2 * 8 * 8, "tokens and labels"
+    assert peak.total == certificate.peak_bytes == sum(peak.by_category().values())
+
+
+def test_without_activations_it_is_the_memory_of_the_plan() -> None:
+    plan = plan_of(model_of(5), CONFIGURATION)
+    bare = [
+        replace(one, start_bytes=0, peak_bytes=0, end_bytes=0) for one in workload_of(5).segments
+    ]
+    workload = replace(workload_of(5), segments=tuple(bare), tokens=0)
+    certificate = memory_certificate(plan, workload, replace(CONFIGURATION, optimizer="sgd"))
+    assert certificate.peak_bytes == step_memory(plan).peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_per_element"),
+    [("adamw", 8), ("lion", 4), ("sgd", 0), ("sgd_momentum", 4), ("adamw8bit", 2 * (1 + 1 / 64))],
+)
+def test_states_of_the_optimizer(optimizer: str, bytes_per_element: float) -> None:
+    certificate = certificate_of(replace(CONFIGURATION, optimizer=optimizer))  # type: ignore[arg-type]
+    assert certificate.peak.optimizer == pytest.approx(bytes_per_element * BLOCK * 5 / 4)
+
+
+def test_adafactor_keeps_a_mean_of_each_row_and_column() -> None:
+    certificate = certificate_of(replace(CONFIGURATION, optimizer="adafactor"))
+    assert certificate.peak.optimizer == 5 * 4 * (16 // 4 + 16)
+
+
+def test_a_foreach_update_makes_roots_of_all_second_moments() -> None:
+    certificate = certificate_of(replace(CONFIGURATION, optimizer_loop="foreach"))
+    assert certificate.timeline[-1].label == "update"
+    assert certificate.timeline[-1].temporaries == 4 * BLOCK * 5 // 4
+    assert certificate_of(CONFIGURATION).timeline[-1].temporaries == 0
+
+
+def test_offload_moves_shards_and_states_to_the_host() -> None:
+    certificate = certificate_of(replace(CONFIGURATION, offload="parameters"))
+    assert certificate.peak.parameters == certificate.peak.optimizer == 0
+    assert certificate.host_bytes == 4 * 4 * BLOCK * 5 // 4, "gradients too"
+
+
+def test_activations_on_the_host_leave_those_of_one_block() -> None:
+    certificate = certificate_of(replace(CONFIGURATION, activation_offload=True))
+    assert max(moment.activations for moment in certificate.timeline) == 2 * KEPT
+    assert certificate.host_bytes == 5 * KEPT
+
+
+def test_a_stage_keeps_micro_batches_of_those_after_it() -> None:
+    configuration = replace(CONFIGURATION, pipeline=4, accumulation=8)
+    for stage in range(4):
+        peak = certificate_of(configuration, stage=stage).peak
+        assert peak.activations >= 5 * KEPT * (4 - stage)
+        assert peak.activations <= 5 * KEPT * (4 - stage) + KEPT
+
+
+def test_chunks_keep_more_micro_batches() -> None:
+    """On the first stage (p - 1) / (p * chunks) of a pipeline's more (arXiv 2205.05198)."""
+    for chunks in (2, 4):
+        configuration = replace(CONFIGURATION, pipeline=4, accumulation=8, chunks=chunks)
+        kept = 5 * KEPT * 4 * (1 + 3 / (4 * chunks))
+        assert kept <= certificate_of(configuration).peak.activations <= kept + KEPT
+    with pytest.raises(PlanError, match="accumulation to be a multiple of pipeline=4, got 6"):
+        certificate_of(replace(configuration, accumulation=6))
+
+
+def test_gathers_and_reductions_reserve_memory_of_their_own() -> None:
+    certificate = certificate_of(CONFIGURATION)
+    assert certificate.device_bytes > certificate.reserved_bytes > certificate.peak_bytes
+
+
+def test_thousands_of_ranks_take_no_longer() -> None:
+    certificate = certificate_of(replace(CONFIGURATION, strategy="hsdp", replicas=1 << 12))
+    assert certificate.peak_bytes == certificate_of(CONFIGURATION).peak_bytes
+    assert set(certificate.peak.by_category()) == set(CATEGORIES)

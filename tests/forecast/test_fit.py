@@ -1,0 +1,157 @@
+"""`sw.fit` against an exhaustive search, and against the memory of real steps."""
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import profile
+
+from shardwise.errors import ConfigError, PlanError
+from shardwise.forecast import machines
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.fit import WORDS, Fit, Search, choose, fit
+from shardwise.forecast.hardware import parse_cluster
+from shardwise.forecast.machine import Machine
+from shardwise.forecast.machines import local_machine
+from shardwise.forecast.models import Model
+from shardwise.forecast.numbers import bytes_of
+from shardwise.forecast.transformer import Shape, build
+from shardwise.train.model import GPT, Shape as TrainShape
+from tests.forecast.test_certificate_measured import _peak_of
+from tests.ranks import on_ranks
+
+LLAMA = Shape(arch="llama", layers=4, hidden=64, heads=4, vocab=500, ffn=128)
+TIED = Shape(
+    arch="gpt", layers=5, hidden=64, heads=4, vocab=300, positions=32, tied_embeddings=True
+)
+BASE = Configuration(shard_size=2, micro_batch=4, sequence=32, compute_dtype=torch.float32)
+
+
+def trained() -> nn.Module:
+    return GPT(TrainShape(vocabulary=256, context=32, width=64, layers=3, heads=4))
+
+
+def search_of(model: Model, *, on_cpu: bool = True) -> Search:
+    return Search(model, Machine.of(parse_cluster("2xH100")), on_cpu)
+
+
+def all_of(search: Search, base: Configuration) -> list[Fit]:
+    return [
+        search.fit(search.recomputing(one, word, count))
+        for one in search.bases(base)
+        for word in WORDS
+        for count in range(search.num_blocks + 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(Model("llama", LLAMA), marks=pytest.mark.thorough),
+        pytest.param(Model("tied", TIED), marks=pytest.mark.thorough),
+        pytest.param(Model("trained", factory=trained), marks=pytest.mark.thorough),
+    ],
+    ids=lambda model: model.name,
+)
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_the_step_is_near_the_best_of_all(model: Model, on_cpu: bool) -> None:
+    search = search_of(model, on_cpu=on_cpu)
+    everything = all_of(search, BASE)
+    sizes = sorted(one.num_bytes for one in everything)
+    for share in (0.0, 0.25, 0.5, 1.0):
+        budget = int(sizes[0] + share * (sizes[-1] - sizes[0]))
+        best = min(one.seconds for one in everything if one.num_bytes <= budget)
+        chosen = choose(search, BASE, budget)
+        assert chosen.num_bytes <= budget
+        assert chosen.seconds <= 1.1 * best
+    with pytest.raises(
+        PlanError, match=r"nothing fits; the least is [\d,]+ bytes a rank.*would save"
+    ):
+        choose(search, BASE, int(0.95 * sizes[0]))
+
+
+def test_a_large_budget_recomputes_nothing() -> None:
+    base = replace(BASE, micro_batch=1)
+    chosen = choose(search_of(Model("llama", LLAMA)), base, 1 << 40)
+    assert chosen.configuration.checkpointing == "none"
+    assert chosen.words == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("24 GB", 24 * 10**9), ("24GiB", 24 << 30), ("1.5 mb", 1_500_000), (7, 7), ("512", 512)],
+)
+def test_bytes(text: int | str, num_bytes: int) -> None:
+    assert bytes_of(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["lots", "1.2.3 GB", "."])
+def test_bytes_are_refused(text: str) -> None:
+    with pytest.raises(PlanError, match=f"budget='{text}': expected bytes"):
+        bytes_of(text)
+
+
+def test_without_a_gpu_ranks_share_a_usual_cpu() -> None:
+    machine = local_machine(2)
+    assert (machine.cluster.num_devices, machine.cluster.device_word) == (2, "rank")
+    assert machine.constants.interference > 1000, "collectives take the cores"
+
+
+def test_a_gpu_without_data_has_to_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machines, "name_of", lambda _device: "NVIDIA H100 80GB HBM3")
+    assert str(local_machine(8).cluster) == "8xH100-SXM-80GB"
+    monkeypatch.setattr(machines, "name_of", lambda _device: "NVIDIA Z900")
+    with pytest.raises(ConfigError, match=r"'NVIDIA Z900'.*shardwise doctor --calibrate"):
+        local_machine(8)
+
+
+@on_ranks(2, deadline=120.0)
+@pytest.mark.thorough
+@pytest.mark.parametrize("share", [0.1, 0.6])
+def test_a_step_stays_within_the_budget(share: float) -> None:
+    search = search_of(Model("llama", LLAMA))
+    sizes = [
+        search.num_bytes(search.recomputing(one, word, count))
+        for one in search.bases(BASE)
+        for word in WORDS
+        for count in (0, search.num_blocks)
+    ]
+    budget = int(min(sizes) + share * (max(sizes) - min(sizes)))
+    torch.manual_seed(0)
+    model: Any = build(LLAMA).to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    fitted = fit(
+        model, budget=budget, batch=4, sequence=32, configuration=replace(BASE, shard_size=1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(4, 32, dtype=torch.long)
+
+    def step() -> None:
+        for part in torch.split(tokens, fitted.configuration.micro_batch):
+            model(part, part).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    gc.collect()
+    with profile(profile_memory=True) as profiled:
+        step()
+    # Shards, states and gathered units are not allocated anew.
+    most = max(
+        fitted.certificate.timeline,
+        key=lambda one: one.activations + one.communication + one.gradients + one.temporaries,
+    )
+    others = most.parameters + most.optimizer + most.gathered
+    assert _peak_of(profiled) + others <= 1.03 * budget
+    assert fitted.num_bytes <= budget
+
+
+def test_units_are_the_repeated_blocks() -> None:
+    with pytest.raises(PlanError, match="per repeated block"):
+        fit(build(LLAMA), budget="1 GB", batch=1, sequence=8, units=nn.Linear)

@@ -1,0 +1,203 @@
+"""Models by name, by configuration file and by function, and their workloads."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ConfigError
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.models import Model, resolve_model, workload_of
+from shardwise.forecast.planned import plan_of, precision_of
+from shardwise.forecast.tracing import trace
+from shardwise.forecast.transformer import Shape
+from shardwise.forecast.work import Workload
+from shardwise.plan.units import choose_units
+from shardwise.schedule.events import EventKind
+
+SMALL = Configuration(sequence=16, micro_batch=2)
+SHAPES = {
+    "gpt": Shape(arch="gpt", layers=6, hidden=32, heads=4, vocab=50, dropout=0.1, has_bias=True),
+    "t5": Shape(arch="t5", layers=5, hidden=32, heads=4, vocab=50, tied_embeddings=True),
+    "experts": Shape(arch="llama", layers=5, hidden=32, heads=4, vocab=50, experts=4),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt3-175b", 174_604_259_328),
+        ("t5-11b", 11_307_321_344),
+        ("meta-llama/Llama-3.1-8B", 8_030_261_248),
+        ("llama-3-70b", 70_553_706_496),
+        ("Qwen/Qwen2.5-7B", 7_615_616_512),
+        ("qwen-3-8b", 8_190_735_360),
+        ("mixtral-8x7b", 46_702_792_704),
+    ],
+)
+def test_parameters_are_those_that_were_published(name: str, parameters: int) -> None:
+    assert resolve_model(name).num_parameters == parameters
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("word", [pytest.param("none", marks=pytest.mark.thorough), "full"])
+def test_a_workload_has_the_units_of_the_plan(name: str, word: Any) -> None:
+    model = Model(name, SHAPES[name])
+    configuration = replace(SMALL, checkpointing=word, shard_size=8)
+    plan = plan_of(model.build(configuration), configuration)
+    workload = workload_of(model, configuration)
+    assert workload.units == tuple(unit.name for unit in plan.units)
+    assert (workload.sequences, workload.tokens) == (2, 32)
+    assert workload.segments[0].start_bytes == workload.segments[-1].end_bytes == 0
+    forwards = [one for one in workload.segments if one.kind is EventKind.FORWARD]
+    assert len(forwards) == len(plan.units) + model.layers * (word == "full")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("word", ["none", "full", "selective"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_few_blocks_stand_for_all(name: str, word: Any, autocast: bool) -> None:
+    configuration = replace(SMALL, checkpointing=word, autocast=autocast)
+    model = Model(name, SHAPES[name])
+    module = model.build(configuration)
+    units = choose_units(module, "auto")
+    whole = trace(
+        module,
+        [torch.zeros(2, 16, dtype=torch.long)] * 2,
+        units=units,
+        precision=precision_of(configuration),
+        autocast=torch.bfloat16 if autocast else None,
+        checkpointing=dict.fromkeys(units[1:], word),
+    )
+    found = workload_of(model, configuration)
+    assert found.units == whole.units
+    for one, other in zip(found.segments, whole.segments, strict=True):
+        assert replace(one, operations=()) == replace(other, operations=())
+        assert [each.name for each in one.operations] == [each.name for each in other.operations]
+
+
+def flops(workload: Workload) -> int:
+    return sum(one.flops for segment in workload.segments for one in segment.operations)
+
+
+def test_blocks_have_words_of_their_own() -> None:
+    model = Model("gpt", SHAPES["gpt"])
+    plain, every_other, full = (
+        workload_of(model, replace(SMALL, checkpointing=words))
+        for words in ("none", ("none", "full") * 3, "full")
+    )
+    assert flops(full) - flops(every_other) == flops(every_other) - flops(plain)
+    with pytest.raises(ConfigError, match="a word for each of the 6 blocks, got 2"):
+        workload_of(model, replace(SMALL, checkpointing=("none", "full")))
+
+
+def test_experts_compute_for_the_tokens_that_they_get() -> None:
+    dense, sparse = replace(SHAPES["experts"], experts=0, ffn=2 * 128), SHAPES["experts"]
+    router = 3 * 2 * 32 * 32 * 4 * 5
+    assert flops(workload_of(Model("", sparse), SMALL)) - router == flops(
+        workload_of(Model("", dense), SMALL)
+    )
+
+
+def test_a_fused_loss_keeps_logits_alone() -> None:
+    llama = Shape(arch="llama", layers=2, hidden=8, heads=2, vocab=1_000)
+    peaks = {
+        loss: max(
+            segment.peak_bytes
+            for segment in workload_of(Model("", replace(llama, loss=loss)), SMALL).segments
+        )
+        for loss in ("float32", "compute", "fused")
+    }
+    logits = 2 * 32 * 1_000  # in bfloat16
+    assert peaks["fused"] // logits == 2  # with their gradient
+    # Logarithms of probabilities, their gradient, and that of the logits.
+    assert peaks["compute"] // logits == 3
+    assert peaks["float32"] // logits == 3 * 2
+
+
+# -- other models --------------------------------------------------------------------------------
+
+
+class Logits(nn.Module):
+    """A user's model, which returns logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(5))
+        self.head = nn.Linear(8, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def test_a_function_builds_a_model() -> None:
+    model = resolve_model(f"{__name__}:Logits")
+    workload = workload_of(model, SMALL)
+    assert workload.units == ("", *(f"blocks.{number}" for number in range(5)))
+    tokens = 2 * 16
+    assert flops(workload) == 3 * 2 * tokens * 8 * (5 * 8 + 50)
+
+
+HUGGING_FACE = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 5,
+    "vocab_size": 50,
+}
+THE_SAME = Shape(arch="llama", layers=5, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=50)
+
+
+def test_without_transformers_a_hugging_face_configuration_is_a_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(HUGGING_FACE), encoding="utf-8")
+    assert resolve_model(str(file)).shape == THE_SAME
+    file.write_text(json.dumps({"model_type": "mamba"}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="model_type='mamba' needs transformers; pip install"):
+        resolve_model(str(file))
+
+
+@pytest.mark.thorough  # the import takes ten seconds
+def test_a_hugging_face_configuration_is_the_model_that_it_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HUGGING_FACE), encoding="utf-8")
+    model = resolve_model(str(tmp_path))
+    same = Model("the same", THE_SAME)
+    assert model.num_parameters == same.num_parameters
+    assert model.layers == 5
+    found, expected = (workload_of(one, SMALL) for one in (model, same))
+    assert flops(found) == flops(expected)
+    kept, expected_kept = (
+        one.segments[2].end_bytes - one.segments[1].end_bytes for one in (found, expected)
+    )
+    assert kept == expected_kept, "of a block"
+    divided = replace(SMALL, tensor=2, pipeline=2)
+    found, expected = (workload_of(one, divided) for one in (model, same))
+    assert found == expected
+
+
+def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'lama-3-8b': .*; did you mean 'llama-3-8b'\?"):
+        resolve_model("lama-3-8b")
+    with pytest.raises(ConfigError, match="No module named 'nowhere'"):
+        resolve_model("nowhere:model")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        resolve_model(str(tmp_path))
+    with pytest.raises(ConfigError, match="kv_heads=3: expected a divisor of heads=4"):
+        Shape(arch="llama", layers=1, hidden=8, heads=4, kv_heads=3, vocab=8)

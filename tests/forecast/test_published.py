@@ -1,0 +1,215 @@
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.errors import ConfigError
+from shardwise.forecast.published import read_rows
+from shardwise.forecast.row_configuration import (
+    UnscoredError,
+    checkpointings_of,
+    configuration_of,
+    is_flash1,
+    shape_of,
+)
+
+ROW: dict[str, Any] = {
+    "id": "example-7b-64",
+    "family": "example",
+    "scope": "core",
+    "source": {"title": "an example"},
+    "model": {
+        "name": "Example 7B",
+        "arch": "llama",
+        "layers": 4,
+        "hidden": 1024,
+        "heads": 8,
+        "kv_heads": 4,
+        "ffn": 2816,
+        "ffn_kind": "swiglu",
+        "vocab": 32000,
+        "seq": 2048,
+        "params": 100_000_000,
+        "tied_embeddings": False,
+    },
+    "framework": "PyTorch FSDP1",
+    "strategy": {
+        "sharding": "full_shard",
+        "shard_group": 64,
+        "replicas": 1,
+        "reshard_after_forward": True,
+        "tp": 1,
+        "pp": 1,
+        "cp": 1,
+        "ep": 1,
+    },
+    "gpu": "A100-SXM-80GB",
+    "gpus": 64,
+    "gpus_per_node": 8,
+    "interconnect": {"intra_node": "NVLink3", "inter_node_gbps_per_node": 1600, "note": None},
+    "micro_batch": 4,
+    "grad_accumulation": 2,
+    "global_batch": 512,
+    "precision": "bf16 mixed (fp32 sharded params, fp32 reduce)",
+    "optimizer": "adamw",
+    "activation_checkpointing": "none",
+    "activation_checkpointing_detail": None,
+    "offload": None,
+    "compile": False,
+    "attention": "flash",
+    "adapter": None,
+    "outcome": "ok",
+    "measured": {
+        "tflops_per_gpu": None,
+        "mfu": 0.5,
+        "hfu": None,
+        "tokens_per_s_per_gpu": 100_000,
+        "step_s": None,
+        "peak_mem_gib": 10.0,
+    },
+    "definition": {
+        "flops_formula": "6N+12*L*h*s per token",
+        "includes_recompute": False,
+        "attention_flops": "full (non-causal)",
+        "peak_tflops_used": 312,
+        "memory_metric": "peak allocated",
+        "note": None,
+    },
+    "config_complete": True,
+    "notes": None,
+}
+
+
+def row_with(changes: dict[str, Any]) -> dict[str, Any]:
+    """`ROW` with fields changed; "model.layers" is a field within one."""
+    row = copy.deepcopy(ROW)
+    for path, value in changes.items():
+        *parents, name = path.split(".")
+        place = row
+        for parent in parents:
+            place = place[parent]
+        place[name] = value
+    return row
+
+
+def write(tmp_path: Path, *rows: dict[str, Any]) -> Path:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"rows": rows}))
+    return path
+
+
+def read(tmp_path: Path, changes: dict[str, Any]) -> Any:
+    return read_rows(write(tmp_path, row_with(changes)))[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("model.layers", -4, "greater than or equal to 1, got -4"),
+        ("model.layers", "many", "valid integer, got 'many'"),
+        ("model.layers", True, "valid integer, got True"),
+        ("model.heads", 7, "expected a divisor of hidden=1024, got 7"),
+        ("model.kv_heads", 3, "expected a divisor of heads=8, got 3"),
+        ("model.seq", 0, "greater than or equal to 1, got 0"),
+        ("model.arch", "rnn", "got 'rnn'"),
+        ("strategy.sharding", "fulll_shard", "got 'fulll_shard'"),
+        ("strategy.tp", 3, "expected a divisor of heads=8, got 3"),
+        ("strategy.cp", 0, "greater than or equal to 1"),
+        ("gpu", "A1000", "'A1000' is not known; did you mean 'A100'"),
+        ("gpus", 63, "expected shard_group x replicas x tp x pp"),
+        ("micro_batch", 2.5, "valid integer"),
+        ("global_batch", 511, "= 512, got 511"),
+        ("activation_checkpointing", "some", "got 'some'"),
+        ("outcome", "oom", "expected null for a run that is out of memory"),
+        ("measured.mfu", 50.0, "less than or equal to 1, got 50.0"),
+        ("measured.tokens_per_s_per_gpu", -1, "greater than 0, got -1"),
+        ("measured.tokens_per_s_per_gpu", float("nan"), "finite number"),
+        ("measured.step_s", 100.0, "tokens in 100.0 s are"),
+        ("definition.peak_tflops_used", "fast", "valid number, got 'fast'"),
+        ("interconnect.inter_node_gbps_per_node", 0, "greater than 0, got 0"),
+    ],
+)
+def test_nonsense_is_an_error_that_names_the_row_and_the_field(
+    field: str, value: object, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="row 'example-7b-64': ") as raised:
+        read(tmp_path, {field: value})
+    named = {"strategy.tp": ("strategy.tp", "gpus"), "outcome": ("measured.",)}
+    assert any(f": {name}" in str(raised.value) for name in named.get(field, (field,)))
+    if field != "strategy.tp":
+        assert message in str(raised.value)
+
+
+def test_a_missing_field_and_a_repeated_row_are_errors(tmp_path: Path) -> None:
+    row = row_with({})
+    del row["micro_batch"]
+    with pytest.raises(ConfigError, match="micro_batch: field required, got nothing"):
+        read_rows(write(tmp_path, row))
+    with pytest.raises(ConfigError, match="id: row 0 has the same one"):
+        read_rows(write(tmp_path, ROW, ROW))
+    with pytest.raises(ConfigError, match="row 'number 0'"):
+        read_rows(write(tmp_path, row_with({"id": ""})))
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"rows": 3}', '{"row": []}'])
+def test_another_file_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="rows"):
+        read_rows(path)
+
+
+def test_a_row_becomes_a_configuration(tmp_path: Path) -> None:
+    row = read(tmp_path, {})
+    found = configuration_of(row)
+    assert (found.strategy, found.shard_size, found.replicas) == ("fsdp", 64, 1)
+    assert (found.micro_batch, found.accumulation, found.sequence) == (4, 2, 2048)
+    assert (found.master_dtype, found.compute_dtype) == (torch.float32, torch.bfloat16)
+    assert (found.reduce_dtype, found.stack) == (torch.float32, "fsdp1")
+    assert found.world_size == row.cluster().num_devices == 64
+    assert found.global_batch == row.global_batch
+    shape = shape_of(row)
+    assert (shape.layers, shape.hidden, shape.kv_heads, shape.positions) == (4, 1024, 4, 0)
+
+
+def test_degrees_and_strategies_of_rows(tmp_path: Path) -> None:
+    hybrid = {"strategy.shard_group": 8, "strategy.replicas": 8}
+    assert configuration_of(read(tmp_path, hybrid)).strategy == "hsdp"
+    context = configuration_of(read(tmp_path, {"strategy.cp": 2, "global_batch": 256}))
+    assert (context.shard_size, context.context, context.world_size) == (32, 2, 64)
+    replicated = configuration_of(read(tmp_path, {"strategy.sharding": "ddp"}))
+    assert (replicated.shard_size, replicated.replicas) == (1, 64)
+
+
+def test_what_frameworks_imply(tmp_path: Path) -> None:
+    assert configuration_of(read(tmp_path, {"framework": "MaxText (JAX/XLA)"})).compiled
+    assert is_flash1(read(tmp_path, {"framework": "llm-foundry/Composer (PyTorch FSDP1)"}))
+    every = {
+        "activation_checkpointing": "selective",
+        "activation_checkpointing_detail": "checkpoint every n-th block; n not stated",
+    }
+    assert checkpointings_of(read(tmp_path, every)) == [("none", "full", "none", "full")]
+    unknown = checkpointings_of(read(tmp_path, {"activation_checkpointing": None}))
+    assert unknown[0] == "none"
+    assert unknown[-1] == "full"
+    pure = configuration_of(read(tmp_path, {"precision": "bf16 (params, grads, states)"}))
+    assert pure.master_dtype == pure.reduce_dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"config_complete": False}, "not complete"),
+        ({"adapter": "LoRA"}, "adapters"),
+        ({"precision": "fp8"}, "8 bits"),
+        ({"gpus": None}, "not published"),
+    ],
+)
+def test_rows_that_are_not_predicted_say_why(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnscoredError, match=reason):
+        configuration_of(read(tmp_path, changes))

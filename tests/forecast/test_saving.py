@@ -1,0 +1,203 @@
+"""The plan of a checkpoint against what ranks really write and read."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint import save as saving
+from shardwise.checkpoint.collect import WriteJob
+from shardwise.checkpoint.coordination import Coordinator
+from shardwise.checkpoint.write import write
+from shardwise.errors import PlanError
+from shardwise.forecast.saving import CheckpointPlan, FileRange, Storage, save_plan
+from shardwise.plan.granularity import Dim, Granularity
+from shardwise.plan.plan import Plan, make_plan
+from tests.checkpoint.training import Training, adamw, options_for
+from tests.models import CASES, build
+from tests.ranks import run_on
+
+SMALL = 100  # bytes: several files
+
+
+def plan_of(name: str, ranks: int, strategy: str, **options: Any) -> CheckpointPlan:
+    model = build(name)
+    return save_plan(
+        model,
+        _plan(model, ranks, strategy, units=CASES[name].units, **options),
+        optimizer=adamw,
+        max_file_bytes=SMALL,
+    )
+
+
+def _plan(model: nn.Module, ranks: int, strategy: str, **options: Any) -> Plan:
+    shards, replicas = ranks, 1
+    if strategy == "ddp":
+        shards, replicas = 1, ranks
+    elif strategy == "hsdp":
+        shards, replicas = 2, ranks // 2
+    elif strategy == "hfsdp":
+        replicas = ranks // 2
+    return make_plan(model, world_size=shards, replicas=replicas, strategy=strategy, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "strategy", "options"),
+    [
+        ("gpt", 2, "fsdp", {}),
+        ("frozen", 2, "zero2", {"granularity": "row"}),
+        pytest.param("conv", 4, "hsdp", {}, marks=pytest.mark.thorough),
+        pytest.param("tied", 3, "zero1", {}, marks=pytest.mark.thorough),
+        pytest.param("mixed dtypes", 4, "hfsdp", {}, marks=pytest.mark.thorough),
+        pytest.param("lora", 4, "ddp", {}, marks=pytest.mark.thorough),
+        pytest.param("gpt", 1, "fsdp", {}, marks=pytest.mark.thorough),
+        pytest.param("tiny", 4, "fsdp", {"granularity": "dim"}, marks=pytest.mark.thorough),
+        pytest.param("stack", 4, "hsdp", {"granularity": "dim"}, marks=pytest.mark.thorough),
+        ("gpt", 2, "fsdp", {"offload_policy": sw.CPUOffloadPolicy()}),
+    ],
+)
+def test_planned_ranges_and_files_are_those_of_a_save(
+    name: str, ranks: int, strategy: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    found = run_on(ranks, _save_and_load, name, strategy, options, tmp_path / "x")
+    offload = options.get("offload_policy")
+    kept = {key: value for key, value in options.items() if key != "offload_policy"}
+    planned = plan_of(name, ranks, strategy, **kept, **({"offload": offload} if offload else {}))
+    _compare(planned, found, tmp_path / "x")
+
+
+@pytest.mark.parametrize("strategy", ["hsdp", pytest.param("ddp", marks=pytest.mark.thorough)])
+def test_replicas_divide_large_shards(strategy: str, tmp_path: Path) -> None:
+    found = run_on(4, _save_wide, strategy, 0, tmp_path / "x", deadline=60.0)
+    _compare(_planned_wide(strategy, "element"), found, tmp_path / "x")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("hsdp", marks=pytest.mark.thorough)])
+def test_tensors_that_are_gathered_are_cut_evenly(strategy: str, tmp_path: Path) -> None:
+    found = run_on(4, _save_wide, strategy, 1, tmp_path / "x", deadline=60.0)
+    planned = _planned_wide(strategy, Dim(1))
+    assert planned.gathered == ["0.weight", "1.weight"]
+    _compare(planned, found, tmp_path / "x")
+
+
+def test_a_load_on_other_ranks_reads_the_planned_bytes(tmp_path: Path) -> None:
+    run_on(2, _save_and_load, "gpt", "fsdp", {}, tmp_path / "x")
+    written, read = plan_of("gpt", 2, "fsdp"), plan_of("gpt", 3, "zero2")
+    assert read.files == written.files
+    found = run_on(3, _load, "gpt", "zero2", tmp_path / "x")
+    assert read.load.tensor_bytes.tolist() == found
+
+
+def test_thousands_of_ranks_write_every_byte_once() -> None:
+    planned = plan_of("gpt", 2816, "fsdp")
+    sizes = {file.name: len(file.head) for file in planned.files}
+    for rank in range(2816):
+        if planned.save.num_ranges[rank]:
+            for one in planned.writes(rank):
+                sizes[one.file] += one.num_bytes
+    assert sizes == {file.name: file.num_bytes for file in planned.files}
+    assert planned.save.num_bytes.sum() == planned.num_bytes
+
+
+def test_time_is_that_of_the_narrowest_part() -> None:
+    save = plan_of("gpt", 4, "fsdp").save
+    sizes = save.num_bytes.tolist()
+    assert save.seconds(Storage(per_rank=10)) == max(sizes) / 10
+    node = Storage(per_node=10, ranks_per_node=2)
+    assert save.seconds(node) == max(sum(sizes[:2]), sum(sizes[2:])) / 10
+    assert save.seconds(Storage(per_rank=1e9, total=10)) == sum(sizes) / 10
+    assert save.seconds(Storage()) == 0
+
+
+def test_states_are_those_of_the_master() -> None:
+    model = nn.Linear(4, 4, dtype=torch.bfloat16)
+    planned = save_plan(model, make_plan(model, world_size=2), optimizer=_sgd)
+    assert planned.tensor_bytes == 2 * 20 * 4
+    assert model.weight.grad is None
+    assert model.weight.device.type == "cpu"
+
+
+def test_an_optimizer_that_reads_values_is_an_error() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(PlanError, match="Adafactor cannot take a step on the meta device"):
+        save_plan(
+            model,
+            make_plan(model, world_size=2),
+            optimizer=lambda module: torch.optim.Adafactor(module.parameters()),
+        )
+
+
+def _compare(planned: CheckpointPlan, found: list[tuple[list[FileRange], int]], path: Path) -> None:
+    files = {file.name: file.num_bytes for file in planned.files} | planned.other_files
+    assert files == {file.name: file.stat().st_size for file in path.iterdir()}
+    assert planned.num_ranks == len(found)
+    for rank, (ranges, bytes_read) in enumerate(found):
+        assert planned.writes(rank) == ranges
+        assert planned.save.tensor_bytes[rank] == sum(one.num_bytes for one in ranges)
+        assert planned.save.num_files[rank] == len({one.file for one in ranges})
+        assert planned.load.tensor_bytes[rank] == bytes_read
+
+
+def _save_and_load(
+    name: str, strategy: str, options: dict[str, Any], path: Path
+) -> tuple[list[FileRange], int]:
+    training = Training(name, **{**options_for(strategy), **options})
+    training.step()
+    ranges = _written(
+        lambda: sw.save(
+            path, model=training.model, optimizer=training.optimizer, max_file_bytes=SMALL
+        )
+    )
+    return ranges, sw.load(path, model=training.model, optimizer=training.optimizer).bytes_read
+
+
+def _load(name: str, strategy: str, path: Path) -> int:
+    training = Training(name, **options_for(strategy))
+    return sw.load(path, model=training.model, optimizer=training.optimizer).bytes_read
+
+
+def _save_wide(strategy: str, dim: int, path: Path) -> tuple[list[FileRange], int]:
+    granularity: Granularity = Dim(dim) if dim else "element"
+    model = sw.fully_shard(
+        _wide(), units=nn.Linear, granularity=granularity, **options_for(strategy)
+    )
+    ranges = _written(lambda: sw.save(path, model=model))
+    return ranges, sw.load(path, model=model).bytes_read
+
+
+def _planned_wide(strategy: str, granularity: Any) -> CheckpointPlan:
+    model = _wide()
+    return save_plan(model, _plan(model, 4, strategy, units=nn.Linear, granularity=granularity))
+
+
+def _wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(1101, 1030, bias=False), nn.Linear(1030, 3, bias=False))
+
+
+def _sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def _written(run: Callable[[], object]) -> list[FileRange]:
+    """What this rank writes to which place, by the job of the save that ``run`` makes."""
+    jobs: list[WriteJob] = []
+
+    def spy(job: WriteJob, ranks: Coordinator) -> None:
+        jobs.append(job)
+        write(job, ranks)
+
+    with mock.patch.object(saving, "write", spy):
+        run()
+    return [
+        FileRange(file.name, offset + own.start_byte, own.elements.nbytes, name)
+        for file in jobs[0].files
+        for (name, offset), number in zip(
+            file.offsets.items(), jobs[0].numbers[file.name], strict=True
+        )
+        if (own := jobs[0].slices.get(number)) is not None
+    ]

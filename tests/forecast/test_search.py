@@ -1,0 +1,181 @@
+"""What a search compares and how it ranks, on a machine of which every number is known."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from shardwise.errors import ConfigError, PlanError
+from shardwise.forecast.candidates import Goal, configurations
+from shardwise.forecast.certificate import Certificate, Moment
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.forecast import Forecast, Forecaster
+from shardwise.forecast.hardware import Cluster, parse_cluster
+from shardwise.forecast.machine import Machine
+from shardwise.forecast.replay import Replayed
+from shardwise.forecast.scaling import scaling_curves
+from shardwise.forecast.search import Ranking, frontier, search
+from shardwise.forecast.timeline import StepTime
+
+GB = 10**9
+CLUSTER = parse_cluster("64xH100")
+
+
+class Fake:
+    """Parameters of 90 GB, activations of 12 GB for a sequence, and a second for a sequence."""
+
+    def __init__(self, cluster: Cluster = CLUSTER) -> None:
+        self.cluster = cluster
+        self.asked: list[Configuration] = []
+
+    def with_devices(self, num_devices: int) -> "Fake":
+        return Fake(replace(self.cluster, num_devices=num_devices))
+
+    @property
+    def machine(self) -> Machine:
+        return Machine.of(self.cluster)
+
+    def plan(self, one: Configuration) -> object:
+        units = [SimpleNamespace(gathered_bytes=GB) for _ in range(2)]
+        return SimpleNamespace(units=units, world_size=one.shard_size)
+
+    def memory(self, one: Configuration) -> Forecast:
+        self.asked.append(one)
+        if one.tensor > 4:
+            raise PlanError("8 heads do not divide by tensor=8")
+        kept = {"none": 12, "products": 6, "full": 1}[cast("str", one.checkpointing)]
+        is_sharded = one.strategy not in ("ddp", "zero1", "zero2")
+        moment = Moment(
+            label="backward",
+            parameters=90 * GB // (one.shard_size if is_sharded else 1) // one.tensor,
+            optimizer=0 if one.offload != "none" else 160 * GB // one.shard_size // one.tensor,
+            activations=kept * GB * one.micro_batch * (not one.activation_offload),
+        )
+        return Forecast(one, self.cluster, Certificate((moment,), 0, 0, 0))
+
+    def timed(self, found: Forecast) -> Forecast:
+        one = found.configuration
+        work = {"none": 1.0, "products": 1.1, "full": 1.3}[cast("str", one.checkpointing)]
+        compute = work * one.accumulation * (one.micro_batch + 0.1) / one.tensor
+        exposed = 0.0 if one.prefetch > 1 else 0.02 * one.accumulation
+        exposed += 0.0001 * one.accumulation * one.shard_size + 1e-6 * one.world_size
+        update = 5.0 if one.offload != "none" else 0.0
+        seconds = compute + exposed + update
+        breakdown = {"matmul": compute, "exposed communication": exposed, "optimizer": update}
+        tokens = one.tokens_per_step / one.world_size
+        replayed = Replayed(seconds, (exposed,), 0, ((),))
+        time = StepTime(
+            seconds, tokens / seconds, 1.0, 1.0, 1.0, exposed, breakdown, "matmul", replayed
+        )
+        return replace(found, time=time)
+
+
+def rank(goal: Goal, fake: Fake | None = None) -> Ranking:
+    return search(cast("Forecaster", fake or Fake()), goal)
+
+
+def test_the_best_fits_and_is_the_fastest_of_those() -> None:
+    ranking = rank(Goal(global_batch=512))
+    speeds = [one.tokens_per_second for one in ranking.fitting]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(one.fits for one in ranking.fitting)
+    best = ranking.winner.configuration
+    # Small shards wait longest, of those that fit; 8 sequences are too large.
+    assert (best.strategy, best.shard_size, best.checkpointing) == ("hsdp", 8, "none")
+    assert (best.micro_batch, best.accumulation, best.prefetch) == (4, 2, 2)
+    assert ranking.too_large
+    assert all(one.missing_bytes > 0 for one in ranking.too_large)
+    assert ranking.num_compared == len(ranking.fitting) + len(ranking.too_large)
+
+
+def test_memory_is_asked_before_time_and_not_beyond_what_is_too_large() -> None:
+    fake = Fake()
+    ranking = rank(Goal(global_batch=2048, strategies=("fsdp",), checkpointing=("none",)), fake)
+    plain = [one.micro_batch for one in fake.asked if one.offload == "none" and one.prefetch == 1]
+    assert plain == [1, 2, 4, 8]  # of 32 sequences a rank; 8 take 96 GB
+    assert [one.configuration.micro_batch for one in ranking.too_large] == [8]
+
+
+def test_offload_is_tried_only_where_it_may_be_enough() -> None:
+    ranking = rank(Goal(global_batch=64, strategies=("ddp",)), Fake())
+    assert not ranking.fitting  # 90 GB of parameters
+    ranking = rank(Goal(global_batch=64, strategies=("hsdp",)), Fake(parse_cluster("16xA100-40GB")))
+    offloaded = [one for one in ranking.fitting if one.configuration.offload == "optimizer"]
+    assert offloaded  # 31 GB a rank and 12 of activations do not fit in 39
+    assert ranking.winner.configuration.offload == "none"
+
+
+def test_the_objective_memory_takes_least_and_cost_the_fewest_gpus() -> None:
+    least = rank(Goal(global_batch=512, objective="memory")).winner
+    assert all(
+        least.memory.device_bytes <= one.memory.device_bytes
+        for one in rank(Goal(global_batch=512, objective="memory")).fitting
+    )
+    assert least.configuration.offload != "none"
+    cheapest = rank(Goal(global_batch=512, objective="cost")).winner
+    assert cheapest.cluster.num_devices == 8  # where the fewest ranks exchange shards
+    assert cheapest.gpu_hours(1e12) < rank(Goal(global_batch=512)).winner.gpu_hours(1e12)
+
+
+def test_the_frontier_has_no_candidate_that_another_one_beats() -> None:
+    ranking = rank(Goal(global_batch=512))
+    found = frontier(ranking)
+    assert found[0].tokens_per_second == ranking.winner.tokens_per_second
+    for one in found:
+        assert not any(
+            other.tokens_per_second > one.tokens_per_second
+            and other.memory.device_bytes < one.memory.device_bytes
+            for other in ranking.fitting
+        )
+
+
+def test_degrees_that_do_not_divide_the_model_are_left_out() -> None:
+    ranking = rank(Goal(global_batch=512, tensor="auto"))
+    assert {one.configuration.tensor for one in ranking.fitting} == {1, 2, 4}
+    with pytest.raises(PlanError, match="8 heads do not divide by tensor=8"):
+        rank(Goal(global_batch=512, tensor=8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"global_batch": 500}, "use 448 or 512"),
+        ({"global_batch": 32}, "use 64, or tensor=2"),
+        ({"tensor": 3}, "tensor=3: 64 ranks do not divide by 3"),
+        ({"expert": 5}, "expert=5: 64 ranks do not divide by 5"),
+        (
+            {"chunks": 2, "pipeline": 4, "micro_batches": (16,)},
+            "chunks=2: no number of micro-batches is a multiple of pipeline=4",
+        ),
+        ({"micro_batches": (3,)}, "micro_batch=3: expected a divisor of the 8 sequences of a rank"),
+    ],
+)
+def test_what_cannot_be_divided_says_what_could(change: dict[str, object], message: str) -> None:
+    goal = Goal(**{"global_batch": 512} | change)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        configurations(goal, 64, 8)
+
+
+def test_configurations_divide_ranks_and_batch() -> None:
+    for one in configurations(Goal(global_batch=512, tensor="auto", context=2), 64, 8):
+        assert one.world_size == 64
+        assert one.global_batch == 512
+    chunked = configurations(Goal(global_batch=512, pipeline=4, chunks="auto"), 64, 8)
+    assert {one.chunks for one in chunked} == {1, 2, 4}
+    assert all(one.chunks == 1 or one.accumulation % 4 == 0 for one in chunked)
+
+
+def test_curves_grow_with_the_batch_and_show_where_they_bend() -> None:
+    found = rank(Goal(global_batch=512, strategies=("fsdp",))).winner.configuration
+    over_all, hybrid = scaling_curves(cast("Forecaster", Fake()), found)
+    assert [one.cluster.num_devices for one in over_all.points][-1] == 16_384
+    assert all(one.configuration.world_size == one.cluster.num_devices for one in over_all.points)
+    assert over_all.bend is not None
+    best, bent = over_all.bend
+    assert bent.step.tokens_per_second < 0.95 * best.step.tokens_per_second
+    assert hybrid.bend is None
+    assert {one.configuration.shard_size for one in hybrid.points} == {64}
+    assert over_all.gathers[-1].seconds > over_all.gathers[0].seconds
+    assert over_all.gathers[-1].latency_seconds < over_all.gathers[-1].seconds
+    assert len({one.seconds for one in hybrid.gathers}) == 1

@@ -1,0 +1,305 @@
+"""A trace against what really runs: operations counted by PyTorch, memory that autograd keeps."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+import shardwise as sw
+from shardwise.errors import PlanError
+from shardwise.forecast.recomputing import checkpoint_blocks
+from shardwise.forecast.replay import Costs, Part, Program, replay
+from shardwise.forecast.tracing import trace
+from shardwise.forecast.transformer import Block, Shape, build
+from shardwise.forecast.work import Kind, Workload
+from shardwise.plan.plan import make_plan
+from shardwise.schedule.events import COMPUTE, EventKind
+
+BATCH, TIME, BLOCKS = 2, 16, 3
+GPT = Shape(arch="gpt", layers=BLOCKS, hidden=32, heads=4, vocab=50, positions=TIME)
+LLAMA = Shape(arch="llama", layers=BLOCKS, hidden=32, heads=4, kv_heads=2, vocab=50, ffn=48)
+SHAPES = pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
+WORDS = ("none", "full", "selective", "products")
+CASES = pytest.mark.parametrize(
+    ("shape", "word"),
+    [
+        pytest.param(
+            shape,
+            word,
+            id=f"{shape.arch}-{word}",
+            # Half of the pairs have every shape and every word.
+            marks=pytest.mark.thorough if (shape is GPT) == (number % 2 == 0) else (),
+        )
+        for shape in (GPT, LLAMA)
+        for number, word in enumerate(WORDS)
+    ],
+)
+UNITS = [f"layers.{number}" for number in range(BLOCKS)]
+
+
+def attention_flops(query: Any, key: Any, _value: Any, *_args: Any, **_options: Any) -> int:
+    shared = (*query[:2], *key[2:])  # each query has a key of its own, whatever heads share
+    return int(sdpa_flop_count(query, shared, shared))  # type: ignore[no-untyped-call]
+
+
+def attention_backward_flops(
+    gradient: Any, query: Any, key: Any, _value: Any, *_args: Any, **_options: Any
+) -> int:
+    shared = (*query[:2], *key[2:])
+    return int(sdpa_backward_flop_count(gradient, query, shared, shared))  # type: ignore[no-untyped-call]
+
+
+_aten = torch.ops.aten
+COUNTED = {  # the counter knows the flash attention of GPUs alone
+    _aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+}
+
+
+def tokens() -> list[Tensor]:
+    return [torch.zeros(BATCH, TIME, dtype=torch.long)] * 2
+
+
+def real(module: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    module = module.to_empty(device="cpu")
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    return module
+
+
+@cache
+def trace_of(shape: Shape, word: str = "none", **options: Any) -> Workload:
+    checkpointing = dict.fromkeys(UNITS[: shape.layers], word)
+    units = [f"layers.{number}" for number in range(shape.layers)]
+    return trace(build(shape), tokens(), units=units, checkpointing=checkpointing, **options)
+
+
+# -- operations ----------------------------------------------------------------------------------
+
+
+@CASES
+def test_flops_are_those_that_pytorch_counts(shape: Shape, word: str) -> None:
+    model = real(build(shape))
+    checkpoint_blocks(model, dict.fromkeys(UNITS, word))
+    with FlopCounterMode(display=False, custom_mapping=COUNTED) as counter:
+        model(*tokens()).backward()
+    operations = [one for segment in trace_of(shape, word).segments for one in segment.operations]
+    assert sum(one.flops for one in operations) == counter.get_total_flops()
+
+
+@SHAPES
+def test_a_recomputation_is_marked(shape: Shape) -> None:
+    plain, recomputed = (trace_of(shape, word) for word in ("none", "full"))
+    kinds = (Kind.MATMUL, Kind.ATTENTION)
+    blocks = sum(
+        one.flops for segment in plain.segments[1:BLOCKS] for one in segment.operations
+    )  # forward of all blocks but the last, whose segment has the head
+    again = [
+        one
+        for segment in recomputed.segments
+        for one in segment.operations
+        if one.is_recomputed and one.kind in kinds
+    ]
+    assert {one.name for one in again} == {"mm", "scaled_dot_product_attention"}
+    last_product = 2 * BATCH * TIME * shape.ffn * shape.hidden  # nothing needs its result
+    assert (
+        sum(one.flops for one in again) == blocks * BLOCKS // (BLOCKS - 1) - BLOCKS * last_product
+    )
+
+
+def test_attention_is_one_operation_that_is_causal() -> None:
+    found = [
+        one
+        for segment in trace_of(LLAMA).segments
+        for one in segment.operations
+        if one.kind is Kind.ATTENTION
+    ]
+    assert len(found) == 2 * BLOCKS
+    assert {one.shape for one in found} == {(BATCH, 4, TIME, TIME, 8)}
+    assert all(one.is_causal for one in found)
+
+
+def test_the_bytes_of_an_operation_are_those_of_its_tensors() -> None:
+    first = trace_of(LLAMA).segments[1].operations[0]  # pow, of a norm
+    assert first.name == "pow"
+    assert first.num_bytes == 2 * 4 * BATCH * TIME * LLAMA.hidden
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+class _Saved:
+    """Bytes of what autograd saves, without parameters and the batch."""
+
+    def __init__(self, ignored: list[Tensor]) -> None:
+        self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignored}
+        self._sizes: dict[int, int] = {}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._sizes.values())
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._ignored:
+            self._sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+
+@SHAPES
+@pytest.mark.parametrize("attention", ["flash", "math"])
+def test_what_is_kept_for_backward_is_what_autograd_saves(shape: Shape, attention: Any) -> None:
+    model, batch = real(build(shape, attention=attention)), tokens()
+    saved = _Saved([*model.parameters(), *batch])
+    with saved.hooks:
+        loss = model(*batch)
+    traced = trace(build(shape, attention=attention), batch, units=UNITS)
+    kept = traced.segments[traced.forward_segments - 1].end_bytes
+    assert kept == saved.num_bytes + 2 * loss.nbytes  # with the gradient that backward starts with
+
+
+@CASES
+def test_a_pass_frees_all_that_it_allocates(shape: Shape, word: str) -> None:
+    traced = trace_of(shape, word)
+    assert traced.segments[0].start_bytes == traced.segments[-1].end_bytes == 0
+    for before, after in zip(traced.segments, traced.segments[1:], strict=False):
+        assert before.end_bytes == after.start_bytes
+        assert before.peak_bytes >= max(before.start_bytes, before.end_bytes)
+
+
+class _Twice(nn.Module):
+    """A weight that is used twice, so that autograd adds two gradients of its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(400, 100))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x @ self.weight) * (x @ self.weight)).sum()
+
+
+def test_autograd_adds_gradients_in_place() -> None:
+    model = _Twice()
+    backward = trace(model, [torch.zeros(1, 400)], units=[]).segments[-1]
+    assert 2.0 <= backward.peak_bytes / model.weight.nbytes < 2.1
+
+
+@SHAPES
+def test_checkpointing_keeps_the_inputs_of_blocks(shape: Shape) -> None:
+    plain, recomputed = (trace_of(shape, word) for word in ("none", "full"))
+    kept = [segment.end_bytes for segment in recomputed.segments[1:BLOCKS]]
+    assert kept[1] - kept[0] == 4 * BATCH * TIME * shape.hidden
+    assert kept[1] - kept[0] < plain.segments[2].end_bytes - plain.segments[1].end_bytes
+
+
+def test_autocast_computes_norms_and_the_loss_in_float32_as_on_a_gpu() -> None:
+    operations = [
+        one
+        for segment in trace_of(GPT, autocast=torch.bfloat16).segments
+        for one in segment.operations
+    ]
+    sizes = {one.name: one.itemsize for one in operations if not one.is_recomputed}
+    assert sizes["native_layer_norm"] == sizes["_log_softmax"] == 4
+    assert sizes["mm"] == sizes["gelu"] == sizes["scaled_dot_product_attention"] == 2
+
+
+def test_dropout_keeps_a_byte_for_each_element() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    traced = trace(module, [torch.zeros(4, 8)], units=[], loss=lambda output: output.sum())
+    kept = traced.segments[0].end_bytes
+    assert kept == 4 * 8 + 4 * 4 * 8 + 2 * 4  # the mask, its result, the loss and its gradient
+
+
+# -- events --------------------------------------------------------------------------------------
+
+
+def compute_events(workload: Workload) -> list[tuple[EventKind, int]]:
+    return [(segment.kind, segment.unit) for segment in workload.segments]
+
+
+@CASES
+def test_segments_are_the_events_of_the_engine(shape: Shape, word: str) -> None:
+    model = real(build(shape))
+    sw.fully_shard(model, units=Block)
+    checkpoint_blocks(model, dict.fromkeys(UNITS, word))
+    for _ in range(2):
+        model(*tokens()).backward()
+        model.zero_grad()
+    recorded = [one for one in sw.ledger(model).events() if one.kind in COMPUTE]
+    traced = trace_of(shape, word)
+    assert compute_events(traced) == [(event.kind, event.unit) for event in recorded]
+    plan = make_plan(build(shape), world_size=2, units=Block)
+    parts = tuple(Part(segment.kind, segment.unit, 1.0) for segment in traced.segments)
+    found = replay(
+        plan.units, [Program((parts,))], Costs(lambda _kind, _unit: 0.0), prefetch=plan.prefetch
+    )
+    assert [
+        (timed.event.kind, timed.event.unit)
+        for timed in found.events[0]
+        if timed.event.kind in COMPUTE
+    ] == compute_events(traced)
+
+
+# -- models of many blocks -----------------------------------------------------------------------
+
+
+def of_depth(shape: Shape, layers: int) -> Callable[[dict[str, str]], Workload]:
+    model = build(Shape(**{**_fields(shape), "layers": layers}))
+    units = [f"layers.{number}" for number in range(layers)]
+    return lambda words: trace(model, tokens(), units=units, checkpointing=words)
+
+
+def _fields(shape: Shape) -> dict[str, Any]:
+    return {name: getattr(shape, name) for name in shape.__slots__}
+
+
+@CASES
+def test_three_blocks_stand_for_many(shape: Shape, word: str) -> None:
+    deep = of_depth(shape, 5)({f"layers.{number}": word for number in range(5)})
+    assert_same(trace_of(shape, word).repeated("layers", [0, 1, 1, 1, 2]), deep)
+
+
+@SHAPES
+def test_blocks_that_keep_different_things_are_repeated_in_turn(shape: Shape) -> None:
+    words = ["full", "none", "selective", "none", "selective", "full"]
+    deep = of_depth(shape, 6)({f"layers.{number}": word for number, word in enumerate(words)})
+    source = of_depth(shape, 4)(
+        dict(zip([*UNITS, "layers.3"], words[:3] + words[-1:], strict=True))
+    )
+    assert_same(source.repeated("layers", [0, 1, 2, 1, 2, 3]), deep)
+
+
+def assert_same(found: Workload, expected: Workload) -> None:
+    assert found.units == expected.units
+    assert found.forward_segments == expected.forward_segments
+    for one, other in zip(found.segments, expected.segments, strict=True):
+        assert (one.kind, one.unit) == (other.kind, other.unit)
+        assert (one.start_bytes, one.peak_bytes, one.end_bytes) == (
+            other.start_bytes,
+            other.peak_bytes,
+            other.end_bytes,
+        )
+        assert [each.name for each in one.operations] == [each.name for each in other.operations]
+        assert [each.flops for each in one.operations] == [each.flops for each in other.operations]
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+def test_errors_name_what_is_wrong() -> None:
+    with pytest.raises(PlanError, match=r"'layers\.9': there is no such module"):
+        trace(build(GPT), tokens(), units=["layers.9"])
+    with pytest.raises(PlanError, match=r"layers\.0: 'some'"):
+        trace(build(GPT), tokens(), units=[], checkpointing={"layers.0": "some"})
+    with pytest.raises(PlanError, match="not a scalar loss; pass loss="):
+        trace(nn.Linear(2, 2), [torch.zeros(3, 2)], units=[])

@@ -1,0 +1,61 @@
+"""Predicted traffic against what a step sends."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.bench.traffic import watch_traffic
+from shardwise.forecast.traffic import sent_bytes
+from shardwise.runtime.module import runtime_of_root
+from tests.checkpoint.training import options_for
+from tests.models import CASES, build
+from tests.ranks import on_ranks
+from tests.runtime.one_process import BATCH, own_part
+
+QUANTIZED = sw.Wire(gather="int8", reduce="int4", block=64)
+TWO_HOPS = sw.Wire(gather="fp8", reduce="int8", ranks_per_host=2)
+HALF = sw.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("name", "strategy", "options"),
+    [
+        ("gpt", "fsdp", {}),
+        ("stack", "fsdp", {"reshard_after_forward": 2}),
+        ("stack", "ddp", {"mp_policy": HALF}),
+        ("stack", "hsdp", {}),
+        ("stack", "fsdp", {"wire": QUANTIZED}),
+        ("stack", "hsdp", {"wire": QUANTIZED, "granularity": "dim"}),
+        pytest.param("stack", "ddp", {"wire": QUANTIZED}, marks=pytest.mark.thorough),
+        pytest.param("stack", "hfsdp", {"wire": QUANTIZED}, marks=pytest.mark.thorough),
+        pytest.param("stack", "fsdp", {"wire": TWO_HOPS}, marks=pytest.mark.thorough),
+        pytest.param("stack", "fsdp", {"mp_policy": HALF}, marks=pytest.mark.thorough),
+        pytest.param("stack", "hfsdp", {}, marks=pytest.mark.thorough),
+        pytest.param("checkpointed", "fsdp", {}, marks=pytest.mark.thorough),
+        pytest.param("conv", "zero2", {}, marks=pytest.mark.thorough),
+        pytest.param("stack", "zero1", {}, marks=pytest.mark.thorough),
+        pytest.param("stack", "fsdp", {"granularity": "dim"}, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_step_sends_what_the_plan_says(name: str, strategy: str, options: dict[str, Any]) -> None:
+    case = CASES[name]
+    model = sw.fully_shard(build(name), units=case.units, **options_for(strategy), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with watch_traffic(model) as traffic:
+            loss = case.loss(model(own_part(case.batch(BATCH))))
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+    assert traffic.sent_bytes == sent_bytes(runtime_of_root(model).plan)
+
+
+@on_ranks(2, thorough=(4,))
+def test_large_all_reduces_are_cut() -> None:
+    model = sw.fully_shard(torch.nn.Linear(101, 191), strategy="ddp")
+    with watch_traffic(model) as traffic:
+        model(torch.ones(2, 101)).sum().backward()
+    assert traffic.sent_bytes == sent_bytes(runtime_of_root(model).plan)

@@ -1,0 +1,48 @@
+"""Lightning's `Trainer` and Fabric with our strategies train as with DDP, save and resume.
+
+Lightning is no dependency of the tests: ``pip install lightning`` to run this.
+"""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torchrun import torchrun
+
+pytest.importorskip("lightning", reason="lightning is not installed")
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "lightning"
+
+
+def run(script: str, out: Path, engine: str) -> Any:
+    torchrun(2, str(EXAMPLES / script), str(out), "--engine", engine)
+    return json.loads((out / f"{engine}.json").read_text())
+
+
+def test_trainer_has_the_losses_of_ddp_and_lightning_opens_its_checkpoint(tmp_path: Path) -> None:
+    """Two epochs, and a third one that resumes from the checkpoint of the second."""
+    ours, ddp = (run("fit.py", tmp_path, engine) for engine in ("shardwise", "ddp"))
+    assert len(ours) == 3 * 7
+    assert ours == pytest.approx(ddp, rel=1e-4)
+    checkpoint = tmp_path / "shardwise" / "last.ckpt"
+    consolidate = ["-m", "lightning.fabric.utilities.consolidate_checkpoint", str(checkpoint)]
+    subprocess.run([sys.executable, *consolidate], check=True, capture_output=True)
+    kind = runpy.run_path(str(EXAMPLES / "fit.py"))["Regression"]
+    opened = kind.load_from_checkpoint(f"{checkpoint}.consolidated", map_location="cpu")
+    expected = kind.load_from_checkpoint(tmp_path / "ddp" / "last.ckpt", map_location="cpu")
+    for one, other in zip(opened.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_fabric_has_the_losses_and_norms_of_ddp(tmp_path: Path) -> None:
+    ours, ddp = (run("fabric.py", tmp_path, engine) for engine in ("shardwise", "ddp"))
+    assert len(ours) == 6
+    for one, expected in zip(ours, ddp, strict=True):
+        assert one == pytest.approx(expected, rel=1e-5)

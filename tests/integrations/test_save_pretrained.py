@@ -1,0 +1,133 @@
+"""``model.save_pretrained`` of a sharded model writes what it writes of the same model unsharded.
+
+And what saves from one rank alone fails with the way out.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import shardwise as sw
+from shardwise import fsdp
+from shardwise.errors import CheckpointError, ShardedTensorError
+from tests.models import llama
+from tests.ranks import on_ranks
+from tests.runtime.one_process import rank
+
+SHARDED: dict[str, Callable[[nn.Module], object]] = {
+    "elements": lambda model: sw.fully_shard(model, units="LlamaDecoderLayer"),
+    "rows": fsdp.fully_shard,
+    "replicas": lambda model: sw.fully_shard(model, strategy="ddp"),
+}
+
+
+def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_same_files(found: Path, expected: Path) -> None:
+    names, others = ({file.name for file in path.iterdir()} for path in (found, expected))
+    assert names == others
+    for name in names - {"README.md"}:
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", SHARDED)
+def test_files_are_those_of_the_whole_model(way: str, tmp_path: Path) -> None:
+    """With a tied head, in several files with an index, and a generation config."""
+    alone, model = (llama(tie_word_embeddings=True) for _ in range(2))
+    SHARDED[way](model)
+    for each, name in ((alone, "whole"), (model, "sharded")):
+        each.generation_config.max_new_tokens = 7
+        each.save_pretrained(tmp_path / name, max_shard_size="20KB")
+    if rank() == 0:
+        assert (tmp_path / "sharded" / "model.safetensors.index.json").exists()
+        assert_same_files(tmp_path / "sharded", tmp_path / "whole")
+        opened = AutoModelForCausalLM.from_pretrained(tmp_path / "sharded")
+        assert opened.generation_config.max_new_tokens == 7
+        for one, other in zip(opened.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(one, other)
+    model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()  # it still trains
+
+
+@on_ranks(2)
+def test_names_are_those_of_the_hub(tmp_path: Path) -> None:
+    """transformers joins the experts of Mixtral when it loads them, and parts them in files."""
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    for name in ("whole", "sharded"):
+        torch.manual_seed(0)
+        model = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+        if name == "sharded":
+            sw.fully_shard(model)
+        model.save_pretrained(tmp_path / name)
+    if rank() == 0:
+        assert_same_files(tmp_path / "sharded", tmp_path / "whole")
+
+
+@on_ranks(2)
+def test_an_error_of_the_first_rank_is_raised_by_all(tmp_path: Path) -> None:
+    model = sw.fully_shard(llama())
+    (tmp_path / "file").touch()
+    dist.barrier()
+    with pytest.raises(FileExistsError if rank() == 0 else CheckpointError):
+        model.save_pretrained(tmp_path / "file")
+    model.save_pretrained(tmp_path / "directory")
+
+
+@on_ranks(2)
+def test_adapters_alone_are_saved_and_those_that_are_frozen_as_well(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    embeddings = ["q_proj", "embed_tokens"]  # whose base weights peft saves, too
+    for name in ("whole", "sharded"):
+        model = peft.get_peft_model(
+            llama(), peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+        )
+        other = peft.LoraConfig(r=2, target_modules=embeddings, init_lora_weights=False)
+        model.add_adapter("other", other)
+        if name == "sharded":
+            sw.fully_shard(model, units="LlamaDecoderLayer")
+        if name == "sharded" or rank() == 0:
+            model.save_pretrained(tmp_path / name)
+    if rank() == 0:
+        for part in (".", "other"):
+            found, expected = (tensors_in(tmp_path / n / part) for n in ("sharded", "whole"))
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[key], expected[key]) for key in found)
+            assert len(found) == (4 if part == "." else 7)
+
+
+@on_ranks(2)
+def test_prompts_are_saved(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(1)
+    prompts = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(llama(), prompts)
+    expected = model.prompt_encoder["default"].embedding.weight.detach().clone()
+    sw.fully_shard(model, units="LlamaDecoderLayer")
+    model.save_pretrained(tmp_path)
+    if rank() == 0:
+        assert torch.equal(tensors_in(tmp_path)["prompt_embeddings"], expected)
+
+
+@on_ranks(2)
+def test_a_rank_cannot_save_alone_by_safetensors(tmp_path: Path) -> None:
+    model: nn.Module = sw.fully_shard(nn.Sequential(nn.Linear(4, 4)))
+    savers: list[Any] = [
+        lambda: safetensors.torch.save_model(model, str(tmp_path / "x")),
+        lambda: safetensors.torch.save_file(model.state_dict(), tmp_path / "x"),
+        lambda: safetensors.torch.save(model.state_dict()),
+    ]
+    for save in savers:
+        with pytest.raises(ShardedTensorError, match=r"0\.weight: .* or with sw\.save"):
+            save()

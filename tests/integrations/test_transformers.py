@@ -1,0 +1,79 @@
+"""transformers' `Trainer` with a sharded model logs what it logs with DDP, saves and resumes."""
+
+import contextlib
+import json
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from tests.ranks import on_ranks
+from tests.runtime.one_process import rank, world_size
+from tests.torchrun import torchrun
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "hf" / "train_llama.py"
+COMPARED = ("loss", "grad_norm", "eval_loss", "train_loss")
+
+
+@contextlib.contextmanager
+def torchrun_environment() -> Iterator[None]:
+    """The variables by which accelerate recognizes a distributed run, on a rank of a pool."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK"):
+            patch.setenv(name, str(rank()))
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            patch.setenv(name, str(world_size()))
+        yield
+
+
+def numbers(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: line[key] for key in COMPARED if key in line} for line in history]
+
+
+@on_ranks(2, deadline=150.0)
+def test_trainer_logs_saves_and_generates_what_it_does_with_ddp(tmp_path: Path) -> None:
+    """Training, evaluation, the best model and its tokens; a checkpoint after each epoch."""
+    with torchrun_environment():
+        main = runpy.run_path(str(SCRIPT))["main"]
+        ours, ddp = (main(tmp_path / engine, engine) for engine in ("shardwise", "ddp"))
+        assert ours.pop()["generated"] == ddp.pop()["generated"]
+        ours, ddp = numbers(ours), numbers(ddp)
+        assert [sorted(line) for line in ours if "loss" in line] == [["grad_norm", "loss"]] * 6
+        for line, expected in zip(ours, ddp, strict=True):
+            assert line == pytest.approx(expected, rel=1e-4)
+        losses = [line["loss"] for line in ours if "loss" in line]
+        assert losses[0] > 1.2 * losses[5], "the loss does not fall"
+    for directory in ("model", "trainer/checkpoint-6"):
+        opened, expected_model = (
+            AutoModelForCausalLM.from_pretrained(tmp_path / engine / directory)
+            for engine in ("shardwise", "ddp")
+        )
+        assert isinstance(opened, LlamaForCausalLM)
+        for one, other in zip(opened.parameters(), expected_model.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.thorough
+@on_ranks(2, deadline=150.0)
+def test_a_checkpoint_is_resumed(tmp_path: Path) -> None:
+    with torchrun_environment():
+        main = runpy.run_path(str(SCRIPT))["main"]
+        whole = numbers(main(tmp_path / "whole", "shardwise"))
+        checkpoint = tmp_path / "whole" / "trainer" / "checkpoint-3"
+        resumed = numbers(main(tmp_path / "resumed", "shardwise", checkpoint))
+    for line, expected in zip(resumed, whole, strict=True):
+        if "train_loss" not in line:  # of the steps of this run
+            assert line == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.thorough
+def test_the_script_runs_under_torchrun_and_resumes_on_another_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    torchrun(2, str(SCRIPT), str(tmp_path))
+    torchrun(1, str(SCRIPT), str(tmp_path), "--resume", str(tmp_path / "trainer" / "checkpoint-3"))
+    assert len(json.loads((tmp_path / "shardwise.json").read_text())) > 8

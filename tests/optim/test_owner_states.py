@@ -1,0 +1,120 @@
+"""States of owners go through checkpoints, to other numbers of ranks and other owners."""
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+import shardwise as sw
+from tests.models import CASES, build
+from tests.ranks import run_on
+from tests.runtime.one_process import assert_equal_models, options_of, own_part
+
+Make = Callable[[Iterator[nn.Parameter]], Optimizer]
+
+
+def muon(parameters: Iterator[nn.Parameter]) -> Optimizer:
+    return sw.optim.Muon(_groups(parameters), eps=1e-3, adamw_eps=1e-3)
+
+
+def soap(parameters: Iterator[nn.Parameter]) -> Optimizer:
+    options: Any = {"precondition_frequency": 2, "damping": 1e-3}
+    return sw.optim.SOAP(_groups(parameters), eps=1e-3, adamw_eps=1e-3, **options)
+
+
+def _groups(parameters: Iterator[nn.Parameter]) -> list[dict[str, Any]]:
+    every = list(parameters)
+    others = {"params": [p for p in every if p.ndim <= 1], "method": "adamw"}
+    return [{"params": [p for p in every if p.ndim > 1]}, others]
+
+
+def _sharded(make: Make, strategy: str) -> tuple[nn.Module, Optimizer]:
+    model = build("gpt")
+    sw.fully_shard(model, units=CASES["gpt"].units, **options_of(strategy))
+    return model, make(model.parameters())
+
+
+def _train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        torch.manual_seed(step)
+        batch = CASES["gpt"].batch(12)
+        part = own_part(batch) if isinstance(model, sw.FSDPModule) else batch
+        CASES["gpt"].loss(model(part)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _save(make: Make, strategy: str, path: Path) -> None:
+    model, optimizer = _sharded(make, strategy)
+    _train(model, optimizer, range(3))
+    sw.save(path / "ours", model=model, optimizer=optimizer)
+    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+    save(state, checkpoint_id=path / "torch")
+
+
+def _load_and_continue(make: Make, strategy: str, path: Path, *, by_torch: bool) -> None:
+    reference = build("gpt")
+    of_reference = make(reference.parameters())
+    _train(reference, of_reference, range(6))
+    model, optimizer = _sharded(make, strategy)
+    if by_torch:
+        state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+        load(state, checkpoint_id=path / "torch")
+        model.load_state_dict(state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optim"])
+    else:
+        sw.load(path / "ours", model=model, optimizer=optimizer)
+    _train(model, optimizer, range(3, 6))
+    assert_equal_models(model, reference, 6)
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+@pytest.mark.parametrize(
+    ("make", "before", "after", "ranks"),
+    [(muon, "fsdp", "hsdp", (2, 4)), (soap, "hsdp", "fsdp", (4, 3)), (soap, "fsdp", "ddp", (2, 1))],
+)
+def test_other_ranks_continue(
+    make: Make, before: str, after: str, ranks: tuple[int, int], by_torch: bool, tmp_path: Path
+) -> None:
+    run_on(ranks[0], _save, make, before, tmp_path)
+    run_on(ranks[1], _load_by, make, after, tmp_path, by_torch)
+
+
+def _load_by(make: Make, strategy: str, path: Path, by_torch: bool) -> None:
+    _load_and_continue(make, strategy, path, by_torch=by_torch)
+
+
+@pytest.mark.parametrize("make", [muon, soap])
+def test_state_dicts_of_torch(make: Make) -> None:
+    run_on(2, _reload, make)
+
+
+def _reload(make: Make) -> None:
+    (model, optimizer), (twin, other) = (_sharded(make, "fsdp") for _ in range(2))
+    _train(model, optimizer, range(3))
+    twin.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, its in ((model, optimizer), (twin, other)):
+        _train(one, its, range(3, 5))
+    for parameter, loaded in zip(model.parameters(), twin.parameters(), strict=True):
+        assert parameter.equal(loaded)
+
+
+def test_states_keep_their_dtype() -> None:
+    parameter = nn.Parameter(torch.ones(4, 3))
+    optimizer, other = (sw.optim.Muon([parameter], momentum_dtype=torch.bfloat16) for _ in range(2))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    other.load_state_dict(optimizer.state_dict())
+    assert other.state[parameter]["momentum_buffer"].dtype is torch.bfloat16

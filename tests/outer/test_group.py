@@ -1,0 +1,228 @@
+"""Replicas in one world: the arithmetic of the outer optimizer."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardwise as sw
+from shardwise.errors import PlanError
+from tests.models import WIDTH, Block, Stack
+from tests.ranks import on_ranks
+
+AVERAGE = partial(torch.optim.SGD, lr=1.0)
+
+
+def two_replicas() -> DeviceMesh:
+    return init_device_mesh(
+        "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def replica_of(
+    outer: sw.Outer, mesh: DeviceMesh, lr: float = 0.05, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, sw.OuterOptimizer]:
+    torch.manual_seed(3)
+    model = sw.fully_shard(Stack().double(), mesh=mesh["shard"], units=Block, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    group = mesh.get_group("replicate")
+    return model, optimizer, sw.outer_optimizer(model, optimizer, outer, group=group)
+
+
+def batch_of(replica: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    return torch.randn(4, WIDTH, dtype=torch.float64, generator=generator)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, replica: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(batch_of(replica, step)).square().mean().backward()
+        optimizer.step()
+
+
+def whole(parameters: list[Tensor]) -> list[Tensor]:
+    return [p.full_tensor().detach() for p in parameters]  # type: ignore[attr-defined]
+
+
+def shared_of(outer: sw.OuterOptimizer) -> list[Tensor]:
+    return whole([state["anchor"] for state in outer.state.values()])
+
+
+class Simulation:
+    """DiLoCo in one process, with whole parameters."""
+
+    def __init__(
+        self, outer: sw.Outer, lr: float, make: Callable[[Any], torch.optim.Optimizer]
+    ) -> None:
+        torch.manual_seed(3)
+        self.outer = outer
+        self.replicas = [Stack().double() for _ in range(2)]
+        self.replicas[1].load_state_dict(self.replicas[0].state_dict())
+        self.inner = [torch.optim.AdamW(m.parameters(), lr=lr) for m in self.replicas]
+        self.shared = [nn.Parameter(p.detach().clone()) for p in self.replicas[0].parameters()]
+        self.optimizers = [make([p]) for p in self.shared]
+        self.sent: dict[int, list[Tensor]] = {}
+
+    def run(self, steps: range, members: list[list[int]]) -> None:
+        for step in steps:
+            for replica, (model, optimizer) in enumerate(
+                zip(self.replicas, self.inner, strict=True)
+            ):
+                train(model, optimizer, replica, range(step, step + 1))
+            if self.outer.delay:
+                self.apply(step + 1, members)
+            for fragment in self.outer.sent_after(step + 1):
+                self.send(members[fragment])
+            if not self.outer.delay:
+                self.apply(step + 1, members)
+
+    def send(self, members: list[int]) -> None:
+        lists = [list(model.parameters()) for model in self.replicas]
+        for index in members:
+            self.sent[index] = [(self.shared[index] - p[index]).detach() for p in lists]
+
+    @torch.no_grad()
+    def apply(self, step: int, members: list[list[int]]) -> None:
+        for fragment in self.outer.applied_after(step):
+            for index in members[fragment]:
+                shared = self.shared[index]
+                shared.grad = torch.stack(self.sent[index]).mean(0)
+                self.optimizers[index].step()
+                for model in self.replicas:
+                    list(model.parameters())[index].lerp_(shared, 1 - self.outer.mixing)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize(
+    "outer",
+    [
+        sw.Outer(every=4, dtype="float64"),
+        sw.Outer(every=6, fragments=3, delay=2, mixing=0.5, dtype="float64"),
+    ],
+    ids=["diloco", "streaming"],
+)
+def test_replicas_equal_diloco_in_one_process(outer: sw.Outer) -> None:
+    mesh = two_replicas()
+    model, optimizer, handle = replica_of(outer, mesh)
+    simulation = Simulation(
+        outer, 0.05, partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+    )
+    positions = {id(p): index for index, p in enumerate(model.parameters())}
+    members = [[positions[id(p)] for p in one.parameters] for one in handle.fragments]
+    replica = mesh.get_local_rank("replicate")
+    for step in range(14):
+        train(model, optimizer, replica, range(step, step + 1))
+        simulation.run(range(step, step + 1), members)
+    own = whole(list(model.parameters()))
+    for parameter, expected in zip(own, simulation.replicas[replica].parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-12, atol=1e-12)
+    for parameter, expected in zip(shared_of(handle), simulation.shared, strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(2, 4)
+def test_every_step_with_sgd_is_the_average_of_parameters() -> None:
+    """Exactly, for values whose sums are exact in float32."""
+    mesh = two_replicas()
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    expected = [torch.zeros_like(p) for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    sw.fully_shard(model, mesh=mesh["shard"], units=nn.Linear)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    row = sw.Outer(every=1, dtype="float32", optimizer=AVERAGE)
+    sw.outer_optimizer(model, optimizer, row, group=mesh.get_group("replicate"))
+    replica = mesh.get_local_rank("replicate")
+    for step in range(3):
+        for index, p in enumerate(model.parameters()):
+            p.grad = torch.full_like(p, float(step + index + 3 * replica))
+            expected[index] -= 0.5 * (step + index + 1.5)
+        optimizer.step()
+        for found, value in zip(whole(list(model.parameters())), expected, strict=True):
+            assert torch.equal(found, value)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", ["int4", "int8", "bfloat16", "float32"])
+def test_shared_parameters_are_the_same_bits_after_each_fragment(dtype: str) -> None:
+    mesh = two_replicas()
+    outer = sw.Outer(every=2, fragments=2, delay=1, mixing=0.25, dtype=dtype)
+    model, optimizer, handle = replica_of(outer, mesh)
+    first = shared_of(handle)
+    for step in range(5):
+        train(model, optimizer, mesh.get_local_rank("replicate"), range(step, step + 1))
+        for shared in shared_of(handle):
+            other = [torch.empty_like(shared) for _ in range(2)]
+            dist.all_gather(other, shared, group=mesh.get_group("replicate"))
+            assert torch.equal(*other)
+    assert all(not torch.equal(*pair) for pair in zip(first, shared_of(handle), strict=True))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_planned_bytes_are_those_that_were_sent(strategy: str) -> None:
+    mesh = two_replicas()
+    outer = sw.Outer(every=4, fragments=2, dtype="bfloat16")
+    model, optimizer, handle = replica_of(outer, mesh, strategy=strategy)
+    for step in range(8):
+        before = handle.exchange.sent_bytes
+        train(model, optimizer, 0, range(step, step + 1))
+        assert handle.exchange.sent_bytes - before == handle.planned_bytes(step + 1)
+    assert handle.exchange.sent_bytes > 0
+
+
+@on_ranks(4)
+def test_checkpoints_carry_the_shared_parameters_and_their_momentum(tmp_path: Path) -> None:
+    mesh = two_replicas()
+    outer = sw.Outer(every=2, fragments=2, dtype="float64")
+    model, optimizer, handle = replica_of(outer, mesh)
+    replica = mesh.get_local_rank("replicate")
+    train(model, optimizer, replica, range(3))
+    path = tmp_path / f"replica-{replica}"
+    sw.save(path, model=model, optimizer=optimizer, outer=handle)
+    dist.barrier()
+    # One rank in each of four replicas: two go on from each checkpoint.
+    torch.manual_seed(5)
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
+    other, other_optimizer, other_handle = replica_of(outer, alone, lr=1.0)
+    for p in other.parameters():
+        p.grad = torch.ones_like(p)
+    other_optimizer.step()  # so that everything differs
+    other_replica = dist.get_rank() // 2
+    sw.load(
+        tmp_path / f"replica-{other_replica}",
+        model=other,
+        optimizer=other_optimizer,
+        outer=other_handle,
+    )
+    assert other_handle.local_steps == 3
+    train(model, optimizer, replica, range(3, 8))
+    train(other, other_optimizer, other_replica, range(3, 8))
+    for pair in zip(shared_of(handle), shared_of(other_handle), strict=True):
+        torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
+    momenta = [state["momentum_buffer"] for state in other_handle.state.values()]
+    assert all(type(one) is type(p) for one, p in zip(momenta, other.parameters(), strict=True))
+
+
+def test_rows_outside_their_ranges_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"Outer\(dtype='int5'\): expected one of int4"):
+        sw.Outer(dtype="int5")
+    with pytest.raises(PlanError, match=r"Outer\(fragments=5\): expected an integer, 1 to 4"):
+        sw.Outer(every=4, fragments=5)
+    with pytest.raises(PlanError, match=r"Outer\(delay=4\)"):
+        sw.Outer(every=4, delay=4)
+
+
+def test_more_fragments_than_units_are_refused() -> None:
+    model = sw.fully_shard(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(PlanError, match="the model has 1 units with trainable parameters"):
+        sw.OuterOptimizer(model, optimizer, sw.Outer(fragments=2), None)  # type: ignore[arg-type]

@@ -1,0 +1,217 @@
+"""Documents: read from every format, tokenized once, packed so that they do not see each other."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+
+from shardwise.errors import ConfigError
+from shardwise.train import documents as preparing
+from shardwise.train.config import Config
+from shardwise.train.data import IGNORED, Batch, Corpus, Packed, open_corpus
+from shardwise.train.documents import Documents
+from shardwise.train.tokenizer import Subwords
+
+TEXTS = [f"document {n} says {'word ' * (n % 7)}and ends" for n in range(60)]
+CHATS = [
+    [
+        {"role": "user", "content": f"what is {n}?"},
+        {"role": "assistant", "content": f"it is the number {n}" + " indeed" * (n % 5)},
+        {"role": "user", "content": "thanks"},
+        {"role": "assistant", "content": "welcome"},
+    ]
+    for n in range(60)
+]
+
+
+def write_jsonl(path: Path, rows: list[Any], column: str = "text") -> None:
+    path.write_text("".join(json.dumps({column: row}) + "\n" for row in rows), encoding="utf-8")
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    write_jsonl(tmp_path / "texts.jsonl", TEXTS)
+    return tmp_path / "texts.jsonl"
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    write_jsonl(tmp_path / "chats.jsonl", CHATS, "messages")
+    return tmp_path / "chats.jsonl"
+
+
+def opened(path: Path, **data: Any) -> Corpus:
+    given = {"path": str(path), "cache": str(path.parent / "cache"), "validation_share": 0.2}
+    return open_corpus(
+        Config.model_validate({"data": given | data, "tokenizer": {"vocabulary": 300}})
+    )
+
+
+def texts_of(corpus: Corpus) -> set[str]:
+    return {text for side in (corpus.train, corpus.validation) for text in _decoded(corpus, side)}
+
+
+def _decoded(corpus: Corpus, side: Any) -> Iterator[str]:
+    assert isinstance(side, Documents)
+    tokens = np.array(side.tokens)
+    for start, end in zip([0, *side.ends[:-1]], side.ends, strict=True):
+        yield corpus.tokenizer.decode(tokens[start:end].tolist()).removesuffix("<|endoftext|>")
+
+
+@pytest.mark.parametrize("format_", ["jsonl", "parquet", "datasets", "text"])
+def test_every_format_has_the_same_documents(tmp_path: Path, format_: str) -> None:
+    path, options = tmp_path / f"data.{format_}", {}
+    match format_:
+        case "jsonl":
+            write_jsonl(path, TEXTS)
+        case "parquet":
+            parquet.write_table(pa.table({"text": TEXTS, "other": TEXTS}), path, row_group_size=7)
+        case "datasets":
+            datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(path, num_shards=3)
+        case _:
+            path.mkdir()
+            for number, text in enumerate(TEXTS):
+                (path / f"{number}.txt").write_text(text)
+            options = {"glob": "*.txt"}
+    corpus = opened(path, **options)
+    assert texts_of(corpus) == set(TEXTS)
+    assert isinstance(corpus.validation, Documents)
+    assert 4 < len(corpus.validation.ends) < 25
+
+
+def test_documents_are_tokenized_once(jsonl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = opened(jsonl)
+    with monkeypatch.context() as patch:
+        patch.setattr(preparing, "_write", None)
+        assert opened(jsonl).digest == first.digest
+    write_jsonl(jsonl, TEXTS[:40])
+    assert opened(jsonl).digest != first.digest
+
+
+def test_validation_documents_of_their_own(jsonl: Path, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "other.jsonl", ["held out"] * 3)
+    corpus = opened(jsonl, validation=str(tmp_path / "other.jsonl"))
+    assert set(_decoded(corpus, corpus.validation)) == {"held out"}
+    assert set(_decoded(corpus, corpus.train)) == set(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"column": "body"}, "line 1: expected a JSON object with the key 'body'"),
+        ({"format": "jsnl"}, "did you mean 'jsonl'"),
+        ({"format": "no.such:reader"}, "No module named 'no'"),
+    ],
+)
+def test_errors_name_the_key(jsonl: Path, changes: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        opened(jsonl, **changes)
+
+
+def test_splits_are_named(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"text": TEXTS})
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "both")
+    with pytest.raises(ConfigError, match=r"has the splits train, test; set data.path"):
+        opened(tmp_path / "both")
+
+
+def packed(corpus: Corpus, *, rank: int = 0, world_size: int = 1, context: int = 16) -> Packed:
+    return Packed(
+        text=corpus.train,
+        context=context,
+        global_batch=4,
+        seed=0,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def test_the_order_depends_on_neither_ranks_nor_resuming(jsonl: Path) -> None:
+    corpus = opened(jsonl)
+    whole = [packed(corpus)[step] for step in range(1, 30)]  # several epochs
+    for world_size in (2, 4):
+        parts = [packed(corpus, rank=rank, world_size=world_size) for rank in range(world_size)]
+        for step, batch in enumerate(whole, start=1):
+            for name in Batch._fields:
+                joined = torch.cat([getattr(part[step], name) for part in parts])
+                assert torch.equal(joined, getattr(batch, name))
+    resumed = list(packed(corpus).loader(range(20, 30), 2, pin_memory=False))
+    assert torch.equal(
+        torch.stack([b.inputs for b in resumed]), torch.stack([b.inputs for b in whole[19:]])
+    )
+
+
+def test_an_epoch_has_every_window_once(jsonl: Path) -> None:
+    data = packed(opened(jsonl))
+    count = len(data.windows)
+    drawn = np.concatenate([data.draw(step) for step in range(count)])  # four epochs
+    for epoch in range(4):
+        assert sorted(drawn[epoch * count :][:count]) == list(range(count))
+    assert drawn[:count].tolist() != drawn[count : 2 * count].tolist()
+
+
+def test_every_token_but_a_first_one_is_a_target(jsonl: Path) -> None:
+    """Each once an epoch, after the token before it, at its position in the document."""
+    corpus = opened(jsonl)
+    data, documents = packed(corpus), corpus.train
+    assert isinstance(documents, Documents)
+    tokens, firsts = np.array(documents.tokens), {0, *documents.ends.tolist()}
+    rows = [data._row(*window.tolist()) for window in data.windows]
+    for (start, stop), (inputs, _, positions) in zip(data.windows.tolist(), rows, strict=True):
+        size = min(stop - start, 16)
+        assert inputs[:size].tolist() == tokens[start : start + size].tolist()
+        begins = [p == 0 for p in positions[1:size]]
+        assert begins == [at in firsts for at in range(start + 1, start + size)]
+    counted = np.concatenate([targets[targets != IGNORED] for _, targets, _ in rows])
+    expected = [token for at, token in enumerate(tokens.tolist()) if at not in firsts]
+    assert counted.tolist() == expected
+
+
+def test_only_answers_count(chats: Path) -> None:
+    corpus = opened(chats, column="messages")
+    documents, tokenizer = corpus.train, corpus.tokenizer
+    assert isinstance(documents, Documents)
+    data = packed(corpus, context=200)
+    for window in data.windows:
+        inputs, targets, positions = data._row(*window.tolist())
+        begins = [*np.flatnonzero(positions == 0), len(inputs)]
+        for start, end in itertools.pairwise(begins):
+            answers = tokenizer.decode([t for t in targets[start:end].tolist() if t != IGNORED])
+            if answers:
+                text = tokenizer.decode(inputs[start:end].tolist())
+                assert text.startswith("<|im_start|>user\nwhat is ")
+                number = text.split("what is ")[1].split("?")[0]
+                indeed = " indeed" * (int(number) % 5)
+                assert answers == (
+                    f"it is the number {number}{indeed}<|im_end|>\nwelcome<|im_end|>\n"
+                )
+
+
+def test_conversations_are_whole_unless_they_do_not_fit(chats: Path) -> None:
+    documents = opened(chats, column="messages").train
+    assert isinstance(documents, Documents)
+    edges = {0, *documents.ends.tolist()}
+    longest = int(np.diff([0, *documents.ends]).max())
+    for start, stop in documents.windows(context=2 * longest).tolist():
+        assert {start, stop} <= edges
+        assert stop - start <= 2 * longest + 1
+    cut = documents.windows(context=10)
+    assert set(cut[:, 0].tolist()) == edges - {len(documents)}
+    assert (cut[:, 1] - cut[:, 0] == 11).all()
+
+
+def test_a_template_that_changes_messages_is_refused() -> None:
+    tokenizer = Subwords.train(TEXTS, 300)
+    tokenizer.of_transformers.chat_template = (
+        "{% for m in messages %}{% if loop.last %}{{ m.content }}{% else %}.{% endif %}{% endfor %}"
+    )
+    with pytest.raises(ConfigError, match="chat template changes a message"):
+        tokenizer.encode_chat(CHATS[0])

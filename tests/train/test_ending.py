@@ -1,0 +1,83 @@
+"""Early stopping, the best checkpoint, and callbacks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.checkpoint.directory import latest
+from shardwise.launch.world import World
+from shardwise.train.config import Config
+from shardwise.train.loop import train
+from shardwise.train.run_directory import open_run
+from shardwise.train.sinks import StepMetrics
+from shardwise.train.trainer import Trainer
+from tests.ranks import run_on
+
+LOSSES = [5.0, 3.0, 4.0, 3.5, 3.2, 3.1, 2.0]  # as if validated, every two steps
+
+
+class EndAt3:
+    """A callback that ends the run, on every rank."""
+
+    def __init__(self, _config: Config, _directory: Path) -> None:
+        self.steps: list[int] = []
+
+    def __call__(self, trainer: Trainer, record: StepMetrics) -> None:
+        self.steps.append(record.step)
+        trainer.ends_early = self.steps == [1, 2, 3]
+
+
+def config_of(tmp_path: Path, **sections: dict[str, Any]) -> Config:
+    (tmp_path / "text").write_text("def f(x):\n    return x\n" * 100)
+    document: dict[str, dict[str, Any]] = {
+        "run": {"directory": str(tmp_path / "run")},
+        "model": {"layers": 2, "heads": 2, "width": 16, "context": 16},
+        "data": {"path": str(tmp_path / "text")},
+        "train": {"steps": 20, "global_batch": 2, "validate_every": 2},
+        "sample": {"bytes": 0},
+        "checkpoint": {"every": 4, "best": True},
+        "record": {"enabled": False},
+    }
+    for name, values in sections.items():
+        document[name] = document.get(name, {}) | values
+    return Config.model_validate(document).with_ranks(2)
+
+
+def _train(config: Config) -> tuple[list[Path], bool]:
+    losses = iter(LOSSES)
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    run = world.on_first(lambda: open_run(config))
+    first = run.step // 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_validate", lambda _self: next(losses))
+        for _ in range(first):
+            next(losses)
+        result = train(config, world, run)
+    places = run.saves_to, run.saves_best_to
+    return [Path(str(latest(place))) for place in places], result.summary is not None
+
+
+def names_of(config: Config) -> list[str]:
+    [(checkpoints, is_summarized), _] = run_on(2, _train, config)
+    assert is_summarized
+    return [path.name for path in checkpoints]
+
+
+def test_training_stops_when_the_loss_falls_no_more(tmp_path: Path) -> None:
+    config = config_of(tmp_path, train={"patience": 3})
+    assert names_of(config) == ["step-00000010", "step-00000004"]
+
+
+def test_patience_outlasts_a_resume(tmp_path: Path) -> None:
+    stopped = config_of(tmp_path, train={"steps": 6, "patience": 3})
+    assert names_of(stopped) == ["step-00000006", "step-00000004"]
+    config = config_of(tmp_path, train={"patience": 3})
+    assert names_of(config) == ["step-00000010", "step-00000004"]
+
+
+def test_a_callback_ends_a_run(tmp_path: Path) -> None:
+    config = config_of(tmp_path, run={"callbacks": ["tests.train.test_ending:EndAt3"]})
+    assert names_of(config) == ["step-00000003", "step-00000002"]

@@ -1,0 +1,178 @@
+"""Models of transformers: built on the meta device, or loaded; trained, adapted and exported."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from transformers import AutoTokenizer
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+from shardwise.errors import ConfigError
+from shardwise.launch.world import World
+from shardwise.train.build import check
+from shardwise.train.config import Config
+from shardwise.train.data import open_corpus
+from shardwise.train.huggingface import HuggingFace
+from shardwise.train.loop import Result, train
+from shardwise.train.run_directory import open_run
+from tests.models import llama_config
+from tests.ranks import run_on
+
+TEXTS = [f"def f{n}(x):\n    return x + {n}\n" + f"# {n}\n" * (n % 3) for n in range(80)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts, and the config of a small Llama."""
+    path = tmp_path_factory.mktemp("hf")
+    lines = (json.dumps({"text": text}) for text in TEXTS)
+    (path / "texts.jsonl").write_text("\n".join(lines))
+    config = llama_config(vocab_size=300, intermediate_size=64, tie_word_embeddings=True)
+    config.save_pretrained(str(path / "llama"))
+    return path
+
+
+def config_of(root: Path, directory: str = "", **sections: dict[str, Any]) -> Config:
+    document: dict[str, dict[str, Any]] = {
+        "run": {"directory": str(root / directory)},
+        "model": {"path": str(root / "llama"), "context": 32},
+        "tokenizer": {"vocabulary": 300},
+        "data": {"path": str(root / "texts.jsonl"), "cache": str(root / "cache")},
+        "train": {
+            "steps": 6, "warmup_share": 0, "global_batch": 4, "validation_batches": 2, "lr": 1e-2
+        },
+        "sample": {"bytes": 4},
+        "checkpoint": {"every": 6},
+        "record": {"enabled": False},
+    }  # fmt: skip
+    for name, values in sections.items():
+        document[name] = document.get(name, {}) | values
+    return Config.model_validate(document)
+
+
+class _Losses:
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def log(self, record: Any) -> None:
+        self.losses.append(record.loss)
+
+    def close(self) -> None:
+        pass
+
+
+def _world() -> World:
+    return World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+
+
+def _train(config: Config) -> tuple[list[float], Result, Path]:
+    world, sink = _world(), _Losses()
+    run = world.on_first(lambda: open_run(config))
+    return sink.losses, train(config, world, run, [sink]), run.path
+
+
+def run(config: Config, num_ranks: int = 2) -> tuple[list[float], Result, Path]:
+    config = config.with_ranks(num_ranks)
+    check(config)
+    return run_on(num_ranks, _train, config, deadline=60.0)[0]
+
+
+@pytest.fixture(scope="module")
+def trained(root: Path) -> tuple[list[float], Path]:
+    """The losses of a run on two ranks, and what it exports."""
+    config = config_of(root, "run")
+    losses, _, path = run(config)
+    checkpoint = path / "checkpoints" / "step-00000006"
+    HuggingFace(config).export(checkpoint, path / "model", open_corpus(config).tokenizer)
+    return losses, path / "model"
+
+
+def test_losses_do_not_depend_on_ranks(root: Path, trained: tuple[list[float], Path]) -> None:
+    losses, _ = trained
+    assert losses[-1] < losses[0] - 0.3
+    other, _, _ = run(config_of(root, "alone", train={"micro_batch": 2}), num_ranks=1)
+    assert other == pytest.approx(losses, rel=1e-5)
+
+
+def test_transformers_generates_from_what_is_exported(trained: tuple[list[float], Path]) -> None:
+    _, exported = trained
+    model: Any = LlamaForCausalLM.from_pretrained(exported)
+    tokenizer: Any = AutoTokenizer.from_pretrained(exported)
+    inputs = tokenizer("def ", return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert tokenizer.decode(tokens[0]).startswith("def ")
+
+
+def test_training_continues_from_weights(root: Path, trained: tuple[list[float], Path]) -> None:
+    losses, exported = trained
+    config = config_of(root, "more", model={"path": str(exported)}, tokenizer={"vocabulary": 0})
+    more, _, _ = run(config)
+    assert more[0] < losses[-1] + 0.3
+    scratch = config_of(
+        root, "scratch", model={"path": str(exported), "from_scratch": True},
+        tokenizer={"vocabulary": 0},
+    )  # fmt: skip
+    again, _, _ = run(scratch)
+    assert again == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.thorough
+def test_adapters_are_merged_and_exported(root: Path, trained: tuple[list[float], Path]) -> None:
+    start: dict[str, dict[str, Any]] = {
+        "model": {"path": str(trained[1])},
+        "tokenizer": {"vocabulary": 0},
+    }
+    config = config_of(root, "lora", **start)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"lora_rank": 4})})
+    losses, result, path = run(config)
+    untrained, before, _ = run(config_of(root, "untrained", train={"lr": 1e-12}, **start))
+    assert losses[0] == pytest.approx(untrained[0], rel=1e-5)  # adapters add nothing at first
+    assert before.summary is not None
+    assert result.summary is not None
+    assert result.summary.validation_loss < before.summary.validation_loss - 0.02
+    checkpoint = path / "checkpoints" / "step-00000006"
+    HuggingFace(config).export(checkpoint, path / "model", open_corpus(config).tokenizer)
+    merged: Any = LlamaForCausalLM.from_pretrained(path / "model")
+    base: Any = LlamaForCausalLM.from_pretrained(trained[1])
+    tokens = torch.randint(300, (1, 20), generator=torch.Generator().manual_seed(0))
+    unadapted = base(tokens).logits
+    adapted = PeftModel.from_pretrained(base, str(path / "model" / "adapter"))(tokens).logits
+    assert torch.allclose(merged(tokens).logits, adapted, atol=1e-5)
+    assert not torch.allclose(adapted, unadapted, atol=1e-2)
+
+
+def test_adapters_are_of_linear_layers(root: Path) -> None:
+    changed = {"lora_rank": 2, "lora_targets": ["embed_tokens"]}
+    with pytest.raises(ConfigError, match="only linear layers are adapted"):
+        check(config_of(root, "errors", model=changed))
+
+
+def test_packed_documents_are_as_if_alone(trained: tuple[list[float], Path]) -> None:
+    model: Any = LlamaForCausalLM.from_pretrained(trained[1])
+    tokens = torch.randint(300, (1, 20), generator=torch.Generator().manual_seed(0))
+    parts = torch.split(tokens, [6, 1, 13], dim=1)
+    positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
+    alone = torch.cat([HuggingFace.logits(model, part) for part in parts], dim=1)
+    packed = HuggingFace.logits(model, tokens, positions)
+    assert torch.allclose(packed, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"path": "/no/such"}, "expected a directory with a config.json"),
+        ({"context": 128}, "max_position_embeddings=64, but .* needs 128"),
+    ],
+)
+def test_errors_name_the_key(root: Path, model: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(config_of(root, "errors", model=model))
+
+
+def test_a_vocabulary_that_is_too_large(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"vocab_size=300, but .* needs 400"):
+        check(config_of(root, "errors", tokenizer={"vocabulary": 400}))
