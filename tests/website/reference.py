@@ -36,6 +36,25 @@ HEADINGS = {
 }
 # What public functions return, if its class has no public name.
 RETURNED = {"ledger": ("shardwise.runtime.ledger.Ledger",)}
+# What is shown of classes that also have methods for the engine.
+OWN_MEMBERS: Mapping[str, list[str]] = {
+    "Initialization": [],
+    "Ledger": [
+        "step",
+        "records",
+        "events",
+        "names",
+        "span",
+        "gathered_bytes",
+        "peak_gathered_bytes",
+        "overlapped_share",
+    ],
+    "MixedPrecisionPolicy": [],
+    "Outer": [],
+    "PipelineStage": [],
+    "Strategy": ["from_deepspeed"],
+    "Wire": [],
+}
 _TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "boolean"}
 _LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
@@ -61,7 +80,7 @@ def api() -> str:
 def fsdp() -> str:
     """What is in `shardwise.fsdp` besides PyTorch's own classes."""
     names = [
-        name
+        f"{module}.{name}"  # `shardwise.fsdp.fully_shard` is a module, too
         for module, name in _imports(PACKAGE / "fsdp" / "__init__.py")
         if module.startswith("shardwise.fsdp.") and name != "*"
     ]
@@ -70,7 +89,7 @@ def fsdp() -> str:
         "shardwise.fsdp.porting.options_from_deepspeed",
         "shardwise.fsdp.porting.options_from_accelerate",
     ]
-    return "\n\n".join(map(_entry, [*(f"shardwise.fsdp.{name}" for name in names), *more])) + "\n"
+    return "\n\n".join(map(_entry, [*names, *more])) + "\n"
 
 
 def integrations() -> str:
@@ -88,7 +107,10 @@ def integrations() -> str:
 
 
 def _entry(path: str) -> str:
-    return f"::: {path}"
+    members = OWN_MEMBERS.get(path.rpartition(".")[2])
+    return (
+        f"::: {path}" if members is None else f"::: {path}\n    options:\n      members: {members}"
+    )
 
 
 def _imports(path: Path) -> Iterator[tuple[str, str]]:
@@ -115,7 +137,7 @@ def command_line() -> str:
 
 def _command(name: str, command: Any) -> str:
     context = command.context_class(command, info_name=name)
-    usage = " ".join(command.collect_usage_pieces(context))
+    usage = " ".join(command.collect_usage_pieces(context)).translate({123: "", 125: ""})
     rows = "\n".join(map(_option, command.params))
     table = f"| | default | |\n|---|---|---|\n{rows}"
     description = inspect.cleandoc(command.help)
@@ -134,7 +156,7 @@ def _option(parameter: Any) -> str:
     value = (
         f"`{str(default).lower() if isinstance(default, bool) else default}`" if is_plain else ""
     )
-    return f"| `{_cell(shown)}` | {value} | {_cell(parameter.help or '')} |"
+    return f"| {_code(shown)} | {value} | {_cell(parameter.help or '')} |"
 
 
 def configuration() -> str:
@@ -201,6 +223,11 @@ def _value(default: object) -> str:
             return f"[{', '.join(map(str, default))}]"
         case _:
             return str(default)
+
+
+def _code(text: str) -> str:
+    """In a code span a bar cannot be escaped; in HTML it can."""
+    return f"<code>{text.replace('|', '&#124;')}</code>"
 
 
 def _cell(text: str) -> str:

@@ -35,27 +35,27 @@ class Section(BaseModel):
 class RunConfig(Section):
     """[run]: the run directory and the logs."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "stdlib"
-    directory: str = ""  # "": runs/<name>-<time>; a directory with checkpoints is resumed
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "stdlib"  # of the run
+    directory: str = ""  # "": `runs/<name>-<time>`; a directory with checkpoints is resumed
     overwrite: bool = False  # start over in a directory that has files
     log_every: Positive = 50  # steps between log lines where the output is not a terminal
-    sinks: Names = ()  # of metrics: "tensorboard", "wandb", "package.module:Class"
+    sinks: Names = ()  # also log to "tensorboard", "wandb" or "package.module:Class"
     callbacks: Names = ()  # "package.module:Class", called after each step on every rank
-    export: bool = True  # at the end, if [model] has a path: `model` in the run directory
+    export: bool = True  # at the end, if model.path is set: write `model` in the run directory
 
 
 class ModelConfig(Section):
     """[model]: the sizes of the GPT, or the directory of a Hugging Face model."""
 
-    path: str = ""  # "": the GPT; or a directory with config.json, and perhaps weights
-    from_scratch: bool = False  # ignore the weights of that directory
-    lora_rank: NonNegative = 0  # of adapters, which alone are trained; 0: train all parameters
+    path: str = ""  # a directory with config.json and, if there are any, weights; "": the GPT
+    from_scratch: bool = False  # ignore the weights in model.path
+    lora_rank: NonNegative = 0  # rank of LoRA adapters, the base is frozen; 0: no adapters
     lora_alpha: Positive = 16  # adapters are scaled by lora_alpha / lora_rank
-    lora_targets: str | Names = "all-linear"
-    layers: Positive = 4
-    heads: Positive = 4
-    width: Positive = 128
-    context: Positive = 128  # tokens of a sequence
+    lora_targets: str | Names = "all-linear"  # peft's target_modules: modules that get adapters
+    layers: Positive = 4  # of the GPT, as heads and width
+    heads: Positive = 4  # attention heads
+    width: Positive = 128  # hidden size
+    context: Positive = 128  # tokens in a sequence
 
     @model_validator(mode="after")
     def _check_width(self) -> Self:
@@ -69,10 +69,10 @@ class ModelConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """[tokenizer]: of the documents; without one, a token is a byte."""
+    """[tokenizer]: how text becomes tokens. Without a tokenizer, each byte is a token."""
 
-    path: str = ""  # a directory; "": that of [model], if it has a path
-    vocabulary: NonNegative = 0  # train byte-level BPE of this size on the documents; 0: do not
+    path: str = ""  # the directory of a tokenizer; "": the one in model.path, if that is set
+    vocabulary: NonNegative = 0  # train a byte-level BPE of this size on the documents; 0: do not
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
@@ -82,37 +82,37 @@ class TokenizerConfig(Section):
 
 
 class DataConfig(Section):
-    """[data]: text as bytes, or documents: texts, and conversations of which answers count."""
+    """[data]: plain text, or documents and conversations (loss on the answers only)."""
 
-    path: Annotated[str, Field(min_length=1)] = "stdlib"  # or a file, or a directory
-    glob: str = ""  # the files of a directory; "": "**/*.py", or those of the format
+    path: Annotated[str, Field(min_length=1)] = "stdlib"  # a file or a directory; or Python's own
+    glob: str = ""  # which files of a directory; "": "**/*.py", or the extension of the format
     format: str = "auto"  # or "text", "jsonl", "parquet", "datasets", "package.module:function"
-    column: str = "text"  # of a document; its value is a text, or a list of messages
-    validation: str = ""  # documents of their own to validate on; "": a share of data.path
-    cache: str = ""  # for documents that are tokenized; "": ~/.cache/shardwise
-    validation_share: Annotated[float, Field(gt=0, le=0.5)] = 0.05
-    workers: NonNegative = 0  # DataLoader processes of each rank; 0 reads in the rank itself
+    column: str = "text"  # the field of a record: a text, or a list of messages (a conversation)
+    validation: str = ""  # a path to validate on; "": hold out validation_share of data.path
+    cache: str = ""  # directory for tokenized documents; "": `~/.cache/shardwise`
+    validation_share: Annotated[float, Field(gt=0, le=0.5)] = 0.05  # held out for validation
+    workers: NonNegative = 0  # DataLoader processes of each rank; 0: read in the rank itself
 
 
 class TrainConfig(Section):
     """[train]: the batch, the optimizer and its schedule after a linear warm-up, validation."""
 
-    steps: Positive = 200
+    steps: Positive = 200  # optimizer steps
     global_batch: Positive = 16  # sequences in a step, over all ranks
-    micro_batch: NonNegative = 0  # sequences in a forward of a rank; 0: its part of the batch
-    optimizer: str = "adamw"  # or another one of torch, or "package.module:Class"
-    optimizer_options: dict[str, Any] = {}  # such as {momentum = 0.9}
+    micro_batch: NonNegative = 0  # sequences in one forward of a rank; 0: no accumulation
+    optimizer: str = "adamw"  # or "muon", "soap", another one of torch, "package.module:Class"
+    optimizer_options: dict[str, Any] = {}  # such as `{momentum = 0.9}`
     schedule: str = "cosine"  # or "linear", "constant", "wsd", "package.module:function"
-    lr: PositiveFloat = 4e-3
-    final_lr_share: Fraction = 0.02  # of lr, at the last step
-    warmup_share: Fraction = 0.1  # of steps
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1  # of matrices and embeddings
+    lr: PositiveFloat = 4e-3  # peak learning rate
+    final_lr_share: Fraction = 0.02  # learning rate of the last step, as a share of lr
+    warmup_share: Fraction = 0.1  # share of the steps with a rising learning rate
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1  # of parameters with 2 or more dims
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)  # Adam's
     grad_clip: Annotated[float, Field(ge=0)] = 1.0  # maximum gradient norm; 0: no clipping
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    validate_every: NonNegative = 0  # steps; 0: only after the last step
-    validation_batches: Positive = 16
-    patience: NonNegative = 0  # validations without a lower loss before it stops; 0: do not stop
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of the weights and of the order of data
+    validate_every: NonNegative = 0  # steps between validations; 0: only after the last step
+    validation_batches: Positive = 16  # global batches in a validation
+    patience: NonNegative = 0  # stop after this many validations without a lower loss; 0: do not
 
     @model_validator(mode="after")
     def _check_patience(self) -> Self:
@@ -132,29 +132,29 @@ class TrainConfig(Section):
 class CheckpointConfig(Section):
     """[checkpoint]: what a run that was stopped or killed resumes from."""
 
-    every: NonNegative = 100  # steps, and after the last one; 0: no checkpoints
-    keep: Positive = 2  # number of checkpoints
-    best: bool = False  # also keep the one with the lowest validation loss: `best` of the run
-    directory: str = ""  # or a URL that fsspec supports; "": `checkpoints` in run.directory
-    wait: bool = True  # False: write in the background, from a copy in host memory
+    every: NonNegative = 100  # steps between checkpoints (the last step has one); 0: none
+    keep: Positive = 2  # how many of the latest checkpoints to keep
+    best: bool = False  # also keep the one with the lowest validation loss, as `best`
+    directory: str = ""  # a path, or a URL that fsspec supports; "": `checkpoints` of the run
+    wait: bool = True  # false: write in the background, from a copy in host memory
 
 
 class RecordConfig(Section):
     """[record]: what `shardwise report` reads: `recording` in run.directory."""
 
-    enabled: bool = True
-    # Those of which every event is recorded: a few of the first ones and of every hundred, or a
-    # list such as [10, 11, 12].
+    enabled: bool = True  # record
+    # Steps whose events are all recorded: "some" takes a few of the first ones and of every
+    # hundred; or a list such as [10, 11, 12].
     steps: Literal["some"] | Annotated[tuple[Positive, ...], Field(strict=False)] = "some"
 
 
 class SampleConfig(Section):
     """[sample]: the text that the trained model generates at the end."""
 
-    prompt: Annotated[str, Field(min_length=1)] = "def "
-    bytes: NonNegative = 300  # or tokens; 0: no sample
-    temperature: PositiveFloat = 0.8
-    top_k: Positive = 40
+    prompt: Annotated[str, Field(min_length=1)] = "def "  # the text to continue
+    bytes: NonNegative = 300  # length; tokens if there is a tokenizer; 0: no sample
+    temperature: PositiveFloat = 0.8  # lower is more likely text
+    top_k: Positive = 40  # draw each token from the k most likely ones
 
 
 class ShardConfig(Section):
@@ -163,8 +163,8 @@ class ShardConfig(Section):
     nproc: Positive = 2  # local ranks; the WORLD_SIZE of a launcher takes precedence
     units: str | int = "auto"  # or a module class such as "Block", or a size in parameters
     strategy: str = "fsdp"  # or "ddp", "zero1", "zero2", "hsdp", "hfsdp"
-    replicas: Positive = 1  # of the sharded model, for "hsdp" and "hfsdp"
-    prefetch: NonNegative = 1  # units that are gathered ahead
+    replicas: Positive = 1  # copies of the sharded model, for "hsdp" and "hfsdp"
+    prefetch: NonNegative = 1  # units to gather ahead
 
 
 class PrecisionConfig(Section):
@@ -178,11 +178,13 @@ class MemoryConfig(Section):
     """[memory]: memory traded for computation and copies."""
 
     checkpoint_every: NonNegative = 0  # recompute every n-th block in backward; 0: none
+    # What those blocks keep: "selective" keeps results of matrix products, the others nothing.
     checkpoint: Literal["full", "reentrant", "selective"] = "full"
-    offload: Literal["none", "optimizer", "all"] = "none"  # to the host; "all": parameters too
-    activations: Literal["device", "host"] = "device"
+    offload: Literal["none", "optimizer", "all"] = "none"  # to host memory; "all": parameters too
+    activations: Literal["device", "host"] = "device"  # where activations wait for backward
     step_in_backward: bool = False  # step each unit as soon as its gradients are reduced
-    accumulate: Literal["shards", "whole"] = "shards"  # gradients of several micro batches
+    # Where gradients of micro batches add up: "whole" ones take more memory, and are reduced once.
+    accumulate: Literal["shards", "whole"] = "shards"
 
 
 class Config(Section):
