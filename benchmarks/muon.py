@@ -1,25 +1,29 @@
 """``python -m benchmarks.muon``: a step of Muon by owners, and torch's own way on FSDP2.
 
 The blocks of a GPT are sharded, have random gradients, and are stepped alone, by turns: by
-`torch.optim.Muon` on the DTensors of `torch.distributed.fsdp`, where every rank gathers and
-orthogonalizes every matrix, and by `sw.optim.Muon`, with parameters that are cut anywhere and with
-matrices that are whole on a rank. All orthogonalize in bfloat16. *Bytes* are what a rank sends: of
-torch, in the collectives that it calls, and of shardwise, as its transport counts them.
+`torch.optim.Muon` on the DTensors of `torch.distributed.fsdp`, where every matrix product gathers a
+factor or sums up over ranks; by the same optimizer on whole copies, so that every rank gathers
+every gradient and orthogonalizes every matrix; and by `sw.optim.Muon`, with parameters that are cut
+anywhere and with matrices that are whole on a rank. All orthogonalize in bfloat16, one thread on
+each rank. *Collectives* are calls, and *bytes* are what a rank sends: of torch, in the collectives
+that DTensor calls, and of shardwise, as its transport counts them.
 
 ``--picture`` trains a small GPT on the source of Python's standard library instead, with AdamW,
 Muon and SOAP at the same learning rate, and draws the losses.
 """
 
+import contextlib
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import shardwise as sw
@@ -31,9 +35,9 @@ from shardwise.launch.world import World
 from shardwise.train.config import DataConfig
 from shardwise.train.model import GPT, Shape
 from shardwise.train.text import STDLIB, Text, find_files, split_files
-from shardwise.transport.communicator import communicator
+from shardwise.transport.communicator import Collectives, communicator
 
-BASE = "torch.optim.Muon"
+BASE = "torch.optim.Muon, on DTensors"
 RATE, STEPS, SEQUENCES, CONTEXT = 3e-3, 300, 16, 64  # of the picture
 _SMOOTH = 20  # steps of which the picture shows the mean
 _GATHER, _REDUCE, _SCATTER = "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"
@@ -63,6 +67,7 @@ def main() -> None:
         ("to torch's", "ratio", "{:.2f}".format),
         ("CPU s", "cpu_seconds", "{:.3f}".format),
         ("to torch's", "cpu_ratio", "{:.2f}".format),
+        ("collectives", "num_collectives", "{:.0f}".format),
         ("MB sent", "sent_bytes", lambda sent: f"{sent / 1e6:.2f}"),
     )
     setting = {name: getattr(options, name) for name in ("ranks", "width", "layers", "rounds")}
@@ -78,6 +83,7 @@ def measure(world: World, options: Namespace) -> list[Round]:
     torch.set_num_threads(1)
     cases = {
         BASE: _torchs(options),
+        "torch.optim.Muon, all gathered": _gathering(options),
         "sw.optim.Muon": _ours(options, "element"),
         'sw.optim.Muon, granularity="tensor"': _ours(options, "tensor"),
     }
@@ -91,19 +97,34 @@ def _gpt(options: Namespace) -> GPT:
 
 
 def _torchs(options: Namespace) -> Callable[[int], Figures]:
+    matrices = _fsdp2_matrices(options)
+    optimizer: Optimizer = torch.optim.Muon(matrices)
+    return partial(_step, matrices, optimizer.step, _Collectives())
+
+
+def _gathering(options: Namespace) -> Callable[[int], Figures]:
+    matrices = _fsdp2_matrices(options)
+    copies = [nn.Parameter(matrix.full_tensor().detach()) for matrix in matrices]
+    optimizer: Optimizer = torch.optim.Muon(copies)
+
+    @torch.no_grad()
+    def update() -> None:
+        for matrix, copy in zip(matrices, copies, strict=True):
+            assert isinstance(matrix.grad, DTensor)
+            copy.grad = matrix.grad.full_tensor()
+        optimizer.step()
+        for matrix, copy in zip(matrices, copies, strict=True):
+            num_ranks, rank = matrix.device_mesh.size(), matrix.device_mesh.get_local_rank()
+            matrix.to_local().copy_(copy.chunk(num_ranks)[rank])
+
+    return partial(_step, matrices, update, _Collectives())
+
+
+def _fsdp2_matrices(options: Namespace) -> list[DTensor]:
     model = _gpt(options)
     for block in model.blocks:
         fully_shard(block)
-    matrices = [p for p in model.blocks.parameters() if p.ndim > 1]
-    optimizer: Optimizer = torch.optim.Muon(matrices)
-
-    def sent_bytes() -> int:
-        watch = _Collectives()
-        with watch:
-            optimizer.step()
-        return round(watch.sent_bytes)
-
-    return partial(_step, optimizer, matrices, sent_bytes)
+    return [p for p in model.blocks.parameters() if isinstance(p, DTensor) and p.ndim > 1]
 
 
 def _ours(options: Namespace, granularity: Any) -> Callable[[int], Figures]:
@@ -113,44 +134,73 @@ def _ours(options: Namespace, granularity: Any) -> Callable[[int], Figures]:
     optimizer = sw.optim.Muon(matrices, ns_dtype=torch.bfloat16)
     sharding = matrices[0].sharding  # type: ignore[attr-defined]
     links = communicator(sharding.mesh.world, torch.device("cpu"))
-
-    def sent_bytes() -> int:
-        queues = links.gather, links.reduce
-        before = sum(queue.sent[1] for queue in queues)
-        optimizer.step()
-        return sum(queue.sent[1] for queue in queues) - before
-
-    return partial(_step, optimizer, matrices, sent_bytes)
+    return partial(_step, matrices, optimizer.step, _OwnCollectives((links.gather, links.reduce)))
 
 
 def _step(
-    optimizer: Optimizer, matrices: Sequence[Tensor], sent_bytes: Callable[[], int], number: int
+    matrices: Sequence[Tensor], update: Callable[[], object], watch: "_Watch", number: int
 ) -> Figures:
     torch.manual_seed(number)
     for parameter in matrices:
         parameter.grad = torch.full_like(parameter, 1e-3).mul_(parameter)
     began, began_cpu = time.perf_counter(), time.process_time()
-    optimizer.step()
+    update()
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
-    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "sent_bytes": sent_bytes()}
+    before = watch.sent
+    with watch:
+        update()
+    num_collectives, sent_bytes = (b - a for a, b in zip(before, watch.sent, strict=True))
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "num_collectives": num_collectives,
+        "sent_bytes": sent_bytes,
+    }
+
+
+class _Watch(Protocol):
+    """Calls of collectives, and the bytes that this rank sent in them."""
+
+    @property
+    def sent(self) -> tuple[float, float]: ...
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+class _OwnCollectives(contextlib.nullcontext[None]):
+    """Those of shardwise, which counts them itself."""
+
+    def __init__(self, queues: Sequence[Collectives]) -> None:
+        super().__init__()
+        self._queues = queues
+
+    @property
+    def sent(self) -> tuple[float, float]:
+        calls, num_bytes = (sum(q.sent[i] for q in self._queues) for i in (0, 1))
+        return calls, num_bytes
 
 
 class _Collectives(TorchDispatchMode):
-    """Counts the bytes that this rank sends in DTensor's collectives."""
+    """Those that DTensor calls."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sent_bytes = 0.0
+        self.sent = 0.0, 0.0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if DTensor in types:  # DTensor calls its collectives if this mode leaves the op to it
+            return NotImplemented
         name = func._schema.name.rpartition("::")[2]
         if func.namespace == "_c10d_functional" and name in (_GATHER, _REDUCE, _SCATTER):
             num_ranks = torch.distributed.get_world_size()
             num_bytes = args[0].nbytes * (num_ranks - 1)
             factor = {_GATHER: 1.0, _REDUCE: 2 / num_ranks, _SCATTER: 1 / num_ranks}[name]
-            self.sent_bytes += factor * num_bytes
+            calls, sent_bytes = self.sent
+            self.sent = calls + 1, sent_bytes + factor * num_bytes
         return func(*args, **(kwargs or {}))
 
 

@@ -67,9 +67,22 @@ def test_engines_have_the_same_losses(names: list[str], dtype: str, tolerance: f
     found = losses_of(dtype, [*names, "alone"])
     alone = found.pop("alone")
     for name, losses in found.items():
-        assert losses == pytest.approx(found["ddp"], abs=tolerance), name
+        if ENGINES[name].is_exact:
+            assert losses == pytest.approx(found["ddp"], abs=tolerance), name
     if dtype == "fp32":  # so these losses show whether gradients were averaged
         assert alone != pytest.approx(found["ddp"], abs=tolerance)
+
+
+@on_ranks(2)
+def test_rows_that_round_or_update_otherwise() -> None:
+    """They train, and their losses are near those of the base."""
+    names = [name for name in ON_2_RANKS if not ENGINES[name].is_exact]
+    assert names == ["shardwise-fsdp-wire", "shardwise-fsdp-muon", "shardwise-fsdp-adam8bit"]
+    found = losses_of("fp32", ["ddp", *names])
+    base = found.pop("ddp")
+    for name, losses in found.items():
+        assert losses == pytest.approx(base, abs=2e-2), name
+    assert found["shardwise-fsdp-wire"] != base
 
 
 @pytest.mark.thorough  # of the strategies, tests/runtime/test_strategies.py shows it

@@ -1,17 +1,18 @@
 """The rows of the comparison, and the choice of rows by the options."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import shardwise as sw
 from shardwise.bench import baselines
 from shardwise.bench.options import BenchOptions, choose_words
-from shardwise.bench.work import Trainee, Work
+from shardwise.bench.work import LEARNING_RATE, Trainee, Work, fused_adamw
 from shardwise.errors import ConfigError
 
 __all__ = [
@@ -37,6 +38,7 @@ class Engine:
     name: str
     family: str  # its name in --vs or --ours, the same for all its rows
     start: Callable[[Work], Trainee]
+    is_exact: bool = True  # it makes the same updates as the base, up to rounding
     keeps_whole: bool = False  # each rank holds the parameters and states of the whole model
     autocasts: bool = False  # bf16 by torch.autocast instead of a policy
     by_default: bool = True  # with --full, and without it if it `is_quick`
@@ -59,8 +61,13 @@ class Ours:
     strategy: str
     prefetch: int = 1
     transaction: bool = False
-    granularity: Literal["element", "dim"] = "element"
-    has_muon: bool = False  # instead of AdamW, for hidden matrices
+    granularity: Literal["element", "row", "dim"] = "element"
+    wire: sw.Wire = field(default_factory=sw.Wire)
+    optimizer: Literal["adamw", "adam8bit", "muon"] = "adamw"
+
+    @property
+    def is_exact(self) -> bool:
+        return self.optimizer == "adamw" and self.wire == sw.Wire()
 
     def __call__(self, work: Work) -> Trainee:
         half = torch.bfloat16
@@ -74,10 +81,19 @@ class Ours:
             granularity=self.granularity,
             sharding_factor=dist.get_world_size() // 2 if is_hybrid else None,
             mp_policy=policy,
+            wire=self.wire,
         )
-        if self.has_muon:
-            return Trainee(work, model, sw.optim.Muon(sw.optim.parameter_groups(model)))
-        return _InTransactions(work, model) if self.transaction else Trainee(work, model)
+        kind = _InTransactions if self.transaction else Trainee
+        return kind(work, model, _OPTIMIZERS[self.optimizer](model))
+
+
+_OPTIMIZERS: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda model: fused_adamw(model.parameters()),
+    "adam8bit": lambda model: sw.optim.Adam8bit(model.parameters(), lr=LEARNING_RATE),
+    "muon": lambda model: sw.optim.Muon(
+        sw.optim.parameter_groups(model), lr=LEARNING_RATE, adjust_lr_fn="match_rms_adamw"
+    ),
+}
 
 
 class _InTransactions(Trainee):
@@ -90,6 +106,7 @@ def _ours(name: str, start: Ours, *, by_default: bool = True) -> Engine:
         name=f"{OURS}-{name}",
         family=name,
         start=start,
+        is_exact=start.is_exact,
         keeps_whole=start.strategy in {"ddp", "zero1", "zero2"},
         by_default=by_default,
         is_quick=name in {"zero2", "fsdp", "fsdp-dim"},
@@ -120,7 +137,9 @@ _ROWS = (
     _ours("hsdp", Ours("hsdp")),
     _ours("hfsdp", Ours("hfsdp")),
     _ours("fsdp-no-prefetch", Ours("fsdp", prefetch=0), by_default=False),
-    _ours("fsdp-muon", Ours("fsdp", has_muon=True), by_default=False),
+    _ours("fsdp-wire", Ours("fsdp", wire=sw.Wire("int8", "int4")), by_default=False),
+    _ours("fsdp-muon", Ours("fsdp", optimizer="muon"), by_default=False),
+    _ours("fsdp-adam8bit", Ours("fsdp", granularity="row", optimizer="adam8bit"), by_default=False),
     _ours("fsdp-transaction", Ours("fsdp", transaction=True), by_default=False),
 )
 _ALONE = (

@@ -11,7 +11,15 @@ from torch.nn import functional
 from shardwise.bench.options import Setting
 from shardwise.train.model import GPT, Block
 
-__all__ = ["NUM_TINY_UNITS", "Trainee", "Work", "fused_adamw", "gpt_work", "tiny_work"]
+__all__ = [
+    "LEARNING_RATE",
+    "NUM_TINY_UNITS",
+    "Trainee",
+    "Work",
+    "fused_adamw",
+    "gpt_work",
+    "tiny_work",
+]
 
 NUM_TINY_UNITS = 200
 TINY_WIDTH = 8

@@ -28,7 +28,8 @@ def bench(
         typer.Option(
             metavar="NAME,NAME",
             help="Strategies: zero2, fsdp, fsdp-dim with FSDP2's placements (default: these), ddp, "
-            "zero1, hsdp, hfsdp, fsdp-no-prefetch, fsdp-muon, fsdp-transaction.",
+            "zero1, hsdp, hfsdp, fsdp-no-prefetch, fsdp-wire, fsdp-muon, fsdp-adam8bit, "
+            "fsdp-transaction.",
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="Number of measured rounds.")] = 8,
