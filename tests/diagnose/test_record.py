@@ -21,6 +21,7 @@ from tests.diagnose.test_trace import assert_opens
 from tests.models import CASES, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw
+from tests.waiting import eventually
 
 
 def train(model: nn.Module, recorder: sw.Recorder, optimizer: torch.optim.Optimizer) -> None:
@@ -255,7 +256,7 @@ def test_a_model_that_is_deleted_frees_its_memory_while_it_is_recorded(tmp_path:
     gc.disable()
     try:
         del model
-        assert freed() is None
+        assert eventually(lambda: freed() is None)
     finally:
         gc.enable()
     recorder.close()

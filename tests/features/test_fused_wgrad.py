@@ -22,6 +22,7 @@ from shardwise.runtime.gradients import GradientBuffer
 from tests.covering import covered_first, leaving
 from tests.ranks import run_on
 from tests.runtime.one_process import rank, runtime_of
+from tests.waiting import eventually
 
 WIDTH = 256  # a weight is large enough for a slot
 VOCABULARY = 300
@@ -248,7 +249,7 @@ def _free_what_was_saved() -> bool:
         saved = weakref.ref(y.grad_fn)
         y.sum().backward()
         del y
-        return saved() is None
+        return eventually(lambda: saved() is None)
     finally:
         gc.enable()
 

@@ -95,8 +95,7 @@ def test_a_deleted_model_frees_its_memory_without_the_cycle_collector() -> None:
         watched += [weakref.ref(p.dense) for unit in runtime.units for p in unit.parameters]
         del runtime
         del model
-        alive = [reference() for reference in watched if reference() is not None]
-        assert not alive, alive
+        assert eventually(lambda: all(reference() is None for reference in watched)), watched
     finally:
         gc.enable()
 

@@ -23,7 +23,7 @@ from shardwise.transport.health.monitor import Patience
 from shardwise.transport.process_group import ProcessGroupCollectives
 
 PATIENCE = Patience(poll_seconds=0.02, beat_seconds=0.02, silent_seconds=60.0)
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 60.0
 
 
 class Late(Device):

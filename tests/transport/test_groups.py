@@ -91,10 +91,11 @@ def test_a_mesh_of_some_ranks_makes_its_groups_once() -> None:
         return
     mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("a", "b"), _init_backend=False)
     threads = []
+    before = set(threading.enumerate())  # those of earlier tests may end at any time
     for _ in range(3):
         model = sw.fully_shard(nn.Linear(4, 4), mesh=mesh, strategy="hsdp")
         model(torch.ones(1, 4)).sum().backward()
-        threads.append(threading.active_count())
+        threads.append(set(threading.enumerate()) - before)
     assert threads[0] == threads[1] == threads[2]
     dist.barrier()
 

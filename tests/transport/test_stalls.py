@@ -22,9 +22,10 @@ from tests import ranks
 from tests.logged import logged
 from tests.models import WIDTH, Block, Stack
 from tests.ranks import RankFailed, on_ranks, run_on
+from tests.waiting import eventually
 
-HURRIED = Patience(poll_seconds=0.05, beat_seconds=0.1, silent_seconds=1.0, say_seconds=0.3)
-SECONDS = 15.0
+HURRIED = Patience(poll_seconds=0.05, beat_seconds=0.1, silent_seconds=2.0, say_seconds=0.3)
+SECONDS = 45.0
 ODD = 1  # the rank that does something else
 
 
@@ -45,12 +46,23 @@ class Job:
         self.model(torch.ones(2, WIDTH)).sum().backward()
 
     def error(self, run: Callable[[], None], kind: type[sw.StepError]) -> str:
-        """Of all ranks, after less than 15 seconds."""
+        """Of all ranks, before any of them runs into a timeout."""
         began = time.monotonic()
         with pytest.raises(kind) as caught:
             run()
         assert time.monotonic() - began < SECONDS
         return str(caught.value)
+
+    def wait_until_seen(self, rank: int, place: str) -> None:
+        """Until a heartbeat has shown ``rank`` at a call that ``place`` is part of."""
+        monitor = self.links._monitor
+        assert monitor is not None
+
+        def is_there() -> bool:
+            beat = monitor.heartbeat(rank)
+            return beat is not None and any(place in call for call in beat.report.python)
+
+        assert eventually(is_there)
 
 
 def assert_same(text: str) -> None:
@@ -70,7 +82,7 @@ def row(text: str, rank: int) -> str:
 PATIENCES = [HURRIED, pytest.param(Patience(), marks=pytest.mark.thorough)]
 
 
-@on_ranks(2, thorough=(4,), deadline=60.0)
+@on_ranks(2, thorough=(4,), deadline=120.0)
 @pytest.mark.parametrize("patience", PATIENCES, ids=["hurried", "default"])
 def test_a_rank_that_skips_a_step(patience: Patience) -> None:
     """It comes to the end of the loop first, where it waits for the others in torch's barrier."""
@@ -94,7 +106,7 @@ def test_a_rank_that_skips_a_step(patience: Patience) -> None:
     assert_same(text)
 
 
-@on_ranks(2, deadline=60.0)
+@on_ranks(2, deadline=120.0)
 @pytest.mark.parametrize("patience", PATIENCES, ids=["hurried", "default"])
 def test_a_rank_that_calls_an_extra_collective(patience: Patience) -> None:
     job = Job(patience)
@@ -111,7 +123,7 @@ def test_a_rank_that_calls_an_extra_collective(patience: Patience) -> None:
     job.step()
 
 
-@on_ranks(2, deadline=60.0)
+@on_ranks(2, deadline=120.0)
 def test_a_rank_that_calls_an_extra_collective_of_torch() -> None:
     job = Job(HURRIED)
 
@@ -128,7 +140,7 @@ def test_a_rank_that_calls_an_extra_collective_of_torch() -> None:
     job.step()
 
 
-@on_ranks(2, deadline=60.0)
+@on_ranks(2, deadline=120.0)
 @pytest.mark.parametrize("patience", PATIENCES, ids=["hurried", "default"])
 def test_a_rank_that_is_stopped(tmp_path: Path, patience: Patience) -> None:
     over, pids = tmp_path / "over", [0, 0]
@@ -140,7 +152,7 @@ def test_a_rank_that_is_stopped(tmp_path: Path, patience: Patience) -> None:
             time.sleep(0.01)  # stopped here
         text = job.error(job.step, sw.PeerSilent)
     else:
-        time.sleep(3 * patience.beat_seconds)  # until a heartbeat has said where the other is
+        job.wait_until_seen(ODD, "test_stalls.py")
         os.kill(pids[ODD], signal.SIGSTOP)
         try:
             text = job.error(job.step, sw.PeerSilent)
@@ -156,7 +168,7 @@ def test_a_rank_that_is_stopped(tmp_path: Path, patience: Patience) -> None:
 def test_a_rank_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 30.0)
     with pytest.raises(RankFailed) as failure:
-        run_on(3, _outlive, tmp_path, deadline=60.0)
+        run_on(3, _outlive, tmp_path, deadline=120.0)
     [(lost, what)] = failure.value.errors.items()
     assert lost == 2
     assert what.startswith("was killed by SIGKILL")  # it may have said whom it waited for
@@ -170,7 +182,8 @@ def test_a_rank_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def _outlive(folder: Path) -> None:
     job = Job(HURRIED)
     if dist.get_rank() == 2:
-        time.sleep(3 * HURRIED.beat_seconds)  # until the others have said where they are
+        for rank in (0, 1):
+            job.wait_until_seen(rank, "tests/")
         os.kill(os.getpid(), signal.SIGKILL)
     (folder / str(dist.get_rank())).write_text(job.error(job.step, sw.PeerLost))
     while not all((folder / str(rank)).exists() for rank in (0, 1)):  # the store is rank 0's
@@ -179,11 +192,13 @@ def _outlive(folder: Path) -> None:
 
 @on_ranks(2, deadline=120.0)
 @pytest.mark.parametrize("patience", PATIENCES, ids=["hurried", "default"])
-def test_a_rank_that_is_elsewhere_is_no_error_but_named(patience: Patience) -> None:
+def test_a_rank_that_is_elsewhere_is_no_error_but_named(tmp_path: Path, patience: Patience) -> None:
     """As in a slow data loader, or a long evaluation."""
-    job = Job(patience)
-    with logged("shardwise") as said:
-        for _ in load_slowly(job.is_odd, 4.2 * patience.say_seconds):
+    job, texts = Job(patience), [tmp_path / str(rank) for rank in range(2)]
+    with logged("shardwise", texts[dist.get_rank()]) as said:
+        for _ in load_slowly(texts[0]) if job.is_odd else range(1):
+            if not job.is_odd:
+                job.wait_until_seen(ODD, "load_slowly")
             job.step()
     if job.is_odd:
         assert not said
@@ -200,7 +215,8 @@ def test_a_rank_that_is_elsewhere_is_no_error_but_named(patience: Patience) -> N
     assert all(re.match(pattern, message) for message in said)
 
 
-def load_slowly(is_slow: bool, seconds: float) -> Iterator[int]:
-    if is_slow:
-        time.sleep(seconds)
+def load_slowly(said: Path) -> Iterator[int]:
+    """Return when the other rank has said twice that it waits."""
+    while not said.exists() or said.read_text().count(" has waited for ") < 2:
+        time.sleep(0.01)
     yield 0

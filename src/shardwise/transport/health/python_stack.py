@@ -1,4 +1,8 @@
-"""Where the Python of a thread stands, for the messages of ranks that wait for it."""
+"""Where the Python of a thread stands, for the messages of ranks that wait for it.
+
+Whoever holds a frame keeps its local variables, with the tensors in them, after its call has
+returned. So what is needed of the frames is taken at once, before anything that may wait.
+"""
 
 import contextlib
 import inspect
@@ -25,11 +29,11 @@ _POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list")
 
 def calls_of(thread: int, most: int = 3) -> tuple[str, ...]:
     """The innermost calls of ``thread`` in the user's own files, such as "train.py:12 in step"."""
-    frames = list(_frames(thread))
-    own = [one for one in frames if _is_of_user(one.f_code.co_filename)]
+    calls = [(one.f_code, one.f_lineno) for one in _frames(thread)]
+    own = [(code, line) for code, line in calls if _is_of_user(code.co_filename)]
     return tuple(
-        f"{_shortest(one.f_code.co_filename)}:{one.f_lineno} in {one.f_code.co_name}"
-        for one in (own or frames)[:most]
+        f"{_shortest(code.co_filename)}:{line} in {code.co_name}"
+        for code, line in (own or calls)[:most]
     )
 
 
@@ -39,6 +43,15 @@ def collective_of(thread: int) -> list[int]:
     On the CPU such a call of torch's returns when they all have called it. Those that this package
     launches on a device return at once.
     """
+    for group in _groups_of_collectives(thread):
+        with contextlib.suppress(KeyError, ValueError):  # of a group that was destroyed
+            return dist.get_process_group_ranks(group)
+    return []
+
+
+def _groups_of_collectives(thread: int) -> list[dist.ProcessGroup | None]:
+    """Of the collectives of torch's that ``thread`` is inside; None is the default group."""
+    groups = []
     for frame in _frames(thread):
         if frame.f_code.co_filename != _COLLECTIVES:
             continue
@@ -47,9 +60,8 @@ def collective_of(thread: int) -> list[int]:
             continue
         is_collective = not name.startswith("_") and "group" in local
         if is_collective and name not in _POINT_TO_POINT and not local.get("async_op"):
-            with contextlib.suppress(KeyError, ValueError):  # of a group that was destroyed
-                return dist.get_process_group_ranks(local["group"])
-    return []
+            groups.append(local["group"])
+    return groups
 
 
 def fingerprint(thread: int) -> int:
