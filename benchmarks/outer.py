@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.outer.hub import HubThread
+from shardwise.outer.serving import HubThread
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import local_of
 from shardwise.train.config import Config

@@ -31,7 +31,8 @@ from shardwise.forecast.fit import Fit, fit
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.tokens import backward, token_weight
-from shardwise.outer.optimizer import OuterOptimizer, outer_optimizer
+from shardwise.outer.attach import outer_optimizer
+from shardwise.outer.optimizer import OuterOptimizer
 from shardwise.plan.granularity import block
 from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.outer import Outer

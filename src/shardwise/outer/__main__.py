@@ -4,7 +4,7 @@ import asyncio
 import logging
 import sys
 
-from shardwise.outer.hub import serve
+from shardwise.outer.serving import serve
 
 
 def main() -> None:

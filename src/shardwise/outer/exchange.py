@@ -47,14 +47,21 @@ class Exchange(ABC):
         self.step = 0  # of the replica, which others are told
         self.group_step = 0  # the last step that any replica has synchronized after
         self.is_member = True  # or else waits for others, or for a state
+        self.trouble = ""  # why it has no connection
 
     @abstractmethod
     def message_bytes(self, packed_bytes: int) -> int:
         """The bytes that this rank sends for a difference of that size."""
 
     @abstractmethod
-    def send(self, fragment: int, packed: Tensor) -> None:
-        """Send the difference of the round that is next; returns at once."""
+    def send(self, fragment: int, packed: Tensor, values: str) -> None:
+        """Send the difference of the round that is next; returns at once.
+
+        Args:
+            fragment: its number.
+            packed: the difference, uint8.
+            values: a checksum of the shared parameters that it was taken from.
+        """
 
     @abstractmethod
     def decided(self, fragment: int, seconds: float) -> list[Decision]:
@@ -104,7 +111,7 @@ class GroupExchange(Exchange):
     def message_bytes(self, packed_bytes: int) -> int:
         return packed_bytes * (self._size - 1)
 
-    def send(self, fragment: int, packed: Tensor) -> None:
+    def send(self, fragment: int, packed: Tensor, values: str) -> None:  # noqa: ARG002
         own = packed.to(self._device)
         gathered = own.new_empty(self._size * own.numel())
         work = dist.all_gather_into_tensor(gathered, own, group=self._group, async_op=True)

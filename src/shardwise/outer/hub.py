@@ -12,107 +12,34 @@ the hub's has to take the state of a member.
 """
 
 import asyncio
-import hashlib
 import itertools
 import logging
 import secrets
-import threading
-from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
-from shardwise.outer.frames import ALIVE_SECONDS, SILENT_SECONDS, Frame, Kind, read_frame
+from pydantic import ValidationError
 
-__all__ = ["Hub", "HubThread", "serve"]
+from shardwise.outer.frames import ALIVE_SECONDS, SILENT_SECONDS, Frame, Kind, read_frame
+from shardwise.outer.members import Connection, Hello, Replica, Role
+from shardwise.outer.rounds import Difference, Round
+
+__all__ = ["Hub"]
 
 logger = logging.getLogger("shardwise.outer")
 
 _MAX_BODY_BYTES = 1 << 36
-# A connection that ended or is silent, and what a stranger may send.
-_BROKEN = OSError, EOFError, TimeoutError, ValueError, LookupError, TypeError, AttributeError
-_MAX_QUEUED_BYTES = 1 << 30  # to a rank that receives nothing
-
-
-class Role(StrEnum):
-    """What a replica of which all ranks are connected does."""
-
-    ARRIVED = "arrived"  # and was not welcomed yet
-    MEMBER = "member"
-    JOINING = "joining"  # waits for a state
-
-
-@dataclass(eq=False)
-class _Connection:
-    """Of one rank of a replica."""
-
-    writer: asyncio.StreamWriter
-    hello: dict[str, Any]
-    is_ready: bool = False
-
-    def send(self, frame: Frame) -> None:
-        if self.writer.transport.get_write_buffer_size() > _MAX_QUEUED_BYTES:
-            self.writer.transport.abort()
-        if not self.writer.is_closing():
-            self.writer.writelines(frame.encode())
-
-
-@dataclass(eq=False)
-class _Replica:
-    """Those of its ranks that are connected."""
-
-    number: int
-    ranks: dict[int, _Connection] = field(default_factory=dict)
-    role: Role = Role.ARRIVED
-    step: int = 0  # the last one that it was heard of at
-    since_ticket: bool = False  # whether it waits for the state that was asked for
-
-    @property
-    def is_whole(self) -> bool:
-        first = next(iter(self.ranks.values()), None)
-        return first is not None and len(self.ranks) == first.hello["num_ranks"]
-
-    @property
-    def digests(self) -> list[str]:
-        """Of each fragment; none if its ranks do not agree."""
-        found = [one.hello["digests"] for one in self.ranks.values()]
-        return list(found[0]) if all(one == found[0] for one in found) else []
-
-    @property
-    def rounds(self) -> list[int]:
-        return list(next(iter(self.ranks.values())).hello["rounds"])
-
-    def send(self, frame: Frame) -> None:
-        for connection in self.ranks.values():
-            connection.send(frame)
-
-
-@dataclass(eq=False)
-class _Round:
-    """The round of a fragment that is next."""
-
-    number: int
-    digest: str  # of all before it
-    bodies: dict[int, dict[int, bytes]] = field(default_factory=dict)  # by replica and rank
-    steps: dict[int, int] = field(default_factory=dict)  # after which they were taken, by replica
-    timer: asyncio.TimerHandle | None = None
-
-    def follow(self, salt: str) -> "_Round":
-        if self.timer is not None:
-            self.timer.cancel()
-        after = hashlib.sha256((self.digest + salt).encode()).hexdigest()[:24]
-        return _Round(self.number + 1, after)
+# Signs of life so long after another process came with the same numbers: both of them are alive.
+_TAKEN_SECONDS = 3 * ALIVE_SECONDS
 
 
 class Hub:
     """Decides rounds; all of it runs on one event loop."""
 
     def __init__(self) -> None:
-        self.replicas: dict[int, _Replica] = {}
+        self.replicas: dict[int, Replica] = {}
         self.received_bytes: dict[int, int] = {}  # of differences, by replica
         self.connections: dict[asyncio.Task[None] | None, asyncio.StreamWriter] = {}
-        self._rounds: list[_Round] = []
+        self._rounds: list[Round] = []
         self._options: dict[str, Any] = {}
         self._welcome: asyncio.TimerHandle | None = None
         self._tickets = itertools.count(1)
@@ -122,16 +49,18 @@ class Hub:
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection until it ends."""
-        connection: _Connection | None = None
+        connection: Connection | None = None
         self.connections[asyncio.current_task()] = writer
         try:
-            hello = await read_frame(reader, 0, SILENT_SECONDS)
-            connection = self._greet(hello, writer)
+            connection = await self._greet(await read_frame(reader, 0, SILENT_SECONDS), writer)
             while connection is not None:
                 self._receive(connection, await read_frame(reader, _MAX_BODY_BYTES, SILENT_SECONDS))
-        except _BROKEN as error:
-            if connection is not None and self._is_current(connection):
-                self._lose(connection.hello["replica"], error)
+        except Exception as error:  # noqa: BLE001 - a stranger may send anything
+            if connection is None:
+                who = writer.get_extra_info("peername")
+                logger.warning("%s is no rank of a replica: %s", who, _reason(error))
+            elif self._is_current(connection):
+                self._lose(connection.hello.replica, error)
         finally:
             del self.connections[asyncio.current_task()]
             writer.close()
@@ -143,74 +72,102 @@ class Hub:
                 replica.send(Frame(Kind.ALIVE))
             await asyncio.sleep(ALIVE_SECONDS)
 
-    def _is_current(self, connection: _Connection) -> bool:
-        replica = self.replicas.get(connection.hello["replica"])
+    def _is_current(self, connection: Connection) -> bool:
+        replica = self.replicas.get(connection.hello.replica)
         return replica is not None and connection in replica.ranks.values()
 
-    def _greet(self, frame: Frame, writer: asyncio.StreamWriter) -> _Connection | None:
-        hello = frame.header
-        number, rank = int(hello["replica"]), int(hello["rank"])
-        reason = self._objection(hello)
-        if frame.kind is not Kind.HELLO or reason:
-            writer.writelines(Frame(Kind.REFUSED, body=reason.encode()).encode())
+    async def _greet(self, frame: Frame, writer: asyncio.StreamWriter) -> Connection | None:
+        """Take in a rank that says hello; None if it cannot take part."""
+        try:
+            hello = Hello.model_validate(frame.header)
+            objection = await self._objection(hello)
+        except ValidationError as error:
+            objection = f"no hello of this version of shardwise: {error}"
+        if objection:
+            writer.writelines(Frame(Kind.REFUSED, body=objection.encode()).encode())
             return None
-        replica = self.replicas.get(number)
-        if replica is None or rank in replica.ranks:
+        replica = self.replicas.get(hello.replica)
+        if replica is None or hello.rank in replica.ranks:
             # Its ranks are there again before the hub knows that they were gone.
             if replica is not None:
-                self._lose(number, ConnectionResetError("it has a new connection"))
-            replica = self.replicas[number] = _Replica(number)
-        connection = replica.ranks[rank] = _Connection(writer, hello)
+                self._lose(hello.replica, ConnectionResetError("it has a new connection"))
+            replica = self.replicas[hello.replica] = Replica(hello.replica)
+        now = asyncio.get_running_loop().time()
+        connection = replica.ranks[hello.rank] = Connection(writer, hello, heard=now)
         if replica.is_whole:
             self._arrive(replica)
         return connection
 
-    def _objection(self, hello: Mapping[str, Any]) -> str:
+    async def _objection(self, hello: Hello) -> str:
         """Why a rank cannot take part; empty if it can."""
+        if await self._is_taken(hello):
+            return (
+                f"another process is replica {hello.replica}, rank {hello.rank}; give each replica "
+                "a number of its own"
+            )
         if not self.replicas:
-            self._options = dict(hello["options"])
-        for key, value in hello["options"].items():
+            self._options = dict(hello.options)
+        for key, value in hello.options.items():
             if value != self._options.get(key):
                 return (
-                    f"replica {hello['replica']} has {key}={value!r}, and the others have "
-                    f"{self._options.get(key)!r}; start all replicas with the same options"
+                    f"replica {hello.replica} has {key}={value!r}, and the others have "
+                    f"{self._options.get(key)!r}; start all replicas with the same model and "
+                    "options"
                 )
         return ""
 
+    async def _is_taken(self, hello: Hello) -> bool:
+        """Whether another process has these numbers; waits until it is gone or gives a sign."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while True:
+            replica = self.replicas.get(hello.replica)
+            other = replica.ranks.get(hello.rank) if replica is not None else None
+            if other is None or other.hello.process == hello.process:
+                return False
+            if other.heard - began > _TAKEN_SECONDS:
+                return True
+            await asyncio.sleep(ALIVE_SECONDS / 8)
+
     def _lose(self, number: int, error: BaseException) -> None:
-        replica = self.replicas.pop(number)
-        reason = str(error) or type(error).__name__
-        logger.warning("replica %d is gone after step %d: %s", number, replica.step, reason)
+        replica = self.replicas[number]
+        logger.warning("replica %d is gone after step %d: %s", number, replica.step, _reason(error))
         for connection in replica.ranks.values():
             connection.writer.transport.abort()
-        if self._ticket is not None and self._ticket[1] == number:
+        self._remove(replica)
+
+    def _refuse(self, replica: Replica, reason: str) -> None:
+        logger.warning("%s", reason)
+        replica.send(Frame(Kind.REFUSED, body=reason.encode()))
+        self._remove(replica)
+
+    def _remove(self, replica: Replica) -> None:
+        del self.replicas[replica.number]
+        if self._ticket is not None and self._ticket[1] == replica.number:
             self._ticket = None
         for fragment, one in enumerate(self._rounds):
-            one.bodies.pop(number, None)
+            one.differences.pop(replica.number, None)
             self._decide_if_complete(fragment)
         if not self._with_role(Role.MEMBER):  # nobody has a state to give any more
             for waiting in self._with_role(Role.JOINING):
                 waiting.role = Role.ARRIVED
                 self._arrive(waiting)
 
-    def _with_role(self, role: Role) -> list[_Replica]:
+    def _with_role(self, role: Role) -> list[Replica]:
         found = [one for one in self.replicas.values() if one.role is role and one.is_whole]
         return sorted(found, key=lambda one: one.number)
 
     # -- membership -------------------------------------------------------------------------------
 
-    def _arrive(self, replica: _Replica) -> None:
+    def _arrive(self, replica: Replica) -> None:
         """All ranks of ``replica`` have said hello."""
         if self._with_role(Role.MEMBER):
             self._admit(replica)
-            return
-        arrived = self._with_role(Role.ARRIVED)
-        first = next(iter(replica.ranks.values())).hello
-        if len(arrived) >= first["num_replicas"]:
+        elif len(self._with_role(Role.ARRIVED)) >= replica.hello.num_replicas:
             self._begin()
         elif self._welcome is None:
             loop = asyncio.get_running_loop()
-            self._welcome = loop.call_later(first["deadline"], self._begin)
+            self._welcome = loop.call_later(replica.hello.deadline, self._begin)
 
     def _begin(self) -> None:
         """Welcome those who are there; the others take the state of the most advanced one."""
@@ -220,134 +177,95 @@ class Hub:
         arrived = self._with_role(Role.ARRIVED)
         if not arrived:
             return
-        first = max(arrived, key=lambda one: (bool(one.digests), sum(one.rounds), -one.number))
-        self._rounds = [
-            _Round(number, digest)
-            for number, digest in zip(first.rounds, first.digests, strict=True)
-        ]
+        first = max(
+            arrived, key=lambda one: (bool(one.digests), sum(one.hello.rounds), -one.number)
+        )
+        done = zip(first.hello.rounds, first.digests, strict=True)
+        self._rounds = [Round(index, number, digest) for index, (number, digest) in enumerate(done)]
         for replica in [first, *(one for one in arrived if one is not first)]:
             self._admit(replica)
 
-    def _admit(self, replica: _Replica) -> None:
+    def _admit(self, replica: Replica) -> None:
         digests = [one.digest for one in self._rounds]
         members = self._with_role(Role.MEMBER)
         replica.role = Role.MEMBER if replica.digests == digests else Role.JOINING
         alike = [one for one in members if one.digests == replica.digests == digests]
         for other, (rank, own) in itertools.product(alike, replica.ranks.items()):
-            values = {own.hello["values"], other.ranks[rank].hello["values"]} - {""}
+            values = {own.hello.values, other.ranks[rank].hello.values} - {""}
             if len(values) > 1:
-                self._refuse(replica, rank, other)
+                way_out = "initialize all replicas with the same seed, or load the same checkpoint"
+                self._refuse(replica, _differs(replica.number, rank, other.number, way_out))
                 return
         replica.send(Frame(Kind.WELCOME, {"joins": replica.role is Role.JOINING}))
         logger.info("replica %d is there and %s", replica.number, replica.role.value)
 
-    def _refuse(self, replica: _Replica, rank: int, other: _Replica) -> None:
-        reason = (
-            f"replica {replica.number}, rank {rank}: other shared parameters than replica "
-            f"{other.number}, after the same rounds; initialize all replicas with the same seed, "
-            "or load the same checkpoint"
-        )
-        replica.send(Frame(Kind.REFUSED, body=reason.encode()))
-        del self.replicas[replica.number]
-
     # -- rounds -----------------------------------------------------------------------------------
 
-    def _receive(self, connection: _Connection, frame: Frame) -> None:
-        number, rank = connection.hello["replica"], connection.hello["rank"]
-        replica = self.replicas[number]
+    def _receive(self, connection: Connection, frame: Frame) -> None:
+        connection.heard = asyncio.get_running_loop().time()
+        replica = self.replicas[connection.hello.replica]
         replica.step = max(replica.step, frame.header.get("step", 0))
         match frame.kind:
             case Kind.DELTA:
-                self._take_delta(replica, rank, frame)
+                self._take_difference(replica, connection.hello.rank, frame)
             case Kind.STATE:
-                self._pass_on(frame, rank)
+                self._pass_on(frame, connection.hello.rank)
             case Kind.READY:
                 connection.is_ready = True
                 if all(one.is_ready for one in replica.ranks.values()):
                     replica.role = Role.MEMBER
-                    logger.info("replica %d takes part again", number)
+                    logger.info("replica %d takes part again", replica.number)
 
-    def _take_delta(self, replica: _Replica, rank: int, frame: Frame) -> None:
+    def _take_difference(self, replica: Replica, rank: int, frame: Frame) -> None:
         if replica.role is not Role.MEMBER:
             return
-        fragment, header = int(frame.header["fragment"]), frame.header
-        current = self._rounds[fragment]
-        self.received_bytes[replica.number] = self.received_bytes.get(replica.number, 0) + len(
-            frame.body
-        )
+        number, header = replica.number, frame.header
+        current = self._rounds[header["fragment"]]
+        self.received_bytes[number] = self.received_bytes.get(number, 0) + len(frame.body)
         if header["digest"] != current.digest:
             if header["round"] >= current.number:  # it cannot be: have it say hello again
                 raise ValueError("it has applied what was not decided here")
             return  # late
-        current.bodies.setdefault(replica.number, {})[rank] = bytes(frame.body)
-        current.steps[replica.number] = header["step"]
-        is_first = current.timer is None and len(current.bodies[replica.number]) == len(
-            replica.ranks
-        )
-        if is_first:
-            deadline = next(iter(replica.ranks.values())).hello["deadline"]
-            loop = asyncio.get_running_loop()
-            current.timer = loop.call_later(deadline, self._decide, fragment)
-        self._decide_if_complete(fragment)
-
-    def _complete(self, fragment: int) -> list[_Replica]:
-        """The members of which all differences have come."""
-        bodies = self._rounds[fragment].bodies
-        return [
-            one
-            for one in self._with_role(Role.MEMBER)
-            if len(bodies.get(one.number, ())) == len(one.ranks)
-        ]
+        own = Difference(bytes(frame.body), header["step"], header["values"])
+        other = current.add(number, rank, own)
+        if other is not None:
+            way_out = (
+                "use the same outer optimizer and learning rates in all replicas; a replica that "
+                f"starts again takes the state of replica {other}"
+            )
+            self._refuse(replica, _differs(number, rank, other, way_out))
+            return
+        if current.timer is None and current.has_all_of(replica):
+            loop, fragment = asyncio.get_running_loop(), current.fragment
+            current.timer = loop.call_later(replica.hello.deadline, self._decide, fragment)
+        self._decide_if_complete(current.fragment)
 
     def _decide_if_complete(self, fragment: int) -> None:
         members = self._with_role(Role.MEMBER)
-        if members and len(self._complete(fragment)) == len(members):
+        if members and all(map(self._rounds[fragment].has_all_of, members)):
             self._decide(fragment)
 
     def _decide(self, fragment: int) -> None:
         """Send what has come of the round to all, and begin the next."""
-        current, complete = self._rounds[fragment], self._complete(fragment)
+        current, members = self._rounds[fragment], self._with_role(Role.MEMBER)
+        complete = [one for one in members if current.has_all_of(one)]
         if not complete:
             current.timer = None
             return
-        late = [one for one in self._with_role(Role.MEMBER) if one not in complete]
-        names = [
-            f"replica {one.number} (rank {rank}, after step {one.step})"
-            for one in late
-            for rank in one.ranks
-            if rank not in current.bodies.get(one.number, ())
-        ]
-        for name in names:
+        late = current.missing([one for one in members if one not in complete])
+        for name in late:
             logger.warning("round %d of fragment %d: %s is late", current.number, fragment, name)
         following = self._rounds[fragment] = current.follow(secrets.token_hex(8))
-        header = {
-            "fragment": fragment,
-            "round": current.number,
-            "before": current.digest,
-            "after": following.digest,
-            "step": max(current.steps[one.number] for one in complete),
-            "replicas": [one.number for one in complete],
-            "late": names,
-        }
+        header = current.header(complete, late, following.digest)
         ticket = self._ask_for_state(complete[0])
         for replica in self.replicas.values():
             if replica.is_whole and replica.role is not Role.ARRIVED:
-                self._announce(replica, header, current, ticket)
+                is_giver = self._ticket is not None and self._ticket[1] == replica.number
+                for rank, connection in replica.ranks.items():
+                    asked = ticket if is_giver else 0
+                    connection.send(current.decision(header, replica.number, rank, asked))
 
-    def _announce(
-        self, replica: _Replica, header: dict[str, Any], done: _Round, ticket: int
-    ) -> None:
-        """Send a decision with the differences of the other replicas."""
-        is_giver = self._ticket is not None and self._ticket[1] == replica.number
-        others = [number for number in header["replicas"] if number != replica.number]
-        for rank, connection in replica.ranks.items():
-            parts = [done.bodies[number][rank] for number in others]
-            mine = {**header, "sizes": [len(part) for part in parts]}
-            if is_giver and ticket:
-                mine["ticket"] = ticket
-            connection.send(Frame(Kind.DECISION, mine, b"".join(parts)))
-
-    def _ask_for_state(self, giver: _Replica) -> int:
+    def _ask_for_state(self, giver: Replica) -> int:
         """The number of a new ticket, if replicas wait for a state; else 0."""
         joining = self._with_role(Role.JOINING)
         if not joining or (self._ticket is not None and all(one.since_ticket for one in joining)):
@@ -363,55 +281,12 @@ class Hub:
                 replica.ranks[rank].send(frame)
 
 
-# -- running it ----------------------------------------------------------------------------------
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
-async def serve(host: str, port: int, started: "Future[tuple[Hub, int]] | None" = None) -> None:
-    """Run a hub at ``host:port`` until cancelled; ``started`` gets it and its port."""
-    hub = Hub()
-    server = await asyncio.start_server(hub.accept, host, port, limit=1 << 22)
-    beat = asyncio.create_task(hub.beat())
-    try:
-        if started is not None:
-            started.set_result((hub, server.sockets[0].getsockname()[1]))
-        await server.serve_forever()
-    finally:
-        beat.cancel()
-        server.close()
-        ending = [task for task in hub.connections if task is not None]
-        for writer in hub.connections.values():
-            writer.transport.abort()
-        await asyncio.gather(*ending)
-
-
-class HubThread:
-    """A hub on a thread of this process; a context manager."""
-
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        started: Future[tuple[Hub, int]] = Future()
-        self._loop = asyncio.new_event_loop()
-        self._task = self._loop.create_task(serve(host, port, started))
-        self._thread = threading.Thread(target=self._run, name="shardwise-hub", daemon=True)
-        self._thread.start()
-        self.hub, port = started.result(timeout=10)
-        self.address = f"{host}:{port}"
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._task)
-        except asyncio.CancelledError:
-            pass
-        finally:
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
-
-    def stop(self) -> None:
-        """End it as if its process had been killed."""
-        self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join()
-
-    def __enter__(self) -> "HubThread":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+def _differs(number: int, rank: int, other: int, way_out: str) -> str:
+    return (
+        f"replica {number}, rank {rank}: other shared parameters than replica {other}, after the "
+        f"same rounds; {way_out}"
+    )

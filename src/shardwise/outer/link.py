@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +38,8 @@ class HubExchange(Exchange):
             raise PlanError(f"hub={address!r}: expected host:port")
         self.address = address
         self._at = host, int(port)
-        self._hello = {"replica": replica, "rank": rank, **hello}
+        process = secrets.token_hex(8)
+        self._hello = {"replica": replica, "rank": rank, "process": process, **hello}
         self._name = f"replica {replica}, rank {rank}"
         self._replica = replica
         self._changed = threading.Condition()
@@ -72,7 +74,7 @@ class HubExchange(Exchange):
             )
             self._thread.start()
 
-    def send(self, fragment: int, packed: Tensor) -> None:
+    def send(self, fragment: int, packed: Tensor, values: str) -> None:
         with self._changed:
             if not self.is_member:
                 return
@@ -81,6 +83,7 @@ class HubExchange(Exchange):
                 "round": self._progress[fragment].round,
                 "digest": self._progress[fragment].digest,
                 "step": self.step,
+                "values": values,
             }
             own = packed.cpu()
             body = own.numpy().tobytes()
@@ -175,17 +178,26 @@ class HubExchange(Exchange):
 
     async def _run(self) -> None:
         while not (self._refusal or self._is_closing):
-            with contextlib.suppress(OSError):
+            try:
                 reader, writer = await asyncio.open_connection(*self._at, limit=1 << 22)
-                try:
-                    await self._talk(reader, writer)
-                except (OSError, EOFError, TimeoutError, ValueError, KeyError) as error:
-                    reason = str(error) or type(error).__name__
-                    logger.warning("%s lost the hub at %s: %s", self._name, self.address, reason)
-                finally:
-                    self._forget()
-                    writer.close()
+            except OSError as error:
+                self.trouble = f"no hub at {self.address}: {error}"
+            else:
+                await self._talk_until_lost(reader, writer)
             await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _talk_until_lost(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            await self._talk(reader, writer)
+        except (OSError, EOFError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            reason = str(error) or type(error).__name__
+            self.trouble = f"{self._name} lost the hub at {self.address}: {reason}"
+            logger.warning("%s; trains on alone until it is back", self.trouble)
+        finally:
+            self._forget()
+            writer.close()
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.set_write_buffer_limits(high=_STATE_PIECE_BYTES)

@@ -11,104 +11,34 @@ The shared parameters are the same bits in all replicas. Each rank keeps its sha
 exchanges that with the ranks at its place in the other replicas, so nothing is gathered.
 """
 
-import hashlib
 import logging
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from shardwise.errors import PeerLost, PlanError, StepError
-from shardwise.outer.exchange import Decision, Exchange, GroupExchange, Progress
+from shardwise.outer.exchange import Decision, Exchange, Progress
 from shardwise.outer.fragments import Fragment, fragments_of
-from shardwise.outer.link import HubExchange
 from shardwise.outer.packing import mean_of, pack
 from shardwise.outer.replica import ANCHOR, Known, agree, decode_state, encode_state
 from shardwise.plan.outer import Outer
-from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import runtime_of_root
-from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 from shardwise.tensor.sharding import Sharding, local_of, sharding_of
 from shardwise.transport.communicator import communicator
 
-__all__ = ["OuterOptimizer", "outer_optimizer"]
+__all__ = ["OuterOptimizer", "template_of"]
 
 logger = logging.getLogger("shardwise.outer")
 
 _PATIENCE_SECONDS = 5.0
 _DILOCO = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
-
-
-def outer_optimizer(
-    model: nn.Module,
-    optimizer: Optimizer,
-    outer: Outer,
-    *,
-    group: dist.ProcessGroup | None = None,
-    hub: str = "",
-    replica: int = 0,
-    num_replicas: int = 1,
-) -> "OuterOptimizer":
-    """From now on ``optimizer.step()`` also synchronizes this replica with others.
-
-    With a ``hub`` each replica is a world of its own, under a launcher of its own, so that it may
-    die without the others, and come back::
-
-        model = sw.fully_shard(model, units=Block)
-        optimizer = torch.optim.AdamW(model.parameters())
-        outer = sw.outer_optimizer(
-            model, optimizer, sw.Outer(every=32, fragments=4), hub="10.0.0.1:29400", replica=0
-        )
-        outer.join()
-        while outer.local_steps < 10_000:
-            ...
-
-    The hub is ``python -m shardwise.outer 10.0.0.1:29400``. With a ``group`` all replicas are in
-    one world, sharded over the inner dim of a mesh: ``fully_shard(model, mesh=mesh["shard"])`` and
-    ``group=mesh.get_group("replicate")``.
-
-    Args:
-        model: sharded, over the ranks of this replica alone.
-        optimizer: of the model's parameters.
-        outer: how often, how much at a time, in which format.
-        group: the ranks of all replicas that hold the same shard, one of each.
-        hub: instead of a group, where the hub is.
-        replica: the number of this replica, which no other one has at the same time.
-        num_replicas: how many to wait for at the beginning, for ``outer.deadline`` at most.
-
-    Raises:
-        PlanError: the model, the optimizer or the options do not fit.
-    """
-    runtime = runtime_of_root(model)
-    _check(model, optimizer, runtime)
-    if (group is None) == (not hub):
-        raise PlanError(f"group={group}, hub={hub!r}: expected one of them")
-    if group is not None:
-        return OuterOptimizer(model, optimizer, outer, GroupExchange(group))
-    names = [p.name for unit in runtime.units for p in unit.parameters]
-    hello = {
-        "num_ranks": runtime.mesh.num_ranks,
-        "num_replicas": num_replicas,
-        "deadline": outer.deadline,
-        "options": {
-            "every": outer.every,
-            "fragments": outer.fragments,
-            "dtype": outer.dtype,
-            "block": outer.block,
-            "ranks of a replica": runtime.mesh.num_ranks,
-            "strategy": runtime.plan.strategy.name,
-            "parameters": hashlib.sha256(repr((runtime.plan, names)).encode()).hexdigest()[:16],
-        },
-    }
-    exchange = HubExchange(hub, replica, runtime.mesh.world.own_rank, hello)
-    return OuterOptimizer(model, optimizer, outer, exchange)
 
 
 class OuterOptimizer(Optimizer):
@@ -126,7 +56,7 @@ class OuterOptimizer(Optimizer):
         self._runtime = runtime_of_root(model)
         self._make = outer.optimizer or _DILOCO
         parameters = [p for p in model.parameters() if p.requires_grad]
-        template = self._make([nn.Parameter(torch.zeros(1))])
+        template = template_of(outer)
         counts = {"local_steps": 0, "progress": [astuple(Progress())] * outer.fragments}
         super().__init__(parameters, dict(template.defaults) | counts)
         self._options = set(template.defaults)
@@ -184,7 +114,7 @@ class OuterOptimizer(Optimizer):
                 f"the checkpoint is of {len(self.progress)} fragments, expected "
                 f"{len(self.fragments)}; load it without outer=, in all replicas"
             )
-        self.exchange.connect(self.progress, self._checksum())
+        self.exchange.connect(self.progress, self._checksum(self.state))
         until = time.monotonic() + 2 * self.outer.deadline + _PATIENCE_SECONDS
         while self.exchange.is_elastic:
             self.exchange.wait(_PATIENCE_SECONDS)
@@ -195,8 +125,8 @@ class OuterOptimizer(Optimizer):
                 break
             if time.monotonic() > until:
                 raise PeerLost(
-                    "no hub, or no replica with a state to take, has answered; start the hub "
-                    "with `python -m shardwise.outer HOST:PORT`"
+                    f"{self.exchange.trouble or 'no replica has a state to take'}; start the hub "
+                    "with `python -m shardwise.outer HOST:PORT`, where all replicas reach it"
                 )
         return self.local_steps
 
@@ -245,7 +175,9 @@ class OuterOptimizer(Optimizer):
         fragment = self.fragments[number]
         difference = fragment.flat([self._anchor(p) - local_of(p) for p in fragment.parameters])
         packed = pack(difference, self.outer.dtype, self.outer.block)
-        self.exchange.send(number, packed)
+        sent_bytes = self.exchange.sent_bytes
+        self.exchange.send(number, packed, self._checksum(fragment.parameters))
+        self._runtime.scheduler.ledger.outer_bytes += self.exchange.sent_bytes - sent_bytes
 
     def _apply_decided(self, number: int, seconds: float | None = None) -> bool:
         """Apply what was decided; False if this replica has taken another one's state instead."""
@@ -296,11 +228,11 @@ class OuterOptimizer(Optimizer):
         self.exchange.ready(self.progress)
         logger.info("took the state of another replica after step %d", self.local_steps)
 
-    def _checksum(self) -> str:
-        """Of this rank's shards of the shared parameters."""
+    def _checksum(self, parameters: Iterable[Tensor]) -> str:
+        """Of this rank's shards of the shared values of ``parameters``."""
         total = 0
-        for state in self.state.values():
-            flat = local_of(state[ANCHOR]).detach().cpu().contiguous().reshape(-1)
+        for parameter in parameters:
+            flat = self._anchor(parameter).detach().cpu().contiguous().reshape(-1)
             total = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), total)
         return f"{total:08x}"
 
@@ -333,20 +265,6 @@ def _copy_of(parameter: Tensor) -> Tensor:
     return sharding.wrap(local_of(parameter).detach().clone().reshape(-1))
 
 
-def _check(model: nn.Module, optimizer: object, runtime: Runtime) -> None:
-    if not isinstance(optimizer, Optimizer):
-        name = type(optimizer).__name__
-        raise PlanError(f"outer_optimizer takes a torch.optim.Optimizer, got {name}")
-    runtime.scheduler.check_idle("replicas cannot begin to synchronize in the middle of a step")
-    for name, parameter in model.named_parameters():
-        sharding = sharding_of(parameter)
-        if parameter.requires_grad and (sharding is None or sharding.tensor_parallel):
-            raise PlanError(
-                f"{name} is trained and not sharded by fully_shard alone, so it would differ "
-                "between replicas; freeze it, or do not name it in ignored_params"
-            )
-        if getattr(parameter, STEPS_IN_BACKWARD, False):
-            raise PlanError(
-                "sw.optimizer_in_backward has no step after which replicas could synchronize; "
-                "call remove() of its handle"
-            )
+def template_of(outer: Outer) -> Optimizer:
+    """The outer optimizer of a parameter, for its class and options."""
+    return (outer.optimizer or _DILOCO)([nn.Parameter(torch.zeros(1))])

@@ -54,6 +54,7 @@ class Ledger:
         self.clock = clock
         self.readers: list[LedgerReader] = []
         self.updates = 0  # forwards before which parameters had changed
+        self.outer_bytes = 0  # of differences that this rank has sent to other replicas
         self._steps: deque[list[Record]] = deque([[]], maxlen=max_steps)
         self._step = 0
         self._gathered_bytes = 0

@@ -1,0 +1,85 @@
+"""The round of a fragment that is next: the differences that have come so far."""
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.outer.frames import Frame, Kind
+from shardwise.outer.members import Replica
+
+__all__ = ["Difference", "Round"]
+
+
+@dataclass(frozen=True, eq=False)
+class Difference:
+    """Of one rank."""
+
+    body: bytes
+    step: int  # the local step after which it was taken
+    values: str  # a checksum of the shared parameters that it was taken from
+
+
+@dataclass(eq=False)
+class Round:
+    """The round of a fragment that is next."""
+
+    fragment: int
+    number: int
+    digest: str  # of all before it
+    differences: dict[int, dict[int, Difference]] = field(default_factory=dict)  # replica, rank
+    timer: asyncio.TimerHandle | None = None
+
+    def add(self, replica: int, rank: int, difference: Difference) -> int | None:
+        """Keep it; returns another replica whose rank took it from other shared parameters."""
+        self.differences.setdefault(replica, {})[rank] = difference
+        others = (
+            number
+            for number, ranks in self.differences.items()
+            if rank in ranks and ranks[rank].values != difference.values
+        )
+        return next(others, None)
+
+    def has_all_of(self, replica: Replica) -> bool:
+        return len(self.differences.get(replica.number, ())) == len(replica.ranks)
+
+    def missing(self, late: Sequence[Replica]) -> list[str]:
+        """The ranks of late replicas that have sent nothing."""
+        return [
+            f"replica {one.number} (rank {rank}, after step {one.step})"
+            for one in late
+            for rank in one.ranks
+            if rank not in self.differences.get(one.number, ())
+        ]
+
+    def header(
+        self, complete: Sequence[Replica], late: Sequence[str], after: str
+    ) -> dict[str, Any]:
+        """Of the decision that the differences of ``complete`` count."""
+        steps = (one.step for each in complete for one in self.differences[each.number].values())
+        return {
+            "fragment": self.fragment,
+            "round": self.number,
+            "before": self.digest,
+            "after": after,
+            "step": max(steps),
+            "replicas": [one.number for one in complete],
+            "late": list(late),
+        }
+
+    def decision(self, header: dict[str, Any], replica: int, rank: int, ticket: int) -> Frame:
+        """For one rank, with the differences of the other replicas."""
+        others = [number for number in header["replicas"] if number != replica]
+        parts = [self.differences[number][rank].body for number in others]
+        own = {**header, "sizes": [len(part) for part in parts]}
+        if ticket:
+            own["ticket"] = ticket
+        return Frame(Kind.DECISION, own, b"".join(parts))
+
+    def follow(self, salt: str) -> "Round":
+        """The round after it."""
+        if self.timer is not None:
+            self.timer.cancel()
+        after = hashlib.sha256((self.digest + salt).encode()).hexdigest()[:24]
+        return Round(self.fragment, self.number + 1, after)

@@ -1,0 +1,65 @@
+"""Running a hub: in this process, or on a thread of it."""
+
+import asyncio
+import logging
+import threading
+from concurrent.futures import Future
+
+from shardwise.outer.hub import Hub
+
+__all__ = ["HubThread", "serve"]
+
+logger = logging.getLogger("shardwise.outer")
+
+
+async def serve(host: str, port: int, started: "Future[tuple[Hub, int]] | None" = None) -> None:
+    """Run a hub at ``host:port`` until cancelled; ``started`` gets it and its port."""
+    hub = Hub()
+    server = await asyncio.start_server(hub.accept, host, port, limit=1 << 22)
+    beat = asyncio.create_task(hub.beat())
+    try:
+        port = server.sockets[0].getsockname()[1]
+        logger.info("hub at %s:%d", host, port)
+        if started is not None:
+            started.set_result((hub, port))
+        await server.serve_forever()
+    finally:
+        beat.cancel()
+        server.close()
+        ending = [task for task in hub.connections if task is not None]
+        for writer in hub.connections.values():
+            writer.transport.abort()
+        await asyncio.gather(*ending)
+
+
+class HubThread:
+    """A hub on a thread of this process; a context manager."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        started: Future[tuple[Hub, int]] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(serve(host, port, started))
+        self._thread = threading.Thread(target=self._run, name="shardwise-hub", daemon=True)
+        self._thread.start()
+        self.hub, port = started.result(timeout=60)
+        self.address = f"{host}:{port}"
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    def stop(self) -> None:
+        """End it as if its process had been killed."""
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join()
+
+    def __enter__(self) -> "HubThread":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

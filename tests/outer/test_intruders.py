@@ -1,0 +1,123 @@
+"""What reaches a hub and does not belong there, and replicas that do not fit together."""
+
+import json
+import socket
+import struct
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import PeerLost, PlanError
+from shardwise.outer import hub as hub_module, optimizer as optimizer_module
+from shardwise.outer.serving import HubThread
+from tests.models import Stack
+from tests.outer.test_hub import DEADLINE, Replica, at_once, close, together
+
+ROW = sw.Outer(every=2, dtype="int8", deadline=DEADLINE)
+
+
+def frame(header: bytes, body: bytes = b"") -> bytes:
+    return struct.pack("<IQ", len(header), len(body)) + header + body
+
+
+GREETING = {"kind": "hello", "replica": 0, "rank": 0}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\nHost: hub\r\n\r\n",
+        struct.pack("<IQ", 1 << 31, 1 << 60),
+        frame(b"\xff\xfe"),
+        frame(b"[1, 2]"),
+        frame(b"[" * 100_000),
+        frame(b'{"kind": "unknown"}'),
+        frame(json.dumps(GREETING).encode()),
+        frame(json.dumps({**GREETING, "replica": "zero", "rounds": 7}).encode()),
+        frame(b'{"kind": "delta", "fragment": 0}'),
+    ],
+    ids=["http", "sizes", "text", "list", "deep", "kind", "short", "types", "delta"],
+)
+def test_a_stranger_is_shown_out_and_replicas_go_on(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with HubThread() as hub:
+        host, _, port = hub.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=DEADLINE) as stranger:
+            stranger.sendall(sent)
+            answer = b""
+            try:
+                while piece := stranger.recv(1 << 12):
+                    answer += piece
+            except ConnectionResetError:  # bytes of the stranger were not read
+                pass
+        assert "refused" in str(answer) or "is no rank of a replica" in caplog.text
+        a = Replica(hub.address, 0, ROW)
+        a.train(2)
+        assert a.outer.progress[0].round == 1
+        assert list(hub.hub.replicas) == [0]
+        close(a)
+
+
+def test_two_replicas_with_one_number_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "_TAKEN_SECONDS", 0.0)
+    with HubThread() as hub:
+        first, second = (Replica(hub.address, 0, ROW) for _ in range(2))
+        first.outer.join()
+        with pytest.raises(PlanError, match=r"another process is replica 0, rank 0; give each"):
+            second.outer.join()
+        first.train(2)
+        assert first.outer.progress[0].round == 1
+        close(first, second)
+
+
+def test_another_outer_optimizer_and_another_model_are_refused() -> None:
+    slower = partial(torch.optim.SGD, lr=0.1)
+    other_row = sw.Outer(every=2, dtype="int8", deadline=DEADLINE, optimizer=slower)
+    with HubThread() as hub:
+        a, b = Replica(hub.address, 0, ROW), Replica(hub.address, 1, other_row)
+        a.outer.join()
+        with pytest.raises(PlanError, match=r"has outer optimizer='SGD\(.*lr=0.1"):
+            b.outer.join()
+        model = sw.fully_shard(Stack(2).double(), units=nn.Linear)
+        optimizer = torch.optim.AdamW(model.parameters())
+        c = sw.outer_optimizer(model, optimizer, ROW, hub=hub.address, replica=2)
+        with pytest.raises(PlanError, match=r"has digest of model and units=.* the same model"):
+            c.join()
+        c.remove()
+        close(a, b)
+
+
+def test_replicas_whose_outer_optimizers_drift_apart_get_an_error() -> None:
+    """A schedule of the outer learning rate in one replica alone."""
+    with HubThread() as hub:
+        a, b = (Replica(hub.address, number, ROW, num_replicas=2) for number in range(2))
+        together(a, b, until=2)
+        b.outer.param_groups[0]["lr"] = 0.1
+        together(a, b, until=3)
+        errors: list[BaseException] = []
+
+        def on(one: Replica) -> None:
+            try:
+                one.train_until(8)
+            except PlanError as error:
+                errors.append(error)
+
+        at_once(partial(on, a), partial(on, b))
+        assert len(errors) == 1
+        assert "other shared parameters than replica" in str(errors[0])
+        assert "use the same outer optimizer and learning rates" in str(errors[0])
+        close(a, b)
+
+
+def test_a_hub_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_module, "_PATIENCE_SECONDS", 0.2)
+    with HubThread() as hub:
+        address = hub.address
+    a = Replica(address, 0, sw.Outer(every=2, dtype="int8", deadline=0.2))
+    with pytest.raises(PeerLost, match=f"no hub at {address}: .* start the hub with `python -m"):
+        a.outer.join()
+    close(a)
