@@ -19,8 +19,16 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def test_the_wheel_has_the_package_alone_and_the_sdist_builds_the_same(tmp_path: Path) -> None:
-    wheel, sdist = build(ROOT, tmp_path / "dist")
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel and the sdist."""
+    return build(ROOT, tmp_path_factory.mktemp("dist"))
+
+
+def test_the_wheel_has_the_package_alone_and_the_sdist_builds_the_same(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    wheel, sdist = built
     source = ROOT / "src"
     files = (path for path in source.rglob("*.*") if "__pycache__" not in path.parts)
     package = {path.relative_to(source).as_posix() for path in files if path.is_file()}
@@ -62,26 +70,33 @@ bytes = 4
 """
 
 
-@pytest.mark.timeout(900)
-def test_the_wheel_runs_from_an_empty_directory(tmp_path: Path) -> None:
-    wheel, _ = build(ROOT, tmp_path / "dist")
-    bare = Environment.create(tmp_path / "bare")
-    bare.install("--no-deps", "--no-index", str(wheel))
-    bare.borrow_packages()
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    where = bare.run(empty, "python", "-c", "import shardwise; print(shardwise.__file__)")
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory, built: tuple[Path, Path]) -> Environment:
+    """An environment with the wheel, and what it depends on."""
+    environment = Environment.create(tmp_path_factory.mktemp("bare"))
+    environment.install("--no-deps", "--no-index", str(built[0]))
+    environment.borrow_packages()
+    return environment
+
+
+def test_the_wheel_is_installed_with_what_it_needs(bare: Environment, tmp_path: Path) -> None:
+    where = bare.run(tmp_path, "python", "-c", "import shardwise; print(shardwise.__file__)")
     assert where.startswith(str(bare.directory))
-    checked = bare.run(empty, "python", "-m", "pip", "check")
+    checked = bare.run(tmp_path, "python", "-m", "pip", "check")
     assert "No broken requirements" in checked
-    assert bare.run(empty, "shardwise", "--version").startswith("shardwise 0.")
-    (empty / "tiny.toml").write_text(TINY, encoding="utf-8")
+    assert bare.run(tmp_path, "shardwise", "--version").startswith("shardwise 0.")
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_the_wheel_runs_from_an_empty_directory(bare: Environment, tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY, encoding="utf-8")
     train = ["tiny.toml", "--nproc", "1", "--set", "run.directory=run"]
-    trained = bare.run(empty, "shardwise", "train", *train)
+    trained = bare.run(tmp_path, "shardwise", "train", *train)
     assert "validation loss" in trained
-    assert "report.html" in bare.run(empty, "shardwise", "report", "run")
+    assert "report.html" in bare.run(tmp_path, "shardwise", "report", "run")
     verify = ["verify", "gpt", "--nproc", "1", "--strategies", "fsdp"]
-    assert "equal" in bare.run(empty, "shardwise", *verify)
+    assert "equal" in bare.run(tmp_path, "shardwise", *verify)
     bench = ["--size", "tiny.toml", "--rounds", "2", "--sequence", "8"]
-    measured = bare.run(empty, "shardwise", "bench", *bench, "--vs", "ddp", "--ours", "fsdp")
+    measured = bare.run(tmp_path, "shardwise", "bench", *bench, "--vs", "ddp", "--ours", "fsdp")
     assert "results.json" in measured
