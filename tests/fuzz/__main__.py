@@ -48,8 +48,8 @@ def main() -> int:
         start()
         judge = partial(assert_holds_on_device, device=options.device, without=options.without)
     try:
-        simulated = options.streams or options.device is not None
-        drawn = cases(OPTIMIZERS if simulated else (*OPTIMIZERS, *OF_MATRICES))
+        is_alone = options.device is not None  # so nothing is exchanged
+        drawn = cases(OPTIMIZERS if is_alone else (*OPTIMIZERS, *OF_MATRICES))
         return fuzz(options.cases, options.seed, judge, drawn, shrink=not options.first)
     finally:
         close_pools()

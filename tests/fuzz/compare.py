@@ -32,7 +32,7 @@ from tests.fuzz.shard import shard
 from tests.lossless import lossless_wires
 from tests.runtime.one_process import TOLERANCE, runtime_of
 
-__all__ = ["CPU", "Comparison", "Report", "check", "prepared", "warm_up"]
+__all__ = ["CPU", "Comparison", "Report", "check", "make_optimizer", "prepared", "warm_up"]
 
 CPU = torch.device("cpu")
 

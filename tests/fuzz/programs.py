@@ -435,7 +435,7 @@ STEP_IN_BACKWARD = st.builds(
     fault=st.none() | FAULT,
 )
 OPTIMIZERS = ("sgd", "adamw loop", "adamw foreach", "adamw fused")
-OF_MATRICES = ("muon", "soap")  # which the simulated device of tests/streams does not have
+OF_MATRICES = ("muon", "soap")
 
 
 # A case takes long, and the smallest one that fails is what is wanted.

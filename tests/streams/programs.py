@@ -17,6 +17,7 @@ import shardwise as sw
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.tensor.sharding import local_of
 from shardwise.transport.registered_memory import MemoryKind
+from tests.fuzz.compare import make_optimizer
 from tests.runtime.one_process import adamw, assert_equal_models, own_part
 from tests.streams.install import simulated
 from tests.streams.models import CASES, build
@@ -54,6 +55,7 @@ class Program:
     unused: str = "none"
     offloads_activations: bool = False
     memory: MemoryKind = MemoryKind.OWN  # of collectives
+    optimizer: str = "adamw"  # or "muon", "soap"
     options: dict[str, Any] = field(default_factory=dict)
 
     def shard(self, model: nn.Module) -> nn.Module:
@@ -82,6 +84,11 @@ class Program:
             sharded.set_allocate_memory_from_process_group_for_comm(True)
         return sharded
 
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.optimizer == "adamw":
+            return adamw(model.parameters())
+        return make_optimizer(self.optimizer, list(model.parameters()))
+
     def mesh(self) -> DeviceMesh | None:
         size = dist.get_world_size() if dist.is_initialized() else 1
         if size == 1:
@@ -106,7 +113,7 @@ def train(
     case = CASES[program.name]
     simulation.current_device = DEVICE.index
     program.shard(model.to(DEVICE))
-    optimizer = adamw(model.parameters())
+    optimizer = program.make_optimizer(model)
     simulation.current_device = 0
     for step in range(program.steps):
         batches = [batch_of(program, step, i).to(DEVICE) for i in range(program.accumulate)]
@@ -137,7 +144,7 @@ def assert_trains_as_in_one_process(program: Program) -> None:
     """On streams that are as late as they can be, and without anything wrong on the way."""
     case = CASES[program.name]
     reference, model = build(program.name), build(program.name)
-    optimizer = adamw(reference.parameters())
+    optimizer = program.make_optimizer(reference)
 
     def compare(model: nn.Module, step: int) -> None:
         with _disable_current_modes():

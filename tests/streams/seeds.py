@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.features import activation_offload
 from shardwise.features.unused import UsedParameterSync, gradients_of
+from shardwise.optim import exchange as matrix_exchange
 from shardwise.runtime import memory as runtime_memory, offload
 from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.gradients import GradientBuffer
@@ -35,6 +36,7 @@ from tests.streams.simulation import Problem, Simulation
 __all__ = ["BUGS", "Bug"]
 
 PLAIN = Program()
+_MUON = Program("stack", optimizer="muon")
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -344,6 +346,18 @@ _SYMMETRIC = Program("stack", memory=MemoryKind.SYMMETRIC)
 _ACTIVATIONS = Program("wide", offloads_activations=True)
 _HSDP = Program(strategy="hsdp")
 
+
+def parts_of_matrices_are_not_awaited(_simulation: Simulation) -> Any:
+    return patched(matrix_exchange, "_finish", instead(lambda *_args: None))
+
+
+def parts_of_matrices_are_dropped_while_they_are_sent(_simulation: Simulation) -> Any:
+    def drop(messages: Any) -> None:
+        messages.sent.clear()
+
+    return patched(matrix_exchange._Messages, "__init__", then(drop))
+
+
 BUGS = {
     "communication stream does not wait": Bug(lane_does_not_wait, Problem.RACE),
     "event before the job": Bug(event_before_the_job, Problem.RACE),
@@ -397,6 +411,12 @@ BUGS = {
     ),
     "one rank skips the exchange about unused parameters": Bug(
         one_rank_does_not_agree_on_unused, Problem.ORDER
+    ),
+    "parts of matrices are not awaited": Bug(
+        parts_of_matrices_are_not_awaited, Problem.RACE, _MUON
+    ),
+    "parts of matrices are dropped while they are sent": Bug(
+        parts_of_matrices_are_dropped_while_they_are_sent, Problem.EARLY_FREE, _MUON
     ),
     "memory of gathers is not registered": Bug(gathers_have_other_memory, Problem.NCCL, _SYMMETRIC),
     "one rank has other offsets in symmetric memory": Bug(

@@ -38,6 +38,9 @@ _MOVED = _DTYPES | {
 }
 
 
+_Move = Callable[[Sequence[Tensor], Sequence[Tensor]], None]  # from what is read to what is written
+
+
 class StrictGroup:
     """What `ProcessGroupNCCL` does, on the device of a simulation.
 
@@ -82,7 +85,7 @@ class StrictGroup:
         if output.numel() != own.numel() * self.size():
             self._refuse("all_gather", f"{own.numel()} elements of each rank, {output.numel()} all")
         self._check_slot("all_gather", output, own)
-        return self._run("all_gather", [own], [output], self._gather)
+        return self._run("all_gather", [own], [output], _each(self._gather))
 
     _allgather_base = all_gather_single
 
@@ -93,7 +96,7 @@ class StrictGroup:
         self._check_slot("reduce_scatter", whole, output)
         operator = _Operator.read(options)
         name = f"reduce_scatter {operator.name}"
-        return self._run(name, [whole], [output], partial(self._scatter, operator))
+        return self._run(name, [whole], [output], _each(partial(self._scatter, operator)))
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -101,7 +104,7 @@ class StrictGroup:
         self._check("all_reduce", tensors, options, _DTYPES)
         operator = _Operator.read(options)
         name = f"all_reduce {operator.name}"
-        return self._run(name, tensors, tensors, partial(self._reduce, operator))
+        return self._run(name, tensors, tensors, _each(partial(self._reduce, operator)))
 
     def all_to_all_single(
         self,
@@ -114,9 +117,15 @@ class StrictGroup:
         self._check("all_to_all", [output, own], options, _MOVED)
         if output_sizes or own_sizes or output.numel() != own.numel() or own.numel() % self.size():
             self._refuse("all_to_all", f"{own.numel()} elements to {output.numel()}")
-        return self._run("all_to_all", [own], [output], self._swap)
+        return self._run("all_to_all", [own], [output], _each(self._swap))
 
     alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: list[Tensor], owns: list[Tensor], options: Any = None) -> "_Done":
+        self._check("all_to_all", [*outputs, *owns], options, _MOVED)
+        if not len(outputs) == len(owns) == self.size():
+            self._refuse("all_to_all", f"{len(owns)} tensors to {len(outputs)}")
+        return self._run("all_to_all", owns, outputs, self._swap_uneven, is_uneven=True)
 
     # -- what NCCL requires ------------------------------------------------------------------------
 
@@ -172,12 +181,14 @@ class StrictGroup:
         operation: str,
         reads: list[Tensor],
         writes: list[Tensor],
-        move: Callable[[Tensor, Tensor], None],
+        move: _Move,
+        *,
+        is_uneven: bool = False,
     ) -> "_Done":
         if self._is_aborted:
             raise dist.DistBackendError(f"{operation}: the communicator was aborted")
         simulation = self._simulation
-        num_bytes = sum(one.numel() * one.element_size() for one in reads)
+        num_bytes = 0 if is_uneven else sum(one.numel() * one.element_size() for one in reads)
         places = {one.numel(): self._place(operation, one) for one in (*reads, *writes)}
         simulation.collectives.append(
             Collective(self._name, tuple(self._ranks), operation, num_bytes, places[max(places)])
@@ -190,7 +201,7 @@ class StrictGroup:
         for tensor in writes:
             simulation.use(tensor, timeline, number, what, is_write=True)
         with _disable_current_modes():
-            pairs = [(raw(one), raw(other)) for one, other in zip(reads, writes, strict=True)]
+            sources, targets = [raw(one) for one in reads], [raw(one) for one in writes]
 
         kept = simulation.memory.owned_by(timeline, [*reads, *writes])
 
@@ -198,9 +209,7 @@ class StrictGroup:
             if self._is_refused or self._is_aborted:
                 return
             with _disable_current_modes(), torch.no_grad():
-                for source, target in pairs:
-                    if target.numel():
-                        move(source, target)
+                move(sources, targets)
 
         if isinstance(timeline, Stream) and timeline.is_late:
             timeline.queue(job)
@@ -225,6 +234,19 @@ class StrictGroup:
         for row, part in zip(rows, parts, strict=False):
             row.copy_(part.view(self.size(), -1)[self._own])
 
+    def _swap_uneven(self, owns: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        if self._exchange is None:  # what others send has other sizes
+            for output in outputs:
+                output.zero_()
+            return
+        sizes = torch.tensor([own.nbytes for own in owns])
+        width = max(max(part.tolist()) for part in self._parts("sizes of an all_to_all", sizes))
+        rows = torch.zeros(self.size(), width, dtype=torch.uint8)
+        for row, own in zip(rows, owns, strict=True):
+            row[: own.nbytes] = own.reshape(-1).view(torch.uint8)
+        for output, part in zip(outputs, self._parts("all_to_all", rows), strict=False):
+            output.view(torch.uint8).copy_(part[self._own][: output.nbytes])
+
     def _reduce(self, operator: "_Operator", tensor: Tensor, output: Tensor) -> None:
         operator.combine(self._parts(f"all_reduce {operator.name}", tensor), output)
 
@@ -233,6 +255,15 @@ class StrictGroup:
         if self._exchange is None:
             return [own.clone() for _ in range(self.size())]
         return self._exchange.gather(operation, own) or ()
+
+
+def _each(move: Callable[[Tensor, Tensor], None]) -> _Move:
+    def move_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            if target.numel():
+                move(source, target)
+
+    return move_all
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import shardwise as sw
 from shardwise.plan.strategy import PRESETS
 from tests.covering import cover, pairwise
 from tests.streams.checker import check, check_ranks
@@ -27,6 +28,9 @@ CLEAN = {
     "permuted hsdp": Program(strategy="hsdp", is_permuted=True),
     "permuted hfsdp": Program(strategy="hfsdp", is_permuted=True),
     "activations": Program("wide", offloads_activations=True),
+    "muon": Program(optimizer="muon"),
+    "soap, hsdp": Program(optimizer="soap", strategy="hsdp"),
+    "wire": Program(options={"wire": sw.Wire("int8", "int4", block=8, error_feedback=True)}),
     "gathered in vain": Program("alternating", prefetch=3, steps=4),
 }
 MODELS = ("stack", "gpt", "tied", "checkpointed", "checkpointed, reentrant", "unused and reused")

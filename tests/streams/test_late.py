@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 
+import shardwise as sw
 from shardwise.plan.strategy import PRESETS
 from tests.covering import cover, pairwise
 from tests.ranks import on_ranks, run_on
@@ -56,6 +57,26 @@ def test_late_streams_on_a_permuted_mesh(strategy: str) -> None:
 @pytest.mark.parametrize("granularity", ["dim", pytest.param("row", marks=pytest.mark.thorough)])
 def test_late_streams_with_other_granularities(granularity: str) -> None:
     assert_trains_as_in_one_process(Program("stack", granularity=granularity))
+
+
+@on_ranks(2, thorough=(3,))
+@pytest.mark.parametrize("optimizer", ["muon", "soap"])
+def test_late_streams_with_owners_of_matrices(optimizer: str) -> None:
+    assert_trains_as_in_one_process(Program("stack", optimizer=optimizer))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("strategy", "wire"),
+    [
+        ("hsdp", sw.Wire("int8", "int4", block=8, error_feedback=True)),
+        pytest.param("fsdp", sw.Wire("fp8", "int8", ranks_per_host=2), marks=pytest.mark.thorough),
+    ],
+)
+def test_late_streams_give_the_same_bits_with_a_wire(strategy: str, wire: sw.Wire) -> None:
+    program = Program("stack", strategy=strategy, accumulate=2, options={"wire": wire})
+    late, prompt = (digest_of_training(program, is_late=is_late) for is_late in (True, False))
+    assert late == prompt
 
 
 @on_ranks(2)
