@@ -30,7 +30,7 @@ from tests.ranks import run_on
 STEPS = 4
 SMALL, LARGE = 8, 512  # widths of blocks of 256 bytes, and of 1 MiB
 TOLERANCE = 0.25  # of the saving that is measured
-TRIALS = 4  # what else the machine does can lengthen one run of the two
+TRIALS = 6  # what else the machine does can lengthen one run of the two
 
 
 class _Sleep(torch.autograd.Function):
@@ -150,30 +150,46 @@ def findings_of(tmp_path: Path, case: str) -> tuple[list[Finding], float]:
     return find(faulty), saved
 
 
-thorough = pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("faulty", "words"),
+    [
+        (Run(prefetch=0), "raise prefetch from 0 to 1"),
+        (Run(slowness={1: 2.0}), "Rank 1 computes"),
+    ],
+    ids=["prefetch", "slow rank"],
+)
+def test_the_cause_in_a_simulated_run_comes_first_and_its_saving_is_true(
+    faulty: Run, words: str
+) -> None:
+    found = find(record_run(faulty))
+    seconds = [measure(record_run(run)).update_seconds for run in (faulty, Run())]
+    assert words in found[0].title
+    assert found[0].saves_seconds == pytest.approx(seconds[0] - seconds[1], rel=TOLERANCE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("case", "words"),
     [
         ("prefetch", "raise prefetch from 0 to 1"),
-        pytest.param("slow rank", "Rank 1 computes", marks=thorough),
-        pytest.param("small units", "6 units have less than", marks=thorough),
-        pytest.param("one unit", "is 100% of all that is gathered", marks=thorough),
-        pytest.param("unbalanced", "is padding", marks=thorough),
-        pytest.param("slow collective", "The gather of 2 takes", marks=thorough),
+        ("slow rank", "Rank 1 computes"),
+        ("small units", "6 units have less than"),
+        ("one unit", "is 100% of all that is gathered"),
+        ("unbalanced", "is padding"),
+        ("slow collective", "The gather of 2 takes"),
     ],
 )
 def test_the_cause_comes_first_and_its_saving_is_true(
     tmp_path: Path, case: str, words: str
 ) -> None:
+    trials = []
     for trial in range(TRIALS):
         found, saved = findings_of(tmp_path / str(trial), case)
-        assert found, "nothing was found"
-        assert words in found[0].title, [one.title for one in found]
-        if found[0].saves_seconds == pytest.approx(saved, rel=TOLERANCE):
+        trials.append((saved, found[:2]))
+        is_cause = bool(found) and words in found[0].title
+        if is_cause and found[0].saves_seconds == pytest.approx(saved, rel=TOLERANCE):
             return
-    assert found[0].saves_seconds == pytest.approx(saved, rel=TOLERANCE)
+    pytest.fail(f"in none of the trials: {trials}")
 
 
 def titles(ranks: Sequence[RankRecording]) -> list[str]:
