@@ -1,19 +1,29 @@
 """``python -m benchmarks.forecast``: our own steps, as they are predicted and as they are.
 
-For each of the cases a GPT is planned and traced on the meta device, and trained on local CPU
-ranks. *Bytes* are what a rank sends in a step, *memory* is what is allocated in the process of a
-rank at the peak of a step, and *time* is that of a step, on a machine that was measured with
-``shardwise doctor --calibrate`` (``--machine FILE``; without it this script measures first).
+The models of the other benchmarks are planned and traced on the meta device, and trained on local
+CPU ranks. *Bytes* are what a rank sends in a step, and *memory* is what is allocated in the process
+of a rank at the peak of a step; gathered parameters are in an arena that the ranks of a host share,
+so each counts its part of it.
 
-Gathered parameters are in an arena that the ranks of a host share, so each counts its part of it.
-Times and live bytes are the least of several rounds, each of which goes through all cases.
+*Time* is measured in rounds, in the same processes: the machine is calibrated, shortly, and then
+every case takes some steps. Each round has a prediction by its own calibration, so that a machine
+whose speed changes from hour to hour changes both. The figures are medians over all rounds: of the
+predicted seconds, of the measured ones, and of their ratio in a round. No round is left out.
+
+``--page FILE`` writes the table into a page of the documentation, and ``--figures FILE`` takes it
+from an earlier result instead of measuring.
 """
 
 import gc
+import json
+import statistics
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,72 +31,83 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks import make_parser
+from benchmarks.forecast_page import write_table
 from shardwise.bench import harness
-from shardwise.bench.calibrate import calibrate
+from shardwise.bench.calibrate import calibration_of, measure_ranks
 from shardwise.bench.engines import Ours
 from shardwise.bench.harness import Figures
 from shardwise.bench.memory import Peak, SharedMemoryUse, allocated_bytes
 from shardwise.bench.options import Setting, read_shape
 from shardwise.bench.traffic import watch_traffic
-from shardwise.bench.work import gpt_work
-from shardwise.forecast.calibrated import CalibratedMachine
+from shardwise.bench.work import Trainee, gpt_work
+from shardwise.forecast.calibrated import CalibratedMachine, RanksCalibration
 from shardwise.forecast.certificate import Certificate, memory_certificate
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.planned import plan_of, precision_of
 from shardwise.forecast.timeline import step_time
 from shardwise.forecast.tracing import trace
 from shardwise.forecast.traffic import sent_bytes
+from shardwise.forecast.work import Workload
 from shardwise.launch.world import World
 from shardwise.train.model import GPT, Shape
 
-SEQUENCE, BATCH = 128, 2
-SIZES = ("10M", "50M")
-TINY = Shape(vocabulary=64, context=SEQUENCE, width=16, layers=2, heads=2)  # to test this script
+SEQUENCE = 128
+MODELS = {  # of other benchmarks: shape, and sequences of a rank
+    "10M": (read_shape("10M", SEQUENCE), 2),
+    "50M": (read_shape("50M", SEQUENCE), 2),
+    "guard": (Shape(vocabulary=256, context=SEQUENCE, width=384, layers=6, heads=4), 4),
+    "recording": (Shape(vocabulary=256, context=SEQUENCE, width=256, layers=12, heads=4), 4),
+    "switches": (Shape(vocabulary=256, context=SEQUENCE, width=640, layers=10, heads=10), 1),
+    "tiny": (Shape(vocabulary=64, context=SEQUENCE, width=16, layers=2, heads=2), 2),
+}
 RANKS = (1, 2, 4)
-WARM_UP, STEPS = 2, 3
+MEMORY_STEPS = 3
+WARM_UP, STEPS = 1, 2  # of each case in a round
+CALIBRATION_TIMES, CALIBRATION_STEPS = 1, 5
+LEAST_ROUNDS = 3
 SAMPLE_SECONDS = 0.0005
-STRATEGIES = ("fsdp", "zero2", "ddp")
-COLUMNS: list[harness.Column] = [
-    ("sent MB", "predicted sent_bytes", lambda value: f"{value / 1e6:.3f}"),
-    ("measured", "sent_bytes", lambda value: f"{value / 1e6:.3f}"),
-    ("memory MB", "predicted live_peak", lambda value: f"{value / 1e6:.0f}"),
-    ("measured", "live_peak", lambda value: f"{value / 1e6:.0f}"),
-    ("error", "live_peak error", lambda value: f"{value:+.1%}"),
-    ("step ms", "predicted seconds", lambda value: f"{value * 1e3:.0f}"),
-    ("measured", "seconds", lambda value: f"{value * 1e3:.0f}"),
-    ("error", "seconds error", lambda value: f"{value:+.1%}"),
-]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A configuration of the benchmark."""
+    """A model and how it is trained."""
 
-    size: str
+    model: str  # of `MODELS`
     ranks: int
-    strategy: str
-    dtype: str
+    strategy: str = "fsdp"
+    dtype: str = "fp32"
     checkpointing: bool = False
+    accumulation: int = 1
 
     @property
     def name(self) -> str:
-        words = [self.size, str(self.ranks), self.strategy, self.dtype]
-        return " ".join([*words, "checkpointed"] if self.checkpointing else words)
+        words = [self.model, str(self.ranks), self.strategy, self.dtype]
+        words += ["checkpointed"] * self.checkpointing
+        words += [f"{self.accumulation} micro-batches"] * (self.accumulation > 1)
+        return " ".join(words)
+
+    @property
+    def shape(self) -> Shape:
+        return MODELS[self.model][0]
+
+    @property
+    def batch(self) -> int:
+        return MODELS[self.model][1]
 
     @property
     def setting(self) -> Setting:
-        shape = TINY if self.size == "0" else read_shape(self.size, SEQUENCE)
-        return Setting(self.size, shape, self.ranks, self.dtype, (), rounds=0, batch=BATCH)
+        return Setting(self.model, self.shape, self.ranks, self.dtype, (), 0, self.batch)
 
     @property
     def configuration(self) -> Configuration:
         half = torch.bfloat16 if self.dtype == "bf16" else torch.float32
-        is_ddp = self.strategy == "ddp"
+        replicas = {"ddp": self.ranks, "hsdp": 2}.get(self.strategy, 1)
         return Configuration(
             strategy=self.strategy,
-            shard_size=1 if is_ddp else self.ranks,
-            replicas=self.ranks if is_ddp else 1,
-            micro_batch=BATCH,
+            shard_size=self.ranks // replicas,
+            replicas=replicas,
+            micro_batch=self.batch,
+            accumulation=self.accumulation,
             sequence=SEQUENCE,
             checkpointing="full" if self.checkpointing else "none",
             compute_dtype=half,
@@ -95,47 +116,80 @@ class Case:
         )
 
 
-def cases_of(sizes: Sequence[str], ranks: Sequence[int]) -> list[Case]:
-    """All of them; with checkpointing in float32 on two ranks, and bfloat16 for the small model."""
-    cases = []
-    for size in sizes:
-        for number in ranks:
-            for strategy in STRATEGIES if number > 1 else ("fsdp",):
-                case = Case(size, number, strategy, "fp32")
-                cases.append(case)
-                if size == SIZES[0] and strategy != "zero2":
-                    cases.append(replace(case, dtype="bf16"))
-                if number == 2 and strategy != "zero2":  # noqa: PLR2004
-                    cases.append(replace(case, checkpointing=True))
-    return cases
+def cases_of(models: Sequence[str], ranks: Sequence[int]) -> list[Case]:
+    """All of them; bfloat16 and checkpointing for some."""
+    return [case for case in _CASES if case.model in models and case.ranks in ranks]
+
+
+def _every_strategy(model: str, ranks: int) -> list[Case]:
+    return [Case(model, ranks, strategy) for strategy in ("fsdp", "zero2", "ddp")]
+
+
+_CASES = [
+    Case("10M", 1),
+    Case("10M", 1, dtype="bf16"),
+    Case("50M", 1),
+    *_every_strategy("10M", 2),
+    Case("10M", 2, dtype="bf16"),
+    Case("10M", 2, "ddp", "bf16"),
+    Case("10M", 2, checkpointing=True),
+    Case("10M", 2, "ddp", checkpointing=True),
+    *_every_strategy("50M", 2),
+    Case("50M", 2, checkpointing=True),
+    Case("guard", 2),
+    Case("recording", 2),
+    Case("switches", 2),
+    Case("switches", 2, accumulation=4),
+    *_every_strategy("10M", 4),
+    Case("10M", 4, "hsdp"),
+    Case("10M", 4, dtype="bf16"),
+    Case("50M", 4),
+    *_every_strategy("tiny", 2),  # to test this script
+    Case("tiny", 2, "ddp", checkpointing=True),
+    Case("tiny", 2, accumulation=2),
+]
 
 
 # -- predicted -----------------------------------------------------------------------------------
 
 
-def predict(case: Case, machine: Path) -> Figures:
-    """From the plan and a trace on the meta device."""
-    configuration, shape = case.configuration, case.setting.shape
+def predict(case: Case, calibrations: Sequence[RanksCalibration]) -> tuple[Figures, list[float]]:
+    """From the plan and a trace: bytes, and the seconds of a step by each calibration."""
+    configuration, workload = case.configuration, _workload(_one_rank(case))
     with torch.device("meta"):
-        model = GPT(shape)
+        model = GPT(case.shape)
     plan = plan_of(model, configuration)
-    blocks = [unit.name for unit in plan.units if unit.name]
-    workload = trace(
-        model,
-        (torch.zeros(BATCH, SEQUENCE, dtype=torch.int64),),
-        units=blocks,
-        loss=next_token_loss,
-        precision=precision_of(configuration),
-        checkpointing=dict.fromkeys(blocks, "full") if case.checkpointing else None,
-    )
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     memory = memory_certificate(plan, workload, configuration, buffer_bytes=buffers, on_cpu=True)
-    step = step_time(plan, workload, CalibratedMachine.read(machine, case.ranks), configuration)
-    return {
-        "sent_bytes": sent_bytes(plan),
-        "live_peak": live_bytes(memory, plan.world_size),
-        "seconds": step.seconds,
-    }
+    machines = [
+        CalibratedMachine.measured_on(calibration_of({case.ranks: one}), case.ranks)
+        for one in calibrations
+    ]
+    seconds = [step_time(plan, workload, one, configuration).seconds for one in machines]
+    figures: Figures = {"live_peak": live_bytes(memory, plan.world_size)}
+    if case.accumulation == 1:
+        figures["sent_bytes"] = sent_bytes(plan)
+    return figures, seconds
+
+
+def _one_rank(case: Case) -> Case:
+    """What cases have the same trace as."""
+    return replace(case, ranks=1, strategy="fsdp", accumulation=1)
+
+
+@cache
+def _workload(case: Case) -> Workload:
+    with torch.device("meta"):
+        model = GPT(case.shape)
+    blocks = [unit.name for unit in plan_of(model, case.configuration).units if unit.name]
+    return trace(
+        model,
+        (torch.zeros(case.batch, SEQUENCE, dtype=torch.int64),),
+        units=blocks,
+        loss=next_token_loss,
+        precision=precision_of(case.configuration),
+        checkpointing=dict.fromkeys(blocks, "full") if case.checkpointing else None,
+    )
 
 
 def live_bytes(memory: Certificate, ranks: int) -> int:
@@ -155,86 +209,144 @@ def next_token_loss(logits: Tensor) -> Tensor:
 # -- measured ------------------------------------------------------------------------------------
 
 
-def measure(world: World, cases: Sequence[Case], rounds: int) -> dict[str, Figures]:
-    """Of every case, on this rank."""
-    found: dict[str, Figures] = {}
+@dataclass
+class Measured:
+    """By one rank: figures of each case, and seconds of each case in each round."""
+
+    figures: dict[str, Figures]
+    calibrations: list[RanksCalibration]
+    rounds: list[dict[str, float]]
+
+
+def measure(world: World, cases: Sequence[Case], options: Namespace) -> Measured:
+    """Measure bytes and memory of every case, and then the time of all in turns."""
+    trainees: dict[Case, Trainee] = {}
+    figures: dict[str, Figures] = {}
     for dtype in sorted({case.dtype for case in cases}):  # libraries allocate on first use
-        _measure(world, next(case for case in cases if case.dtype == dtype))
-    with harness.show_progress(
-        f"{world.size} ranks", rounds * len(cases), visible=world.is_first
-    ) as begin:
-        for _ in range(rounds):
-            for case in cases:
-                begin(case.name)
-                figures = _measure(world, case)
-                known = found.setdefault(case.name, figures)
-                for name in ("seconds", "live_peak"):
-                    known[name] = min(known[name], figures[name])
+        _measure_memory(world, next(case for case in cases if case.dtype == dtype))
+    for case in cases:
+        figures[case.name], trainees[case] = _measure_memory(world, case)
+    found = Measured(figures, [], [])
+    title = f"{world.size} ranks"
+    with harness.show_progress(title, options.rounds, visible=world.is_first) as begin:
+        began = time.perf_counter()
+        for number in range(options.rounds):
+            is_late = time.perf_counter() - began > options.seconds
+            if number >= LEAST_ROUNDS and world.gather(is_late)[0]:  # all do as the first rank
+                break
+            begin(f"round {number + 1}")
+            calibration = measure_ranks(world, CALIBRATION_TIMES, CALIBRATION_STEPS)
+            found.calibrations.append(calibration)
+            found.rounds.append({c.name: _time_steps(world, c, t) for c, t in trainees.items()})
     return found
 
 
-def _measure(world: World, case: Case) -> Figures:
+def _measure_memory(world: World, case: Case) -> tuple[Figures, Trainee]:
+    """The peak and the traffic of steps, with a thread that samples; and the model."""
     work = gpt_work(case.setting)
+    gc.collect()
     before = SharedMemoryUse.read()
-    seconds = []
     with Peak(allocated_bytes, SAMPLE_SECONDS) as live:
         trainee = Ours(case.strategy)(work)
-        model = trainee.model
-        assert isinstance(model, GPT)
-        model.checkpoint_every = int(case.checkpointing)
-        for number in range(WARM_UP + STEPS):
-            batch = work.batch(number, world.rank)
+        assert isinstance(trainee.model, GPT)
+        trainee.model.checkpoint_every = int(case.checkpointing)
+        for number in range(MEMORY_STEPS):
             dist.barrier()
-            began = time.perf_counter()
-            trainee.step(batch)
-            dist.barrier()
-            seconds.append(time.perf_counter() - began)
+            _step(trainee, case, work.batch(number, world.rank))
     dist.barrier()
     shared = SharedMemoryUse.read().share - before.share
     dist.barrier()
     with watch_traffic(trainee.model) as traffic:
-        trainee.step(work.batch(0, world.rank))
-    figures = {
-        "sent_bytes": traffic.sent_bytes,
-        "live_peak": live.bytes + shared,
-        "seconds": min(seconds[WARM_UP:]),
-    }
-    del trainee, model
-    gc.collect()
-    return figures
+        _step(trainee, case, work.batch(0, world.rank))
+    return {"live_peak": live.bytes + shared, "sent_bytes": traffic.sent_bytes}, trainee
+
+
+def _time_steps(world: World, case: Case, trainee: Trainee) -> float:
+    """The median step, from when all ranks begin until all have ended."""
+    work = gpt_work(case.setting)
+    batches = [work.batch(number, world.rank) for number in range(WARM_UP + STEPS)]
+    seconds = []
+    for batch in batches:
+        dist.barrier()
+        began = time.perf_counter()
+        _step(trainee, case, batch)
+        dist.barrier()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[WARM_UP:])
+
+
+def _step(trainee: Trainee, case: Case, batch: Tensor) -> None:
+    """As `Trainee.step`; micro-batches have the same data."""
+    for _ in range(case.accumulation - 1):
+        trainee.loss(batch).backward()  # type: ignore[no-untyped-call]
+    trainee.step(batch)
+
+
+# -- the table -----------------------------------------------------------------------------------
+
+
+def compare(cases: Sequence[Case], by_rank: Sequence[Measured]) -> dict[str, dict[str, Any]]:
+    """A row for each case: measured, predicted, and errors."""
+    rows: dict[str, dict[str, Any]] = {}
+    for case in cases:
+        measured = harness.largest([one.figures[case.name] for one in by_rank])
+        predicted, expected = predict(case, by_rank[0].calibrations)
+        took = [max(views) for views in zip(*(_seconds(one, case) for one in by_rank), strict=True)]
+        ratios = [one / other for one, other in zip(expected, took, strict=True)]
+        rows[case.name] = {
+            **{name: measured[name] for name in predicted},
+            "seconds": statistics.median(took),
+            **{f"predicted {name}": value for name, value in predicted.items()},
+            "predicted seconds": statistics.median(expected),
+            "live_peak error": predicted["live_peak"] / measured["live_peak"] - 1,
+            "seconds error": statistics.median(ratios) - 1,
+            "rounds": [list(pair) for pair in zip(expected, took, strict=True)],
+        }
+    return rows
+
+
+def _seconds(measured: Measured, case: Case) -> list[float]:
+    return [one[case.name] for one in measured.rounds]
 
 
 def main() -> None:
     """Run the command."""
-    parser = make_parser("forecast", __doc__, rounds=3)
-    parser.add_argument("--machine", type=Path, help="file of `shardwise doctor --calibrate`")
-    parser.add_argument("--sizes", default=",".join(SIZES), help="of the model")
+    parser = make_parser("forecast", __doc__, rounds=20)
+    parser.add_argument("--models", default=",".join(name for name in MODELS if name != "tiny"))
     parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="numbers of ranks")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=90.0,
+        help=f"for the rounds of each number of ranks, once there are {LEAST_ROUNDS}",
+    )
+    parser.add_argument("--page", type=Path, help="write the table into this page, too")
+    parser.add_argument("--figures", type=Path, help="an earlier result; nothing is measured")
     options = parser.parse_args()
-    ranks = [int(size) for size in options.ranks.split(",")]
-    machine = options.machine
-    if machine is None:
-        machine = Path("runs/calibrated.json")
-        machine.parent.mkdir(exist_ok=True)
-        calibrate(ranks, print).write(machine)
-    cases = cases_of(options.sizes.split(","), ranks)
-    rows: dict[str, Figures] = {}
-    for size in ranks:
-        own = [case for case in cases if case.ranks == size]
-        by_rank = harness.run_ranks(size, measure, own, options.rounds)
-        for case in own:
-            measured = harness.largest([figures[case.name] for figures in by_rank])
-            predicted = predict(case, machine)
-            rows[case.name] = measured | {
-                **{f"predicted {name}": value for name, value in predicted.items()},
-                **{
-                    f"{name} error": value / measured[name] - 1
-                    for name, value in predicted.items()
-                    if measured[name]
-                },
-            }
-        title = f"GPTs, {BATCH} sequences of {SEQUENCE} tokens for each rank; up to {size} ranks"
-        harness.publish(title, COLUMNS, rows, options.out)
+    rows: dict[str, dict[str, Any]] = {}
+    if options.figures:
+        rows = json.loads(options.figures.read_text(encoding="utf-8"))["rows"]
+    else:
+        for size in map(int, options.ranks.split(",")):
+            cases = cases_of(options.models.split(","), [size])
+            rows |= compare(cases, harness.run_ranks(size, measure, cases, options))
+            title = f"up to {size} ranks"
+            harness.publish(title, _COLUMNS, rows, options.out)
+    if options.page:
+        write_table(options.page, rows)
+
+
+_COLUMNS: list[harness.Column] = [
+    ("sent MB", "predicted sent_bytes", lambda value: f"{value / 1e6:.3f}"),
+    ("measured", "sent_bytes", lambda value: f"{value / 1e6:.3f}"),
+    ("memory MB", "predicted live_peak", lambda value: f"{value / 1e6:.0f}"),
+    ("measured", "live_peak", lambda value: f"{value / 1e6:.0f}"),
+    ("error", "live_peak error", lambda value: f"{value:+.1%}"),
+    ("step ms", "predicted seconds", lambda value: f"{value * 1e3:.0f}"),
+    ("measured", "seconds", lambda value: f"{value * 1e3:.0f}"),
+    ("error", "seconds error", lambda value: f"{value:+.1%}"),
+    ("rounds", "rounds", lambda value: str(len(value))),
+]
 
 
 if __name__ == "__main__":

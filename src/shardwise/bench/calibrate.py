@@ -3,7 +3,7 @@
 Small models are trained, alone and sharded, on as many local ranks as forecasts are for:
 
 - *Operations*: forward and backward of transformer blocks of several widths, with each operation
-  timed; of all repetitions the least time counts. On a CPU that is the time of the thread, which
+  timed; of all repetitions the median counts. On a CPU that is the time of the thread, which
   other processes hardly change; on a GPU, events on its stream.
 - *Host*: what forward and backward take besides, for each operation.
 - *Collectives*: units of 16 KB to 16 MB that compute nearly nothing, from the engine's ledger.
@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from shardwise.schedule.events import EventKind
 from shardwise.train.model import GPT, Shape
 from shardwise.transport.device import num_local_accelerators, wait_for_device
 
-__all__ = ["calibrate", "default_ranks"]
+__all__ = ["calibrate", "calibration_of", "default_ranks", "measure_ranks"]
 
 DTYPES = (torch.float32, torch.bfloat16)
 _SHAPES = {  # of GPTs, by the type of the device; on a CPU they take 0.1 to 0.3 s in float32
@@ -68,7 +69,12 @@ def calibrate(num_ranks: Sequence[int], report: Callable[[str], None]) -> Calibr
     ranks: dict[int, RanksCalibration] = {}
     for size in num_ranks:
         report(f"{size} rank{'s' * (size > 1)}")
-        ranks[size] = run_on_local_ranks(size, _measure)[0]
+        ranks[size] = run_on_local_ranks(size, measure_ranks)[0]
+    return calibration_of(ranks)
+
+
+def calibration_of(ranks: dict[int, RanksCalibration]) -> Calibration:
+    """This machine, from what was measured with each of several numbers of local ranks."""
     return Calibration(
         format="shardwise calibration",
         version=VERSION,
@@ -119,13 +125,20 @@ def _largest(curves: dict[str, Curve], key: str) -> Iterator[tuple[float, float]
 # -- on every rank -------------------------------------------------------------------------------
 
 
-def _measure(world: World) -> RanksCalibration:
+def measure_ranks(world: World, times: int = _TIMES, steps: int = _STEPS) -> RanksCalibration:
+    """Measure this machine, on every rank of ``world``.
+
+    Args:
+        world: whose ranks measure at the same time.
+        times: that each operation is timed, at most.
+        steps: of sharded models, for the collectives.
+    """
     points: defaultdict[str, list[_Point]] = defaultdict(list)
     around, launched = 0.0, 0
     for dtype in DTYPES:
         for shape in _SHAPES[world.device.type]:
             step = _training_step(shape, dtype, world.device)
-            operations, seconds, whole = _timed(step, world)
+            operations, seconds, whole = _timed(step, world, times)
             around += max(0.0, whole - sum(seconds))
             launched += len(seconds)
             for operation, took in zip(operations, seconds, strict=True):
@@ -138,7 +151,7 @@ def _measure(world: World) -> RanksCalibration:
         threads=torch.get_num_threads() if world.device.type == "cpu" else 1,
         operation_seconds=around / launched,
         operations={key: _fit(found) for key, found in points.items()},
-        collectives=_collectives(world),
+        collectives=_collectives(world, steps),
         updates={"adamw": _update_seconds(world.device)},
     )
 
@@ -210,21 +223,22 @@ class _Timer(Recorder):  # type: ignore[no-untyped-call]
         return self._operations, [began.elapsed_time(ended) / 1e3 for began, ended in self._times]
 
 
-def _timed(step: Callable[[], None], world: World) -> tuple[list[Operation], list[float], float]:
-    """Operations of a step, the least seconds of each, and those of the host for the step."""
+def _timed(
+    step: Callable[[], None], world: World, times: int
+) -> tuple[list[Operation], list[float], float]:
+    """Operations of a step, the median seconds of each, and those of the host for the step."""
     first = _host_seconds(step)
-    times = min(_TIMES, max(1, int(_SECONDS / max(world.gather(first)) / 2)))
-    least: list[float] = []
+    times = min(times, max(1, int(_SECONDS / max(world.gather(first)) / 2)))
     operations: list[Operation] = []
-    whole = []
+    whole, timed = [], []
     for _ in range(times):
         whole.append(_host_seconds(step))
         timer = _Timer(world.device)
         with timer:
             step()
         operations, seconds = timer.results()
-        least = [min(pair) for pair in zip(least or seconds, seconds, strict=True)]
-    return operations, least, min(whole)
+        timed.append(seconds)
+    return operations, [median(one) for one in zip(*timed, strict=True)], median(whole)
 
 
 def _host_seconds(step: Callable[[], None]) -> float:
@@ -266,21 +280,21 @@ class _Unit(nn.Module):
         return x + self.weight[0]
 
 
-def _collectives(world: World) -> dict[str, Curve]:
+def _collectives(world: World, steps: int) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
     for policy in (sw.MixedPrecisionPolicy(), _HALF):
         itemsize = (policy.param_dtype or torch.float32).itemsize
         for strategy in ("zero2", "ddp"):
             kind = "fsdp" if strategy == "zero2" else "ddp"
             names = {EventKind.GATHER: _GATHERS[kind], EventKind.REDUCE: _REDUCES[kind]}
-            for event, points in _spans(world, strategy, policy).items():
+            for event, points in _spans(world, strategy, policy, steps).items():
                 if event in names:
                     curves[f"{names[event]}/{itemsize}"] = Curve(points=tuple(points))
     return curves
 
 
 def _spans(
-    world: World, strategy: str, policy: sw.MixedPrecisionPolicy
+    world: World, strategy: str, policy: sw.MixedPrecisionPolicy, num_steps: int
 ) -> dict[EventKind, list[tuple[float, float]]]:
     """For gathers and reductions: bytes and seconds of each unit, once all ranks have begun."""
     units = [_Unit(size) for size in _UNIT_ELEMENTS]
@@ -288,20 +302,22 @@ def _spans(
     model = sw.fully_shard(model, units=_Unit, strategy=strategy, prefetch=0, mp_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     steps: list[list[_Collective]] = []
-    for _ in range(_STEPS):
+    for _ in range(num_steps):
         dist.barrier()
         model(torch.ones(1, device=world.device)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         steps.append(list(map(_Collective.of, sw.ledger(model).records())))
-    found: defaultdict[EventKind, dict[float, float]] = defaultdict(dict)
+    found: defaultdict[EventKind, defaultdict[float, list[float]]]
+    found = defaultdict(lambda: defaultdict(list))
     for same_step in zip(*world.gather(steps), strict=True):
         for views in zip(*same_step, strict=True):
             if views[0].num_bytes and views[0].spans:
-                sizes = found[views[0].kind]
-                known = sizes.get(views[0].num_bytes, float("inf"))
-                sizes[views[0].num_bytes] = min(known, _shared_seconds(views))
-    return {kind: sorted(points.items()) for kind, points in found.items()}
+                found[views[0].kind][views[0].num_bytes].append(_shared_seconds(views))
+    return {
+        kind: sorted((size, median(seconds)) for size, seconds in sizes.items())
+        for kind, sizes in found.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,4 +355,4 @@ def _update_seconds(device: torch.device) -> float:
         optimizer.step()
         wait_for_device(device)
         seconds.append(clock() - began)
-    return min(seconds) / parameter.grad.nbytes
+    return median(seconds[1:]) / parameter.grad.nbytes  # the first makes the states
