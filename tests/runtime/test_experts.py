@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import shardwise as sw
 from shardwise.runtime import unit
 from shardwise.runtime.chunked_buffer import ChunkedBuffer
+from tests.lossless import lossless_wires
 from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw, assert_close, assert_reduced_once, full
 
@@ -171,6 +172,14 @@ def check_training(
 def test_training_equals_one_process(as_dtensors: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     check_training(mesh, as_dtensors=as_dtensors)
+
+
+@pytest.mark.thorough
+@on_ranks(4)
+def test_a_wire_that_rounds_nothing_changes_nothing() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    with lossless_wires():
+        check_training(mesh, as_dtensors=True, wire=sw.Wire("int8", "int4", block=8))
 
 
 @on_ranks(4)
