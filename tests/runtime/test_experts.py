@@ -235,7 +235,7 @@ def test_verify_names_expert_gradients_times_ep() -> None:
 
 
 @pytest.mark.thorough
-@on_ranks(8, deadline=120.0)
+@on_ranks(8)
 @pytest.mark.parametrize("as_dtensors", [True, False], ids=["dtensors", "plain"])
 def test_training_with_replicas_equals_one_process(as_dtensors: bool) -> None:
     names = ("dp_replicate", "efsdp", "ep")
