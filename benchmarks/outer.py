@@ -2,8 +2,9 @@
 
 Three runs of a small GPT on the standard library's text, of two replicas of two ranks each, with
 the same batches: synchronous ones (strategy "hsdp"), replicas that meet at a hub every few steps,
-and the same with one replica that is killed and started again. Between a replica and the hub a
-relay lets 10 Mbit/s through in each direction, and counts bytes.
+and the same with one replica that is killed and started again. All of them go on from one
+checkpoint after ``--warm`` synchronous steps, at the same place of one schedule. Between a replica
+and the hub a relay lets 10 Mbit/s through in each direction, and counts bytes.
 
 Goodput is the share of the tokens that count of those that two replicas train while the one that
 stays trains its own. Steps of the killed one since its last synchronization do not count.
@@ -45,7 +46,7 @@ from shardwise.transport.communicator import communicator
 RANKS = 2  # of a replica
 REPLICAS = 2
 FORKS = multiprocessing.get_context("forkserver")
-VALIDATION_BATCHES = 24
+VALIDATION_BATCHES = 48
 RESULTS = Path(__file__).parent / "results" / "outer.json"
 
 
@@ -55,6 +56,9 @@ def main() -> None:
     FORKS.set_forkserver_preload(["shardwise.public", "shardwise.train.data"])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        options.checkpoint = options.checkpoint or str(folder / "checkpoint")
+        if not Path(options.checkpoint).exists():
+            _finish(_start(options, "warm", 1, folder / "warm"))
         found = {
             run: {"options": _setting(options), **RUNS[run](options, folder)}
             for run in options.runs
@@ -68,20 +72,21 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m benchmarks.outer", description=__doc__)
-    numbers = {"steps": 384, "every": 16, "fragments": 4, "delay": 1, "block": 256, "batch": 4}
-    numbers |= {"context": 64, "width": 64, "layers": 4}
+    numbers = {"steps": 800, "warm": 400, "every": 16, "fragments": 2, "delay": 1, "block": 256}
+    numbers |= {"batch": 4, "context": 64, "width": 64, "layers": 2}
     for key, value in numbers.items():
         parser.add_argument(f"--{key}", type=int, default=value)
-    factors = {"lr": 4e-3, "outer-lr": 0.7, "outer-momentum": 0.9, "mixing": 0.0, "mbit": 10.0}
+    factors = {"lr": 1.2e-2, "outer-lr": 0.5, "outer-momentum": 0.8, "mixing": 0.0, "mbit": 10.0}
     for key, factor in factors.items():
         parser.add_argument(f"--{key}", type=float, default=factor)
     parser.add_argument("--dtype", default="int4")
+    parser.add_argument("--checkpoint", default="", help="after the warm steps; made if missing")
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
     return parser
 
 
 def _setting(options: Namespace) -> dict[str, Any]:
-    return {key: value for key, value in vars(options).items() if key != "runs"}
+    return {key: value for key, value in vars(options).items() if key not in ("runs", "checkpoint")}
 
 
 # -- ranks ---------------------------------------------------------------------------------------
@@ -92,23 +97,29 @@ def _work(options: Namespace, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, is_synchronous = dist.get_rank(), options.worker == "synchronous"
+    rank, is_replica = dist.get_rank(), options.worker == "outer"
     torch.manual_seed(0)
     shape = Shape(VOCABULARY, options.context, options.width, options.layers, heads=2)
+    is_synchronous = options.worker == "synchronous"
     mesh = init_device_mesh("cpu", (REPLICAS, RANKS)) if is_synchronous else None
     model = sw.fully_shard(GPT(shape), units=Block, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
-    corpus = open_corpus(Config())
+    corpus, world = open_corpus(Config()), dist.get_world_size()
     batches = partial(
         Sequences,
         context=options.context,
         global_batch=REPLICAS * RANKS * options.batch,
-        rank=rank if is_synchronous else RANKS * options.replica + rank,
-        world_size=REPLICAS * RANKS,
+        rank=RANKS * options.replica + rank if is_replica else rank,
+        world_size=REPLICAS * RANKS if is_replica else world,
     )
     data = batches(text=corpus.train, seed=0)
+    first, last = options.warm, options.steps
+    if options.worker == "warm":
+        first, last = 0, options.warm
+    else:
+        sw.load(options.checkpoint, model=model, optimizer=optimizer)
     outer = None
-    if not is_synchronous:
+    if is_replica:
         outer = sw.outer_optimizer(
             model,
             optimizer,
@@ -120,9 +131,9 @@ def _work(options: Namespace, environment: dict[str, str]) -> None:
     runtime = runtime_of_root(model)
     links = communicator(runtime.mesh.world, runtime.pools.device)
     log = Path(f"{options.out}-{rank}.jsonl").open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
-    step = outer.join() if outer is not None else 0
+    step = first + (outer.join() if outer is not None else 0)
     log.write(json.dumps({"begins": step, "time": time.time()}) + "\n")
-    while step < options.steps:
+    while step < last:
         for group in optimizer.param_groups:
             group["lr"] = options.lr * _schedule(step / options.steps)
         loss = _loss(model, data[step])
@@ -130,21 +141,17 @@ def _work(options: Namespace, environment: dict[str, str]) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        step = step + 1 if outer is None else outer.local_steps
+        step = step + 1 if outer is None else first + outer.local_steps
         sent = links.gather.sent[1] + links.reduce.sent[1]
         line = {"step": step, "time": time.time(), "loss": loss.item(), "inner_bytes": sent}
         if outer is not None:
             line["outer_bytes"] = outer.exchange.sent_bytes
             line["state_bytes"] = outer.exchange.state_bytes
         log.write(json.dumps(line) + "\n")
-    held_out = batches(text=corpus.validation, seed=1)
-    found = {"own": _validate(model, held_out)}
+    if options.worker == "warm":
+        sw.save(options.checkpoint, model=model, optimizer=optimizer)
+    found = _losses(model, batches(text=corpus.validation, seed=1), outer)
     if outer is not None:
-        with torch.no_grad():
-            for parameter, state in outer.state.items():
-                local_of(parameter).copy_(local_of(state["anchor"]))
-                torch.autograd.graph.increment_version(parameter)
-        found["shared"] = _validate(model, held_out)
         outer.remove()
     log.write(json.dumps({"validation": found}) + "\n")
     dist.destroy_process_group()
@@ -169,12 +176,26 @@ def _row(options: Namespace) -> sw.Outer:
 
 
 def _schedule(share: float) -> float:
-    """A warm-up, and half a cosine down to a twentieth."""
-    return min(1.0, 0.02 + share / 0.1) * (0.525 + 0.475 * math.cos(math.pi * share))
+    """A warm-up, and half a cosine down to a fiftieth."""
+    return min((share + 1e-3) / 0.1, 0.51 + 0.49 * math.cos(math.pi * max(0.0, share - 0.1) / 0.9))
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:
     return functional.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+
+
+def _losses(
+    model: nn.Module, held_out: Sequences, outer: sw.OuterOptimizer | None
+) -> dict[str, float]:
+    """Of the model, and then of the shared parameters, which it takes."""
+    found = {"own": _validate(model, held_out)}
+    if outer is not None:
+        with torch.no_grad():
+            for parameter, state in outer.state.items():
+                local_of(parameter).copy_(local_of(state["anchor"]))
+                torch.autograd.graph.increment_version(parameter)
+        found["shared"] = _validate(model, held_out)
+    return found
 
 
 @torch.no_grad()
@@ -302,12 +323,12 @@ def _slow_axis(options: Namespace, folder: Path) -> dict[str, Any]:
     steps = [line for line in lines if "step" in line]
     return {
         **_summary(lines),
-        "outer_bytes_per_step": steps[-1]["outer_bytes"] / steps[-1]["step"],
+        "outer_bytes_per_step": steps[-1]["outer_bytes"] / len(steps),
         "validation": {
             key: (loss + lines_of_1[-1]["validation"][key]) / REPLICAS
             for key, loss in lines[-1]["validation"].items()
         },
-        "relay_bytes_per_step": sum(relays[0].passed.values()) / 2 / RANKS / steps[-1]["step"],
+        "relay_bytes_per_step": sum(relays[0].passed.values()) / 2 / RANKS / len(steps),
         **found,
     }
 
@@ -328,7 +349,9 @@ def _with_hub(options: Namespace, out: Path, *, kills: bool) -> tuple[dict[str, 
         replicas = [start(replica) for replica in range(REPLICAS)]
         found = {}
         if kills:
-            while not _at_step(Path(f"{out}-1"), options.steps // 3):
+            while not _at_step(
+                Path(f"{out}-1"), options.warm + (options.steps - options.warm) // 3
+            ):
                 time.sleep(0.05)
             for process in replicas[1]:
                 process.kill()
@@ -355,7 +378,7 @@ def _goodput(options: Namespace, stayed: Path, killed: Path) -> dict[str, Any]:
     killed_after = lines[second - 1]["step"]
     own = [line for line in _read(stayed) if "step" in line]
     trained = [line["step"] for line in lines[first + 1 :] if "step" in line]
-    useful = len(own) + len(trained) - _unshared_steps(options, killed_after)
+    useful = len(own) + len(trained) - _unshared_steps(options, killed_after - options.warm)
     return {
         "killed_after_step": killed_after,
         "returned_at_step": lines[second]["begins"],

@@ -93,8 +93,11 @@ class HubExchange(Exchange):
 
     def decided(self, fragment: int, seconds: float) -> list[Decision]:
         with self._changed:
-            self._wait(lambda: bool(self._chain(fragment)) or not self.is_member, seconds)
-            found, own = self._chain(fragment), self._progress[fragment]
+            own = self._progress[fragment]
+            has_sent = fragment in self._sent and self._sent[fragment][0] == own.digest
+            patience = seconds if has_sent else 0.0
+            self._wait(lambda: bool(self._chain(fragment)) or not self.is_member, patience)
+            found = self._chain(fragment)
             later = [
                 one.progress.round for number, one in self._decisions.values() if number == fragment
             ]
@@ -224,6 +227,7 @@ class HubExchange(Exchange):
             self._writer = None
             self.is_member = False
             self._decisions.clear()
+            self._sent.clear()
             self._pieces.clear()
             self._changed.notify_all()
 

@@ -130,6 +130,15 @@ class OuterOptimizer(Optimizer):
                 )
         return self.local_steps
 
+    def begin_after(self, step: int) -> None:
+        """Take the model's parameters for those that all replicas share after ``step``.
+
+        For a model that was loaded from a checkpoint of a run without other replicas.
+        """
+        for parameter in self.state:
+            self._anchor(parameter).copy_(local_of(parameter).detach())
+        self.param_groups[0]["local_steps"] = step
+
     @property
     def progress(self) -> list[Progress]:
         """How far each fragment is."""

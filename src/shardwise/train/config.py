@@ -187,6 +187,31 @@ class MemoryConfig(Section):
     accumulate: Literal["shards", "whole"] = "shards"
 
 
+class OuterConfig(Section):
+    """[outer]: replicas that train alone and synchronize seldom; each is a run of its own."""
+
+    hub: str = ""  # host:port of `python -m shardwise.outer`; "": this run is the only replica
+    replica: NonNegative = 0  # the number of this one
+    replicas: Positive = 1  # that share train.global_batch
+    every: Positive = 32  # steps between two synchronizations of a fragment
+    fragments: Positive = 1  # sets of units that are synchronized at different times
+    delay: NonNegative = 0  # steps during which differences may travel
+    dtype: str = "int4"  # of differences: or "int8", "bfloat16", "float32", "float64"
+    block: Positive = 128  # elements with one scale, for integers
+    mixing: Fraction = 0.0  # the share of its own parameters that a replica keeps
+    deadline: PositiveFloat = 60.0  # seconds after which a round goes on without late replicas
+    lr: PositiveFloat = 0.7  # of the outer optimizer, SGD
+    momentum: Fraction = 0.9  # Nesterov's; 0: none
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        if self.replica >= self.replicas:
+            raise ValueError(f"replica={self.replica}: expected less than replicas={self.replicas}")
+        if self.replicas > 1 and not self.hub:
+            raise ValueError(f"replicas={self.replicas} meet at a hub; set outer.hub to host:port")
+        return self
+
+
 class Config(Section):
     """A run. ``--set`` overrides the file, which overrides the defaults.
 
@@ -205,11 +230,12 @@ class Config(Section):
     shard: ShardConfig = ShardConfig()
     precision: PrecisionConfig = PrecisionConfig()
     memory: MemoryConfig = MemoryConfig()
+    outer: OuterConfig = OuterConfig()
 
     @property
     def rank_batch(self) -> int:
         """Sequences of one rank in one step."""
-        return self.train.global_batch // self.shard.nproc
+        return self.train.global_batch // (self.shard.nproc * self.outer.replicas)
 
     @property
     def micro_batch(self) -> int:
@@ -229,7 +255,7 @@ class Config(Section):
         """
         if num_ranks < 1:
             raise ConfigError(f"--nproc {num_ranks}: expected 1 or more ranks")
-        check_batch(self.train, num_ranks)
+        check_batch(self.train, num_ranks * self.outer.replicas)
         shard = self.shard.model_copy(update={"nproc": num_ranks})
         return self.model_copy(update={"shard": shard})
 

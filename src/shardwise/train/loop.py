@@ -49,7 +49,8 @@ def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink]
     callbacks = [
         resolve("run.callbacks", name, {})(config, run.path) for name in config.run.callbacks
     ]
-    with trainer.recorded(run.path), trainer.stop.handled() if every else nullcontext():
+    stop = trainer.stop.handled() if every else nullcontext()
+    with trainer.joined(), trainer.recorded(run.path), stop:
         for record in steps(trainer, records[-1].seconds if records else 0.0):
             records.append(record)
             for sink in sinks:
@@ -90,6 +91,8 @@ def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
         except BaseException as error:
             trainer.runtime.scheduler.explain(error)
             raise
+        if trainer.follow():
+            batches = trainer.batches()
         trainer.step_seconds.append(time.perf_counter() - step_began)
         validates = config.validate_every and trainer.step % config.validate_every == 0
         is_validated = validates or trainer.step == config.steps

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional
 
 import shardwise as sw
+from shardwise.checkpoint.read import read_manifest
+from shardwise.checkpoint.stores import folder_at
 from shardwise.launch.stop_signal import StopSignal
 from shardwise.launch.world import World
 from shardwise.runtime.engine import Runtime
@@ -23,6 +26,7 @@ from shardwise.train.config import Config, to_toml
 from shardwise.train.data import IGNORED, Batch, Packed, Sequences, open_corpus
 from shardwise.train.documents import Documents
 from shardwise.train.optimizer import build_optimizer, build_scheduler
+from shardwise.train.replica import outer_of
 from shardwise.train.run_directory import identity
 from shardwise.train.source import source_of
 from shardwise.train.text import Text
@@ -63,6 +67,7 @@ class Trainer:
         if config.memory.step_in_backward:
             sw.optimizer_in_backward(self.model, self.optimizer)
         self.scheduler = build_scheduler(self.optimizer, config.train)
+        self.outer = outer_of(self.model, self.optimizer, config)
         self.scaler = GradScaler(world.device.type, enabled=config.precision.compute == "float16")
         self.step = 0  # the last one that is done
         self.stop = StopSignal()
@@ -103,6 +108,29 @@ class Trainer:
         ) as self.recorder:
             yield
 
+    # -- replicas --------------------------------------------------------------------------------
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Meet the other replicas, if [outer] says so, and leave them at the end."""
+        if self.outer is None:
+            yield
+            return
+        try:
+            self.outer.join()
+            self.follow()
+            yield
+        finally:
+            self.outer.remove()
+
+    def follow(self) -> bool:
+        """Take the step of the other replicas; whether it is another one than this rank's."""
+        if self.outer is None or self.outer.local_steps == self.step:
+            return False
+        self.step = self.outer.local_steps
+        self.scheduler = build_scheduler(self.optimizer, self.config.train, after=self.step)
+        return True
+
     # -- checkpoints -----------------------------------------------------------------------------
 
     def save(self, path: Path | str, *, keep: int | None = None) -> sw.Save:
@@ -119,6 +147,7 @@ class Trainer:
                 cannot be written.
         """
         options = self.config.checkpoint
+        outer: dict[str, Any] = {} if self.outer is None else {"outer": self.outer}
         with self.runtime.scheduler.ledger.span("checkpoint"):
             return sw.save(
                 path,
@@ -134,12 +163,17 @@ class Trainer:
                 config=to_toml(self.config),
                 random=self.world.gather(random_states(self.world.device)),
                 scaler=self.scaler.state_dict(),
+                **outer,
             )
 
     def load(self, path: Path | str) -> None:
         """Load a checkpoint of any number of ranks, and continue after its step."""
-        state = sw.load(path, model=self.model, optimizer=self.optimizer).state
+        has_outer = "outer" in read_manifest(folder_at(path)).components
+        outer = self.outer if has_outer else None
+        state = sw.load(path, model=self.model, optimizer=self.optimizer, outer=outer).state
         self.step = state["run"]["step"]
+        if self.outer is not None and not has_outer:
+            self.outer.begin_after(self.step)
         self.best_step, self.best_loss = state["run"].get("best", (0, math.inf))
         self.scheduler = build_scheduler(self.optimizer, self.config.train, after=self.step)
         random, device = state["random"], self.world.device
@@ -152,19 +186,28 @@ class Trainer:
 
     def batches(self) -> Iterator[Batch]:
         """This rank's batches of the steps that follow."""
-        data = self._sequences(self.corpus.train, self.config.train.seed)
+        outer = self.config.outer
+        data = self._sequences(
+            self.corpus.train,
+            self.config.train.seed,
+            first=outer.replica * self.world.size,
+            replicas=outer.replicas,
+        )
         steps = range(self.step + 1, self.config.train.steps + 1)
         pin_memory = self.world.device.type == "cuda"
         return iter(data.loader(steps, self.config.data.workers, pin_memory=pin_memory))
 
-    def _sequences(self, data: Text | Documents, seed: int) -> Sequences:
+    def _sequences(
+        self, data: Text | Documents, seed: int, *, first: int = 0, replicas: int = 1
+    ) -> Sequences:
+        """Of this rank, before which there are ``first`` ranks of other replicas."""
         return (Packed if isinstance(data, Documents) else Sequences)(
             text=data,
             context=self.config.model.context,
             global_batch=self.config.train.global_batch,
             seed=seed,
-            rank=self.world.rank,
-            world_size=self.world.size,
+            rank=self.world.rank + first,
+            world_size=self.world.size * replicas,
         )
 
     def micro_batches(self, batch: Batch) -> Sequence[Batch]:
