@@ -20,7 +20,7 @@ def run_on_pool(
     num_ranks: int, function: Callable[[World, *Arguments], T], *args: *Arguments
 ) -> list[T]:
     """`run_on_local_ranks` without new processes; what the ranks print is printed here."""
-    outcomes = run_on(num_ranks, _run_captured, function, args, deadline=120.0)
+    outcomes = run_on(num_ranks, _run_captured, function, args)
     for printed, _ in outcomes:
         sys.stdout.write(printed)
     return [cast("T", result) for _, result in outcomes]

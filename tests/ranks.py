@@ -39,7 +39,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 WORLD_SIZE = "world_size"
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 START_SECONDS = 120.0  # importing torch in four processes on a busy machine
 # How long the other ranks may take once one has raised: they are often in a collective with it.
 GRACE_SECONDS = 10.0

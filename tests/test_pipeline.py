@@ -294,7 +294,7 @@ def test_stages_that_cannot_run_are_refused() -> None:
 
 
 @pytest.mark.thorough
-@on_ranks(8, deadline=120.0)
+@on_ranks(8)
 @pytest.mark.parametrize("kind", [*FLAT, *LOOPED, *V], ids=lambda kind: kind.__name__)
 def test_training_with_tensor_parallelism_equals_one_process(kind: Any) -> None:
     check_training(kind, init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp")))

@@ -35,7 +35,7 @@ def test_every_snippet_has_a_language_that_says_what_to_do_with_it() -> None:
         assert snippet.language in LANGUAGES, f"README.md:{snippet.line - 1}: {LANGUAGES}"
 
 
-@on_ranks(2, deadline=60.0)
+@on_ranks(2)
 def test_python_snippets_run_in_order(tmp_path: Path) -> None:
     with contextlib.chdir(tmp_path):
         run_python(snippets_of(README), README)

@@ -24,7 +24,7 @@ def test_every_snippet_has_a_language_and_runs() -> None:
 
 def test_python_snippets_run_in_order(tmp_path: Path) -> None:
     write_files(snippets_of(TUTORIAL), tmp_path)
-    run_on(2, _run, tmp_path, deadline=60.0)
+    run_on(2, _run, tmp_path)
 
 
 def _run(folder: Path) -> None:

@@ -57,10 +57,10 @@ def test_training_resumes_with_the_bits_of_an_uninterrupted_run(tmp_path: Path) 
 )
 def test_checksums_of_blocks_that_ranks_share(ranks: int, strategy: str, tmp_path: Path) -> None:
     """Parameters larger than a block, with boundaries inside blocks; replicas divide them."""
-    run_on(ranks, _write_wide, strategy, tmp_path / "x", deadline=60.0)
-    run_on(1, _write_wide, "ddp", tmp_path / "y", deadline=60.0)
+    run_on(ranks, _write_wide, strategy, tmp_path / "x")
+    run_on(1, _write_wide, "ddp", tmp_path / "y")
     assert digests(tmp_path / "x") == digests(tmp_path / "y")
-    run_on(3, _read_wide, tmp_path / "x", deadline=60.0)
+    run_on(3, _read_wide, tmp_path / "x")
 
 
 def test_modules_schedulers_and_plain_data_are_restored(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def train_both(directory: str, case: str) -> None:
 
 def findings_of(tmp_path: Path, case: str) -> tuple[list[Finding], float]:
     """The findings of the faulty run, and what its mending saved of an update."""
-    run_on(2, train_both, str(tmp_path), case, deadline=60.0)
+    run_on(2, train_both, str(tmp_path), case)
     faulty, mended = (read_recording(tmp_path / name) for name in ("faulty", "mended"))
     saved = measure(faulty).update_seconds - measure(mended).update_seconds
     return find(faulty), saved

@@ -34,7 +34,7 @@ def test_engines_are_right(name: str, model: str) -> None:
 
 
 @pytest.mark.thorough
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 @pytest.mark.parametrize("model", list(FAMILIES))
 @pytest.mark.parametrize("name", list(ENGINES))
 def test_there_is_no_false_alarm_on_hugging_face_models(name: str, model: str) -> None:
@@ -42,7 +42,7 @@ def test_there_is_no_false_alarm_on_hugging_face_models(name: str, model: str) -
     assert found.ok, found.explanation
 
 
-@on_ranks(4, deadline=120.0)
+@on_ranks(4)
 @pytest.mark.parametrize(
     ("name", "model"),
     [

@@ -41,7 +41,7 @@ CHEAP = ((2, "lora"),)
     ],
 )
 def test_every_preset_is_equal_on_every_model(ranks: int, name: str) -> None:
-    for found in run_on(ranks, _presets, name, deadline=120.0):
+    for found in run_on(ranks, _presets, name):
         assert found.ok, found.explanation
         assert tuple(one.strategy for one in found.comparisons) == PRESETS
         assert all(one.num_steps == 2 for one in found.comparisons)
@@ -50,7 +50,7 @@ def test_every_preset_is_equal_on_every_model(ranks: int, name: str) -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_a_corrupted_gradient_is_named_on_every_rank(ranks: int) -> None:
     name = "blocks.1.attention.out.weight"
-    results = run_on(ranks, _presets, "gpt", name, deadline=60.0)
+    results = run_on(ranks, _presets, "gpt", name)
     assert len({found.table for found in results}) == 1
     found = results[0]
     assert [one.strategy for one in found.comparisons if not one.ok] == list(PRESETS)
@@ -148,7 +148,7 @@ def test_the_reference_trains_on_the_whole_batch() -> None:
             assert_close(outcome.parameters[name], parameter.detach(), name)
 
 
-@on_ranks(4, deadline=40.0)
+@on_ranks(4)
 def test_a_mesh_and_one_of_its_axes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     found = sw.verify(Stack, _rows, mesh=mesh, loss_fn=_square, steps=1, quiet=True)
@@ -160,7 +160,7 @@ def test_a_mesh_and_one_of_its_axes() -> None:
     assert {"fsdp"} <= {one.strategy for one in found.comparisons} < set(PRESETS)
 
 
-@on_ranks(2, thorough=(4,), deadline=40.0)
+@on_ranks(2, thorough=(4,))
 def test_other_arguments() -> None:
     """Each changes what is computed, and none the verdict."""
     usual: dict[str, Any] = {"loss_fn": _square, "quiet": True}

@@ -23,7 +23,7 @@ OFFLOADED = ("checkpointed inside, reentrant", "gpt", "checkpointed inside", "un
 ROWS = 240  # so that activations are more than what is not worth moving
 
 
-@on_ranks(2, deadline=40.0)
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("name", "way", "strategy"),
     covered_first(product(OFFLOADED, range(3), ("fsdp", "zero2", "ddp"))),

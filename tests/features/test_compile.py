@@ -92,7 +92,7 @@ def weights_in_slots(model: nn.Module, reference: nn.Module) -> set[str]:
     return {name for name, is_in_slot in found.items() if is_in_slot == {True}}
 
 
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("ways", "backend"),
     [
@@ -124,7 +124,7 @@ class Unrolled(Model):
 
 
 @pytest.mark.thorough
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_model_breaks_at_its_units_alone(backend: str) -> None:
     """A weight that is used in two graphs loses its slot: neither can add to the other's."""

@@ -23,7 +23,7 @@ PLACES = (
 FEW = ("middle of step", "data", "backward")
 
 
-@on_ranks(deadline=120.0)
+@on_ranks()
 @pytest.mark.parametrize(
     ("world_size", "strategy", "optimizer", "raising", "places"),
     [
@@ -60,7 +60,7 @@ def test_a_second_attempt_gives_the_bits_of_an_undisturbed_step(
         assert training.fingerprint() == expected[number + 1], f"second attempt: {place}"
 
 
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 def test_kept_gradients_come_back() -> None:
     training = Training()
     training.model(torch.randn(5, WIDTH)).square().mean().backward()
@@ -73,7 +73,7 @@ def test_kept_gradients_come_back() -> None:
     assert training.fingerprint() != before
 
 
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 def test_the_end_of_the_data_on_one_rank_ends_the_step_on_all() -> None:
     training = Training()
     batches = iter([torch.randn(5, WIDTH)] * (1 + rank()))
@@ -88,7 +88,7 @@ def test_the_end_of_the_data_on_one_rank_ends_the_step_on_all() -> None:
     assert rank() == 0 or "gave up in step 1, a transaction: StopIteration" in str(caught.value)
 
 
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 def test_an_exception_that_others_know_of_cannot_be_caught_inside() -> None:
     training = Training()
     before = training.fingerprint()
@@ -104,7 +104,7 @@ def test_an_exception_that_others_know_of_cannot_be_caught_inside() -> None:
     training.step()
 
 
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 def test_a_rank_that_is_interrupted_in_the_vote_does_what_the_others_do(tmp_path: Path) -> None:
     """Rank 0 waits for rank 1 in the vote when its alarm goes off."""
     rang = tmp_path / "rang"
@@ -131,7 +131,7 @@ def test_a_rank_that_is_interrupted_in_the_vote_does_what_the_others_do(tmp_path
     training.step()
 
 
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 def test_the_next_step_may_be_a_plain_one() -> None:
     undisturbed = Training()
     undisturbed.body("")
@@ -143,7 +143,7 @@ def test_the_next_step_may_be_a_plain_one() -> None:
     assert training.fingerprint() == expected
 
 
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 def test_two_failures_in_a_row() -> None:
     """The second time before a rank has used the model, so it owes the others a report first."""
     training = Training()

@@ -109,7 +109,7 @@ def test_a_gpu_without_data_has_to_be_measured(monkeypatch: pytest.MonkeyPatch) 
         local_machine(8)
 
 
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 @pytest.mark.thorough
 @pytest.mark.parametrize("share", [0.1, 0.6])
 def test_a_step_stays_within_the_budget(share: float) -> None:

@@ -45,7 +45,7 @@ def test_the_call_makes_the_plan(configuration: Configuration) -> None:
     assert found == expected
 
 
-@on_ranks(4, deadline=120.0)
+@on_ranks(4)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "configuration",

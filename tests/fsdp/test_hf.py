@@ -12,7 +12,7 @@ from tests.models import llama
 from tests.ranks import on_ranks
 
 
-@on_ranks(2, deadline=60.0)
+@on_ranks(2)
 @pytest.mark.parametrize("tied", [False, True])
 def test_auto_model_of_a_checkpoint_gives_the_logits_of_the_sharded_model(
     tied: bool, tmp_path: Path

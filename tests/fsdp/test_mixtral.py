@@ -52,7 +52,7 @@ def shard(model: Any, mesh: DeviceMesh, dense: DeviceMesh) -> None:
 
 
 @pytest.mark.thorough
-@on_ranks(4, deadline=90.0)
+@on_ranks(4)
 def test_training_equals_one_process() -> None:
     reference = build()
     model = copy.deepcopy(reference)

@@ -45,7 +45,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return loss
 
 
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 @pytest.mark.parametrize("shard", [fsdp.fully_shard, sw.fully_shard])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_adapters_train_as_in_one_process(kind: str, shard: Any, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
 
-@on_ranks(2, deadline=60.0)
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("shard", "reshard"), covered_first(product((fsdp.fully_shard, sw.fully_shard), (True, False)))
 )
@@ -120,7 +120,7 @@ def sent_bytes(model: nn.Module) -> int:
     return sum(0 if work is None else work.slot_bytes for work in works)
 
 
-@on_ranks(2, deadline=60.0)
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("param_dtype", "precomputed"), covered_first(product((None, torch.bfloat16), (False, True)))
 )

@@ -34,7 +34,7 @@ def adapted(model: Any) -> Any:
     return peft.get_peft_model(model, config)
 
 
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 def test_adapters_are_merged_and_unmerged_in_shards() -> None:
     alone, model = adapted(base()), adapted(base())
     sw.fully_shard(model, units=LlamaDecoderLayer)

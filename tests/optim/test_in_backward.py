@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
-@on_ranks(2, deadline=60.0)
+@on_ranks(2)
 @pytest.mark.parametrize("name", leaving(LIKE_OTHERS, CASES))
 def test_every_model_trains_as_in_one_process(name: str) -> None:
     _train("fsdp", ["adamw"], [name])
@@ -51,9 +51,9 @@ def test_every_model_trains_as_in_one_process(name: str) -> None:
 )
 def test_every_strategy_and_optimizer(strategy: str) -> None:
     names = ["gpt", "unused and reused", "checkpointed inside, reentrant"]
-    run_on(4, _train, strategy, ["fused"], names, deadline=60.0)
+    run_on(4, _train, strategy, ["fused"], names)
     if strategy in PRESETS[:4]:
-        run_on(2, _train, strategy, ["foreach", "momentum"], ["gpt", "tied"], deadline=60.0)
+        run_on(2, _train, strategy, ["foreach", "momentum"], ["gpt", "tied"])
 
 
 @pytest.mark.parametrize("parameters", [True, False])

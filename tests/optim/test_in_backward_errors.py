@@ -17,7 +17,7 @@ from tests.runtime.one_process import adamw, assert_equal_models, own_part, rank
 from tests.waiting import eventually
 
 
-@on_ranks(deadline=120.0)
+@on_ranks()
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
     [
@@ -46,7 +46,7 @@ def test_a_transaction_undoes_the_steps_of_every_rank(strategy: str) -> None:
         assert training.fingerprint() == wanted, f"second attempt: {place}"
 
 
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 def test_after_an_exception_the_next_step_is_right() -> None:
     training = StepsInBackward("fsdp")
     x = torch.randn(4, WIDTH)

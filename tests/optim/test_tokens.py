@@ -38,7 +38,7 @@ def test_gradients_do_not_depend_on_where_tokens_fall(strategy: str) -> None:
             p.grad, q.grad = None, None
 
 
-@on_ranks(3, thorough=(1, 2, 4), deadline=60.0)
+@on_ranks(3, thorough=(1, 2, 4))
 def test_backward_is_that_of_the_mean_over_all_tokens() -> None:
     """On any number of ranks and micro-batches, some of both without a token."""
     reference, model = build("stack"), build("stack")

@@ -80,7 +80,7 @@ def test_any_optimizer_works_on_shards(kind: str) -> None:
         assert_equal_training(name, make_optimizer=make)
 
 
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 @pytest.mark.parametrize(
     "seeds", [range(1, 9), pytest.param(range(9, 26), marks=pytest.mark.thorough)], ids=str
 )

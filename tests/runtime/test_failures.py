@@ -28,7 +28,7 @@ from tests.runtime.one_process import assert_close, own_part, runtime_of
 EVERY = (0, 1, 2)
 
 
-@on_ranks(3, deadline=120.0)
+@on_ranks(3)
 @pytest.mark.parametrize(
     ("position", "where", "raising"),
     covered_first(product((1, 3), ("forward", "backward"), (EVERY, (0,), (2,), (0, 2)))),
@@ -76,7 +76,7 @@ def test_the_next_step_waits_for_the_thread_of_a_backward_that_raised(
     _check_step(model, reference)
 
 
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 @pytest.mark.parametrize("swap", ["another unit", "one more forward", "evaluation on one rank"])
 def test_ranks_that_diverge_are_named_on_every_rank(swap: str) -> None:
     reference, model = _make()
@@ -108,7 +108,7 @@ def test_ranks_that_diverge_are_named_on_every_rank(swap: str) -> None:
 def test_a_rank_that_dies_is_an_error_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 30.0)  # the others end in time or fail the test
     with pytest.raises(RankFailed) as failure:
-        run_on(3, _die, deadline=120.0)
+        run_on(3, _die)
     assert failure.value.errors == {1: "was killed by SIGKILL"}
 
 

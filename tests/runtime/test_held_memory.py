@@ -46,7 +46,7 @@ class _Greedy(torch.autograd.Function):
         return gradient, None
 
 
-@on_ranks(2, deadline=60.0)
+@on_ranks(2)
 def test_an_allocation_that_fails_in_forward_is_explained() -> None:
     model, optimizer = _trained(reshard_after_forward=False)
     _layer(model).place = "forward"
@@ -70,7 +70,7 @@ def test_an_allocation_that_fails_in_forward_is_explained() -> None:
     _step(model, optimizer)
 
 
-@on_ranks(2, deadline=60.0)
+@on_ranks(2)
 def test_an_allocation_of_the_engine_that_fails_is_explained() -> None:
     model, optimizer = _trained()
     allocate = Arena.allocate
@@ -88,7 +88,7 @@ def test_an_allocation_of_the_engine_that_fails_is_explained() -> None:
     _step(model, optimizer)
 
 
-@on_ranks(2, deadline=60.0)
+@on_ranks(2)
 def test_an_allocation_that_fails_in_backward_is_explained_by_a_transaction() -> None:
     """Autograd shows its exception to the caller of backward alone."""
     model, optimizer = _trained()
@@ -102,7 +102,7 @@ def test_an_allocation_that_fails_in_backward_is_explained_by_a_transaction() ->
     _step(model, optimizer)
 
 
-@on_ranks(2, deadline=60.0)
+@on_ranks(2)
 def test_an_accelerator_that_ran_out_of_memory_in_backward_is_a_warning() -> None:
     counts = iter([0, 1, 1, 1])
     with pytest.MonkeyPatch.context() as patch:

@@ -13,7 +13,7 @@ LARGE, SMALL = 80, 10  # layers
 CALLS_PER_PARAMETER = 1500  # measured: 500 on one rank
 
 
-@on_ranks(2, thorough=(1,), deadline=60.0)
+@on_ranks(2, thorough=(1,))
 def test_sharding_takes_linear_time() -> None:
     """Calls are counted, since time depends on the machine."""
     for units in (None, nn.Linear):

@@ -76,7 +76,7 @@ def test_values_that_the_user_changes_are_brought(policy: str) -> None:
         torch.testing.assert_close(model(batch), reference(batch), rtol=1e-12, atol=0.0)
 
 
-@on_ranks(2, deadline=40.0)
+@on_ranks(2)
 def test_an_exception_leaves_nothing_under_way() -> None:
     reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units="auto", offload_policy=POLICIES["all"])

@@ -21,7 +21,7 @@ ULP = 2**-23
 ONE_AXIS = [name for name, row in PRESETS.items() if row.num_axes == 1]
 
 
-@on_ranks(deadline=40.0)
+@on_ranks()
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
     [

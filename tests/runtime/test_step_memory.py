@@ -29,7 +29,7 @@ from shardwise.transport.communicator import communicator
 from shardwise.transport.host.collectives import HostCollectives
 from tests.covering import covered_first
 from tests.ranks import on_ranks
-from tests.runtime.one_process import runtime_of, world_size
+from tests.runtime.one_process import options_of, runtime_of, world_size
 from tests.runtime.towers import SHAPES, Shape
 
 # The last values cover most rows below, and a 1D mesh has two ranks instead of four.
@@ -92,6 +92,29 @@ def test_live_bytes_with_steps_in_backward(strategy: str) -> None:
     for policy in (NO_OFFLOAD, sw.CPUOffloadPolicy()):
         options = {"strategy": strategy, "offload_policy": policy}
         _measure("even", SHAPES["even"], options, steps_in_backward=True)
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("preset", "world_size"),
+    [("fsdp", 2), pytest.param("hsdp", 4, marks=pytest.mark.thorough)],
+)
+def test_what_a_wire_keeps_is_in_the_plan(preset: str) -> None:
+    """What is encoded is there only while it is sent, so only bytes between steps are compared."""
+    gc.collect()
+    gc.freeze()
+    model = SHAPES["even"].build()
+    options = options_of(preset)
+    wire = sw.Wire("int8", "int4", error_feedback=True)
+    sw.fully_shard(model, units=SHAPES["even"].units, wire=wire, **options)
+    for _ in range(2):
+        _step(model, holds=False)
+        model.zero_grad()
+    runtime = runtime_of(model)
+    planned = step_memory(runtime.plan, on_cpu=True)
+    kept = sum(unit.feedback_bytes for unit in runtime.plan.units)
+    assert kept > planned.between_steps_bytes / 3
+    assert _least_live_bytes(runtime) == pytest.approx(planned.between_steps_bytes, rel=TOLERANCE)
 
 
 def _measure_variant(strategy: Strategy, variant: str, offload_policy: sw.OffloadPolicy) -> None:

@@ -93,7 +93,7 @@ def test_parameters_are_gathered_again_from_a_smaller_group(
     _train_some(name, {"reshard_after_forward": size, "prefetch": prefetch})
 
 
-@on_ranks(deadline=60.0)
+@on_ranks()
 @pytest.mark.parametrize(
     ("strategy", "world_size", "method"),
     covered_first(
@@ -224,7 +224,7 @@ def test_a_mesh_that_does_not_fit_the_strategy() -> None:
         sw.fully_shard(Block(), sharding_factor=2)
 
 
-@on_ranks(4, deadline=40.0)
+@on_ranks(4)
 @pytest.mark.parametrize(
     ("strategy", "raising"), covered_first(product(("ddp", "hsdp"), (0, 3)), strength=1)
 )
@@ -250,7 +250,7 @@ def test_an_exception_reaches_every_replica(strategy: str, raising: int) -> None
             assert_close(p.grad, q.grad, name)
 
 
-@on_ranks(4, deadline=40.0)
+@on_ranks(4)
 def test_diverging_replicas_are_named() -> None:
     model = nn.Sequential(*(Block() for _ in range(3))).double()
     sw.fully_shard(model, units=Block, **options_of("hsdp"))

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 import shardwise as sw
 from tests.covering import covered_first
+from tests.lossless import lossless_wires
 from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw, assert_close, full
 
@@ -31,6 +32,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"reshard_after_forward": False},
     {"strategy": "zero2"},
     {"strategy": "ddp"},
+    {"wire": sw.Wire("int8", "int4", block=8)},  # in a format that rounds nothing
 ]
 
 
@@ -88,7 +90,8 @@ def test_training_equals_one_process(kind: str, options: dict[str, Any]) -> None
     model = copy.deepcopy(reference)
     for block in model.blocks:
         parallelize(block, mesh["tp"], kind)
-    sw.fully_shard(model, mesh=mesh["dp"], units=Block, **options)
+    with lossless_wires():
+        sw.fully_shard(model, mesh=mesh["dp"], units=Block, **options)
     assert model.get_parameter("blocks.0.up.weight").device_mesh.mesh_dim_names == ("dp", "tp")  # type: ignore[attr-defined]
     optimizers = [adamw(m.parameters()) for m in (reference, model)]
     for step in range(2):

@@ -1,6 +1,7 @@
 """Training with quantized gathers and reductions."""
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from shardwise.transport.communicator import communicator
 from tests.covering import covered_first
 from tests.lossless import lossless_wires
 from tests.models import WIDTH, Block
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import (
     assert_equal_training,
     full,
@@ -31,6 +32,7 @@ CASES_WITH_WIRES = (
 )
 STRATEGIES = ("fsdp", "zero1", "zero2", "ddp", "hsdp", "hsdp-zero2", "hfsdp")
 WIRE = sw.Wire(gather="int8", reduce="int4", block=64)
+HALF = sw.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
 OTHERWISE: dict[str, dict[str, Any]] = {
     "two micro-batches": {"accumulate": 2},
     "offload": {"offload_policy": sw.CPUOffloadPolicy()},
@@ -65,12 +67,27 @@ def test_nothing_but_rounding_differs(case: str, strategy: str, option: str) -> 
 
 
 @on_ranks(2, thorough=(4,))
-@pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "ddp"])
-def test_replicas_stay_equal_and_shards_are_not_rounded(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "policy"),
+    [
+        ("fsdp", sw.MixedPrecisionPolicy()),
+        ("hsdp", HALF),
+        ("ddp", sw.MixedPrecisionPolicy()),
+        *(
+            pytest.param(strategy, HALF, marks=pytest.mark.thorough)
+            for strategy in ("fsdp", "ddp", "hfsdp")
+        ),
+    ],
+    ids=str,
+)
+def test_replicas_stay_equal_and_shards_are_not_rounded(
+    strategy: str, policy: sw.MixedPrecisionPolicy
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), Block()).float()
-    exact = sw.fully_shard(_copy_of(model), units=Block, **options_of(strategy))
-    sw.fully_shard(model, units=Block, wire=WIRE, **options_of(strategy))
+    options: dict[str, Any] = {"units": Block, "mp_policy": policy, **options_of(strategy)}
+    exact = sw.fully_shard(_copy_of(model), **options)
+    sw.fully_shard(model, wire=WIRE, **options)
     before = [local_of(parameter).clone() for parameter in model.parameters()]
     norms = []
     for one in (model, exact):
@@ -89,6 +106,25 @@ def test_replicas_stay_equal_and_shards_are_not_rounded(strategy: str) -> None:
         assert len(set(_of_all_ranks(_digest(model.parameters())))) == 1
     local = (runtime_of(model).mesh.rank, _digest([local_of(p) for p in model.parameters()]))
     assert len(set(_of_all_ranks(local))) == runtime_of(model).mesh.size
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", ["hsdp", pytest.param("fsdp", marks=pytest.mark.thorough)])
+def test_gradients_of_several_backwards_are_quantized_once(strategy: str) -> None:
+    """They are added up where they are, and reduced with those of the last one."""
+    model = Block()
+    sharded = sw.fully_shard(model, wire=sw.Wire(reduce="int4"), **options_of(strategy))
+    assert isinstance(sharded, sw.FSDPModule)
+    links = communicator(runtime_of(model).mesh.world, runtime_of(model).pools.device)
+    sent = []
+    for is_last in (False, True):
+        sharded.set_requires_gradient_sync(is_last)
+        before = links.reduce.sent[1]
+        model(torch.ones(2, WIDTH)).sum().backward()
+        sent.append(links.reduce.sent[1] - before)
+    assert sent[0] < 64 < sent[1], "flags of used parameters at most"
+    own = [full(p.grad) for p in model.parameters() if p.grad is not None]
+    assert len(set(_of_all_ranks(_digest(own)))) == 1
 
 
 @on_ranks(2)
@@ -159,8 +195,46 @@ def test_wires_that_do_not_fit_are_refused() -> None:
 
 @on_ranks(2)
 def test_a_wire_is_not_verified_without_a_tolerance() -> None:
-    with pytest.raises(sw.PlanError, match=r"pass tolerance=, such as 0.2"):
+    with pytest.raises(sw.PlanError, match=r"pass tolerance=, such as 0.5"):
         sw.verify(Block, lambda _: torch.randn(8, WIDTH), wire=sw.Wire(gather="int8"), quiet=True)
+
+
+def _save_trained(path: str) -> Tensor:
+    model, optimizer = _with_feedback()
+    for _ in range(2):
+        model(torch.ones(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sw.save(path, model=model, optimizer=optimizer)
+    return _whole(model)
+
+
+def _load(path: str) -> Tensor:
+    model, optimizer = _with_feedback()
+    sw.load(path, model=model, optimizer=optimizer)
+    loaded = _whole(model)
+    model(torch.ones(4, WIDTH)).square().mean().backward()
+    optimizer.step()
+    assert _whole(model).isfinite().all()
+    return loaded
+
+
+def _with_feedback() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    wire = sw.Wire("int8", "int4", error_feedback=True)
+    model = sw.fully_shard(nn.Sequential(Block(), Block()), units=Block, wire=wire)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _whole(model: nn.Module) -> Tensor:
+    return torch.cat([full(parameter.detach()).reshape(-1) for parameter in model.parameters()])
+
+
+def test_a_checkpoint_has_shards_that_are_not_rounded(tmp_path: Path) -> None:
+    """On another number of ranks, too, where error feedback begins with nothing."""
+    path = str(tmp_path / "saved")
+    saved, loaded = run_on(2, _save_trained, path)[0], run_on(3, _load, path)[0]
+    assert torch.equal(saved, loaded)
 
 
 def _copy_of(model: nn.Module) -> nn.Module:

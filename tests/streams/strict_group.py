@@ -240,7 +240,10 @@ class StrictGroup:
                 output.zero_()
             return
         sizes = torch.tensor([own.nbytes for own in owns])
-        width = max(max(part.tolist()) for part in self._parts("sizes of an all_to_all", sizes))
+        known = self._parts("sizes of an all_to_all", sizes)
+        if not known:  # the group was aborted
+            return
+        width = max(max(part.tolist()) for part in known)
         rows = torch.zeros(self.size(), width, dtype=torch.uint8)
         for row, own in zip(rows, owns, strict=True):
             row[: own.nbytes] = own.reshape(-1).view(torch.uint8)

@@ -44,7 +44,7 @@ def test_late_streams_train_as_one_process(row: tuple[object, ...]) -> None:
         clip=None if clip is None else float(str(clip)),
     )
     ranks = 2 * PRESETS[program.strategy].num_axes
-    run_on(ranks, assert_trains_as_in_one_process, program, deadline=60.0)
+    run_on(ranks, assert_trains_as_in_one_process, program)
 
 
 @on_ranks(4)

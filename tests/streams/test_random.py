@@ -55,6 +55,29 @@ FOUND = {
         in_backward=True,
         in_slot=True,
     ),
+    "ranks that exchange different amounts, compared after one has raised": Case(
+        Model(Chain((Norm(),)), width=5, hooked=(11, 2)),
+        Sharding(
+            ranks=4,
+            strategy="hsdp",
+            replicas=2,
+            units="auto",
+            prefetch=2,
+            reshard=False,
+            unused="zeros",
+            granularity="tensor",
+            offload="all",
+            casts=True,
+        ),
+        "muon",
+        (
+            Step(("abandoned",), "write", fault=Fault("parameter", 0, 1, rank=0)),
+            Step(before="write", fault=Fault("accumulated", 11, 3, rank=1)),
+        ),
+        rows=3,
+        seed=34,
+        in_backward=True,
+    ),
     "a step in backward that waits for a rank that raised": Case(
         Model(
             Chain(

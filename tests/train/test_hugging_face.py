@@ -78,7 +78,7 @@ def _train(config: Config) -> tuple[list[float], Result, Path]:
 def run(config: Config, num_ranks: int = 2) -> tuple[list[float], Result, Path]:
     config = config.with_ranks(num_ranks)
     check(config)
-    return run_on(num_ranks, _train, config, deadline=60.0)[0]
+    return run_on(num_ranks, _train, config)[0]
 
 
 @pytest.fixture(scope="module")

@@ -138,7 +138,7 @@ def _config(text: Path, *layers: dict[str, Any]) -> Config:
 
 def _run(text: Path, *layers: dict[str, Any], num_ranks: int = 2) -> list[StepMetrics]:
     config = _config(text, *layers).with_ranks(num_ranks)
-    return run_on(num_ranks, _train, config, deadline=60.0)[0]
+    return run_on(num_ranks, _train, config)[0]
 
 
 def _losses(records: list[StepMetrics]) -> list[float]:

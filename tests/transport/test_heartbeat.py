@@ -55,7 +55,7 @@ def test_what_was_seen_in_an_earlier_wait_is_ignored() -> None:
     own.check_heartbeats()
 
 
-@on_ranks(2, deadline=60.0)
+@on_ranks(2)
 def test_a_rank_that_was_stopped_is_lost_until_it_comes_back(tmp_path: Path) -> None:
     rank, over = dist.get_rank(), tmp_path / "over"
     pids: list[int] = [0, 0]

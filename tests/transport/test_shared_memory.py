@@ -85,7 +85,7 @@ def test_memory_that_one_rank_still_uses_is_not_written_to(keeping: int) -> None
 
 
 @pytest.mark.parametrize("seed", leaving(range(1, 4), range(4)))
-@on_ranks(3, deadline=60.0)
+@on_ranks(3)
 def test_ranks_that_free_at_different_times(seed: int) -> None:
     """All know what each one frees, so that none gathers what another one has."""
     chance = random.Random(seed)
@@ -164,7 +164,7 @@ def test_a_rank_that_cannot_fill_its_slot_is_named() -> None:
         buffers.free(1)
 
 
-@on_ranks(3, deadline=40.0)
+@on_ranks(3)
 def test_ranks_that_do_not_take_part_leave_the_others_in_step() -> None:
     buffers = Buffers(1000, 1000)
     usual, buffers.links.patience = buffers.links.patience, Patience(poll_seconds=0.05)

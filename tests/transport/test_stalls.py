@@ -82,7 +82,7 @@ def row(text: str, rank: int) -> str:
 PATIENCES = [HURRIED, pytest.param(Patience(), marks=pytest.mark.thorough)]
 
 
-@on_ranks(2, thorough=(4,), deadline=120.0)
+@on_ranks(2, thorough=(4,))
 @pytest.mark.parametrize("patience", PATIENCES, ids=["hurried", "default"])
 def test_a_rank_that_skips_a_step(patience: Patience) -> None:
     """It comes to the end of the loop first, where it waits for the others in torch's barrier."""
@@ -106,7 +106,7 @@ def test_a_rank_that_skips_a_step(patience: Patience) -> None:
     assert_same(text)
 
 
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 @pytest.mark.parametrize("patience", PATIENCES, ids=["hurried", "default"])
 def test_a_rank_that_calls_an_extra_collective(patience: Patience) -> None:
     job = Job(patience)
@@ -123,7 +123,7 @@ def test_a_rank_that_calls_an_extra_collective(patience: Patience) -> None:
     job.step()
 
 
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 def test_a_rank_that_calls_an_extra_collective_of_torch() -> None:
     job = Job(HURRIED)
 
@@ -140,7 +140,7 @@ def test_a_rank_that_calls_an_extra_collective_of_torch() -> None:
     job.step()
 
 
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 @pytest.mark.parametrize("patience", PATIENCES, ids=["hurried", "default"])
 def test_a_rank_that_is_stopped(tmp_path: Path, patience: Patience) -> None:
     over, pids = tmp_path / "over", [0, 0]
@@ -168,7 +168,7 @@ def test_a_rank_that_is_stopped(tmp_path: Path, patience: Patience) -> None:
 def test_a_rank_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 30.0)
     with pytest.raises(RankFailed) as failure:
-        run_on(3, _outlive, tmp_path, deadline=120.0)
+        run_on(3, _outlive, tmp_path)
     [(lost, what)] = failure.value.errors.items()
     assert lost == 2
     assert what.startswith("was killed by SIGKILL")  # it may have said whom it waited for
@@ -190,7 +190,7 @@ def _outlive(folder: Path) -> None:
         time.sleep(0.05)
 
 
-@on_ranks(2, deadline=120.0)
+@on_ranks(2)
 @pytest.mark.parametrize("patience", PATIENCES, ids=["hurried", "default"])
 def test_a_rank_that_is_elsewhere_is_no_error_but_named(tmp_path: Path, patience: Patience) -> None:
     """As in a slow data loader, or a long evaluation."""

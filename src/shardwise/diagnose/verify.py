@@ -108,8 +108,9 @@ def verify(
     if tolerance is None and options.get("wire", EXACT) != EXACT:
         raise PlanError(
             f"wire={options['wire']}: quantized numbers differ from those of one process by up to "
-            "1/254 (int8), 1/16 (fp8) or 1/14 (int4) of the largest one in a block, and how much "
-            "of that is in a gradient depends on the model; pass tolerance=, such as 0.2"
+            "1/254 (int8), 1/16 (fp8) or 1/14 (int4) of the largest one in a block, so a parameter "
+            "that is small beside others in its block may lose much; pass tolerance=, such as 0.5 "
+            "for int8"
         )
     tolerance = _tolerance_for(mp_policy) if tolerance is None else tolerance
     if steps < 1 or not tolerance >= 0:

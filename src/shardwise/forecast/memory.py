@@ -28,7 +28,8 @@ __all__ = ["MemoryReplay", "ReplayOptions", "StepMemory", "step_memory"]
 class StepMemory:
     """Bytes of parameters and gradients on one rank: of its device, unless named host or total."""
 
-    between_steps_bytes: int  # with gradients if the step adds to them or they keep their memory
+    # With gradients if the step adds to them or they keep their memory, and with what a wire keeps.
+    between_steps_bytes: int
     gradient_bytes: int  # after backward, on device and host
     transient_bytes: int  # peak of what a step allocates and frees, without gradient shards
     peak_bytes: int
@@ -94,7 +95,8 @@ class MemoryReplay:
     """Counts allocated bytes event by event.
 
     Attributes:
-        base: of shards, and of gradients that are there between steps.
+        base: of shards, and of gradients and their rounding (`Wire.error_feedback`) that are there
+            between steps.
         gathered: of gathered units, and of shards within a subgroup.
         reducing: of gradients that have not been reduced, and of the buffers of reductions.
         peak: the most that was allocated so far.
@@ -113,6 +115,8 @@ class MemoryReplay:
         self.base = sum(kept) - self.host + copies + owned
         shards = sum(unit.shard_bytes for unit in plan.units if unit.offload is None)
         self._kept_gradients = self.base - shards - copies
+        if plan.world_size * plan.replicas > 1:
+            self.base += sum(unit.feedback_bytes for unit in plan.units)
         # From earlier backwards of the step: whole gradients, and shards within the subgroup.
         self._carried = (
             sum(u.kept_bytes for u in plan.units if u.two_level_gather) * options.unreduced

@@ -43,7 +43,8 @@ class Adam8bit(Optimizer):
         weight_decay: as in AdamW, or added to gradients without ``decoupled_weight_decay``.
         decoupled_weight_decay: whether weights decay apart from the gradient's step.
         block: elements of a block.
-        min_elements: parameters with fewer keep float32 states, in any granularity.
+        min_elements: parameters with fewer keep float32 states, in any granularity; so do vectors,
+            of which a rank may hold any part, so that each element would need a scale.
         state_bits: 8 or 32.
 
     Raises:
@@ -141,7 +142,8 @@ class Adam8bit(Optimizer):
     # -- a step ----------------------------------------------------------------------------------
 
     def _is_quantized(self, parameter: Tensor, group: _Group) -> bool:
-        return group["state_bits"] == 8 and parameter.numel() >= self._min_elements  # noqa: PLR2004
+        is_large = parameter.ndim > 1 and parameter.numel() >= self._min_elements
+        return is_large and group["state_bits"] == 8  # noqa: PLR2004
 
     def _update(self, parameter: Tensor, group: _Group) -> None:
         state = self.state[parameter]

@@ -119,6 +119,14 @@ class UnitPlan(UnitOptions):
         return self.wire.reduces(layout.cast.reduce_dtype) if layout.num_elements else None
 
     @cached_property
+    def feedback_bytes(self) -> int:
+        """Size of what a rank keeps of its gradients' rounding (`Wire.error_feedback`)."""
+        if not self.wire.error_feedback:
+            return 0
+        layouts = self.trainable_layouts
+        return sum(one.reduced_bytes for one in layouts if self.reduces(one) is not None)
+
+    @cached_property
     def trainable_layouts(self) -> tuple[Layout, ...]:
         return tuple(layout for layout in self.layouts if layout.extents[0].parameter.trainable)
 

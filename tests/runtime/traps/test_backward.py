@@ -150,7 +150,7 @@ def test_units_that_were_gathered_ahead_in_vain_are_freed() -> None:
             assert events.index("free layers.1") < events.index("forward layers.2")
 
 
-@on_ranks(2, thorough=(4,), deadline=60.0)
+@on_ranks(2, thorough=(4,))
 def test_memory_that_was_given_back_is_used_by_nobody() -> None:
     """A reduce buffer that is let go before its work is done, or parameters that are freed before
     the last use: silently wrong in peers, now and then. Here all that is given back is spoilt.
@@ -172,7 +172,7 @@ def test_memory_that_was_given_back_is_used_by_nobody() -> None:
         _train_in_many_ways()
 
 
-@on_ranks(2, thorough=(4,), deadline=60.0)
+@on_ranks(2, thorough=(4,))
 def test_memory_in_common_is_used_by_nobody_when_it_is_filled() -> None:
     """Here it is spoilt first, for long enough that another rank would compute with that."""
     bring = FlatParameters._copy_shard
