@@ -87,6 +87,25 @@ class Own:
         self.made_of = config, directory
 
 
+@pytest.mark.thorough
+def test_the_real_wandb_writes_a_run_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed: too large for CI")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = with_sinks("wandb")
+    check_trackers(config)
+    [sink] = open_trackers(config, tmp_path)
+    sink.log(FIRST)
+    sink.log(SECOND)
+    sink.close()
+    wandb.teardown()  # as the end of the process does
+    [written] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    content = written.read_bytes()
+    assert [name in content for name in (b"validation_loss", b"global_batch")] == [True, True]
+
+
 def test_a_sink_has_a_dotted_name(tmp_path: Path) -> None:
     config = with_sinks("tests.train.test_sinks:Own")
     check_trackers(config)
