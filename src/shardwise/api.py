@@ -87,46 +87,45 @@ def fully_shard(
         units: a module class or its name, a set of them, ``"auto"`` (the repeated blocks), a size
             in parameters, or a policy ``(module, recurse, nonwrapped_numel) -> bool``.
         prefetch: how many units to gather ahead of the one that computes.
-        reshard_after_forward: free units after forward and gather them again for backward; None
-            does so for all but the root. A number keeps as much of them as lets groups of that
-            many neighboring ranks gather them among themselves.
+        reshard_after_forward: free units after forward and gather them again for backward. None
+            does so for all units but the root. With a number k each rank keeps 1/k of a unit after
+            forward, so that groups of k neighboring ranks gather it among themselves.
         sharding_factor: instead of a two-dimensional mesh: how many neighboring ranks share one
             copy of the model; it divides the number of ranks.
         granularity: where a parameter may be cut between ranks: ``"element"`` (anywhere),
             ``"row"`` (between slices along dim 0), `sw.block(n)` (between blocks of n rows),
             ``"tensor"`` (nowhere) or ``"dim"`` (as in FSDP2: each rank has a chunk of dim 0 of
             every parameter, in the sizes of `torch.chunk`, in DTensors with ``Shard(0)``; it costs
-            one more copy of a unit in each gather and in each reduction); one for all, or a mapping
-            from patterns of names (as in fnmatch; the first that fits decides), or a function of
-            name and shape. Others are by element. What an earlier call for a block chose, stays.
-            Costly padding is warned of.
+            one more copy of a unit in each gather and in each reduction). Pass one for all
+            parameters, a mapping from patterns of names (as in fnmatch; the first match decides),
+            or a function of name and shape; parameters that these leave out are cut by element.
+            The choice of an earlier call for a block is kept. A warning names costly padding.
         mp_policy: the dtypes of gathers, compute, reductions and shards. Without one, only
             trainable parameters in bfloat16 or float16 get float32 shards ("masters").
-        offload_policy: ``sw.CPUOffloadPolicy()`` keeps shards, their gradients and the states of
-            the optimizer in the memory of the host; compute stays where it is.
-        wire: ``sw.Wire(gather="int8", reduce="int4")`` quantizes parameters on their way from the
-            shards, and gradients on their way to them.
+        offload_policy: ``sw.CPUOffloadPolicy()`` keeps shards, their gradients and the optimizer
+            state in host memory; compute stays on the device.
+        wire: ``sw.Wire(gather="int8", reduce="int4")`` quantizes gathered parameters and reduced
+            gradients while they travel between ranks.
         unused: the gradient of a parameter that no rank used in a step: ``"none"`` leaves it None,
-            as one process would; ``"zeros"`` spares the ranks the small exchange about it;
-            ``"error"`` has every rank raise a `StepError` at the end of a backward in which some
-            rank gave no gradient to a parameter that requires one. It names both.
-        init: the first values of a model on the meta device, the same on any number of ranks: each
-            unit is materialized, initialized and cut before the next, so that the peak of memory
-            is the shards and one unit. With ``units``, None is ``Initialization(seed=0)``. Without,
-            as in FSDP2, a module on the meta device is then sharded when it gets storage: by
-            ``to_empty``, or by ``load_state_dict(assign=True)`` and then the first forward.
-        ignored_params: parameters of ``module`` that are left alone: whole, each rank's own, with
-            gradients that are not reduced. As in FSDP2; a call for an enclosing module has to name
-            them again.
-        shard_placement_fn: FSDP2's: parameters for which it returns ``Shard(dim)`` are cut by
-            "dim" along that dim, and those for which it returns None as ``granularity`` says.
-        on_different_values: what to do if ranks have built different values for a parameter, from
-            different seeds for example, so that their shards make up a weight of none of them, or
-            if parameters are added later, which no rank shares: ``"error"``, or ``"warn"``, for
-            FSDP2 keeps each rank's own.
-        dp_mesh_dims: FSDP2's `DataParallelMeshDims`: the dims of ``mesh`` to shard over, and to
-            repeat the model over. The parameters are DTensors on all of ``mesh`` then, replicated
-            on these dims.
+            as one process would; ``"zeros"`` fills it with zeros, and saves a small exchange
+            between ranks. ``"error"`` raises a `StepError` on every rank, at the end of backward,
+            if a rank computed no gradient for a parameter; it names the rank and the parameter.
+        init: how to initialize a model on the meta device; the values do not depend on the number
+            of ranks. Units are materialized, initialized and sharded one after the other, so the
+            peak of memory is the shards and one unit. With ``units``, None is
+            ``Initialization(seed=0)``. Without ``units``, None does as FSDP2: a module on the meta
+            device is sharded when it gets storage, by ``to_empty``, or by
+            ``load_state_dict(assign=True)`` and the first forward after it.
+        ignored_params: parameters of ``module`` to leave alone: they stay whole, and their
+            gradients are not reduced. As in FSDP2, a call for an enclosing module must name them
+            again.
+        shard_placement_fn: as in FSDP2. A parameter for which it returns ``Shard(dim)`` is cut
+            along that dim, as with "dim"; one for which it returns None as ``granularity`` says.
+        on_different_values: ``"error"`` refuses parameters whose values differ between ranks (from
+            different seeds, for example; the shards would not be those of any one model) and
+            parameters that were added after sharding. ``"warn"`` accepts both, as FSDP2 does.
+        dp_mesh_dims: as in FSDP2, a `DataParallelMeshDims`: the dims of ``mesh`` to shard over, and
+            those to replicate over. Parameters are then DTensors on the whole ``mesh``.
 
     Raises:
         PlanError: the arguments do not fit the model or each other.

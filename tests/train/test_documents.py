@@ -48,10 +48,16 @@ def chats(tmp_path: Path) -> Path:
     return tmp_path / "chats.jsonl"
 
 
-def opened(path: Path, **data: Any) -> Corpus:
+def opened(path: Path, context: int = 128, **data: Any) -> Corpus:
     given = {"path": str(path), "cache": str(path.parent / "cache"), "validation_share": 0.2}
     return open_corpus(
-        Config.model_validate({"data": given | data, "tokenizer": {"vocabulary": 300}})
+        Config.model_validate(
+            {
+                "data": given | data,
+                "tokenizer": {"vocabulary": 300},
+                "model": {"context": context},
+            }
+        )
     )
 
 
@@ -68,7 +74,8 @@ def _decoded(corpus: Corpus, side: Any) -> Iterator[str]:
 
 @pytest.mark.parametrize("format_", ["jsonl", "parquet", "datasets", "text"])
 def test_every_format_has_the_same_documents(tmp_path: Path, format_: str) -> None:
-    path, options = tmp_path / f"data.{format_}", {}
+    path = tmp_path / f"data.{format_}"
+    options: dict[str, Any] = {}
     match format_:
         case "jsonl":
             write_jsonl(path, TEXTS)
@@ -111,7 +118,7 @@ def test_validation_documents_of_their_own(jsonl: Path, tmp_path: Path) -> None:
         ({"format": "no.such:reader"}, "No module named 'no'"),
     ],
 )
-def test_errors_name_the_key(jsonl: Path, changes: dict[str, str], message: str) -> None:
+def test_errors_name_the_key(jsonl: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         opened(jsonl, **changes)
 
@@ -147,6 +154,31 @@ def test_the_order_depends_on_neither_ranks_nor_resuming(jsonl: Path) -> None:
     assert torch.equal(
         torch.stack([b.inputs for b in resumed]), torch.stack([b.inputs for b in whole[19:]])
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.parquet", b"not parquet", r"a\.parquet: cannot be read as data\.format='parquet': "),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"cannot be read as data\.format='jsonl': .*utf-8"),
+        ("a.jsonl", b'{"text": 7}\n', r"data\.column='text': expected a text, or a list .* got 7"),
+        ("a.jsonl", b'{"text": [{"who": "I"}]}\n', r"expected .*\"role\".* got \[\{'who': 'I'\}\]"),
+        ("a.jsonl", b"", "no documents for train"),
+    ],
+)
+def test_a_file_that_is_no_data_is_named(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        opened(tmp_path / name)
+
+
+def test_answers_that_never_fit_are_refused(tmp_path: Path) -> None:
+    long = [{"role": "user", "content": "why " * 99}, {"role": "assistant", "content": "so"}]
+    write_jsonl(tmp_path / "chats.jsonl", [[*long, *chat] for chat in CHATS])
+    with pytest.raises(ConfigError, match="context=64: no answer of the conversations for train"):
+        opened(tmp_path / "chats.jsonl", context=64)
 
 
 def test_an_epoch_has_every_window_once(jsonl: Path) -> None:
@@ -206,6 +238,12 @@ def test_conversations_are_whole_unless_they_do_not_fit(chats: Path) -> None:
     cut = documents.windows(context=10)
     assert set(cut[:, 0].tolist()) == edges - {len(documents)}
     assert (cut[:, 1] - cut[:, 0] == 11).all()
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"set tokenizer\.path to .*, or tokenizer\.voc"):
+        Subwords.open(tmp_path)
 
 
 def test_a_template_that_changes_messages_is_refused() -> None:

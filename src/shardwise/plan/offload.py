@@ -9,21 +9,21 @@ __all__ = ["NO_OFFLOAD", "CPUOffloadPolicy", "OffloadPolicy", "as_offload_policy
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Nothing: shards live on the device that computes. As FSDP2's."""
+    """No offload: shards stay on the device that computes. As FSDP2's."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, their gradients and the states of the optimizer; as FSDP2's, and more.
+    """Keep shards, their gradients and the optimizer state in host memory. Extends FSDP2's.
 
-    The three go together: torch has the gradient where the parameter is, and optimizers keep their
-    states there, too. The step is then the CPU's, for which ``AdamW(..., fused=True)`` is made.
+    The three go together: torch keeps a gradient on the device of its parameter, and optimizers
+    keep their state there, too. So the CPU runs the optimizer; ``AdamW(..., fused=True)`` is fast.
 
     Args:
-        pin_memory: page-locked host memory, without which a GPU's copies are slow and stop the
-            host; of no effect where the CPU computes.
-        parameters: gather from the host. If not, a rank keeps a copy of its shards on the device,
-            in the dtype of compute, which is brought once a forward; more memory, fewer copies.
+        pin_memory: use page-locked memory. Without it, a GPU's copies are slow and block the host.
+            It has no effect if the model computes on the CPU.
+        parameters: gather from host memory. False keeps a copy of the rank's shards on the device
+            as well, in the compute dtype, updated once per forward: more memory, fewer copies.
     """
 
     pin_memory: bool = True

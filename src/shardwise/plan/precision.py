@@ -19,20 +19,19 @@ class MixedPrecisionPolicy:
     """The dtypes of a model; as FSDP2's, and more.
 
     Args:
-        param_dtype: of parameters while they are gathered, so of gathers and compute; None for
-            that in which they came.
-        reduce_dtype: of gradients while they are reduced; None for ``param_dtype`` where that is
-            given, and otherwise for the dtype of the shards.
-        output_dtype: to cast what the model returns to; None for as it is.
-        cast_forward_inputs: cast what floating-point tensors a unit is called with to
-            ``param_dtype``.
-        buffer_dtype: to cast floating-point buffers to, once; None for as they are.
-        master_dtype: of the shards, and so of gradients and optimizer state, of trainable
-            parameters that came in bfloat16 or float16; None for float32, ``"keep"`` for the
-            parameter's own dtype, as in FSDP2. In 16 bits, updates below 1/256 of a weight are
-            lost.
-        full_precision: classes of modules that compute in the dtype of the shards: their inputs
-            are cast to it, and their outputs back. Norms, say.
+        param_dtype: dtype of gathered parameters, and so of gathers and compute. None keeps the
+            dtype of each parameter.
+        reduce_dtype: dtype of gradients while they are reduced. None is ``param_dtype`` if that is
+            given, and the dtype of the shards otherwise.
+        output_dtype: dtype to cast the outputs of the model to. None leaves them.
+        cast_forward_inputs: cast the floating-point inputs of each unit to ``param_dtype``.
+        buffer_dtype: dtype to cast floating-point buffers to, once. None leaves them.
+        master_dtype: dtype of the shards, gradients and optimizer state of trainable parameters
+            that are in bfloat16 or float16 when the model is sharded. None is float32; ``"keep"``
+            is the parameter's own dtype, as in FSDP2. In 16 bits, updates below 1/256 of a weight
+            are lost.
+        full_precision: classes of modules, such as norms, that compute in the dtype of the shards.
+            Their inputs are cast to it, and their outputs back.
         keep_low_precision_grads: leave gradients in the dtype in which they were reduced.
 
     Raises:

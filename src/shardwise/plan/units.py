@@ -154,8 +154,9 @@ def choose_units(root: nn.Module, units: Units) -> list[str]:
     is_pattern = isinstance(units, type) or not (isinstance(units, int) or callable(units))
     if is_pattern and not chosen and not policy(root, False, 0):
         classes = sorted({type(m).__name__ for m in root.modules() if _num_elements(m)})
+        repeated = ", which repeats no block" if units == "auto" else ""
         raise PlanError(
-            f"units={_shown(units)} matches no module of {type(root).__name__}; "
+            f"units={_shown(units)} matches no module of {type(root).__name__}{repeated}; "
             f"classes that hold parameters: {', '.join(classes)}"
         )
     names = [name for name, module in root.named_modules() if name and module in chosen]

@@ -14,25 +14,23 @@ _QUANTIZED = ("float32", "bfloat16", "float16", "float64")  # all others travel 
 
 @dataclass(frozen=True)
 class Wire:
-    """In which format parameters and gradients travel between ranks, where it is not their own.
+    """The formats in which parameters and gradients travel between ranks.
 
     Numbers are quantized in blocks, each with a scale in single precision: an int8 takes 1.016
     bytes of float32's four with blocks of 256, an int4 0.516. All ranks decode the same bytes, so
     replicas stay equal to the bit, and shards are never rounded.
 
     Args:
-        gather: format of parameters on their way from the shards: ``"int8"``, ``"int4"`` or
-            ``"fp8"`` (e4m3); None for their own dtype. What a subgroup gathers again is not
-            quantized a second time.
-        reduce: format of gradients on their way to the shards, likewise. They are added up in
-            single precision.
-        block: elements of a block; even.
-        ranks_per_host: have so many neighboring ranks add up their gradients first, and send the
-            sums, quantized anew, to the other hosts; None adds up all at once. A strategy over two
-            axes adds up over the inner one first in any case.
-        error_feedback: keep what rounding takes from the gradients of a rank, and add it to those
-            of the next step. It takes the memory of whole gradients on each rank, is not part of
-            a checkpoint, and is dropped after a step that raised.
+        gather: format of gathered parameters: ``"int8"``, ``"int4"`` or ``"fp8"`` (e4m3); None
+            keeps their dtype. What a subgroup gathers again is not quantized a second time.
+        reduce: format of reduced gradients, one of the same. They are added in single precision.
+        block: number of elements in a block; even.
+        ranks_per_host: add the gradients of this many neighboring ranks first, and send the sums,
+            quantized again, to the other hosts. None adds those of all ranks at once. A strategy
+            over two axes always adds over the inner one first.
+        error_feedback: keep the rounding errors of a rank's gradients, and add them to the
+            gradients of the next step. It takes the memory of whole gradients on each rank, is not
+            part of a checkpoint, and is dropped after a step that raised.
 
     Raises:
         PlanError: a format is unknown, or a number does not fit.

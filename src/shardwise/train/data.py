@@ -183,7 +183,7 @@ def open_corpus(config: Config) -> Corpus:
     Documents are tokenized if this is the first run that uses them.
 
     Raises:
-        ConfigError: there is no such text.
+        ConfigError: there is no such text, or nothing in it would count in the loss.
     """
     data = config.data
     tokenizer = config.tokenizer
@@ -207,13 +207,10 @@ def open_corpus(config: Config) -> Corpus:
         data.model_copy(update={"format": format_}),
         tokenizer,
     )
-    return Corpus(
-        name,
-        len(files) + len(held_out),
-        Documents(directory / "train"),
-        Documents(directory / "validation"),
-        Subwords.open(directory / "tokenizer"),
-    )
+    sides = Documents(directory / "train"), Documents(directory / "validation")
+    for side in sides:
+        side.check_answers(config.model.context)
+    return Corpus(name, len(files) + len(held_out), *sides, Subwords.open(directory / "tokenizer"))
 
 
 def _format_of(data: DataConfig) -> str:

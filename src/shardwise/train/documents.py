@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import json
+import reprlib
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -146,10 +147,8 @@ def _write(
     data: DataConfig,
     config: TokenizerConfig,
 ) -> None:
-    read = reader_of(data.format)
-
     def documents(paths: Sequence[Path]) -> Iterator[Document]:
-        return (document for path in paths for document in read(path, data.column) if document)
+        return (document for path in paths for document in _read(path, data))
 
     tokenizer = (
         Subwords.open(Path(config.path).expanduser())
@@ -174,6 +173,32 @@ def _write(
                 f"data.path={data.path!r}: no documents for {name}; use more of them, or set "
                 "data.validation to a path of their own"
             )
+
+
+def _read(path: Path, data: DataConfig) -> Iterator[Document]:
+    """The documents of a file that are not empty; what is no document is an error with its name."""
+    try:
+        for document in reader_of(data.format)(path, data.column):
+            if document:
+                _check(document, path, data.column)
+                yield document
+    except (ValueError, OSError) as error:  # of pyarrow and of codecs
+        if isinstance(error, ConfigError) or data.format not in _READERS:
+            raise
+        raise ConfigError(
+            f"{path}: cannot be read as data.format={data.format!r}: {error}"
+        ) from None
+
+
+def _check(document: object, path: Path, column: str) -> None:
+    if isinstance(document, str):
+        return
+    messages = document if isinstance(document, list) else [None]
+    if not all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in messages):
+        raise ConfigError(
+            f"{path}: data.column={column!r}: expected a text, or a list of messages "
+            f'{{"role": ..., "content": ...}}, got {reprlib.repr(document)}'
+        )
 
 
 def _text_of(document: Document) -> str:
@@ -263,6 +288,17 @@ class Documents:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def check_answers(self, context: int) -> None:
+        """Raise a ConfigError if no token of any window would count."""
+        if not self.facts["has_answers"]:
+            return
+        windows = self.windows(context).tolist()
+        if not any(self.counted[start + 1 : stop].any() for start, stop in windows):
+            raise ConfigError(
+                f"model.context={context}: no answer of the conversations for "
+                f"{self.directory.name} begins within so many tokens; set a larger context"
+            )
 
     def windows(self, context: int) -> NDArray[np.int64]:
         """Where windows of at most ``context`` + 1 tokens start and stop, int64 [windows, 2].

@@ -71,7 +71,10 @@ class Subwords:
         try:
             return cls(AutoTokenizer.from_pretrained(str(directory), local_files_only=True))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"[tokenizer]: {directory}: {error}") from None
+            raise ConfigError(
+                f"[tokenizer]: {directory} has no readable tokenizer; set tokenizer.path to "
+                f"a directory that has one, or tokenizer.vocabulary=8192 to train one ({error})"
+            ) from None
 
     @classmethod
     def train(cls, texts: Iterable[str], vocabulary: int) -> "Subwords":
