@@ -1,10 +1,14 @@
 """The memory certificate against training steps of real ranks on the CPU."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 from torch.profiler import profile
 
 import shardwise as sw
@@ -12,8 +16,10 @@ from shardwise.forecast.certificate import memory_certificate
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.planned import plan_of, precision_of
 from shardwise.forecast.recomputing import checkpoint_blocks
+from shardwise.forecast.states import state_bytes
 from shardwise.forecast.tracing import trace
 from shardwise.forecast.transformer import Shape, build
+from shardwise.optim.owner_optimizer import local_part
 from tests.ranks import on_ranks
 
 LLAMA = Shape(arch="llama", layers=3, hidden=128, heads=4, vocab=1000, ffn=256)
@@ -81,6 +87,41 @@ def test_a_step_allocates_what_is_certified(
         for moment in certificate.timeline
     )
     assert predicted == pytest.approx(_peak_of(profiled), rel=TOLERANCE)
+
+
+MAKERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "muon": lambda model: sw.optim.Muon(sw.optim.parameter_groups(model)),
+    "soap": lambda model: sw.optim.SOAP(sw.optim.parameter_groups(model)),
+    "adamw8bit": lambda model: sw.optim.Adam8bit(model.parameters(), block=128, min_elements=0),
+}
+
+
+@pytest.mark.thorough
+@on_ranks(2)
+@pytest.mark.parametrize("name", MAKERS)
+def test_states_take_what_is_certified(name: str) -> None:
+    """The mean over ranks: owners of whole matrices do not have the same bytes."""
+    torch.manual_seed(0)
+    configuration = replace(BASE, optimizer=name)  # type: ignore[arg-type] # it is one of them
+    tokens = torch.zeros(4, 64, dtype=torch.long)
+    meta = build(LLAMA)
+    predicted = state_bytes(plan_of(meta, configuration), configuration, None)
+    model = meta.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    sw.fully_shard(model, units="auto", granularity="row")
+    optimizer = MAKERS[name](model)
+    model(tokens, tokens).backward()
+    optimizer.step()
+    states = [
+        local_part(value).nbytes
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if key != "step"
+    ]
+    total = torch.tensor(float(sum(states)))
+    dist.all_reduce(total)
+    assert predicted == pytest.approx(total.item() / 2, rel=0.02)
 
 
 def _peak_of(profiled: Any) -> int:

@@ -75,7 +75,8 @@ def plan(
     context: Annotated[str, _DEGREE] = "1",
     expert: Annotated[str, _DEGREE] = "1",
     optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help="adamw, adamw8bit, adafactor, lion, sgd.")
+        str,
+        typer.Option(metavar="NAME", help="adamw, adamw8bit, adafactor, lion, muon, sgd, soap."),
     ] = "adamw",
     dtype: Annotated[
         str, typer.Option(metavar="DTYPE", help="Of compute: bfloat16, float16 or float32.")

@@ -14,22 +14,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate
-from math import prod
 
 from shardwise.errors import PlanError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.memory import MemoryReplay, ReplayOptions
 from shardwise.forecast.replay import Part, batches
+from shardwise.forecast.states import state_bytes, trained_layouts
 from shardwise.forecast.work import Kind, Segment, Workload
-from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.schedule.events import COMPUTE, Event, EventKind, describe
 
 __all__ = ["CATEGORIES", "Certificate", "Moment", "memory_certificate"]
 
 _LABEL_BYTES = 8  # tokens and labels are int64
-# Blocks of the 8-bit optimizers have one scale in float32.
-_BLOCK_ELEMENTS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +135,8 @@ class _StepReplay:
         holds = accumulates and (configuration.pipeline > 1 or configuration.accumulate == "whole")
         options = ReplayOptions(accumulates and not holds, holds, on_cpu=on_cpu)
         self._memory = MemoryReplay(plan, options)
-        states = sum(_state_bytes(layout, configuration) for layout in _trained(plan, None))
-        offloaded = sum(_state_bytes(layout, configuration) for layout in _trained(plan, True))
+        states = state_bytes(plan, configuration, None)
+        offloaded = state_bytes(plan, configuration, True)
         self._optimizer = states - offloaded
         self._parameters = self._memory.base - self._memory.gradient_shards
         self._kept = _Activations(workload, configuration)
@@ -298,39 +295,6 @@ def _fused_bytes(forward: Sequence[Segment], grown: Sequence[int]) -> list[int]:
     return [*fused, *fused[-1:]] if fused else [0]
 
 
-def _trained(plan: Plan, offloaded: bool | None) -> Iterator[Layout]:
-    """Layouts with states; all of them, or only those that are on the host or are not."""
-    for unit in plan.units:
-        for layout in unit.trainable_layouts:
-            if offloaded is None or layout.is_offloaded is offloaded:
-                yield layout
-
-
-# Of an optimizer: bytes of states for each element, in multiples of its dtype and in bytes.
-_STATES = {
-    "adamw": (2, 0.0),
-    "adamw8bit": (0, 2 * (1 + 4 / _BLOCK_ELEMENTS)),
-    "lion": (1, 0.0),
-    "sgd": (0, 0.0),
-    "sgd_momentum": (1, 0.0),
-}
-
-
-def _state_bytes(layout: Layout, configuration: Configuration) -> int:
-    if configuration.optimizer == "adafactor":
-        return sum(_factored_bytes(layout, one.parameter.shape) for one in layout.extents)
-    copies, num_bytes = _STATES[configuration.optimizer]
-    return copies * layout.shard_bytes + round(num_bytes * layout.shard_elements)
-
-
-def _factored_bytes(layout: Layout, shape: tuple[int, ...]) -> int:
-    """A mean for each row of this rank and each column, of matrices; otherwise one an element."""
-    if len(shape) < 2:  # noqa: PLR2004 - a vector has no columns
-        return prod(shape) * layout.itemsize // layout.world_size
-    rows, columns = prod(shape[:-1]), shape[-1]
-    return (-(-rows // layout.world_size) + columns) * layout.itemsize
-
-
 def _update_bytes(plan: Plan, configuration: Configuration) -> int:
     """Temporaries of the update: torch's AdamW makes roots of the second moments.
 
@@ -339,7 +303,7 @@ def _update_bytes(plan: Plan, configuration: Configuration) -> int:
     """
     if configuration.optimizer_loop == "fused" or configuration.optimizer.startswith("sgd"):
         return 0
-    layouts = list(_trained(plan, False))
+    layouts = list(trained_layouts(plan, False))
     if configuration.optimizer_loop == "foreach":
         return sum(layout.shard_bytes for layout in layouts)
     sizes = (min(e.parameter.num_bytes, lay.shard_bytes) for lay in layouts for e in lay.extents)
@@ -384,7 +348,7 @@ def _split_bytes(plan: Plan, workload: Workload, timeline: tuple[Moment, ...]) -
     are large enough. Then the second step has to allocate as much again for its activations.
     """
     states = timeline[0].optimizer
-    shards = [layout.shard_bytes for layout in _trained(plan, False)]
+    shards = [layout.shard_bytes for layout in trained_layouts(plan, False)]
     written = [size for one in workload.segments for op in one.operations for _, size in op.writes]
     if not states or not written:
         return 0

@@ -23,7 +23,9 @@ __all__ = [
 Checkpointing = Literal["none", "products", "selective", "full"]
 Accumulate = Literal["shards", "whole"]
 Offload = Literal["none", "optimizer", "parameters"]
-Optimizer = Literal["adamw", "adamw8bit", "adafactor", "lion", "sgd", "sgd_momentum"]
+Optimizer = Literal[
+    "adamw", "adamw8bit", "adafactor", "lion", "muon", "sgd", "sgd_momentum", "soap"
+]
 OptimizerLoop = Literal["foreach", "fused", "for_loop"]
 Attention = Literal["flash", "math"]
 Stack = Literal["shardwise", "fsdp1", "fsdp2", "ddp", "deepspeed"]
@@ -66,7 +68,8 @@ class Configuration:
             ``master_dtype``.
         reduce_dtype: of gradients while they are reduced.
         autocast: compute under ``torch.autocast``.
-        optimizer: whose states a rank keeps.
+        optimizer: whose states a rank keeps. What owners compute and exchange with "muon" and
+            "soap" is not in the time of a step.
         clips: whether the norm of gradients is clipped.
         optimizer_loop: how it goes through the parameters, as arguments of torch's optimizers.
         compiled: with ``torch.compile``.

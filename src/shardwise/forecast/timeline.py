@@ -27,8 +27,10 @@ _UPDATE_PASSES = {
     "adamw8bit": 4.0,
     "adafactor": 4.0,
     "lion": 5.0,
+    "muon": 5.0,  # without the work on matrices
     "sgd": 3.0,
     "sgd_momentum": 5.0,
+    "soap": 7.0,  # likewise
 }
 _UNFUSED_UPDATE = 2.5  # times as many passes, one operation after the other
 _CLIP_PASSES = 3.0  # the norm of gradients, and their scaling

@@ -1,4 +1,15 @@
-"""Optimizers for sharded parameters, and what else steps need: clipping, weights of tokens."""
+"""Optimizers for sharded parameters, and what else steps need: clipping, weights of tokens.
+
+Muon and SOAP update each matrix on one rank, its owner. From the top down::
+
+    groups           which parameters are hidden matrices
+    muon, soap       what an owner does with a matrix
+    owner_optimizer  a step: matrices on their owners, and AdamW for all else
+    exchange         brings parts of matrices to owners, and updates back
+    owned            states that the owner alone has
+    owners           which rank works on which matrix: integers
+    matrices         a parameter as the matrices that it consists of
+"""
 
 from shardwise.optim.adam8bit import Adam8bit
 from shardwise.optim.groups import parameter_groups

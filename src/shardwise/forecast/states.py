@@ -1,0 +1,69 @@
+"""The states of an optimizer on one rank, in bytes."""
+
+from collections.abc import Iterator
+from math import prod
+
+from shardwise.forecast.configuration import Configuration
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+
+__all__ = ["state_bytes", "trained_layouts"]
+
+# Blocks of the 8-bit optimizers have one scale in float32.
+_BLOCK_ELEMENTS = 256
+# Of an optimizer: bytes of states for each element, in multiples of its dtype and in bytes.
+_STATES = {
+    "adamw": (2, 0.0),
+    "adamw8bit": (0, 2 * (1 + 4 / _BLOCK_ELEMENTS)),
+    "lion": (1, 0.0),
+    "sgd": (0, 0.0),
+    "sgd_momentum": (1, 0.0),
+}
+
+
+def state_bytes(plan: Plan, configuration: Configuration, offloaded: bool | None) -> int:
+    """Of the layouts of `trained_layouts`."""
+    total = 0
+    for layout in trained_layouts(plan, offloaded):
+        match configuration.optimizer:
+            case "adafactor":
+                total += sum(_factored_bytes(layout, one.parameter.shape) for one in layout.extents)
+            case "muon" | "soap":
+                total += _of_matrices_bytes(plan, layout, configuration.optimizer)
+            case other:
+                copies, num_bytes = _STATES[other]
+                total += copies * layout.shard_bytes + round(num_bytes * layout.shard_elements)
+    return total
+
+
+def _of_matrices_bytes(plan: Plan, layout: Layout, optimizer: str) -> int:
+    """A momentum of each hidden matrix, or SOAP's states on its owner; of all else, AdamW's."""
+    outside = {id(one) for unit in plan.units if unit.has_child_units for one in unit.layouts}
+    num_ranks = plan.world_size * (1 if plan.strategy.is_two_level else plan.replicas)
+    total = 0.0
+    for one in layout.extents:
+        shape, here = one.parameter.shape, one.parameter.num_bytes / layout.world_size
+        if len(shape) < 2 or id(layout) in outside:  # noqa: PLR2004 - a vector, or an embedding
+            total += 2 * here
+        elif optimizer == "muon":
+            total += here
+        else:  # two moments, and for both sides a covariance and its basis; balanced over ranks
+            stack, m, n = (1, shape[0], prod(shape[1:])) if len(shape) != 3 else shape  # noqa: PLR2004
+            total += 2 * stack * (m * n + m * m + n * n) * layout.itemsize / num_ranks
+    return round(total)
+
+
+def _factored_bytes(layout: Layout, shape: tuple[int, ...]) -> int:
+    """A mean for each row of this rank and each column, of matrices; otherwise one an element."""
+    if len(shape) < 2:  # noqa: PLR2004 - a vector has no columns
+        return prod(shape) * layout.itemsize // layout.world_size
+    rows, columns = prod(shape[:-1]), shape[-1]
+    return (-(-rows // layout.world_size) + columns) * layout.itemsize
+
+
+def trained_layouts(plan: Plan, offloaded: bool | None) -> Iterator[Layout]:
+    """Layouts with states; all of them, or only those that are on the host or are not."""
+    for unit in plan.units:
+        for layout in unit.trainable_layouts:
+            if offloaded is None or layout.is_offloaded is offloaded:
+                yield layout
