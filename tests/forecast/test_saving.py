@@ -15,6 +15,11 @@ from shardwise.checkpoint.collect import WriteJob
 from shardwise.checkpoint.coordination import Coordinator
 from shardwise.checkpoint.write import write
 from shardwise.errors import PlanError
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.forecast import Forecaster
+from shardwise.forecast.hardware import parse_cluster
+from shardwise.forecast.machine import Machine
+from shardwise.forecast.models import resolve_model
 from shardwise.forecast.saving import CheckpointPlan, FileRange, Storage, save_plan
 from shardwise.plan.granularity import Dim, Granularity
 from shardwise.plan.plan import Plan, make_plan
@@ -102,6 +107,27 @@ def test_thousands_of_ranks_write_every_byte_once() -> None:
                 sizes[one.file] += one.num_bytes
     assert sizes == {file.name: file.num_bytes for file in planned.files}
     assert planned.save.num_bytes.sum() == planned.num_bytes
+
+
+@pytest.mark.thorough
+def test_thousands_of_ranks_with_tensor_and_pipeline_degrees_write_their_parts() -> None:
+    """2,816 ranks: 88 data-parallel ones share each of 8 x 4 parts, and gather no tensor."""
+    machine = Machine.of(parse_cluster("2816xH100"))
+    forecaster = Forecaster(resolve_model("llama-3.2-1b"), machine)
+    divided = Configuration(shard_size=88, tensor=8, pipeline=4, sequence=8)
+    assert divided.world_size == 2816
+    whole = forecaster.checkpoint(Configuration(shard_size=2816, sequence=8))
+    parts = [forecaster.checkpoint(divided, stage) for stage in range(4)]
+    total = 8 * sum(part.tensor_bytes for part in parts)
+    # Tensor-parallel ranks all hold norms, and the last stage has a head of its own.
+    assert whole.tensor_bytes < total < 1.25 * whole.tensor_bytes
+    for stage, part in enumerate(parts):
+        assert part.num_ranks == 88
+        assert part.gathered == []
+        assert part.save.tensor_bytes.sum() == part.tensor_bytes
+        held = 12 * sum(unit.shard_bytes for unit in forecaster.plan(divided, stage).units) // 4
+        assert part.save.tensor_bytes.max() == pytest.approx(held, rel=0.01)
+        assert part.save.num_files.max() <= len(part.files)
 
 
 def test_time_is_that_of_the_narrowest_part() -> None:

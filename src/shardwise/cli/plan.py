@@ -179,8 +179,10 @@ def plan(
         plan_terminal.explain(console, planned)
     if checkpoint:
         nodes = Storage(per_node=storage * 1e9, ranks_per_node=machine.cluster.devices_per_node)
-        saved = forecaster.checkpoint(planned.winner.configuration)
-        plan_terminal.show_checkpoint(console, saved, nodes)
+        configuration = planned.winner.configuration
+        saved = forecaster.checkpoint(configuration)
+        num_parts = configuration.tensor * configuration.pipeline
+        plan_terminal.show_checkpoint(console, saved, nodes, num_parts=num_parts)
     _write(planned, html, trace, config)
 
 

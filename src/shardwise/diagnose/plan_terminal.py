@@ -145,11 +145,21 @@ def explain(console: Console, planned: Planned) -> None:
         console.print(Text(f"{name}: {worded(planned.winner.cluster, words)}"))
 
 
-def show_checkpoint(console: Console, saved: CheckpointPlan, storage: Storage) -> None:
-    """Print what ranks write and read of a checkpoint."""
+def show_checkpoint(
+    console: Console, saved: CheckpointPlan, storage: Storage, *, num_parts: int = 1
+) -> None:
+    """Print what ranks write and read of a checkpoint.
+
+    Args:
+        console: to print on.
+        saved: by the data-parallel ranks of one part of the model.
+        storage: where to.
+        num_parts: of the model, over tensor-parallel ranks and stages of a pipeline.
+    """
+    part = "" if num_parts == 1 else f" of the last of {num_parts} parts of the model"
     title = (
-        f"A checkpoint: {bytes_text(saved.num_bytes)} in {len(saved.files)} files; a rank receives "
-        f"{bytes_text(saved.exchanged_bytes)} of checksums, and no tensor"
+        f"A checkpoint{part}: {bytes_text(saved.num_bytes)} in {len(saved.files)} files; a rank "
+        f"receives {bytes_text(saved.exchanged_bytes)} of checksums, and no tensor"
     )
     table = _table(title)
     for heading in ("", "a rank: least", "most", "ranges", "files", "ranks a file", "time"):

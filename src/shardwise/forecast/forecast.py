@@ -109,12 +109,16 @@ class Forecaster:
         time = step_time(plan, workload, self.machine, configuration)
         return replace(forecast, time=time)
 
-    def checkpoint(self, configuration: Configuration) -> CheckpointPlan:
-        """Of the model, and of AdamW if that is its optimizer."""
-        plan = self.plan(configuration)
+    def checkpoint(self, configuration: Configuration, stage: int = -1) -> CheckpointPlan:
+        """Of the model, and of AdamW if that is its optimizer.
+
+        With tensor parallelism or a pipeline it is that of the data-parallel ranks which share one
+        rank's part of a stage, by default of the last one.
+        """
+        plan = self.plan(configuration, stage)
         has_states = configuration.optimizer == "adamw"
         optimizer = (lambda model: AdamW(model.parameters())) if has_states else None
-        module = self._module(configuration, configuration.pipeline - 1)
+        module = self._module(configuration, stage % configuration.pipeline)
         return save_plan(module, plan, optimizer=optimizer)
 
     def plan(self, configuration: Configuration, stage: int = -1) -> Plan:

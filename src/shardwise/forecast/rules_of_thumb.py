@@ -3,11 +3,21 @@
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 
+import torch
+
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.hardware import Accelerator
 from shardwise.forecast.work import Workload
 
-__all__ = ["RULES", "memory_rule", "roofline_tokens", "six_nd_tokens"]
+__all__ = [
+    "RULES",
+    "accelerate_bytes",
+    "deepspeed_stage2_bytes",
+    "deepspeed_stage3_bytes",
+    "memory_rule",
+    "roofline_tokens",
+    "six_nd_tokens",
+]
 
 _ASSUMED_MFU = 0.4
 _LOW_STAGES = ("zero1", "zero2")
@@ -42,17 +52,39 @@ def roofline_tokens(device: Accelerator, workload: Workload) -> float:
     return workload.tokens / seconds
 
 
-def memory_rule(num_parameters: int, configuration: Configuration) -> Iterator[tuple[str, float]]:
+def memory_rule(
+    num_parameters: int, largest_layer: int, configuration: Configuration
+) -> Iterator[tuple[str, float]]:
     """Bytes of a GPU by estimators that know neither activations nor gathered units.
 
-    - accelerate: parameters, gradients and Adam's two states in float32, not sharded.
-    - DeepSpeed: 18 bytes a parameter over all ranks for stage 3; 4 on each rank and 16 over all
-      ranks for stages 1 and 2 (``estimate_zero*_model_states_mem_needs``; the largest layer of
-      stage 3, which it adds, is left out).
+    Args:
+        num_parameters: of the model.
+        largest_layer: parameters of the largest module without submodules.
+        configuration: how the model is trained.
     """
-    yield RULES.accelerate, 16.0 * num_parameters
+    yield RULES.accelerate, accelerate_bytes(num_parameters, configuration.compute_dtype)
     ranks = configuration.data_parallel
     if configuration.strategy in _LOW_STAGES:
-        yield RULES.deepspeed, 4.0 * num_parameters + 16.0 * num_parameters / ranks
+        yield RULES.deepspeed, deepspeed_stage2_bytes(num_parameters, ranks)
     elif configuration.row.shards:
-        yield RULES.deepspeed, 18.0 * num_parameters / configuration.shard_size
+        ranks = configuration.shard_size
+        yield RULES.deepspeed, deepspeed_stage3_bytes(num_parameters, largest_layer, ranks)
+
+
+def accelerate_bytes(num_parameters: int, dtype: torch.dtype) -> float:
+    """What ``accelerate estimate-memory`` (1.15) prints as "Training using Adam".
+
+    The largest of its parts: in float32 the step, with parameters, gradients and two states; with
+    mixed precision the two states alone.
+    """
+    return (16.0 if dtype == torch.float32 else 8.0) * num_parameters
+
+
+def deepspeed_stage2_bytes(num_parameters: int, ranks: int) -> float:
+    """``estimate_zero2_model_states_mem_needs`` of DeepSpeed (0.17), without offload."""
+    return 2.0 * num_parameters + 18.0 * num_parameters / ranks
+
+
+def deepspeed_stage3_bytes(num_parameters: int, largest_layer: int, ranks: int) -> float:
+    """``estimate_zero3_model_states_mem_needs`` of DeepSpeed (0.17), without offload."""
+    return 4.0 * largest_layer + 18.0 * num_parameters / ranks

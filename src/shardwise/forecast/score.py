@@ -278,7 +278,9 @@ def _peers(
         yield RULES.roofline, roofline_tokens(device, workload) / tokens - 1
     measured = row.measured.peak_mem_gib
     if measured is not None and found.counts:
-        for rule, num_bytes in memory_rule(row.model.params or 0, configuration):
+        model = row.model
+        largest = (model.hidden or 0) * max(model.vocab or 0, model.ffn or 0)
+        for rule, num_bytes in memory_rule(model.params or 0, largest, configuration):
             yield rule, num_bytes / _GIB / measured - 1
 
 

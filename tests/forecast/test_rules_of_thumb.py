@@ -1,0 +1,41 @@
+"""Rules of thumb against the packages whose formulas they are."""
+
+import pytest
+import torch
+
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.models import known_models, resolve_model
+from shardwise.forecast.rules_of_thumb import (
+    RULES,
+    accelerate_bytes,
+    deepspeed_stage2_bytes,
+    deepspeed_stage3_bytes,
+    memory_rule,
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", known_models())
+def test_accelerate_estimates_as_much(name: str) -> None:
+    estimate = pytest.importorskip("accelerate.commands.estimate")
+    parameters = resolve_model(name).num_parameters
+    for dtype, word in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
+        parts = estimate.estimate_training_usage(4 * parameters, word)
+        assert accelerate_bytes(parameters, dtype) == max(parts.values())
+
+
+def test_each_strategy_has_the_estimator_of_its_stage() -> None:
+    """The figures are those of DeepSpeed 0.17.0 for 7e9 parameters, the largest layer with 1e8."""
+    assert deepspeed_stage3_bytes(7_000_000_000, 100_000_000, 64) == 2_368_750_000
+    assert deepspeed_stage2_bytes(7_000_000_000, 64) == 15_968_750_000
+    found = {
+        one.strategy: dict(memory_rule(1000, 100, one))
+        for one in (
+            Configuration(strategy="fsdp", shard_size=4),
+            Configuration(strategy="zero2", shard_size=4),
+            Configuration(strategy="ddp", replicas=4),
+        )
+    }
+    assert found["fsdp"] == {RULES.accelerate: 8000, RULES.deepspeed: 4900}
+    assert found["zero2"] == {RULES.accelerate: 8000, RULES.deepspeed: 6500}
+    assert found["ddp"] == {RULES.accelerate: 8000}
