@@ -39,7 +39,12 @@ def test_a_resumed_loop_has_the_losses_of_ddp(tmp_path: Path, script: str) -> No
     weights = [whole_weights(tmp_path / f"{engine}-step-6") for engine in ("shardwise", "ddp")]
     assert weights[0].keys() == weights[1].keys()
     for name, tensor in weights[0].items():
-        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=1e-5)
+        found, wanted = tensor, weights[1][name]
+        if name.endswith("in_proj_bias"):
+            # A bias of the keys changes no softmax: its gradient is rounding, which Adam scales up.
+            (found, _, *more), (wanted, _, *others) = found.chunk(3), wanted.chunk(3)
+            found, wanted = torch.cat([found, *more]), torch.cat([wanted, *others])
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
 
 
 def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
