@@ -22,6 +22,7 @@ from shardwise.forecast.transformer import Block, Shape, build
 from shardwise.forecast.work import Kind, Workload
 from shardwise.plan.plan import make_plan
 from shardwise.schedule.events import COMPUTE, EventKind
+from shardwise.train import model as trained
 
 BATCH, TIME, BLOCKS = 2, 16, 3
 GPT = Shape(arch="gpt", layers=BLOCKS, hidden=32, heads=4, vocab=50, positions=TIME)
@@ -192,6 +193,17 @@ def test_autograd_adds_gradients_in_place() -> None:
     model = _Twice()
     backward = trace(model, [torch.zeros(1, 400)], units=[]).segments[-1]
     assert 2.0 <= backward.peak_bytes / model.weight.nbytes < 2.1
+
+
+def test_a_tied_embedding_adds_rows_to_the_gradient_of_its_head() -> None:
+    shape = trained.Shape(vocabulary=4096, context=8, width=16, layers=1, heads=1)
+    with torch.device("meta"):
+        model = trained.GPT(shape)
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    last = trace(model, [tokens], units=["blocks.0"], loss=lambda out: out.sum()).segments[-1]
+    of_weight = model.head.weight.nbytes
+    assert last.peak_bytes > 2 * of_weight
+    assert of_weight < last.peak_bytes - last.added_rows_bytes < 1.2 * of_weight
 
 
 @SHAPES

@@ -139,7 +139,7 @@ class _StepReplay:
         offloaded = state_bytes(plan, configuration, True)
         self._optimizer = states - offloaded
         self._parameters = self._memory.base - self._memory.gradient_shards
-        self._kept = _Activations(workload, configuration)
+        self._kept = _Activations(workload, configuration, adds_rows=on_cpu and not holds)
         self._others = round(self._kept.device_bytes * self._micro_batches_before(stage))
         self._buffers = buffer_bytes + 2 * _LABEL_BYTES * workload.tokens
         self._offloaded_states = offloaded
@@ -250,7 +250,10 @@ class _Activations:
     what the last one leaves, which has the head and the loss, until backward begins.
     """
 
-    def __init__(self, workload: Workload, configuration: Configuration) -> None:
+    def __init__(
+        self, workload: Workload, configuration: Configuration, *, adds_rows: bool
+    ) -> None:
+        self._adds_rows = adds_rows  # as in `Segment.added_rows_bytes`
         self._segments = workload.segments
         forward = workload.segments[: workload.forward_segments]
         grown = [max(0, one.end_bytes - one.start_bytes) for one in forward]
@@ -274,7 +277,8 @@ class _Activations:
         """Activations on the device at the peak of a segment, and at its end."""
         segment, gone = self._segments[index], self._gone
         after = gone[index + 1] if index + 1 < len(self._segments) else 0
-        return max(0, segment.peak_bytes - gone[index]), max(0, segment.end_bytes - after)
+        peak = segment.peak_bytes - segment.added_rows_bytes * self._adds_rows
+        return max(0, peak - gone[index]), max(0, segment.end_bytes - after)
 
 
 def _fused_bytes(forward: Sequence[Segment], grown: Sequence[int]) -> list[int]:

@@ -37,6 +37,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}  # by id
         self._num_storages = 0
         self._sum: tuple[int, int] | None = None  # of gradients: see `_end_sum`
+        self._least_peak = 0  # where embeddings add rows: see `Segment.added_rows_bytes`
+        self._rows = 0, 0  # the last gradient of an embedding, and that peak before it
 
     def begin(self, kind: EventKind, unit: int) -> None:
         """The forward or backward of a unit begins; what ran since the last such event ends."""
@@ -50,9 +52,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind, unit = self._event
             operations = tuple(self._operations)
             memory = self._start, self._peak, self._allocated
-            self.segments.append(Segment(kind, unit, operations, *memory))
+            added = self._peak - self._least_peak
+            self.segments.append(Segment(kind, unit, operations, *memory, added))
             self._operations.clear()
-        self._start = self._peak = self._allocated
+        self._start = self._peak = self._least_peak = self._allocated
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the storages of ``tensors``: parameters, buffers or the batch."""
@@ -80,11 +83,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = list(_tensors((args, kwargs)))
         outputs = list(_tensors(result))
         reads = [(self._number_of(tensor), _num_bytes(tensor)) for tensor in inputs]
-        known, peak = self._num_storages, self._peak
+        known, peak, least_peak = self._num_storages, self._peak, self._least_peak
         writes = [(self._number_of(tensor), _num_bytes(tensor)) for tensor in outputs]
         name, is_in_place = _named(func)
+        if name == "embedding_dense_backward":
+            self._rows = id(outputs[0].untyped_storage()), least_peak
         if name == "add" and self.in_backward and not torch.is_grad_enabled():
-            self._sum, self._peak = (id(inputs[0].untyped_storage()), self._allocated), peak
+            summed = [id(tensor.untyped_storage()) for tensor in inputs]
+            self._sum, self._peak = (summed[0], self._allocated), peak
+            self._least_peak = self._rows[1] if self._rows[0] in summed else least_peak
         is_view = self._num_storages == known and not is_in_place
         if is_view or name in _WITHOUT_KERNEL:
             return
@@ -117,7 +124,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         While operations are recorded it never does, but then the first is freed right after.
         """
         if self._sum is not None and self._sum[0] in self._storages:
-            self._peak = max(self._peak, self._sum[1])
+            self._raise_peak(self._sum[1])
         self._sum = None
 
     def _number_of(self, tensor: Tensor, *, is_counted: bool = True) -> int:
@@ -132,8 +139,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = storage.nbytes() if is_counted else 0
         self._storages[key] = number, weakref.ref(storage, partial(self._freed, key, size))
         self._allocated += size
-        self._peak = max(self._peak, self._allocated)
+        self._raise_peak(self._allocated)
         return number
+
+    def _raise_peak(self, num_bytes: int) -> None:
+        self._peak = max(self._peak, num_bytes)
+        self._least_peak = max(self._least_peak, num_bytes)
 
     def _freed(self, key: int, size: int, _storage: object) -> None:
         del self._storages[key]

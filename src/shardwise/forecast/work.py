@@ -57,6 +57,9 @@ class Segment:
     start_bytes: int
     peak_bytes: int
     end_bytes: int
+    # Less at the peak where an embedding adds its rows to the gradient of the head that shares its
+    # weight, as the engine has it on a CPU, and makes no gradient of its own.
+    added_rows_bytes: int = 0
 
     def shifted(self, unit: int, num_bytes: int) -> "Segment":
         """The same compute in another unit, with ``num_bytes`` more allocated around it."""
