@@ -66,6 +66,7 @@ def test_adapters_train_as_in_one_process(kind: str, shard: Any, tmp_path: Path)
             optimizer.step()
             optimizer.zero_grad()
     model.save_pretrained(tmp_path)
+    torch.distributed.barrier()  # all ranks write the file
     if rank() == 0:
         files = {file.name for file in tmp_path.iterdir()}
         assert {"adapter_config.json", "adapter_model.safetensors"} <= files
