@@ -91,6 +91,9 @@ def test_loading_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> 
     sw.save(tmp_path / "step-1", model=model)
     with pytest.raises(sw.CheckpointError, match=r"it contains checkpoints, such as .*step-1"):
         sw.load(tmp_path, model=model)
+    sw.save(tmp_path / "run" / "checkpoints" / "step-2", model=model)
+    with pytest.raises(sw.CheckpointError, match=r"it contains checkpoints, such as .*step-2"):
+        sw.load(tmp_path / "run", model=model)
     (tmp_path / "step-1" / "checkpoint.json").rename(
         tmp_path / "step-1" / "checkpoint.json.partial"
     )

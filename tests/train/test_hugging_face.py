@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import PeftModel
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertConfig, ViTConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from shardwise.errors import ConfigError
@@ -171,6 +171,21 @@ def test_packed_documents_are_as_if_alone(trained: tuple[list[float], Path]) -> 
 def test_errors_name_the_key(root: Path, model: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(config_of(root, "errors", model=model))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (BertConfig(), "model_type='bert' attends to later tokens.* \"is_decoder\": true"),
+        (ViTConfig(), "model_type='vit': expected a causal language model"),
+    ],
+)
+def test_a_model_that_is_not_causal_is_refused(
+    tmp_path: Path, root: Path, settings: Any, message: str
+) -> None:
+    settings.save_pretrained(str(tmp_path / "model"))
+    with pytest.raises(ConfigError, match=message):
+        check(config_of(root, "errors", model={"path": str(tmp_path / "model")}))
 
 
 def test_a_vocabulary_that_is_too_large(root: Path) -> None:

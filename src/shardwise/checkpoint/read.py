@@ -161,9 +161,10 @@ def _what_instead(folder: Folder) -> str:
         return "no such directory"
     if folder.has(MARKER):
         return "a save that is unfinished or was killed; load an earlier one (sw.latest)"
-    inside = [str(found) for found in complete(folder)]
-    if inside:
-        return f"it contains checkpoints, such as {inside[-1]} (sw.latest)"
+    for parent in (folder, folder / "checkpoints"):  # the second is that of a run directory
+        inside = [str(found) for found in complete(parent)]
+        if inside:
+            return f"it contains checkpoints, such as {inside[-1]} (sw.latest)"
     if checkpoint_files(folder):
         return f"{MANIFEST} is missing; pass source='hf' to load the weights, unchecked"
     return f"{MANIFEST} is missing"

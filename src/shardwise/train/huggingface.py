@@ -46,9 +46,11 @@ class HuggingFace:
         from transformers import AutoConfig  # noqa: PLC0415 (optional, and takes seconds)
 
         try:
-            return AutoConfig.from_pretrained(str(self.directory), local_files_only=True)
+            settings = AutoConfig.from_pretrained(str(self.directory), local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"model.path={self.config.model.path!r}: {error}") from None
+        _check_causal(settings, f"{self.directory}/config.json")
+        return settings
 
     @property
     def has_weights(self) -> bool:
@@ -190,4 +192,21 @@ def _write_weights(model: OpenComponent, out: Path, options: ModelConfig) -> Non
             lambda name: read(adapters[name].name),
             out / "adapter",
             "adapter_model",
+        )
+
+
+def _check_causal(settings: Any, file: str) -> None:
+    """Refuse a config whose model is not a language model, or sees the tokens that it predicts."""
+    from transformers.models.auto import modeling_auto as auto  # noqa: PLC0415 (takes seconds)
+
+    kind = settings.model_type
+    if kind not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(
+            f"{file}: model_type={kind!r}: expected a causal language model of transformers"
+        )
+    is_encoder = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if is_encoder and not getattr(settings, "is_decoder", False):
+        raise ConfigError(
+            f"{file}: model_type={kind!r} attends to later tokens, which a causal language model "
+            'must not see; set "is_decoder": true in the file to train it as one'
         )
