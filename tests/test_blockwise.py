@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from shardwise.blockwise import FORMATS, Blocks, dynamic_codebook
+from tests import wire_reference
 
 SIZES = (2, 8, 64, 256)
 FEW_ULPS = 1 + 1e-5
@@ -68,16 +69,53 @@ def test_no_error_is_larger_than_the_formats(
     assert torch.equal(result, torch.cat(alone))
 
 
-def test_the_definition_of_integers() -> None:
+ON_WIRES = ("int8", "int4", "fp8")
+
+
+@given(
+    name=st.sampled_from(ON_WIRES),
+    size=st.sampled_from(SIZES),
+    n=st.integers(1, 600),
+    exponent=st.integers(-45, 38),
+    zeros=st.sampled_from((0.0, 0.1, 0.99)),
+    outlier=st.sampled_from((None, 1e-45, -1e-40, -3e38, torch.inf, -torch.inf, torch.nan)),
+    seed=st.integers(0, 1 << 30),
+)
+def test_numbers_are_those_of_the_definition(
+    name: str, size: int, n: int, exponent: int, zeros: float, outlier: float | None, seed: int
+) -> None:
+    """Of zeros, denormals and large numbers, too; what is not finite makes its block NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = (torch.rand(n, generator=generator) * 2 - 1) * 10.0**exponent
+    numbers[torch.rand(n, generator=generator) < zeros] = 0
+    place = seed % n
+    if outlier is not None:
+        numbers[place] = outlier
+    result = through(Blocks(name, size), numbers)
+    expected = wire_reference.rounded(name, size, numbers)
+    kept = largest_of_blocks(numbers, size).isfinite()
+    assert torch.equal(result[kept], expected[kept])
+    assert (result - numbers).abs()[kept].le(bound(name, numbers, size)[kept]).all()
+    assert result[~kept].isnan().all()
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_codes_are_those_of_the_definition(name: str) -> None:
+    numbers = torch.randn(999, generator=torch.Generator().manual_seed(0))
+    numbers = numbers.abs() if name == "dynamic_unsigned" else numbers
+    codes, scales = wire_reference.codes_and_scales(name, 64, numbers.numpy())
+    own, own_scales = Blocks(name, 64).quantize(numbers)
+    assert own_scales.tolist() == scales
+    if name == "fp8":  # of which codes are bits: a sign, an exponent and a mantissa
+        own = torch.where(own >= 0x80, 0x7E - (own.int() - 0x80), own.int() + 0x7E)
+    assert own.tolist() == codes
+
+
+def test_two_codes_of_four_bits_are_in_a_byte() -> None:
     numbers = torch.tensor([1.1, -2.0, 0.26, 0.0])
-    codes, scales = Blocks("int8", 4).quantize(numbers)
-    assert torch.equal(scales, torch.tensor([2 / 127]))
-    assert (codes.int() - 127).tolist() == [70, -127, 17, 0]
-    codes, scales = Blocks("int4", 4).quantize(numbers)
-    assert torch.equal(scales, torch.tensor([2 / 7]))
-    assert (codes.int() - 7).tolist() == [4, -7, 1, 0]
-    packed = encoded(Blocks("int4", 4), numbers)[4:6]
-    assert packed.tolist() == [(4 + 7) | (-7 + 7) << 4, (1 + 7) | (0 + 7) << 4]
+    packed = encoded(Blocks("int4", 4), numbers)
+    assert torch.equal(packed[:4].view(torch.float32), torch.tensor([2 / 7]))
+    assert packed[4:6].tolist() == [(4 + 7) | (-7 + 7) << 4, (1 + 7) | (0 + 7) << 4]
 
 
 def test_the_definition_of_dynamic_numbers() -> None:

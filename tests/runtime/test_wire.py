@@ -166,6 +166,20 @@ def test_bytes_are_a_quarter_and_an_eighth() -> None:
     assert 0.125 <= int4 / reduced <= 0.15
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "hsdp"])
+def test_a_gradient_that_is_no_number_on_one_rank_is_found_on_all(strategy: str) -> None:
+    torch.manual_seed(0)
+    wire = sw.Wire(gather="int8", reduce="int4", error_feedback=True)
+    model = sw.fully_shard(Block(), wire=wire, **options_of(strategy))
+    norms = []
+    for value in (1.0, torch.nan if dist.get_rank() == 2 else 1.0, 1.0):
+        model(torch.full((2, WIDTH), value)).square().mean().backward()
+        norms.append(full(sw.clip_grad_norm_(model.parameters(), 1.0)))
+        model.zero_grad()
+    assert [bool(norm.isnan()) for norm in norms] == [False, True, False]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -1,4 +1,7 @@
-"""Quantized gathers and sums between real ranks, against their definition on all ranks' numbers."""
+"""Quantized gathers and sums between real ranks, against their definition on all ranks' numbers.
+
+What a hop rounds is computed by `tests/wire_reference.py`, and equal to the bit.
+"""
 
 from functools import partial
 
@@ -14,6 +17,7 @@ from shardwise.transport.api import Reduction, Stage
 from shardwise.transport.communicator import communicator
 from shardwise.transport.device import copy_
 from shardwise.transport.quantized import QuantizedSums, quantized_gather
+from tests import wire_reference
 from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -28,11 +32,7 @@ def mesh_of(strategy: str) -> DataParallelMesh:
 
 def rounded(blocks: Blocks, rows: Tensor) -> Tensor:
     """What ranks read of ``rows`` [..., n]."""
-    encoded = torch.empty(*rows.shape[:-1], blocks.num_bytes(rows.shape[-1]), dtype=torch.uint8)
-    blocks.encode(rows, encoded)
-    result = torch.empty(rows.shape)
-    blocks.decode(encoded, result)
-    return result
+    return wire_reference.rounded(blocks.format, blocks.size, rows)
 
 
 def of_all_ranks(own: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def added(rows: Tensor) -> Tensor:
     return total
 
 
-@on_ranks(2, 3)
+@on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_every_rank_reads_the_same_slots(name: str) -> None:
     blocks, mesh = Blocks(name, 64), mesh_of("fsdp")
@@ -89,29 +89,41 @@ def test_every_rank_reads_the_same_slots(name: str) -> None:
     assert links.gather.sent[1] - before == blocks.num_bytes(SLOT) * (mesh.size - 1)
 
 
-@on_ranks(2, 4)
-def test_a_sum_is_that_of_rounded_addends() -> None:
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("blocks", [INT4, Blocks("int8", 256), Blocks("fp8", 64)], ids=str)
+def test_a_sum_is_that_of_rounded_addends(blocks: Blocks) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     flat = numbers(ranks * SLOT)
-    out, _ = reduced("fsdp", flat, QuantizedSums(INT4, None, False), scale=0.5)
-    addends = rounded(INT4, of_all_ranks(flat).view(ranks, ranks, SLOT))  # from, to
+    out, _ = reduced("fsdp", flat, QuantizedSums(blocks, None, False), scale=0.5)
+    addends = of_all_ranks(flat).view(ranks, ranks, SLOT)  # from, to
+    if ranks > 1:  # one rank sends nothing
+        addends = rounded(blocks, addends)
     assert torch.equal(out, 0.5 * added(addends[:, rank]))
 
 
 @on_ranks(4)
-def test_hosts_send_sums_that_are_quantized_anew() -> None:
-    rank, near = dist.get_rank(), 2
+@pytest.mark.parametrize("blocks", [INT4, Blocks("int8", 256)], ids=str)
+def test_hosts_send_sums_that_are_quantized_anew(blocks: Blocks) -> None:
+    """Figure 4 of ZeRO++, on 2 hosts of 2 ranks: slices in such an order that sums land right."""
+    hosts, near = 2, 2
     flat = numbers(4 * SLOT)
-    out, _ = reduced("fsdp", flat, QuantizedSums(INT4, near, False))
-    slots = of_all_ranks(flat).view(2, near, 2, near, SLOT)  # from host, from place, to, to
-    # Those for the same place in all hosts go together.
-    first = rounded(INT4, slots.permute(0, 1, 3, 2, 4).reshape(2, near, near, 2 * SLOT))
-    sums = torch.stack([added(host) for host in first]).view(2, near, 2, SLOT)
-    second = rounded(INT4, sums[:, rank % near, rank // near])
-    assert torch.equal(out, added(second))
+    out, _ = reduced("fsdp", flat, QuantizedSums(blocks, near, False))
+    slots = of_all_ranks(flat).view(4, 4, SLOT)  # from, to
+    arrived = []
+    for other in range(hosts):
+        # Within that host, the rank at this place gets what all ranks at this place will own.
+        place = dist.get_rank() % near
+        row_of = [
+            torch.cat([slots[other * near + sender, host * near + place] for host in range(hosts)])
+            for sender in range(near)
+        ]
+        sums = added(rounded(blocks, torch.stack(row_of))).view(hosts, SLOT)
+        # Then it sends each host its slot, quantized again.
+        arrived.append(rounded(blocks, sums)[dist.get_rank() // near])
+    assert torch.equal(out, added(torch.stack(arrived)))
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, 4)
 def test_all_ranks_have_the_same_bits_after_an_all_reduce() -> None:
     ranks = dist.get_world_size()
     flat = numbers(SLOT + 1)
@@ -142,6 +154,30 @@ def test_a_second_axis_gets_sums(strategy: str) -> None:
     assert row.ranks == ((0, 1), (2, 3))[dist.get_rank() // 2]
 
 
+@on_ranks(2, 4)
+@pytest.mark.parametrize("has_hosts", [False, True])
+def test_error_feedback_keeps_what_rounding_takes(has_hosts: bool) -> None:
+    """EF-SGD (arXiv 1901.09847): sent = C(gradient + residual); residual = that - sent."""
+    ranks, near = dist.get_world_size(), 2 if has_hosts else None
+    sums = QuantizedSums(INT4, near, error_feedback=True)
+    residual = torch.zeros(ranks * SLOT)
+    order = places_of(ranks, near)
+    for step in range(4):
+        flat = numbers(ranks * SLOT) * (step + 1)
+        corrected = flat.view(ranks, SLOT)[order].flatten() + residual
+        num_rows = min(ranks, near or ranks)
+        residual = corrected - rounded(INT4, corrected.view(num_rows, -1)).flatten()
+        reduced("fsdp", flat, sums)
+        assert sums.residual is not None
+        assert torch.equal(sums.residual.flatten(), residual)
+
+
+def places_of(ranks: int, near: int | None) -> list[int]:
+    """The slots in the order in which they are sent: those of the same place in hosts together."""
+    near = min(ranks, near or ranks)
+    return [rank for place in range(near) for rank in range(place, ranks, near)]
+
+
 @on_ranks(2)
 def test_what_rounding_takes_comes_back() -> None:
     """The mean of many sums of the same numbers comes near them; without feedback it does not."""
@@ -155,6 +191,25 @@ def test_what_rounding_takes_comes_back() -> None:
         errors.append((torch.stack(results).mean(0) - exact).norm().item())
     assert errors[1] < errors[0] / 8
     assert sums.residual is not None
-    flat[3] = torch.inf
-    reduced("fsdp", flat, sums)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "hosts"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_found_and_forgotten(strategy: str, value: float) -> None:
+    """Of one rank's addends: NaN in its whole block of the sum, and nothing later."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    near = 2 if strategy == "hosts" else None
+    sums = QuantizedSums(INT4, near, error_feedback=True)
+    is_cut = strategy != "ddp"
+    flat = numbers(ranks * SLOT if is_cut else SLOT)
+    place = SLOT + 5 if is_cut else 5  # in the slot of rank 1, or of all
+    flat[place] = value if rank == ranks - 1 else flat[place]
+    out, _ = reduced("fsdp" if is_cut else "ddp", flat, sums)
+    if rank == 1 or not is_cut:
+        assert out[:16].isnan().all()
+    assert out[32:].isfinite().all()
+    assert sums.residual is not None
     assert sums.residual.isfinite().all()
+    again, _ = reduced("fsdp" if is_cut else "ddp", flat.nan_to_num(0, 0, 0), sums)
+    assert again.isfinite().all()
