@@ -1,11 +1,13 @@
-"""`sw.verify` with optimizers of shardwise, and with a wire."""
+"""`sw.verify` with optimizers of shardwise, with a wire, and of replicas."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Optimizer
 
 import shardwise as sw
@@ -71,3 +73,40 @@ def test_a_wire_differs_by_its_rounding_alone() -> None:
 def _loss(model: nn.Module, batch: Tensor) -> Tensor:
     loss: Tensor = model(batch).square().mean()
     return loss
+
+
+REPLICAS: dict[str, Any] = {"units": Block, "loss_fn": _loss, "quiet": True}
+STREAMED = sw.Outer(every=4, fragments=2, delay=1, mixing=0.25, dtype="float64")
+
+
+@on_ranks(2, 4)
+def test_replicas_equal_replicas_in_one_process() -> None:
+    found = sw.verify(
+        lambda: Stack(depth=2), _batch, ["fsdp", "ddp"], outer=STREAMED, steps=7, **REPLICAS
+    )
+    assert found.ok, found.explanation
+    assert [one.num_steps for one in found.comparisons] == [7, 7]
+
+
+@on_ranks(2)
+def test_replicas_that_never_synchronize_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sw.OuterOptimizer, "_synchronize", lambda *_: None)
+    found = sw.verify(lambda: Stack(depth=2), _batch, "fsdp", outer=STREAMED, steps=7, **REPLICAS)
+    (one,) = found.comparisons
+    assert one.num_steps == 3  # the first fragment is sent after step 2, and applied after step 3
+    assert one.parameter.error > 1e-3
+    assert one.gradient.error < 1e-10
+
+
+@on_ranks(2)
+def test_what_cannot_be_verified_of_replicas_is_refused() -> None:
+    verify = partial(sw.verify, lambda: Stack(depth=2), _batch, **REPLICAS)
+    with pytest.raises(sw.PlanError, match=r"steps=4: .* pass steps=5 or more"):
+        verify(outer=STREAMED, steps=4)
+    with pytest.raises(sw.PlanError, match="rounded on their way; pass Outer"):
+        verify(outer=sw.Outer(every=1), steps=4)
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(sw.PlanError, match="expected two dims with names"):
+        verify(outer=STREAMED, steps=5, mesh=mesh)
+    with pytest.raises(sw.PlanError, match="verify another engine without it"):
+        verify(outer=STREAMED, steps=5, engine=lambda model, *_: model)

@@ -52,7 +52,7 @@ class Judge:
         for step, expected in enumerate(self.outcomes):
             part = self.batches[step][self.exchange.part]
             if backward is None:
-                weight = self.exchange.num_parts / sum(expected.counts)
+                weight = len(expected.counts) / sum(expected.counts)
                 own, _ = self.training.backward(model, part, weight)
             else:
                 own = self.training.run(backward, part)

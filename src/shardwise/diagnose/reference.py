@@ -88,7 +88,13 @@ class Outcome:
 class Reference:
     """The model in one process."""
 
-    def __init__(self, training: Training, mesh: DataParallelMesh, exchange: RankExchange) -> None:
+    def __init__(
+        self,
+        training: Training,
+        mesh: DataParallelMesh,
+        exchange: RankExchange,
+        num_parts: int | None = None,
+    ) -> None:
         """Build one model per part, which share their parameters.
 
         Buffers (running statistics of batch norm) and other state of modules stay separate.
@@ -99,12 +105,13 @@ class Reference:
         self.name = type(model).__name__
         self.device = device_for(model, mesh)
         self._models = [model.to(self.device)]  # one per part
-        self._parameters = dict(model.named_parameters())
-        self.initial = {name: p.detach().clone() for name, p in self._parameters.items()}
-        for _ in range(exchange.num_parts - 1):
+        self.parameters = dict(model.named_parameters())
+        self.initial = self.values()
+        for _ in range((exchange.num_parts if num_parts is None else num_parts) - 1):
             twin = self.rebuild()
             _share_parameters(twin.to(self.device), model)
             self._models.append(twin)
+        self._optimizer = training.optimizer(model)
 
     def rebuild(self) -> nn.Module:
         """A new model with the initial values.
@@ -121,8 +128,7 @@ class Reference:
 
         With ``zeros``, the gradient of a parameter that no part used is zero instead of None.
         """
-        optimizer = self._training.optimizer(self._models[0])
-        return [self._step(parts, optimizer, zeros=zeros) for parts in batches]
+        return [self.step(parts, zeros=zeros) for parts in batches]
 
     def contributions(
         self, name: str, parts: Sequence[Part], before: Mapping[str, Tensor], num_pieces: int
@@ -134,9 +140,9 @@ class Reference:
             num_pieces: of each part.
         """
         with torch.no_grad():
-            for key, parameter in self._parameters.items():
+            for key, parameter in self.parameters.items():
                 parameter.copy_(before[key])
-        parameter, found, total = self._parameters[name], [], 0
+        parameter, found, total = self.parameters[name], [], 0
         for model, part in zip(self._models, parts, strict=True):
             for piece in part.split(num_pieces):
                 total += self._training.backward(model, piece)[1]
@@ -145,9 +151,8 @@ class Reference:
                 model.zero_grad(set_to_none=True)
         return [gradient / total for gradient in found]
 
-    def _step(
-        self, parts: Sequence[Part], optimizer: torch.optim.Optimizer, *, zeros: bool
-    ) -> Outcome:
+    def step(self, parts: Sequence[Part], *, zeros: bool) -> Outcome:
+        """One step, as in `train`."""
         loss, counts = 0.0, []
         for model, part in zip(self._models, parts, strict=True):
             own, count = self._training.backward(model, part)
@@ -156,17 +161,20 @@ class Reference:
         if zeros:
             self._fill_with_zeros()
         total = sum(counts)
-        gradients = {name: p.grad for name, p in self._parameters.items()}
+        gradients = {name: p.grad for name, p in self.parameters.items()}
         for gradient in gradients.values():
             if gradient is not None:
                 gradient.div_(total)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        updated = {name: p.detach().clone() for name, p in self._parameters.items()}
-        return Outcome(loss / total, gradients, updated, counts)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return Outcome(loss / total, gradients, self.values(), counts)
+
+    def values(self) -> dict[str, Tensor]:
+        """A copy of the parameters as they are."""
+        return {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def _fill_with_zeros(self) -> None:
-        for parameter in self._parameters.values():
+        for parameter in self.parameters.values():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
@@ -175,7 +183,7 @@ class Reference:
         if odd := sorted(found.keys() ^ self.initial.keys()):
             return f"model_fn built {', '.join(odd)} in one call and not in another"
         for name, expected in self.initial.items():
-            if found[name] is self._parameters[name]:
+            if found[name] is self.parameters[name]:
                 return f"model_fn returned {name} twice; it has to build a new model each time"
             if not torch.equal(found[name].to(self.device), expected):
                 return (

@@ -7,6 +7,7 @@ an error.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,13 +23,15 @@ from shardwise.diagnose.compare import Judge
 from shardwise.diagnose.engines import Engine, set_up
 from shardwise.diagnose.exchange import RankExchange
 from shardwise.diagnose.reference import LossFn, Outcome, Reference, Training
+from shardwise.diagnose.replicas import ReplicaTraining
 from shardwise.diagnose.verification import HEAD, Verification
 from shardwise.errors import PlanError
+from shardwise.plan.outer import Outer
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.spelling import did_you_mean
 from shardwise.plan.strategy import STRATEGIES, Strategy, resolve_strategy
 from shardwise.plan.units import Units
-from shardwise.plan.wire import EXACT
+from shardwise.plan.wire import EXACT, Wire
 from shardwise.tensor.mesh import all_ranks_of, resolve_mesh
 from shardwise.transport.device import num_local_accelerators, own_device
 
@@ -51,6 +54,7 @@ def verify(
     tolerance: float | None = None,
     mp_policy: MixedPrecisionPolicy = AS_IT_CAME,
     mesh: DeviceMesh | None = None,
+    outer: Outer | None = None,
     corrupt: str | None = None,
     engine: Engine | None = None,
     quiet: bool = False,
@@ -92,6 +96,9 @@ def verify(
             include the rounding of the policy.
         mesh: as for `fully_shard`; None for all ranks, with two replicas (or the smallest number
             that divides the ranks) where a strategy needs a two-dimensional mesh.
+        outer: compare replicas that `outer_optimizer` synchronizes with as many in one process.
+            They are along the first dim of ``mesh``, which has two dims with names, and each is
+            sharded over the second one. Numbers are equal with ``Outer(dtype="float64", ...)``.
         corrupt: a parameter whose gradient is changed on one rank, to test the comparison.
         engine: judges another engine than this one: ``engine(model, mesh, units)`` returns the
             model to train, or ``(model, backward)``, where ``backward(loss_fn, rows)`` computes the
@@ -104,39 +111,39 @@ def verify(
     Raises:
         PlanError: an argument is not valid. Differences are returned, not raised.
     """
-    rows = resolve_strategies(strategies, mesh) if engine is None else []
-    if tolerance is None and options.get("wire", EXACT) != EXACT:
-        raise PlanError(
-            f"wire={options['wire']}: quantized numbers differ from those of one process by up to "
-            "1/254 (int8), 1/16 (fp8) or 1/14 (int4) of the largest one in a block, so a parameter "
-            "that is small beside others in its block may lose much; pass tolerance=, such as 0.5 "
-            "for int8"
-        )
+    training, inner = Training(model_fn, loss_fn, optimizer_fn), mesh
+    if outer is not None:
+        mesh = _replica_mesh(mesh)
+        inner = mesh[(mesh.mesh_dim_names or ())[1]]
+        training = ReplicaTraining(model_fn, loss_fn, optimizer_fn, outer, mesh)
+        training.check(steps, is_ours=engine is None)
+    rows = [] if engine is not None else resolve_strategies(strategies, inner)
+    if tolerance is None:
+        _check_is_exact(options.get("wire", EXACT), outer)
     tolerance = _tolerance_for(mp_policy) if tolerance is None else tolerance
     if steps < 1 or not tolerance >= 0:
         raise PlanError(
             f"steps={steps}, tolerance={tolerance}: expected one step or more, and a tolerance of "
             "0 or more"
         )
-    if mesh is None or engine is None:
+    if mesh is None or (engine is None and outer is None):
         dp_mesh = resolve_mesh(mesh, STRATEGIES["ddp"] if mesh is None else rows[0])
-        exchange = RankExchange(dp_mesh.group)
     else:
         dp_mesh = all_ranks_of(mesh)
-        exchange = RankExchange(dp_mesh.group, mesh)
-    training = Training(model_fn, loss_fn, optimizer_fn)
+    exchange = RankExchange(dp_mesh.group, None if engine is None else mesh)
     console = Console(
         quiet=quiet or exchange.rank > 0, soft_wrap=True, markup=False, highlight=False
     )
     with _own_random_numbers():
         reference = Reference(training, dp_mesh, exchange)
         batches = cut_batches(batch_fn, steps, exchange, reference.device)
-        outcomes = reference.train(batches, zeros=options.get("unused") == "zeros")
+        zeros = options.get("unused") == "zeros"
+        outcomes = reference.train(batches, zeros=zeros)
         if corrupt is not None:
             _check_gets_gradient(corrupt, outcomes)
         explains = None if engine is None else reference
         judge = Judge(training, batches, outcomes, exchange, tolerance, explains)
-        meshes = _meshes(rows, mesh, reference.device)
+        meshes = _meshes(rows, inner, reference.device)
         found = Verification(reference.name, exchange.size, ())
         console.print(f"{found.title}\n{HEAD}")
         for row, own_mesh in zip(rows, meshes, strict=True):
@@ -144,6 +151,9 @@ def verify(
             fully_shard(
                 model, strategy=row, mesh=own_mesh, units=units, mp_policy=mp_policy, **options
             )
+            if isinstance(training, ReplicaTraining):
+                outcomes = training.outcomes(model, dp_mesh, exchange, batches, zeros=zeros)
+                judge = replace(judge, outcomes=outcomes)
             if corrupt is not None:
                 _corrupt(model.get_parameter(corrupt), exchange)
             found = found.plus(judge.compare(model, row.name))
@@ -154,6 +164,22 @@ def verify(
             found = found.plus(judge.compare(model, name, backward))
             console.print(found.comparisons[-1].row)
     return found
+
+
+def _check_is_exact(wire: Wire, outer: Outer | None) -> None:
+    """Raise a PlanError if ranks send rounded numbers."""
+    if wire != EXACT:
+        raise PlanError(
+            f"wire={wire}: quantized numbers differ from those of one process by up to "
+            "1/254 (int8), 1/16 (fp8) or 1/14 (int4) of the largest one in a block, so a parameter "
+            "that is small beside others in its block may lose much; pass tolerance=, such as 0.5 "
+            "for int8"
+        )
+    if outer is not None and outer.dtype != "float64":
+        raise PlanError(
+            f"Outer(dtype={outer.dtype!r}): differences are rounded on their way; pass "
+            'Outer(dtype="float64", ...), which rounds nothing, or tolerance='
+        )
 
 
 def _tolerance_for(policy: MixedPrecisionPolicy) -> float:
@@ -189,14 +215,36 @@ def _meshes(
     """The user's mesh for every strategy, or the mesh that each strategy needs."""
     if mesh is not None or not dist.is_initialized() or not any(map(_wants_two_dims, rows)):
         return [mesh for _ in rows]
+    two_dims = _two_dims(device)
+    return [two_dims if _wants_two_dims(row) else None for row in rows]
+
+
+def _two_dims(device: torch.device) -> DeviceMesh:
     num_ranks = dist.get_world_size()
     # As few replicas as possible, but at least two if the ranks allow it: with one replica, hybrid
     # strategies would not be tested.
     replicas = next((n for n in range(2, num_ranks + 1) if num_ranks % n == 0), 1)
-    two_dims = init_device_mesh(
+    return init_device_mesh(
         device.type, (replicas, num_ranks // replicas), mesh_dim_names=("replicate", "shard")
     )
-    return [two_dims if _wants_two_dims(row) else None for row in rows]
+
+
+def _replica_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """Replicas, and the ranks of each.
+
+    Raises:
+        PlanError: the mesh has not these two dims, or there is one process alone.
+    """
+    if mesh is None:
+        if resolve_mesh(None, STRATEGIES["ddp"]).group is None:
+            raise PlanError("outer=: expected two ranks or more; start them with torchrun")
+        return _two_dims(_device())
+    if mesh.ndim != 2 or not mesh.mesh_dim_names:  # noqa: PLR2004
+        raise PlanError(
+            f"outer= with {mesh}: expected two dims with names, replicas and the ranks of each, as "
+            "in init_device_mesh(device, (2, 4), mesh_dim_names=('replicate', 'shard'))"
+        )
+    return mesh
 
 
 def _wants_two_dims(row: Strategy) -> bool:
@@ -228,10 +276,14 @@ def _corrupt(parameter: nn.Parameter, exchange: RankExchange) -> None:
         parameter.register_hook(lambda gradient: gradient + CORRUPTION)  # type: ignore[no-untyped-call]
 
 
+def _device() -> torch.device:
+    return own_device() if num_local_accelerators() else torch.device("cpu")
+
+
 @contextmanager
 def _own_random_numbers() -> Iterator[None]:
     """Restore torch's generators afterwards."""
-    device = own_device() if num_local_accelerators() else torch.device("cpu")
+    device = _device()
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type):
         yield

@@ -14,7 +14,7 @@ exchanges that with the ranks at its place in the other replicas, so nothing is 
 import logging
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple
 from functools import partial
 from typing import Any, cast
@@ -33,7 +33,7 @@ from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import Sharding, local_of, sharding_of
 from shardwise.transport.communicator import communicator
 
-__all__ = ["OuterOptimizer", "template_of"]
+__all__ = ["OuterOptimizer", "maker_of", "template_of"]
 
 logger = logging.getLogger("shardwise.outer")
 
@@ -54,7 +54,7 @@ class OuterOptimizer(Optimizer):
         self.outer = outer
         self.exchange = exchange
         self._runtime = runtime_of_root(model)
-        self._make = outer.optimizer or _DILOCO
+        self._make = maker_of(outer)
         parameters = [p for p in model.parameters() if p.requires_grad]
         template = template_of(outer)
         counts = {"local_steps": 0, "progress": [astuple(Progress())] * outer.fragments}
@@ -274,6 +274,11 @@ def _copy_of(parameter: Tensor) -> Tensor:
     return sharding.wrap(local_of(parameter).detach().clone().reshape(-1))
 
 
+def maker_of(outer: Outer) -> Callable[[list[Any]], Any]:
+    """What makes the outer optimizer of a list of parameters."""
+    return outer.optimizer or _DILOCO
+
+
 def template_of(outer: Outer) -> Optimizer:
     """The outer optimizer of a parameter, for its class and options."""
-    return (outer.optimizer or _DILOCO)([nn.Parameter(torch.zeros(1))])
+    return cast("Optimizer", maker_of(outer)([nn.Parameter(torch.zeros(1))]))

@@ -1,0 +1,143 @@
+"""Replicas that synchronize seldom, in one process: what `verify` compares `sw.Outer` with.
+
+Every rank trains all replicas, each a `Reference` on its own parts of the batches, and applies the
+outer optimizer to whole parameters: none of the code of `shardwise.outer` is used but for
+which parameters a fragment has.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import fsum
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from shardwise.diagnose.batches import Part
+from shardwise.diagnose.exchange import RankExchange
+from shardwise.diagnose.reference import Outcome, Reference, Training
+from shardwise.errors import PlanError
+from shardwise.outer.attach import outer_optimizer
+from shardwise.outer.fragments import fragments_of
+from shardwise.outer.optimizer import maker_of
+from shardwise.plan.outer import Outer
+from shardwise.runtime.module import FSDPModule, runtime_of_root
+from shardwise.tensor.mesh import DataParallelMesh
+
+__all__ = ["ReplicaTraining"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaTraining(Training):
+    """A sharded model is one of several replicas, along the first dim of ``mesh``."""
+
+    outer: Outer
+    mesh: DeviceMesh  # replicas, and the ranks of each
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        # Not super(): it does not work in a dataclass with slots.
+        optimizer = Training.optimizer(self, model)
+        if isinstance(model, FSDPModule):
+            outer_optimizer(model, optimizer, self.outer, group=self.mesh.get_group(0))
+        return optimizer
+
+    def check(self, steps: int, *, is_ours: bool) -> None:
+        """Raise a PlanError if it cannot be verified, or nothing is synchronized in these steps."""
+        if not is_ours:
+            raise PlanError("outer= is of this engine; verify another engine without it")
+        least = self.outer.every + self.outer.delay
+        if steps < least:
+            raise PlanError(
+                f"steps={steps}: with every={self.outer.every} and delay={self.outer.delay} all "
+                f"fragments are synchronized after step {least}; pass steps={least} or more"
+            )
+
+    def outcomes(
+        self,
+        model: nn.Module,
+        mesh: DataParallelMesh,
+        exchange: RankExchange,
+        batches: Sequence[Sequence[Part]],
+        *,
+        zeros: bool,
+    ) -> list[Outcome]:
+        """By step, those of the replica that this rank is in, with the mean loss of all replicas.
+
+        Args:
+            model: sharded; its units make the fragments.
+            mesh: all ranks.
+            exchange: all ranks.
+            batches: the parts of all ranks, by step.
+            zeros: see `Reference.train`.
+        """
+        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        fragments = [
+            [names[parameter] for parameter in fragment.parameters]
+            for fragment in fragments_of(runtime_of_root(model), self.outer)
+        ]
+        simulation = _Simulation(self, mesh, exchange, fragments)
+        own = self.mesh.get_local_rank(0)
+        return [
+            simulation.step(number, parts, zeros=zeros)[own]
+            for number, parts in enumerate(batches, start=1)
+        ]
+
+
+class _Simulation:
+    """All replicas in this process."""
+
+    def __init__(
+        self,
+        training: ReplicaTraining,
+        mesh: DataParallelMesh,
+        exchange: RankExchange,
+        fragments: Sequence[Sequence[str]],
+    ) -> None:
+        self._outer = training.outer
+        self._fragments = fragments
+        ranks = training.mesh.mesh.tolist()
+        self._parts = [[mesh.global_ranks.index(rank) for rank in own] for own in ranks]
+        self._replicas = [
+            Reference(training, mesh, exchange, num_parts=len(own)) for own in self._parts
+        ]
+        self._shared = {
+            name: nn.Parameter(value) for name, value in self._replicas[0].values().items()
+        }
+        make = maker_of(self._outer)
+        self._optimizers = [make([self._shared[name] for name in one]) for one in fragments]
+        self._differences: dict[str, Tensor] = {}  # means over replicas, that are not applied yet
+
+    def step(self, number: int, parts: Sequence[Part], *, zeros: bool) -> list[Outcome]:
+        """Step ``number``, the first being 1, of each replica, and what follows on it."""
+        outcomes = [
+            replica.step([parts[part] for part in own], zeros=zeros)
+            for replica, own in zip(self._replicas, self._parts, strict=True)
+        ]
+        if self._outer.delay:
+            self._apply(number)
+        self._take_differences(number)
+        if not self._outer.delay:
+            self._apply(number)
+        loss = fsum(one.loss for one in outcomes) / len(outcomes)
+        return [
+            replace(outcome, loss=loss, parameters=replica.values())
+            for outcome, replica in zip(outcomes, self._replicas, strict=True)
+        ]
+
+    @torch.no_grad()
+    def _take_differences(self, number: int) -> None:
+        for fragment in self._outer.sent_after(number):
+            for name in self._fragments[fragment]:
+                own = torch.stack([replica.parameters[name] for replica in self._replicas])
+                self._differences[name] = (self._shared[name] - own).mean(0)
+
+    def _apply(self, number: int) -> None:
+        for fragment in self._outer.applied_after(number):
+            for name in self._fragments[fragment]:
+                self._shared[name].grad = self._differences.pop(name)
+            self._optimizers[fragment].step()
+            for name in self._fragments[fragment]:
+                for replica in self._replicas:
+                    own, shared = replica.parameters[name].detach(), self._shared[name].detach()
+                    own.copy_(self._outer.mixing * own + (1 - self._outer.mixing) * shared)
