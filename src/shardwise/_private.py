@@ -1,7 +1,7 @@
-"""Every private name of torch that shardwise uses, with the reason why no public one will do.
+"""Every private name of torch that shardwise uses, with the reason why no public one suffices.
 
-A missing name fails here, at import, and not in the middle of a step. The few that have a public
-fallback are listed in `OPTIONAL`.
+A missing name raises here, at import, instead of in the middle of a step. The few names with a
+public fallback are listed in `OPTIONAL`.
 """
 
 import operator
@@ -120,7 +120,7 @@ OPTIONAL = ("torch.UntypedStorage._swap_data_ptr_",)  # new in 2.13; `resize_` d
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """Those of ``names``, each as "torch.a.b", that this version of torch does not have."""
+    """The ``names``, each given as "torch.a.b", that this version of torch does not have."""
     return [name for name in names if not _exists(name.removeprefix("torch."))]
 
 
@@ -135,24 +135,24 @@ def _exists(name: str) -> bool:
 if missing(REQUIRED):
     raise ImportError(
         f"shardwise needs {', '.join(missing(REQUIRED))}, which torch {torch.__version__} does not "
-        "have; install a version of torch that pyproject.toml of shardwise allows"
+        "have; install a version of torch that shardwise's pyproject.toml allows"
     )
 
 # -- tensors and storages ------------------------------------------------------------------------
 
 
 def new_dtensor(cls: Any, local: Tensor, spec: DTensorSpec, requires_grad: bool) -> Any:
-    """An object of ``cls``, a subclass of DTensor; ``DTensor.__new__`` is this for DTensor."""
+    """A new instance of ``cls``, a subclass of DTensor; ``DTensor.__new__`` only makes DTensors."""
     return torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)
 
 
 def strided_shard(dim: int, num_inner: int) -> Placement:
-    """A cut along ``dim`` of parts of the tensor, of which another mesh dim has ``num_inner``."""
+    """A cut along ``dim`` of each of the ``num_inner`` parts that another mesh dim makes."""
     return _StridedShard(dim, split_factor=num_inner)
 
 
 def is_strided_shard(placement: Placement) -> TypeGuard[_StridedShard]:
-    """Whether ``placement`` is one of `strided_shard`."""
+    """Whether ``placement`` was made by `strided_shard`."""
     return isinstance(placement, _StridedShard)
 
 
@@ -162,29 +162,29 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """The mesh of the dims of both, which are slices of one mesh.
+    """The mesh with the dims of both, which must be slices of one mesh.
 
     Raises:
-        RuntimeError: they are not.
+        RuntimeError: they are not slices of one mesh.
     """
     return DeviceMesh._concatenate([outer, inner])
 
 
 def flat_mesh(mesh: DeviceMesh, dims: Sequence[str]) -> DeviceMesh:
-    """``dims`` of ``mesh`` as one dim, with a process group of its own if they are several."""
+    """``dims`` of ``mesh`` flattened into one dim; several dims get a new process group."""
     return mesh[dims[0]] if len(dims) == 1 else mesh[tuple(dims)]._flatten("_".join(dims))
 
 
 def register_fully_shard(module: Any) -> None:
-    """Have torch's other composable functions, such as `replicate`, know a sharded module."""
-    # Imported here: it imports DDP, and programs of FSDP2 alone need it, which have it anyway.
+    """Let torch's other composable functions, such as `replicate`, recognize a sharded module."""
+    # Imported here because it imports DDP. Only FSDP2 programs need it, and they have imported DDP.
     from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem  # noqa: PLC0415
 
     vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 def use_foreach_for(kind: type[Tensor]) -> None:
-    """Have optimizers and clipping use ``foreach`` kernels for ``kind``, as for DTensors."""
+    """Make optimizers and clipping use ``foreach`` kernels for ``kind``, as for DTensors."""
     for kinds in (_in_optimizers, _in_clipping):
         kinds.append(kind)
 
@@ -196,9 +196,9 @@ def new_sharded_tensor(
     shape: Sequence[int],
     group: dist.ProcessGroup,
 ) -> TorchShardedTensor:
-    """torch's `ShardedTensor` of ``shards``, of which this rank has ``own``: ``local``.
+    """torch's `ShardedTensor` of ``shards``, of which this rank stores ``own`` in ``local``.
 
-    The public function exchanges what the shards are, for each tensor.
+    The public function exchanges the metadata of the shards between ranks for each tensor.
     """
     properties = TensorProperties(dtype=local.dtype)
     return TorchShardedTensor._init_from_local_shards_and_global_metadata(
@@ -211,7 +211,7 @@ def new_sharded_tensor(
 def mesh_without_groups(
     device_type: str, ranks: Tensor, names: tuple[str, ...] | None, own_rank: int
 ) -> DeviceMesh:
-    """A mesh that says where tensors are and that runs no collective."""
+    """A mesh that describes where tensors are but cannot run a collective."""
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=own_rank)
 
 
@@ -226,25 +226,28 @@ def swap_storages(one: torch.UntypedStorage, other: torch.UntypedStorage) -> Non
 
 
 def foreach_copy_(dsts: list[Tensor], srcs: list[Tensor]) -> None:
-    """Copy each of ``srcs`` to its place in ``dsts``, in one call of the host."""
+    """Copy each of ``srcs`` to the corresponding tensor in ``dsts``, in one call."""
     if dsts:
         torch._foreach_copy_(dsts, srcs)
 
 
 def foreach_norm(tensors: Sequence[Tensor], order: float) -> Sequence[Tensor]:
-    """The vector norm of each, in few kernels; `torch.nn.utils.get_total_norm` has the last one."""
+    """The vector norm of each tensor, in few kernels.
+
+    The public `torch.nn.utils.get_total_norm` returns only their total.
+    """
     norms: Sequence[Tensor] = torch._foreach_norm(list(tensors), order)
     return norms
 
 
 def num_storage_references(storage: torch.UntypedStorage) -> int:
-    """How many tensors and storages hold the memory; torch's CUDA graph pools ask the same way."""
+    """How many tensors and storages hold the memory, counted as in torch's CUDA graph pools."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
 
 
 def num_tensor_references(tensor: Tensor) -> int:
-    """How many references from C++ and Python a tensor has."""
+    """How many references a tensor has from C++ and Python."""
     count: int = tensor._use_count()  # type: ignore[attr-defined]
     return count
 
@@ -253,17 +256,17 @@ def num_tensor_references(tensor: Tensor) -> int:
 
 
 def current_graph_task() -> int:
-    """The number of autograd's graph task that this thread is in, or -1."""
+    """The number of the autograd graph task that this thread runs, or -1."""
     task: int = torch._C._current_graph_task_id()
     return task
 
 
-# A context in which no `TorchFunctionMode` sees a call; the public one leaves modes active.
+# A context that hides calls from every `TorchFunctionMode`; the public one leaves modes active.
 without_torch_functions = torch._C.DisableTorchFunction
 
 
 def run_backward(loss: Tensor) -> None:
-    """``loss.backward()``, also inside of a `TorchFunctionMode`, which that call would suspend."""
+    """``loss.backward()`` without suspending a `TorchFunctionMode`, as the method would."""
     Variable._execution_engine.run_backward(
         (loss,),
         (torch.ones_like(loss),),
@@ -276,7 +279,7 @@ def run_backward(loss: Tensor) -> None:
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
-    """Have ``callback`` called when the graph task of this thread ends."""
+    """Call ``callback`` when the graph task of this thread ends."""
     engine = Variable._execution_engine
     engine.queue_callback(callback)
 
@@ -291,28 +294,28 @@ def will_execute(node: Any) -> bool:
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether something, such as a checkpoint, changes what autograd saves."""
+    """Whether hooks, such as those of a checkpoint, change what autograd saves."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def is_transformed_by_functorch() -> bool:
-    """Whether `torch.func` transforms the code that runs, or forward-mode differentiation does."""
+    """Whether `torch.func` or forward-mode differentiation transforms the running code."""
     is_active: bool = torch._C._are_functorch_transforms_active()
     return is_active or forward_ad._current_level >= 0
 
 
 def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
-    """What was registered with `Tensor.register_hook`."""
+    """The hooks registered with `Tensor.register_hook`."""
     return list((tensor._backward_hooks or {}).values())
 
 
 def accumulated_gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]:
-    """What was registered with `Tensor.register_post_accumulate_grad_hook`."""
+    """The hooks registered with `Tensor.register_post_accumulate_grad_hook`."""
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def stage_backward(outputs: Any, gradients: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """The backward of a pipeline stage, to its parameters' ``.grad`` and its inputs."""
+    """Run the backward of a pipeline stage: fill its parameters' ``.grad``, return the inputs'."""
     of_inputs: tuple[Any, ...] = _stage_backwards().stage_backward(outputs, gradients, inputs)
     return of_inputs
 
@@ -320,23 +323,29 @@ def stage_backward(outputs: Any, gradients: Any, inputs: Sequence[Any]) -> tuple
 def stage_backward_input(
     outputs: Sequence[Tensor], gradients: Any, inputs: Sequence[Any], weights: Iterable[Tensor]
 ) -> tuple[tuple[Any, ...], list[dict[str, Any]]]:
-    """The first half of that: to its inputs; what the second half begins with, by ``weights``."""
-    halves = _stage_backwards().stage_backward_input(outputs, gradients, inputs, weights)
-    of_inputs, begins = halves
-    return of_inputs, begins
+    """Run the first half of a stage's backward.
 
-
-def stage_backward_weight(weights: Iterable[Tensor], begins: list[dict[str, Any]]) -> None:
-    """The second half: to ``.grad`` of ``weights``, without autograd's hooks of them.
-
-    It keeps the graph, which goes with ``begins``: a tied weight's part may pass through others.
+    Returns:
+        The gradients of the inputs, and, by ``weights``, the state that the second half starts
+        from.
     """
-    _stage_backwards().stage_backward_weight(weights, begins, retain_graph=True)
+    halves = _stage_backwards().stage_backward_input(outputs, gradients, inputs, weights)
+    of_inputs, states = halves
+    return of_inputs, states
+
+
+def stage_backward_weight(weights: Iterable[Tensor], states: list[dict[str, Any]]) -> None:
+    """Run the second half, which fills ``.grad`` of ``weights`` without calling their hooks.
+
+    The graph is kept until ``states`` is dropped, because the backward of a tied weight may pass
+    through the parts of others.
+    """
+    _stage_backwards().stage_backward_weight(weights, states, retain_graph=True)
 
 
 def _stage_backwards() -> Any:
-    # Here, as `torch.distributed.pipelining` takes long to import. Pipeline schedules have no
-    # public way to divide a backward.
+    # Imported here because `torch.distributed.pipelining` takes long to import. There is no public
+    # way to divide a backward.
     from torch.distributed.pipelining import _backward  # noqa: PLC0415
 
     return _backward
@@ -344,18 +353,18 @@ def _stage_backwards() -> Any:
 
 # -- compile and distributed ---------------------------------------------------------------------
 
-# `torch.compiler.disable` does what is done with it, but importing it takes seconds.
+# `torch.compiler.disable` is the public equivalent, but importing it takes seconds.
 eval_frame = torch._C._dynamo.eval_frame
 
 
 def default_store() -> Store:
-    """The store of the job; one of our own would need an address of its own."""
+    """The store of the job; a store of our own would need another address."""
     store: Store = distributed_c10d._get_default_store()
     return store
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """The timeout that ``group`` was made with, which has no public name; or else the default."""
+    """The timeout that ``group`` was created with, which has no public name, or the default."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
@@ -365,14 +374,14 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def scaled_sum(factor: float) -> Any:
-    """The ReduceOp that multiplies each rank's addend by ``factor``; it has no public maker."""
+    """The ReduceOp that sums the ranks' tensors times ``factor``; it has no public constructor."""
     return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
 def tensor_allocator(
     group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[int], Tensor] | None:
-    """What gives bytes that the backend of ``group`` has registered; None if nothing does."""
+    """The function that allocates bytes registered with the backend of ``group``, if it has one."""
     backend = group._get_backend(device)
     supports = getattr(backend, "supports_tensor_alloc", None)  # new in torch 2.8
     if supports is None or not supports(device):
@@ -387,20 +396,20 @@ def has_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> bool
 
 
 def symmetric_tensor(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """Bytes at one offset of one window on all ranks of ``group``, which call this together."""
-    # Private as a whole, and imported here because it compiles operators.
+    """Bytes at the same offset of a shared window on all ranks of ``group``; a collective."""
+    # The whole module is private. It is imported here because it compiles operators.
     from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415
 
     if symmetric.get_backend(device) != "NCCL":
         symmetric.set_backend("NCCL")
-    dist.barrier(group=group)  # a communicator must be there
+    dist.barrier(group=group)  # creates the communicator, which must exist
     made = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     symmetric.rendezvous(made, group)
     return made
 
 
 def _nccl_options(timeout: timedelta, *, without_kernels: bool) -> Any:
-    """Options of a communicator; ``without_kernels`` lets copy engines gather, where NCCL can."""
+    """Options of a communicator; ``without_kernels`` lets copy engines gather if NCCL can."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     policy = getattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO", None)
@@ -417,9 +426,9 @@ def new_registered_group(
     *,
     without_kernels: bool = False,
 ) -> dist.ProcessGroup:
-    """A process group of ``ranks`` of the job, made by these alone.
+    """A process group of ``ranks`` of the job; only these ranks call this.
 
-    The public function names groups by a count, which differs between ranks.
+    The public function names groups by a counter, which would differ between ranks.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -442,9 +451,9 @@ def new_registered_group(
 def new_nccl_group(
     ranks: Sequence[int], name: str, timeout: timedelta, *, without_kernels: bool = False
 ) -> dist.ProcessGroup:
-    """NCCL between some ranks of a job that is bound to devices.
+    """An NCCL group of some ranks of a job that is bound to devices.
 
-    The public function splits the communicator of the job, for which it needs all of its ranks.
+    The public function splits the communicator of the job, which requires all of its ranks.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -460,5 +469,5 @@ def new_nccl_group(
     backend = dist.ProcessGroupNCCL(store, own, len(ranks), options)
     group._register_backend(world.bound_device_id, kind, backend)
     group._set_group_name(options.group_name)
-    _register_process_group(options.group_name, group)  # `symm_mem` asks by name
+    _register_process_group(options.group_name, group)  # `symm_mem` looks it up by name
     return group

@@ -70,36 +70,37 @@ def fully_shard(
     on_different_values: Literal["error", "warn"] = "error",
     dp_mesh_dims: Any = None,
 ) -> M:
-    """Shard ``module`` over the ranks of ``mesh``; returns the same object.
+    """Shard ``module`` over the ranks of ``mesh`` and return the same object.
 
-    Its parameters are DTensors from then on. Names and ties stay as they are, and an optimizer that
-    was built before steps them, too. A unit is gathered just before it computes and freed right
-    after, in forward and backward. Call it once with ``units``, or as in FSDP2 once for each block
-    and then for the root.
+    Its parameters become DTensors. Names and ties stay as they are, and an optimizer built before
+    the call steps the sharded parameters. Each unit is gathered just before it computes and freed
+    right after, in forward and backward. Call this function once with ``units``, or, as in FSDP2,
+    once for each block and then for the root.
 
     Args:
         module: the model, with the same values on every rank, or on the meta device; or a list of
             modules, each of which becomes a unit of its own.
-        mesh: one-dimensional; None for all ranks (this process alone without a process group).
-            Two-dimensional, (outer, inner), for strategies over two axes.
-        strategy: what is sharded over which mesh: a row of `plan.strategy.PRESETS` by its name, or
-            a `Strategy` of your own. None is ``"fsdp"``, and ``"hsdp"`` on a two-dimensional mesh.
+        mesh: a one-dimensional mesh, or a two-dimensional one, (outer, inner), for strategies over
+            two axes. None uses all ranks, or this process alone without a process group.
+        strategy: what is sharded over which mesh axis: the name of a row of
+            `plan.strategy.PRESETS`, or a `Strategy` of your own. None is ``"fsdp"``, and ``"hsdp"``
+            on a two-dimensional mesh.
         units: a module class or its name, a set of them, ``"auto"`` (the repeated blocks), a size
             in parameters, or a policy ``(module, recurse, nonwrapped_numel) -> bool``.
         prefetch: how many units to gather ahead of the one that computes.
         reshard_after_forward: free units after forward and gather them again for backward. None
-            does so for all units but the root. With a number k each rank keeps 1/k of a unit after
+            does so for all units but the root. With a number k, each rank keeps 1/k of a unit after
             forward, so that groups of k neighboring ranks gather it among themselves.
-        sharding_factor: instead of a two-dimensional mesh: how many neighboring ranks share one
-            copy of the model; it divides the number of ranks.
+        sharding_factor: replaces a two-dimensional mesh: how many neighboring ranks share one copy
+            of the model. It must divide the number of ranks.
         granularity: where a parameter may be cut between ranks: ``"element"`` (anywhere),
             ``"row"`` (between slices along dim 0), `sw.block(n)` (between blocks of n rows),
             ``"tensor"`` (nowhere) or ``"dim"`` (as in FSDP2: each rank has a chunk of dim 0 of
-            every parameter, in the sizes of `torch.chunk`, in DTensors with ``Shard(0)``; it costs
-            one more copy of a unit in each gather and in each reduction). Pass one for all
-            parameters, a mapping from patterns of names (as in fnmatch; the first match decides),
-            or a function of name and shape; parameters that these leave out are cut by element.
-            The choice of an earlier call for a block is kept. A warning names costly padding.
+            every parameter, as cut by `torch.chunk`, in a DTensor with ``Shard(0)``; this costs one
+            more copy of a unit in each gather and each reduction). Pass one value for all
+            parameters, a mapping from fnmatch patterns of names (the first match decides), or a
+            function of name and shape; parameters that these leave out are cut by element. The
+            choice of an earlier call for a block is kept. A warning reports costly padding.
         mp_policy: the dtypes of gathers, compute, reductions and shards. Without one, only
             trainable parameters in bfloat16 or float16 get float32 shards ("masters").
         offload_policy: ``sw.CPUOffloadPolicy()`` keeps shards, their gradients and the optimizer
@@ -107,25 +108,25 @@ def fully_shard(
         wire: ``sw.Wire(gather="int8", reduce="int4")`` quantizes gathered parameters and reduced
             gradients while they travel between ranks.
         unused: the gradient of a parameter that no rank used in a step: ``"none"`` leaves it None,
-            as one process would; ``"zeros"`` fills it with zeros, and saves a small exchange
-            between ranks. ``"error"`` raises a `StepError` on every rank, at the end of backward,
-            if a rank computed no gradient for a parameter; it names the rank and the parameter.
+            as one process would; ``"zeros"`` fills it with zeros and saves a small exchange
+            between ranks. ``"error"`` raises a `StepError` on every rank at the end of backward
+            if any rank computed no gradient for a parameter; the message names both.
         init: how to initialize a model on the meta device; the values do not depend on the number
-            of ranks. Units are materialized, initialized and sharded one after the other, so the
-            peak of memory is the shards and one unit. With ``units``, None is
-            ``Initialization(seed=0)``. Without ``units``, None does as FSDP2: a module on the meta
-            device is sharded when it gets storage, by ``to_empty``, or by
-            ``load_state_dict(assign=True)`` and the first forward after it.
+            of ranks. Units are materialized, initialized and sharded one after the other, so peak
+            memory is the shards and one unit. With ``units``, None is ``Initialization(seed=0)``.
+            Without ``units``, None behaves as in FSDP2: a module on the meta device is sharded
+            when it gets storage, by ``to_empty``, or by ``load_state_dict(assign=True)`` and the
+            first forward after it.
         ignored_params: parameters of ``module`` to leave alone: they stay whole, and their
             gradients are not reduced. As in FSDP2, a call for an enclosing module must name them
             again.
-        shard_placement_fn: as in FSDP2. A parameter for which it returns ``Shard(dim)`` is cut
-            along that dim, as with "dim"; one for which it returns None as ``granularity`` says.
-        on_different_values: ``"error"`` refuses parameters whose values differ between ranks (from
-            different seeds, for example; the shards would not be those of any one model) and
-            parameters that were added after sharding. ``"warn"`` accepts both, as FSDP2 does.
-        dp_mesh_dims: as in FSDP2, a `DataParallelMeshDims`: the dims of ``mesh`` to shard over, and
-            those to replicate over. Parameters are then DTensors on the whole ``mesh``.
+        shard_placement_fn: as in FSDP2. If it returns ``Shard(dim)`` for a parameter, the parameter
+            is cut along that dim, as with "dim"; if it returns None, ``granularity`` applies.
+        on_different_values: ``"error"`` refuses parameters whose values differ between ranks (for
+            example from different seeds; the shards would not form one model) and parameters that
+            were added after sharding. ``"warn"`` warns of both and continues; FSDP2 accepts both.
+        dp_mesh_dims: as in FSDP2, a `DataParallelMeshDims`: the dims of ``mesh`` to shard over and
+            to replicate over. Parameters are then DTensors on the whole ``mesh``.
 
     Raises:
         PlanError: the arguments do not fit the model or each other.
@@ -160,14 +161,14 @@ def fully_shard(
         init=init,
         ignored_params=ignored_params or (),
     )
-    for one in module if isinstance(module, Sequence) else (module,):
-        _check_module(one)
-        if init is not None or not is_deferred(one, ignored_params or ()):
-            _shard_now(shard, one)
+    for each in module if isinstance(module, Sequence) else (module,):
+        _check_module(each)
+        if init is not None or not is_deferred(each, ignored_params or ()):
+            _shard_now(shard, each)
         elif units is None:
-            shard(one, later=partial(_shard_now, shard, one))
+            shard(each, later=partial(_shard_now, shard, each))
         else:
-            _shard_now(partial(shard, init=Initialization()), one)
+            _shard_now(partial(shard, init=Initialization()), each)
     return module
 
 
@@ -190,7 +191,7 @@ def _check_module(module: object) -> None:
         raise PlanError(f"{module._get_name()} is sharded already; shard the root last and once")
     if torch.is_inference_mode_enabled():
         raise PlanError(
-            "fully_shard was called under torch.inference_mode, where no tensor can be trained "
+            "fully_shard was called under torch.inference_mode, whose tensors cannot be trained "
             "later; shard the model outside it"
         )
     check_is_unit(module, "")
@@ -216,18 +217,21 @@ def _shard(
     ignored_params: Collection[nn.Parameter],
     later: Callable[[], None] | None = None,
 ) -> None:
-    """Plan one module and shard it, or have ``later`` called when it has storage."""
+    """Plan one module and shard it. If ``later`` is given, call that once the module has storage.
+
+    ``later`` is for a module on the meta device.
+    """
     restore_ties(module)
-    apart = _sharded_apart(module, mesh)
-    if apart and on_different_values == "error":
-        raise _refusal_of_apart(apart, mesh)
-    ignored_params = [*ignored_params, *(p for one in apart.values() for p in one.parameters())]
+    separate = _separate_models(module, mesh)
+    if separate and on_different_values == "error":
+        raise _different_ranks_error(separate, mesh)
+    ignored_params = [*ignored_params, *(p for m in separate.values() for p in m.parameters())]
     check_tensor_parallel(module, mesh, ignored_params)
     if place is not None or any(map(is_tensor_parallel, module.parameters())):
         granularity = _placed(module, place, Granularizer(granularity))
     check_not_renormalized(module, ignored_params)
     _check_init(module, init, ignored_params)
-    manual = _sharded_before(module, apart, mesh)
+    manual = _sharded_before(module, separate, mesh)
     own_meshes = {
         name: handle_of(module.get_submodule(name)).mesh
         for name, choice in manual.items()
@@ -265,7 +269,7 @@ def _shard(
         choice = manual.get(unit.name, inner if index else own)
         unit_module = module.get_submodule(unit.name)
         mark(unit_module, Handle(runtime, index, choice), saving_methods(unit_module))
-    apply_precision(module, mp_policy, settled=[*manual, *apart])
+    apply_precision(module, mp_policy, settled=[*manual, *separate])
     fused_wgrad.replace_layers(module)
     runtime.watch_structure(module, warns=on_different_values == "warn")
 
@@ -299,7 +303,7 @@ def _build(
         own_meshes,
     )
     if materializer is not None:
-        materializer.take_back()
+        materializer.free_last_unit()
         check_same_sums(materializer.checksums, mesh)
     runtime.rebuild = partial(
         _build,
@@ -314,7 +318,7 @@ def _build(
 
 
 def _offloaded_from(root: nn.Module) -> torch.device | None:
-    """The device of units in ``root`` that were sharded before, with their shards on the host."""
+    """The compute device of earlier sharded units in ``root`` whose shards are on the host."""
     handles = (module.__dict__.get(HANDLE) for module in root.modules())
     devices = (
         handle.runtime.pools.device
@@ -327,9 +331,9 @@ def _offloaded_from(root: nn.Module) -> torch.device | None:
 def _placed(
     root: nn.Module, place: Callable[[nn.Parameter], Any] | None, otherwise: Granularizer
 ) -> Callable[[str, tuple[int, ...]], Granularity]:
-    """What FSDP2's ``shard_placement_fn`` says of each parameter, by name.
+    """The granularity of each parameter by name, from FSDP2's ``shard_placement_fn``.
 
-    Those with tensor parallelism are cut by "dim" in any case.
+    Tensor-parallel parameters are always cut by "dim".
     """
     chosen: dict[str, Granularity] = {}
     for name, parameter in named_parameters(root, remove_duplicate=False):
@@ -356,9 +360,9 @@ def _names_of(root: nn.Module, parameters: Collection[nn.Parameter]) -> set[str]
 
 
 def _specs_before(root: nn.Module) -> dict[str, ParameterSpec]:
-    """What was planned for parameters that are sharded already."""
+    """The specs of parameters that earlier calls have sharded."""
     shardings = {name: sharding_of(p) for name, p in named_parameters(root)}
-    return {name: one.extent.parameter for name, one in shardings.items() if one is not None}
+    return {name: s.extent.parameter for name, s in shardings.items() if s is not None}
 
 
 def _warn_of_padding(plan: Plan, mesh: DataParallelMesh) -> None:
@@ -367,10 +371,11 @@ def _warn_of_padding(plan: Plan, mesh: DataParallelMesh) -> None:
         warnings.warn(f"granularity costs padding\n{report}", stacklevel=5)
 
 
-def _sharded_apart(root: nn.Module, mesh: DataParallelMesh) -> dict[str, nn.Module]:
-    """Modules inside ``root`` that were sharded over other ranks, and stay models of their own.
+def _separate_models(root: nn.Module, mesh: DataParallelMesh) -> dict[str, nn.Module]:
+    """Modules inside ``root`` that were sharded over other ranks and remain separate models.
 
-    Those with a divisor of gradients become units of this model if their ranks are some of its.
+    A module with a gradient divisor becomes a unit of this model instead if its ranks are a subset
+    of the model's.
     """
     ranks = set(mesh.global_ranks)
     others = {
@@ -389,28 +394,28 @@ def _sharded_apart(root: nn.Module, mesh: DataParallelMesh) -> dict[str, nn.Modu
     return {name: root.get_submodule(name) for name in names}
 
 
-def _refusal_of_apart(apart: Mapping[str, nn.Module], mesh: DataParallelMesh) -> PlanError:
-    name, module = next(iter(apart.items()))
+def _different_ranks_error(separate: Mapping[str, nn.Module], mesh: DataParallelMesh) -> PlanError:
+    name, module = next(iter(separate.items()))
     inner, outer = sorted(handle_of(module).runtime.mesh.global_ranks), sorted(mesh.global_ranks)
     return PlanError(
         f"{name} is sharded over ranks {inner} and the module around it over {outer}, so its "
         "gradients would be averaged over its own ranks alone; pass the same mesh for both, or, "
-        f"for experts, call {name}.set_gradient_divide_factor(...) first with the number of ranks "
-        "whose tokens they get"
+        f"for experts, first call {name}.set_gradient_divide_factor(...) with the number of ranks "
+        "whose tokens the experts get"
     )
 
 
 def _sharded_before(
-    root: nn.Module, apart: Mapping[str, nn.Module], mesh: DataParallelMesh
+    root: nn.Module, separate: Mapping[str, nn.Module], mesh: DataParallelMesh
 ) -> dict[str, UnitChoice]:
-    """Units that were made one by one, as in FSDP2, and what was chosen for each."""
-    handles = {name: one for name, one in _handles_in(root).items() if name not in apart}
+    """Units that earlier calls have sharded, as in FSDP2, with the options chosen for each."""
+    handles = {name: h for name, h in _handles_in(root).items() if name not in separate}
     for name, handle in handles.items():
         if handle.runtime.gave_values:
             raise PlanError(
-                f"{name} was initialised on its own, by the names inside it, so that blocks of one "
-                "kind have the same values; shard a model on the meta device with one call, as in "
-                "sw.fully_shard(model, units=Block)"
+                f"{name} was initialized on its own, from the names inside it, so blocks of the "
+                "same class have the same values; shard a model on the meta device with one call, "
+                "as in sw.fully_shard(model, units=Block)"
             )
     return {name: _choice_within(mesh, name, handle) for name, handle in handles.items()}
 
@@ -425,14 +430,14 @@ def _handles_in(root: nn.Module) -> dict[str, Handle]:
 
 
 def _choice_within(mesh: DataParallelMesh, name: str, handle: Handle) -> UnitChoice:
-    """What was chosen for the unit ``name`` of a model over ``mesh``, its own ranks included."""
+    """The options chosen for the unit ``name``; with its own ranks if they differ from ``mesh``."""
     own, choice = handle.mesh, handle.choice
     if set(own.global_ranks) == set(mesh.global_ranks):
         return choice
     if handle.unit.settings.gradient_divisor is None:
         raise PlanError(
-            f"{name} is a unit inside one with ranks and a divisor of its own; call "
-            "set_gradient_divide_factor on it, too, before fully_shard of the module around both"
+            f"{name} is a unit inside one with ranks and a divisor of its own; also call "
+            "set_gradient_divide_factor on it before fully_shard of the module around both"
         )
     strategy = handle.runtime.plan.strategy if choice.ranks is None else choice.ranks.strategy
     return replace(choice, ranks=UnitRanks(strategy, own.size, own.column.size))
@@ -441,7 +446,7 @@ def _choice_within(mesh: DataParallelMesh, name: str, handle: Handle) -> UnitCho
 def _check_init(
     module: nn.Module, init: Initialization | None, ignored: Collection[nn.Parameter]
 ) -> None:
-    """Refuse to initialize a model that has values."""
+    """Raise PlanError if ``init`` is given for a model that already has values."""
     if not is_on_meta(module, ignored) and init is not None:
         raise PlanError(
             "init=... is for a model on the meta device, and this one has values; to replace them, "

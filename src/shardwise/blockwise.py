@@ -1,13 +1,13 @@
-"""Block-wise quantization: numbers in 4 or 8 bits, with a scale for every block of them.
+"""Block-wise quantization: numbers in 4 or 8 bits, with one scale per block.
 
-n numbers are encoded in bytes: a scale for each block, in single precision, then the codes. Blocks
-begin at the first number; the last one may be shorter::
+n numbers are encoded as bytes: first a scale in single precision for each block, then the codes.
+Blocks begin at the first number; the last block may be shorter::
 
     600 numbers in blocks of 256, int8    | 3 scales | 256 codes | 256 codes | 88 codes |
                                           |  12 B    |            600 B                 |
 
 ====================  ============================================  ===================
-a number x of a block whose largest one is m                        largest error
+format                code of x; m is the largest |x| of its block  largest error
 ------------------------------------------------------------------  -------------------
 ``int8``              round(127 x / m)                              m / 254
 ``int4``              round(7 x / m), two in a byte                 m / 14
@@ -16,10 +16,10 @@ a number x of a block whose largest one is m                        largest erro
 ``dynamic_unsigned``  the nearest of 256 numbers in [0, 1] to x/m   m * 0.0036
 ====================  ============================================  ===================
 
-Zero stays zero. A block with an infinity or a NaN becomes NaN as a whole, so neither gets lost.
+Zero stays zero. A block with an infinity or a NaN becomes all NaN, so neither is lost.
 
-Sources: integers as in ZeRO++ (Wang et al., 2023, arXiv 2306.10209), dynamic ones as in 8-bit
-Optimizers via Block-wise Quantization (Dettmers et al., 2021, arXiv 2110.02861), section 2.
+Sources: the integer formats follow ZeRO++ (Wang et al., 2023, arXiv 2306.10209); the dynamic ones
+8-bit Optimizers via Block-wise Quantization (Dettmers et al., 2021, arXiv 2110.02861), section 2.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,22 +32,22 @@ from torch import Tensor
 __all__ = ["FORMATS", "Blocks", "dynamic_codebook"]
 
 _SCALE_BYTES = 4
-# Elements that are encoded at a time: as many as stay in a processor's cache, and on an accelerator
-# so many that their float32 copies are small beside a unit.
+# Elements encoded at a time. On a CPU, they fit in the processor's cache. On an accelerator, their
+# float32 copies are small compared to a unit.
 _PIECE, _DEVICE_PIECE = 1 << 17, 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class _Format:
     bits: int
-    largest: float  # what the largest number of a block becomes
-    to_codes: Callable[[Tensor], Tensor]  # of numbers up to `largest`: uint8, one in each
+    largest: float  # the scaled value of the largest number of a block
+    to_codes: Callable[[Tensor], Tensor]  # from scaled numbers to codes, one per uint8
     to_numbers: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How numbers are quantized: in one of ``FORMATS``, in blocks of ``size`` numbers."""
+    """A way to quantize numbers: in one of ``FORMATS``, in blocks of ``size`` numbers."""
 
     format: str
     size: int  # even
@@ -56,27 +56,27 @@ class Blocks:
         return -(-num_elements // self.size)
 
     def num_bytes(self, num_elements: int) -> int:
-        """Of so many numbers when they are encoded; a multiple of 4."""
+        """The size of ``num_elements`` encoded numbers, a multiple of 4."""
         codes = -(-num_elements * FORMATS[self.format].bits // 8)
         return -(-codes // _SCALE_BYTES) * _SCALE_BYTES + _SCALE_BYTES * self.num_blocks(
             num_elements
         )
 
     def encode(self, numbers: Tensor, encoded: Tensor) -> None:
-        """Write ``numbers`` [..., n], of any floating dtype, to ``encoded`` [..., B], uint8."""
+        """Encode ``numbers`` [..., n], of any floating dtype, into ``encoded`` [..., B], uint8."""
         for piece, scales, codes in self._pieces(numbers, encoded):
             quantized, found = self.quantize(piece)
             scales.copy_(found)
             codes.copy_(_packed(quantized) if self._is_packed else quantized)
 
     def decode(self, encoded: Tensor, numbers: Tensor) -> None:
-        """Write the numbers that ``encoded`` [..., B] stands for to ``numbers`` [..., n]."""
+        """Decode ``encoded`` [..., B] into ``numbers`` [..., n]."""
         for piece, scales, codes in self._pieces(numbers, encoded):
             quantized = _unpacked(codes, piece.shape[-1]) if self._is_packed else codes
             piece.copy_(self.dequantize(quantized, scales))
 
     def quantize(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """The codes [..., n] of ``numbers`` [..., n], uint8, and the scales of their blocks."""
+        """The codes of ``numbers``, [..., n], uint8, and the scales of their blocks."""
         kind = FORMATS[self.format]
         blocks = _in_blocks(numbers.float(), self.size)
         scales = blocks.abs().amax(-1) / kind.largest
@@ -85,7 +85,7 @@ class Blocks:
         return codes.flatten(-2)[..., : numbers.shape[-1]], scales
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """The numbers [..., n], float32, of `quantize`."""
+        """The numbers, [..., n], float32, from the codes and scales of `quantize`."""
         blocks = _in_blocks(codes, self.size)
         numbers = FORMATS[self.format].to_numbers(blocks) * scales.unsqueeze(-1)
         return numbers.flatten(-2)[..., : codes.shape[-1]]
@@ -95,7 +95,7 @@ class Blocks:
         return FORMATS[self.format].bits == 4  # noqa: PLR2004 - two in a byte
 
     def _pieces(self, numbers: Tensor, encoded: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Numbers, their scales and their codes, some whole blocks at a time."""
+        """Views of the numbers, their scales and their codes, for some whole blocks at a time."""
         n = numbers.shape[-1]
         num_rows = max(1, numbers.numel() // max(1, n))
         at_once = _PIECE if numbers.device.type == "cpu" else _DEVICE_PIECE
@@ -157,17 +157,18 @@ def _from_codebook(*, signed: bool) -> Callable[[Tensor], Tensor]:
 
 @cache
 def dynamic_codebook(*, signed: bool) -> tuple[float, ...]:
-    """The 256 numbers of dynamic quantization, in order.
+    """The 256 numbers of dynamic quantization, in ascending order.
 
-    In a byte, a run of zeros is a power of ten, a one ends it, and the bits that are left are a
-    linear fraction from 0.1 to 1; with a sign, they are one fewer. 0 and 1 are numbers, too.
+    In a byte, the number of leading zeros is the power of ten and a one ends them. The remaining
+    bits are a linear fraction from 0.1 to 1, with one bit fewer if there is a sign. 0 and 1 are
+    also in the codebook.
     """
     numbers = [0.0, 1.0]
     for zeros in range(7):
-        count = 1 << (6 - zeros if signed else 7 - zeros)  # fractions that the bits left can tell
+        count = 1 << (6 - zeros if signed else 7 - zeros)  # fractions in the remaining bits
         width = 0.9 / count
         middles = [10.0**-zeros * (0.1 + width * (i + 0.5)) for i in range(count)]
-        numbers += middles + ([-one for one in middles] if signed else [])
+        numbers += middles + ([-middle for middle in middles] if signed else [])
     return tuple(sorted(numbers))
 
 

@@ -1,4 +1,4 @@
-"""Everything that shardwise raises, as one tree.
+"""The exceptions of shardwise, as one tree.
 
 ::
 
@@ -7,8 +7,8 @@
     │   └── NotMaterialized(RuntimeError)    parameters are still on the meta device
     ├── ShardedTensorError(RuntimeError) an operation that a shard alone cannot answer
     ├── CheckpointError(RuntimeError)    a checkpoint that cannot be written, read or used
-    │   ├── CheckpointDamaged            its bytes are not those that were saved
-    │   └── CheckpointNotFound           there is no complete one at the path
+    │   ├── CheckpointDamaged            its bytes differ from those that were saved
+    │   └── CheckpointNotFound           the path has no complete checkpoint
     ├── ConfigError(ValueError)          a configuration or command line that cannot be run
     │   └── PackageMissing(ImportError)  an optional dependency is not installed
     ├── RankError(RuntimeError)          a rank that this process started raised or died
@@ -16,7 +16,7 @@
         ├── RanksDiverged                ranks wait for different things
         ├── PeerAborted                  another rank raised; its message is in this one
         └── PeerLost                     another rank is gone or its connection broke
-            └── PeerSilent               its process gives no sign of life, and may come back
+            └── PeerSilent               another rank's process is silent, and may come back
 """
 
 from importlib.util import find_spec
@@ -45,26 +45,27 @@ class ShardwiseError(Exception):
 
 
 class PlanError(ShardwiseError, ValueError):
-    """A model, a wrap choice, a strategy or a mesh that do not fit together."""
+    """The model, units, strategy or mesh do not fit together."""
 
 
 class NotMaterialized(PlanError, RuntimeError):
-    """Parameters are still on the meta device; a program may catch FSDP2's RuntimeError."""
+    """Parameters are still on the meta device; a RuntimeError, as in FSDP2."""
 
 
 class ShardedTensorError(ShardwiseError, RuntimeError):
-    """An operation on a sharded parameter that no rank can answer from its shard.
+    """An operation on a sharded parameter that no rank can compute from its shard alone.
 
-    Not a TypeError: Python's operators would swallow it and say "unsupported operand type(s)".
+    This is not a TypeError, because Python's operators would swallow one and report
+    "unsupported operand type(s)".
     """
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
-    """A checkpoint that cannot be written, read or used; what it is for goes on as it was."""
+    """A checkpoint cannot be written, read or used. A failed save leaves the model unchanged."""
 
 
 class CheckpointDamaged(CheckpointError):
-    """Bytes of a checkpoint are missing, foreign, or not those that were saved."""
+    """Bytes of a checkpoint are missing or differ from those that were saved."""
 
 
 class CheckpointNotFound(CheckpointError):
@@ -72,7 +73,7 @@ class CheckpointNotFound(CheckpointError):
 
 
 class ConfigError(ShardwiseError, ValueError):
-    """A configuration or a command line that cannot be run; one line that names the key."""
+    """A configuration or command line cannot be run; the message is one line and names the key."""
 
 
 class PackageMissing(ConfigError, ImportError):
@@ -80,7 +81,7 @@ class PackageMissing(ConfigError, ImportError):
 
     @classmethod
     def check(cls, package: str, *, extra: str, needed_for: str) -> None:
-        """Raise this error unless ``package`` is installed; it is not imported."""
+        """Raise this error unless ``package`` is installed, without importing it."""
         if find_spec(package) is None:
             raise cls(f"{needed_for}: {package} is not installed; pip install 'shardwise[{extra}]'")
 
@@ -90,7 +91,7 @@ class RankError(ShardwiseError, RuntimeError):
 
 
 class StepError(ShardwiseError, RuntimeError):
-    """A step ended early, on every rank; the model is usable and the next step may begin."""
+    """A step ended early on every rank; the model stays usable and the next step may begin."""
 
 
 class RanksDiverged(StepError):
@@ -106,4 +107,4 @@ class PeerLost(StepError):
 
 
 class PeerSilent(PeerLost):
-    """Another rank's process gives no sign of life; if it comes back, so does the group."""
+    """Another rank's process is silent; if it comes back, the process group works again."""

@@ -1,16 +1,17 @@
-"""A stage of a pipeline, for the schedules of `torch.distributed.pipelining`.
+"""A pipeline stage with a sharded module, for the schedules of `torch.distributed.pipelining`.
 
-A step of a schedule is several micro-batches. With torch's own stage, a sharded module gathers its
-units and reduces its gradients for each of them, and with zero-bubble schedules, which ask for the
-gradients of ``submod.parameters()``, gets none: those are shards, which no forward has used. Here::
+A step of a schedule has several micro-batches. With torch's own stage, a sharded module gathers its
+units and reduces its gradients for each micro-batch. Zero-bubble schedules do not work at all: they
+ask for the gradients of ``submod.parameters()``, which are shards that no forward has used. With
+this stage::
 
     first forward of a unit       gather it; it stays gathered
-    backward, for inputs          gradients of the stage's inputs alone
-    backward, for weights         gradients of the gathered parameters; they add up, whole
+    backward, for inputs          compute only the gradients of the stage's inputs
+    backward, for weights         add to the whole gradients of the gathered parameters
     the last backward             reduce and free each unit as soon as it is complete
-    end of the step               reduce and free what is left: with zero-bubble schedules, all
+    end of the step               reduce and free the remaining units (zero-bubble: all units)
 
-So a step holds a stage's parameters and gradients whole, as ``strategy="zero2"`` does.
+A step therefore holds a stage's parameters and gradients whole, as with ``strategy="zero2"``.
 """
 
 import contextlib
@@ -30,18 +31,20 @@ __all__ = ["PipelineStage"]
 
 
 class PipelineStage(pipelining.PipelineStage):
-    """torch's `PipelineStage`; if its module is sharded, with one gather and reduction per step.
+    """torch's `PipelineStage`, with one gather and one reduction per step for a sharded module.
 
-    Takes the arguments of torch's. Its module is sharded whole, by `fully_shard` of the module
-    itself, over the ranks that hold the same stage.
+    It takes the same arguments as torch's class. Call `fully_shard` on the stage's module itself,
+    over the ranks that hold the same stage.
     """
 
     @property
     def _schedulers(self) -> list[Scheduler]:
-        """What runs the module, and models of their own inside it; nothing if it is not sharded.
+        """The schedulers of the module and of separately sharded models inside it.
+
+        Empty if the module is not sharded.
 
         Raises:
-            PlanError: only modules inside it are sharded.
+            PlanError: only modules inside the stage's module are sharded.
         """
         if isinstance(self.submod, FSDPModule):
             runtime_of_root(self.submod)
@@ -50,7 +53,7 @@ class PipelineStage(pipelining.PipelineStage):
             if isinstance(module, FSDPModule):
                 raise PlanError(
                     f"stage {self.stage_index}: {name} is sharded and {type(self.submod).__name__} "
-                    "around it is not; call fully_shard on the stage's module, too"
+                    "around it is not; also call fully_shard on the stage's module"
                 )
         return []
 
@@ -61,7 +64,8 @@ class PipelineStage(pipelining.PipelineStage):
             if scheduler.steps_in_backward:
                 raise PlanError(
                     f"stage {self.stage_index}: sw.optimizer_in_backward would step before the "
-                    "schedule divides gradients by the number of micro-batches; step after it"
+                    "schedule divides gradients by the number of micro-batches; call "
+                    "optimizer.step() after the schedule's step instead"
                 )
             if scheduler.sequencer.holds_gradients:
                 scheduler.abandon(StepError("the last step of the pipeline did not reach its end"))
@@ -74,7 +78,7 @@ class PipelineStage(pipelining.PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """The forward of one micro-batch."""
+        """Run the forward of one micro-batch."""
         output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         if not self.has_backward and fwd_chunk_id + 1 == len(self.args_recv_info):
             self._end_step()
@@ -87,7 +91,7 @@ class PipelineStage(pipelining.PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """The backward of one micro-batch, or the half of it to the inputs."""
+        """Run the backward of one micro-batch, or only the half that reaches the inputs."""
         if self.has_backward and not full_backward:
             self._is_divisible = _all_reach(*self.fwd_cache[bwd_chunk_id])
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -95,7 +99,7 @@ class PipelineStage(pipelining.PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
-        """A backward of one micro-batch, or one of its halves."""
+        """Run the backward of one micro-batch, or one of its halves."""
         schedulers = self._schedulers
         if not schedulers:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
@@ -113,16 +117,16 @@ class PipelineStage(pipelining.PipelineStage):
             self._accumulate(False)
         if backward_type == "input" and self.is_last:
             (outputs,) = outputs  # the loss
-        # Nothing is left for the second half.
+        # There is nothing left for the second half to do.
         return _private.stage_backward(outputs, gradients, inputs), []
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """End a step, and divide its gradients."""
+        """End a step and divide its gradients."""
         self._end_step()
         super().scale_grads(grad_scale_factor)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """End a step, and divide its gradients."""
+        """End a step and divide its gradients."""
         if self._schedulers:
             self.scale_grads(grad_scale_factor)
         else:
@@ -134,7 +138,7 @@ class PipelineStage(pipelining.PipelineStage):
             scheduler.finish_accumulation()
 
     def _accumulate(self, accumulates: bool) -> None:
-        """Whether units stay gathered and gradients whole."""
+        """Set whether units stay gathered and gradients stay whole after a backward."""
         if isinstance(self.submod, FSDPModule):
             self.submod.set_reshard_after_forward(False)
             self.submod.set_reshard_after_backward(not accumulates)
@@ -142,7 +146,7 @@ class PipelineStage(pipelining.PipelineStage):
 
 
 def _trained(schedulers: Iterable[Scheduler]) -> Iterator[nn.Parameter]:
-    """The parameters that forward computed with: those of the modules while they are gathered."""
+    """The gathered, trainable parameters, which forward computed with."""
     units = (unit for scheduler in schedulers for unit in scheduler.units)
     for unit in units:
         for gradients in unit.gradients:
@@ -154,8 +158,9 @@ def _trained(schedulers: Iterable[Scheduler]) -> Iterator[nn.Parameter]:
 def _all_reach(outputs: Sequence[Tensor], inputs: Sequence[Any]) -> bool:
     """Whether all ``outputs`` depend on ``inputs``.
 
-    torch finds the weights' part of a backward by where it leaves the way from outputs to inputs.
-    From an output of parameters alone there is no such way, so the backward cannot be divided.
+    torch finds the weights' part of a backward at the nodes where it branches off the path from
+    outputs to inputs. An output that depends on parameters alone has no such path, so its backward
+    cannot be divided.
     """
     leaves = {id(x) for x in inputs if isinstance(x, Tensor) and x.requires_grad}
     trained = [output for output in outputs if output.requires_grad]
@@ -166,15 +171,15 @@ def _all_reach(outputs: Sequence[Tensor], inputs: Sequence[Any]) -> bool:
 
 
 def _nodes(output: Tensor) -> Iterator[Node]:
-    """The graph behind ``output``."""
-    found: set[Node] = set()
-    following: list[Node | None] = [output.grad_fn]
-    while following:
-        node = following.pop()
-        if node is not None and node not in found:
-            found.add(node)
+    """All nodes of the autograd graph of ``output``."""
+    visited: set[Node] = set()
+    pending: list[Node | None] = [output.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
             yield node
-            following += _next(node)
+            pending += _next(node)
 
 
 def _next(node: Node) -> Iterable[Node | None]:

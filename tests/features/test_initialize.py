@@ -245,7 +245,7 @@ def test_a_parameter_that_initialize_would_leave_alone_is_named() -> None:
 def test_reaching_into_another_unit_is_refused() -> None:
     with torch.device("meta"):
         model = TRANSFORMER()
-    with pytest.raises(sw.PlanError, match=r"the root: initialising a Transformer.*pass init_fn"):
+    with pytest.raises(sw.PlanError, match=r"the root: initializing a Transformer.*pass init_fn"):
         sw.fully_shard(model, units=nn.TransformerEncoderLayer, init=sw.Initialization())
 
 
@@ -262,7 +262,7 @@ def test_reaching_out_of_a_unit_is_refused() -> None:
         friend, meddling = nn.Linear(2, 2), Meddling(2, 2)
     meddling.friends = (friend,)
     model = nn.Sequential(friend, meddling)
-    with pytest.raises(sw.PlanError, match=r"^1: initialising a Meddling.*pass init_fn"):
+    with pytest.raises(sw.PlanError, match=r"^1: initializing a Meddling.*pass init_fn"):
         sw.fully_shard(model, units=Meddling, init=sw.Initialization())
 
 
@@ -281,7 +281,7 @@ def test_mistakes_are_named() -> None:
         model = nn.Sequential(Block(), Block())
     for block in model:
         sw.fully_shard(block, init=sw.Initialization())
-    with pytest.raises(sw.PlanError, match=r"^0 was initialised on its own.*units=Block"):
+    with pytest.raises(sw.PlanError, match=r"^0 was initialized on its own.*units=Block"):
         sw.fully_shard(model)
 
 

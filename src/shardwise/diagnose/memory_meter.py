@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from shardwise._private import has_saved_tensors_hooks
-from shardwise.features.activation_offload import Left, storage_of, unpack
+from shardwise.features.activation_offload import Unmoved, storage_of, unpack
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.unit import FlatParameters
 from shardwise.tensor.sharding import local_of
@@ -138,10 +138,10 @@ class SavedTensors:
     def end(self) -> None:
         self._within.close()
 
-    def _pack(self, tensor: Tensor) -> Left:
+    def _pack(self, tensor: Tensor) -> Unmoved:
         storage = tensor.untyped_storage()
         identity = storage_of(tensor)
         if identity not in self._others and identity not in self._alive:
             self._alive[identity] = storage.nbytes()
             weakref.finalize(storage, self._alive.pop, identity).atexit = False
-        return Left(tensor, tensor._version)
+        return Unmoved(tensor, tensor._version)

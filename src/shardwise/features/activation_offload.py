@@ -1,8 +1,8 @@
-"""Activations that wait for backward in host memory.
+"""Offloading of activations to host memory until backward needs them.
 
-What autograd saves is of two kinds: activations, which live until backward, and views of the
-units' flat buffers, whose memory comes and goes with each gather. Only the first are worth moving;
-a copy of the second would be a copy of the whole model.
+Autograd saves two kinds of tensors: activations, which live until backward, and views of the units'
+flat buffers, whose memory is allocated and freed with each gather. Only activations are moved;
+copying the views would copy the whole model.
 """
 
 import contextlib
@@ -23,19 +23,19 @@ from shardwise.transport.device import DeviceStream, DeviceWork, is_accelerator
 if TYPE_CHECKING:
     from shardwise.runtime.engine import Runtime
 
-__all__ = ["Left", "offload_activations", "storage_of", "unpack"]
+__all__ = ["Unmoved", "offload_activations", "storage_of", "unpack"]
 
-_WORTH_BYTES = 1 << 12  # a copy of less takes longer than its memory matters
-# To the host and back. To make them takes a synchronization, so a model keeps them.
+_MIN_BYTES = 1 << 12  # copying a smaller tensor costs more than the memory is worth
+# Streams to the host and back. Creating them synchronizes, so each model keeps its own.
 _streams: "weakref.WeakKeyDictionary[Runtime, tuple[DeviceStream, DeviceStream]]" = (
     weakref.WeakKeyDictionary()
 )
-_IN_FLIGHT = 2  # tensors that may be on their way to the host while forward goes on
+_IN_FLIGHT = 2  # copies to the host that may be in flight while forward continues
 
 
 @contextlib.contextmanager
 def offload_activations(model: nn.Module) -> Iterator[None]:
-    """Within it, what forward saves for backward is moved to host memory until backward needs it.
+    """Move what forward saves for backward to host memory until backward needs it.
 
     ::
 
@@ -43,17 +43,18 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
             loss = model(batch).mean()
         loss.backward()
 
-    From a GPU the copies go to pinned memory and back while the GPU computes, each on the way back
-    while backward uses the one after it; on a CPU they are copies as well, for tests. Parameters
-    stay where they are, unlike with `torch.autograd.graph.save_on_cpu`, which gives the same
-    gradients but also keeps a copy of every unit as it was gathered; so do tensors of less than
-    4 KiB. Of units that are checkpointed only the inputs are moved, for the rest is computed again.
+    Tensors of a GPU are copied to pinned memory and back while the GPU computes; each copy back
+    overlaps with the part of backward that uses the tensor after it. On a CPU they are copied too,
+    for tests. Parameters stay on the device, as do tensors of less than 4 KiB.
+    `torch.autograd.graph.save_on_cpu` gives the same gradients, but also copies every gathered
+    unit. For checkpointed units only the inputs are moved, because the rest is recomputed. A rank
+    may use this block without the others.
 
     Args:
-        model: the root, sharded. Ranks need not agree on it.
+        model: the root of a sharded model.
 
     Raises:
-        PlanError: the model is not sharded, or is a unit inside one that is.
+        PlanError: the model is not sharded, or is a unit inside a sharded model.
         StepError: in backward, if a tensor that was not moved has been changed in place since.
     """
     runtime = runtime_of_root(model)
@@ -65,11 +66,11 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
         _streams[runtime] = DeviceStream(device), DeviceStream(device)
     mover = _Mover(runtime.pools.device, *_streams[runtime])
 
-    def pack(tensor: Tensor) -> "_Moved | Left":
-        small = tensor.numel() * tensor.element_size() < _WORTH_BYTES
+    def pack(tensor: Tensor) -> "_Moved | Unmoved":
+        small = tensor.numel() * tensor.element_size() < _MIN_BYTES
         moves = tensor.device == mover.device and tensor.layout is torch.strided
         if small or not moves or storage_of(tensor) in buffers:
-            return Left(tensor, tensor._version)
+            return Unmoved(tensor, tensor._version)
         return mover.move(tensor)
 
     with saved_tensors_hooks(pack, unpack):
@@ -80,15 +81,18 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """A tensor that stays where it is. Autograd does not watch what a hook has packed."""
+class Unmoved:
+    """A tensor that stays where it is, with the version to check in backward.
+
+    Autograd does not check the versions of tensors that a hook has packed.
+    """
 
     tensor: Tensor
     version: int
 
 
 class _Mover:
-    """Copies of one `offload_activations`, in each direction on a stream of its own."""
+    """Makes the copies of one `offload_activations` block, on one stream for each direction."""
 
     def __init__(
         self, device: torch.device, to_host: DeviceStream, to_device: DeviceStream
@@ -96,11 +100,11 @@ class _Mover:
         self.device = device
         self._has_streams = is_accelerator(device)
         self._to_host, self._to_device = to_host, to_device
-        self._leaving: deque[tuple[Tensor, DeviceWork]] = deque()  # whose memory is still read
+        self._leaving: deque[tuple[Tensor, DeviceWork]] = deque()  # tensors that are still read
         self._last: Callable[[], _Moved | None] = lambda: None
 
     def move(self, tensor: Tensor) -> "_Moved":
-        """Begin to copy ``tensor`` to the host."""
+        """Start copying ``tensor`` to the host."""
         is_pinned = tensor.device.type != "cpu"
         copy = torch.empty_like(tensor, device="cpu", pin_memory=is_pinned, requires_grad=False)
         with self._to_host.enqueue() as work:
@@ -113,13 +117,13 @@ class _Mover:
         return moved
 
     def finish(self, num_left: int = 0) -> None:
-        """Have what is queued from now on wait for all copies to the host but the last ones."""
+        """Make later work wait for all copies to the host except the last ``num_left``."""
         while len(self._leaving) > num_left:
             _, work = self._leaving.popleft()
             work.wait_on_device()
 
-    def bring(self, copy: Tensor, after: DeviceWork) -> tuple[Tensor, DeviceWork | None]:
-        """Begin to copy ``copy`` back to the device, when ``after`` has made it."""
+    def copy_back(self, copy: Tensor, after: DeviceWork) -> tuple[Tensor, DeviceWork | None]:
+        """Start copying ``copy`` back to the device, once ``after`` has written it."""
         if not self._has_streams:
             return copy, None
         tensor = torch.empty_like(copy, device=self.device)
@@ -129,7 +133,7 @@ class _Mover:
 
 
 class _Moved:
-    """A copy in host memory, and later one on the device."""
+    """An offloaded tensor: a copy in host memory, and later one on the device."""
 
     def __init__(
         self, mover: _Mover, copy: Tensor, work: DeviceWork, previous: "Callable[[], _Moved | None]"
@@ -137,36 +141,36 @@ class _Moved:
         self._mover = mover
         self._copy = copy
         self._work = work
-        self._previous = previous  # what was moved before it, as long as backward needs that
-        self._brought: tuple[Tensor, DeviceWork | None] | None = None
+        self._previous = previous  # the tensor moved before this one, while backward needs it
+        self._copied_back: tuple[Tensor, DeviceWork | None] | None = None
 
     def __del__(self) -> None:
-        if self._brought is not None and self._brought[1] is not None:  # in vain
-            self._brought[1].wait_on_device()  # before its memory is used again
+        if self._copied_back is not None and self._copied_back[1] is not None:  # never used
+            self._copied_back[1].wait_on_device()  # before the memory is reused
 
-    def bring(self) -> None:
-        """Begin to copy it back, if that has not begun."""
-        if self._brought is None:
-            self._brought = self._mover.bring(self._copy, self._work)
+    def prefetch(self) -> None:
+        """Start copying the tensor back, unless that has begun."""
+        if self._copied_back is None:
+            self._copied_back = self._mover.copy_back(self._copy, self._work)
 
     def take(self) -> Tensor:
-        """The tensor on the device. Backward takes them last first, so the next one is begun."""
-        self.bring()
+        """The tensor on the device. Also prefetches the one moved before, which comes next."""
+        self.prefetch()
         previous = self._previous()
         if previous is not None:
-            previous.bring()
-        assert self._brought is not None
-        (tensor, work), self._brought = self._brought, None
+            previous.prefetch()
+        assert self._copied_back is not None
+        (tensor, work), self._copied_back = self._copied_back, None
         if work is not None:
             work.wait_on_device()
         return tensor
 
 
-def unpack(packed: _Moved | Left) -> Tensor:
-    """What backward needs of a tensor that was saved.
+def unpack(packed: _Moved | Unmoved) -> Tensor:
+    """The tensor that was saved, for backward.
 
     Raises:
-        StepError: it was changed in place since.
+        StepError: the tensor has been changed in place since.
     """
     if isinstance(packed, _Moved):
         return packed.take()
@@ -181,6 +185,6 @@ def unpack(packed: _Moved | Left) -> Tensor:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Which Storage ``tensor`` views; buffers keep theirs while memory is swapped in and out."""
+    """The identity of the Storage that ``tensor`` views; it stays while memory comes and goes."""
     identity: int = tensor.untyped_storage()._cdata
     return identity

@@ -1,7 +1,7 @@
-"""FSDP2's order for the meta device: shard, then ``to_empty``, then initialize.
+"""Sharding of meta-device models in FSDP2's order: shard, then ``to_empty``, then initialize.
 
-Parameters are DTensors on the meta device at once. A module is run by the engine as soon as its
-parameters get storage, each rank its own part.
+Parameters become DTensors on the meta device immediately. The engine takes over a module when its
+parameters get storage; each rank allocates its own shards only.
 """
 
 from collections.abc import Callable, Collection
@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 
 __all__ = ["defer", "is_deferred", "when_sharded"]
 
-_SHARD = "_shardwise_when_it_has_storage"
-_SHARDINGS = "_shardwise_shardings"  # of its parameters, by name
+# Attributes of a deferred module.
+_SHARD = "_shardwise_deferred_shard"  # the function that shards the module
+_SHARDINGS = "_shardwise_deferred_shardings"  # the Sharding of each parameter, by name
 
 
 def is_deferred(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> bool:
-    """Whether parameters of ``module`` have no storage yet, apart from those that are ignored."""
-    return any(one.is_meta for _, one in named_parameters(module, ignored=ignored))
+    """Whether any parameter of ``module`` outside ``ignored`` has no storage yet."""
+    return any(parameter.is_meta for _, parameter in named_parameters(module, ignored=ignored))
 
 
 def defer(module: nn.Module, shard: Callable[[], None], plan: Plan, mesh: DataParallelMesh) -> None:
-    """Make the parameters of ``module`` DTensors; call ``shard`` when they have storage."""
+    """Make the parameters of ``module`` DTensors now, and call ``shard`` once they have storage."""
     module.__dict__[_SHARDINGS] = show_as_sharded(module, plan, mesh)
     module.__dict__[_SHARD] = shard
     module.__class__ = _deferred_class(type(module))  # type: ignore[arg-type]
@@ -54,15 +55,15 @@ def when_sharded(module: nn.Module, action: Callable[[], None]) -> None:
 
 
 class Deferred(FSDPModule):
-    """Mixed into a module on the meta device."""
+    """Mixin for a module on the meta device that is sharded when it gets storage."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Deferred":
-        """What ``to_empty`` goes through."""
+        """Apply ``fn``, as ``to_empty`` does, and shard the module once it has storage."""
         was_meta = {name for name, parameter in named_parameters(self) if parameter.is_meta}
         super()._apply(fn, recurse)
         if was_meta and not is_deferred(self):
             with torch.no_grad():
-                for name in was_meta:  # what memory happens to hold differs between ranks
+                for name in was_meta:  # uninitialized memory differs between ranks
                     parameter = self.get_parameter(name)
                     if not keeps_its_class(parameter):
                         parameter.zero_()
@@ -81,12 +82,12 @@ class Deferred(FSDPModule):
         return self(*args, **kwargs)
 
     def _shard_now(self) -> None:
-        for inner in reversed(list(self.modules())):  # those inside it first
+        for inner in reversed(list(self.modules())):  # inner modules first
             first: dict[Sharding, nn.Parameter] = {}
             for name, sharding in inner.__dict__.pop(_SHARDINGS, {}).items():
                 parameter = first.setdefault(sharding, inner.get_parameter(name))
                 sharding.mark_if_described(parameter)
-                owner_of(inner, name).put(parameter)  # where `assign=True` has undone a tie
+                owner_of(inner, name).put(parameter)  # ties again what `assign=True` has untied
             shard = inner.__dict__.pop(_SHARD, None)
             if shard is not None:
                 inner.__class__ = type(inner).__bases__[1]
@@ -94,13 +95,13 @@ class Deferred(FSDPModule):
 
 
 def _first_on_meta(root: nn.Module) -> list[str]:
-    """The parameters without storage of the first unit that has some."""
+    """Names of the parameters without storage in the first unit that has any."""
     units = [name for name, module in root.named_modules() if isinstance(module, FSDPModule)]
     by_unit: dict[str, list[str]] = {name: [] for name in units}
     for name, parameter in root.named_parameters():
         if parameter.is_meta:
-            around = [unit for unit in units if not unit or name.startswith(f"{unit}.")]
-            by_unit[max(around, key=len)].append(name)
+            enclosing = [unit for unit in units if not unit or name.startswith(f"{unit}.")]
+            by_unit[max(enclosing, key=len)].append(name)
     return next(names for names in by_unit.values() if names)
 
 

@@ -1,14 +1,15 @@
-"""Weight gradients computed where they are reduced from: nothing is allocated, nothing copied.
+"""Weight gradients computed directly in the reduce buffer, without an allocation or a copy.
 
-The weight of an `nn.Linear` gets its gradient from one product of matrices, and that can write to
-any memory; that of an `nn.Embedding` from a few rows. So `fully_shard` gives such layers (unless
-their class has a forward of its own) a forward whose backward writes into the weight's slot of the
-reduce buffer. Autograd takes what backward returns for ``.grad`` without copying it. The gradient
-of a second use of the weight, as of one that embedding and head share, is added to the first while
-autograd holds that. Where a slot is no place for it (it has gradients of an earlier backward, or
-another dtype), it gets memory of its own; and wherever any of this could be wrong, it comes as
-always: after use in another op, with a hook on the weight, in `torch.autograd.grad`, under
-autocast, in functorch, of complex numbers, and of embeddings on a GPU.
+The weight gradient of an `nn.Linear` is one matrix product, which can write to any memory; that of
+an `nn.Embedding` is a sum of a few rows. `fully_shard` therefore gives these layers (unless their
+class overrides forward) a forward whose backward writes into the weight's slot of the reduce
+buffer. Autograd takes the returned tensor as ``.grad`` without copying it. If a weight is used
+twice, for example by an embedding and the head, the second gradient is added to the first while
+autograd holds that one. If a slot cannot be used (it has gradients of an earlier backward, or
+another dtype), the gradient gets memory of its own. Wherever the result could be wrong, the layers
+compute gradients as torch does: if another op uses the weight, with a hook on the weight, in
+`torch.autograd.grad`, under autocast, in functorch, for complex numbers, and for embeddings on a
+GPU.
 """
 
 import weakref
@@ -36,24 +37,24 @@ from shardwise.runtime.unit import FlatParameters
 
 __all__ = ["SlotEmbedding", "SlotLinear", "offer_slots", "replace_layers"]
 
-_LEAST_ELEMENTS = 1 << 16  # a Python function costs autograd more than copying fewer does
+_LEAST_ELEMENTS = 1 << 16  # below this, a Python autograd Function costs more than the copy
 
 
 def replace_layers(root: nn.Module) -> None:
-    """Have the layers of ``root`` ask their weights in backward where to compute gradients."""
+    """Make the linear and embedding layers of ``root`` compute weight gradients in their slots."""
     modules: Any = root.modules()
     layers: Any = ((nn.Linear, SlotLinear), (nn.Embedding, SlotEmbedding))
     for module, (plain, in_slot) in product(modules, layers):
         kind: Any = type(module)
         if isinstance(module, plain) and not parametrize.is_parametrized(module):
-            # A class that has a word in what derives from it, such as a registry, is left alone.
+            # Leave a class alone if subclassing it has side effects, such as a registration.
             is_plain = type(kind) is type and not hasattr(kind.__init_subclass__, "__func__")
             if is_plain and kind.forward is plain.forward and kind.__call__ is plain.__call__:
                 module.__class__ = _slot_class(kind, plain, in_slot)
 
 
 def offer_slots(runtime: Runtime) -> None:
-    """Have the parameters of ``runtime`` answer with their slots of the reduce buffers."""
+    """Let backward claim the slots of the parameters of ``runtime`` in the reduce buffers."""
     scheduler = weakref.ref(runtime.scheduler)
     for index, unit in enumerate(runtime.units):
         for flat in unit.flats:
@@ -77,14 +78,14 @@ def _claim_slot(
 
 
 def _computes_in_slot(module: nn.Module | None) -> bool:
-    """Whether a module asks its weight for memory in backward."""
+    """Whether ``module`` computes the gradient of its weight in a slot."""
     if isinstance(module, SlotEmbedding):
         return module.is_plain
     return isinstance(module, SlotLinear)
 
 
 class SlotLinear(nn.Linear):
-    """A linear layer of a sharded model."""
+    """A linear layer that computes its weight gradient in the reduce buffer."""
 
     def _get_name(self) -> str:
         return nn.Linear.__name__ if type(self) is SlotLinear else type(self).__name__
@@ -108,7 +109,7 @@ class SlotLinear(nn.Linear):
 
 
 class SlotEmbedding(nn.Embedding):
-    """An embedding of a sharded model."""
+    """An embedding that computes its weight gradient in the reduce buffer."""
 
     def _get_name(self) -> str:
         return nn.Embedding.__name__ if type(self) is SlotEmbedding else type(self).__name__
@@ -125,9 +126,9 @@ class SlotEmbedding(nn.Embedding):
 
     @property
     def is_plain(self) -> bool:
-        """Whether its gradient is that of rows, and can be added in an order that stays the same.
+        """Whether the gradient is a plain sum of rows that can be added in a fixed order.
 
-        On a GPU the host would have to wait for that.
+        On a GPU the host would have to wait for a fixed order.
         """
         is_special = self.max_norm is not None or self.scale_grad_by_freq or self.sparse
         return self.weight.is_cpu and not is_special

@@ -1,11 +1,11 @@
-"""Initial values that do not depend on the number of ranks, for models with storage and without.
+"""Initial values that do not depend on the number of ranks, on a real device or the meta device.
 
-Torch's generators are seeded anew for every module, from the seed and the module's name. So it does
-not matter which modules were initialised before, and a model on the meta device can be built one
-unit at a time, in which case no more than a unit of it is ever whole.
+Torch's generators are seeded again for every module, from the seed and the module's name. The
+values of a module therefore do not depend on which modules were initialized before it. A model on
+the meta device can be built one unit at a time, so that at most one unit is whole at any moment.
 
-Modules are taken in the reverse of their order in ``named_modules()``: those inside a module before
-it, as when it was constructed, so that what it does to their parameters holds.
+Modules are visited in the reverse order of ``named_modules()``: children before their parent, as in
+construction, so that what the parent does to their parameters takes effect.
 """
 
 import contextlib
@@ -35,17 +35,17 @@ __all__ = ["Initialization", "Materializer", "initialize"]
 
 _METHODS = ("reset_parameters", "_reset_parameters")
 _WAY_OUT = (
-    "pass init_fn, a function that is called with each module that holds parameters or buffers, "
-    "and fills those"
+    "pass init_fn, a function that is called with each module that holds parameters or buffers "
+    "and fills them"
 )
 
 
 @dataclass(frozen=True)
 class Initialization:
-    """How a model gets its first values.
+    """How a model gets its initial values.
 
     Attributes:
-        seed: of the whole model; every module has its own, made from it and the module's name.
+        seed: seed of the whole model, from which each module's own seed follows by its name.
         init_fn: as in `initialize`.
     """
 
@@ -53,7 +53,7 @@ class Initialization:
     init_fn: Callable[[nn.Module], None] | None = None
 
     def run(self, name: str, module: nn.Module, device: torch.device) -> None:
-        """Initialise one module, named ``name`` in its model."""
+        """Initialize ``module``, which is named ``name`` in its model."""
         fill = self._filler(module)
         if fill is None:
             return
@@ -63,38 +63,38 @@ class Initialization:
             fill()
         except (ShardedTensorError, NotImplementedError) as error:
             raise PlanError(
-                f"{name or 'the root'}: initialising a {type(module).__name__} reaches into "
-                f"another unit, which is not whole at the same time ({error}); {_WAY_OUT}"
+                f"{name or 'the root'}: initializing a {type(module).__name__} accesses another "
+                f"unit, which is not whole at the same time ({error}); {_WAY_OUT}"
             ) from error
 
     def _filler(self, module: nn.Module) -> Callable[[], None] | None:
         if self.init_fn is not None:
             has_own = module._parameters or module._buffers
             return partial(self.init_fn, module) if has_own else None
-        found = (getattr(module, method, None) for method in _METHODS)
-        return next((one for one in found if callable(one)), None)
+        methods = (getattr(module, name, None) for name in _METHODS)
+        return next((method for method in methods if callable(method)), None)
 
 
 @torch.no_grad()
 def initialize(
     model: nn.Module, seed: int = 0, *, init_fn: Callable[[nn.Module], None] | None = None
 ) -> None:
-    """Give ``model`` initial values that depend on nothing but ``seed`` and names.
+    """Give ``model`` initial values that depend only on ``seed`` and the names of its modules.
 
-    They are the bits that `fully_shard` gives the same model on the meta device, on any number of
-    ranks, with ``init=sw.Initialization(seed, init_fn)``. Before each module torch's generator is
-    seeded from ``seed`` and the module's name; afterwards it is as it was. A parameter that several
-    modules share gets what the first of them in ``named_modules()`` gives it.
+    They are the same bits that `fully_shard` with ``init=sw.Initialization(seed, init_fn)`` gives
+    the same model on the meta device, on any number of ranks. Torch's generator is seeded from
+    ``seed`` and the module's name before each module, and restored afterwards. A parameter that
+    several modules share gets the value from the first of them in ``named_modules()``.
 
     Args:
-        model: plain, not yet sharded, on the CPU or on one GPU (which draws other numbers).
-        seed: of the whole model.
-        init_fn: called with each module that holds parameters or buffers itself, to fill these;
-            None calls ``reset_parameters()`` or ``_reset_parameters()`` of all that have it.
+        model: not sharded yet, on the CPU or on one GPU (a GPU draws different numbers).
+        seed: seed of the whole model.
+        init_fn: called with each module that itself holds parameters or buffers, to fill them.
+            None calls ``reset_parameters()`` or ``_reset_parameters()`` of each module that has it.
 
     Raises:
-        PlanError: the model is sharded already or on the meta device, or a parameter was left as it
-            was. Buffers that nothing fills keep their values.
+        PlanError: the model is already sharded or on the meta device, or a parameter was not
+            filled. Buffers that nothing fills keep their values.
     """
     check_initialized(model)
     parameters = dict(model.named_parameters())
@@ -110,11 +110,11 @@ def initialize(
         if parameter is parameters.get(name) and not writes.reached(parameter)
     ]
     if left:
-        raise _unfilled(model, left)
+        raise _unfilled_error(model, left)
 
 
 class Materializer:
-    """Gives the units of a model on the meta device storage and values, one at a time."""
+    """Gives storage and values to the units of a model on the meta device, one at a time."""
 
     def __init__(
         self, root: nn.Module, plan: Plan, initialization: Initialization, pool: Pool
@@ -122,10 +122,10 @@ class Materializer:
         self._root = root
         self._initialization = initialization
         self._device = pool.device
-        # Without it, the shards that are allocated between two units would cut up the heap, and
-        # each unit would take memory of its own (measured: the whole model's, instead of a unit's).
+        # Without a pool, the shards that are allocated between two units would fragment the heap,
+        # and each unit would take new memory (measured: that of the whole model, not of one unit).
         self._pool = pool
-        self._lent: list[torch.UntypedStorage] = []
+        self._allocated: list[torch.UntypedStorage] = []  # for the last unit
         self._modules = _in_order(root)
         units = {unit.name for unit in plan.units}
         self._unit_of = {name: _innermost(name, units) for name, _ in self._modules}
@@ -133,11 +133,12 @@ class Materializer:
 
     @torch.no_grad()
     def fill(self, unit: UnitPlan) -> None:
-        """Make the parameters of ``unit`` and the buffers of its modules whole, with values.
+        """Allocate and initialize the parameters of ``unit`` and the buffers of its modules.
 
-        Units inside it come first; those that were filled before have been cut by now.
+        Units inside ``unit`` are filled before it. Units filled earlier are already cut into
+        shards.
         """
-        self.take_back()
+        self.free_last_unit()
         parameters = {spec.name: self._allocate_parameter(spec.names) for spec in unit.parameters}
         buffers = self._allocate_buffers(unit)
         own = {id(parameter) for parameter in parameters.values()}
@@ -152,21 +153,21 @@ class Materializer:
             if not _is_filled(_at(self._root, name), empty, writes)
         ]
         if left:
-            raise _unfilled(self._root, left)
+            raise _unfilled_error(self._root, left)
         for name in parameters:
             self.checksums[name] = checksum(_at(self._root, name))
 
-    def take_back(self) -> None:
-        """The parameters of the last unit are cut: nothing needs their memory any more."""
-        for storage in self._lent:
+    def free_last_unit(self) -> None:
+        """Free the memory of the last unit, whose parameters are now cut into shards."""
+        for storage in self._allocated:
             self._pool.free(storage)
-        self._lent = []
+        self._allocated = []
 
     def _allocate_parameter(self, names: Sequence[str]) -> Tensor:
         owners = [owner_of(self._root, name) for name in names]
         original = self._root.get_parameter(names[0])
         storage = self._pool.allocate(original.nbytes)
-        self._lent.append(storage)
+        self._allocated.append(storage)
         whole = torch.empty(0, dtype=original.dtype, device=self._device)
         whole.set_(storage, 0, original.shape, original.stride())
         parameter = replace_parameter(original, _without_value(whole))
@@ -188,7 +189,7 @@ class Materializer:
 
     @contextlib.contextmanager
     def _scratch(self, module: nn.Module, own: set[int]) -> Iterator[None]:
-        """Let ``module`` fill parameters that are not of this unit, into memory that is dropped."""
+        """Give ``module`` temporary memory for the parameters it holds of other units."""
         held = module._parameters.items()
         foreign = {name: p for name, p in held if p is not None and id(p) not in own}
         for name, p in foreign.items():
@@ -201,14 +202,14 @@ class Materializer:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Which memory is written to, by the address where it begins."""
+    """Records which storages are written to, by their start addresses."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._addresses: set[int] = set()
 
     def reached(self, tensor: Tensor) -> bool:
-        """Whether something was written into the memory of ``tensor``."""
+        """Whether an operation has written to the storage of ``tensor``."""
         address = tensor.untyped_storage().data_ptr()
         return not tensor.numel() or address in self._addresses
 
@@ -230,20 +231,20 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _check_draws_nothing(self, func: OpOverload, tensor: DTensor) -> None:
-        """A unit's values follow from the names of its own modules."""
+        """Raise if ``func`` draws random values: those of a unit depend on its own modules only."""
         if draws(func):
             sharding = sharding_of(tensor)
             name = "a parameter" if sharding is None else sharding.name
-            raise ShardedTensorError(f"{func} into {name}, which is cut already")
+            raise ShardedTensorError(f"{func} into {name}, which is already sharded")
 
 
 def _check_plain(parameters: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
         if sharding_of(parameter) is not None:
-            raise PlanError(f"{name} is sharded already; initialise the model before fully_shard")
+            raise PlanError(f"{name} is sharded already; initialize the model before fully_shard")
         if parameter.is_meta:
             raise PlanError(
-                f"{name} is on the meta device; it gets storage and values in "
+                f"{name} is on the meta device; to give it storage and values, call "
                 "sw.fully_shard(model, init=sw.Initialization(seed))"
             )
 
@@ -253,7 +254,7 @@ def _in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _innermost(name: str, units: set[str]) -> str:
-    """The unit that the module ``name`` belongs to."""
+    """The innermost unit that contains the module ``name``."""
     while name not in units:
         name = name.rpartition(".")[0]
     return name
@@ -264,7 +265,7 @@ def _holds(module: nn.Module, parameters: set[int]) -> bool:
 
 
 def _without_value(tensor: Tensor) -> Tensor:
-    """Filled with what shows where nothing is written later, if the dtype has such a value."""
+    """Fill ``tensor`` with NaN, to detect elements that are never written; without NaN, with 0."""
     return tensor.fill_(math.nan if _has_nan(tensor.dtype) else 0)
 
 
@@ -277,7 +278,7 @@ def _is_filled(current: Tensor | None, empty: Tensor, writes: _Writes) -> bool:
         return current is None or not current.is_meta
     if _has_nan(current.dtype) and current.numel():
         real = torch.view_as_real(current) if current.is_complex() else current
-        return not bool(real.amax().isnan())  # `isnan` of all would take a quarter of its memory
+        return not bool(real.amax().isnan())  # `real.isnan()` would take a quarter of its memory
     return writes.reached(current)
 
 
@@ -286,11 +287,11 @@ def _at(root: nn.Module, name: str) -> Any:
     return getattr(root.get_submodule(path), attribute)
 
 
-def _unfilled(root: nn.Module, names: Sequence[str]) -> PlanError:
+def _unfilled_error(root: nn.Module, names: Sequence[str]) -> PlanError:
     owner = type(root.get_submodule(names[0].rpartition(".")[0])).__name__
     return PlanError(
-        f"{', '.join(names)}: nothing gives all of it a value, for {owner} has no "
-        f"reset_parameters() that does; {_WAY_OUT}"
+        f"{', '.join(names)}: not fully initialized, because {owner} has no reset_parameters() "
+        f"that fills it; {_WAY_OUT}"
     )
 
 

@@ -1,4 +1,4 @@
-"""``save_pretrained`` of transformers and peft, called on a sharded model by every rank."""
+"""``save_pretrained`` of transformers and peft for sharded models; every rank must call it."""
 
 import functools
 import os
@@ -24,24 +24,24 @@ _NAME = "save_pretrained"
 
 
 def saving_methods(module: nn.Module) -> MethodWrappers:
-    """What replaces ``save_pretrained`` of ``module``, if its class has one."""
+    """The replacement for ``save_pretrained`` of ``module``, if its class has that method."""
     has_method = callable(getattr(type(module), _NAME, None))
     return frozenset({(_NAME, _saving_whole_tensors)} if has_method else ())
 
 
 def _saving_whole_tensors(plain: Callable[..., None]) -> Callable[..., None]:
-    """Have ``plain`` write whole tensors, on the first rank, which are gathered one at a time.
+    """Wrap ``plain`` so that the first rank writes whole tensors, which are gathered one by one.
 
-    They are mapped from files next to the result, and not kept in memory, so the host memory of a
-    rank has to hold the largest tensor, and the disk two copies of the model for a while. Of a
-    model with adapters only what peft saves is gathered.
+    Gathered tensors are kept in memory-mapped files next to the result. Each rank therefore needs
+    host memory for the largest tensor only, while the disk temporarily holds two copies of the
+    model. For a model with adapters, only the tensors that peft saves are gathered.
     """
 
     @functools.wraps(plain)
     def save_pretrained(
         self: nn.Module, save_directory: str | os.PathLike[str], *args: Any, **options: Any
     ) -> None:
-        if _saves_as_it_is(self, options):
+        if _works_unchanged(self, options):
             plain(self, save_directory, *args, **options)
             return
         mesh = _mesh_of(self)
@@ -51,7 +51,7 @@ def _saving_whole_tensors(plain: Callable[..., None]) -> Callable[..., None]:
                 assert isinstance(self, FSDPModule)
                 self.unshard()  # peft reads prompts from the module, and not from a state dict
                 stack.callback(self.reshard)
-            saved = _what_is_saved(self, options)
+            saved = _state_to_save(self, options)
             tensors = {id(x): x for x in saved.values() if isinstance(x, Tensor)}
             whole: dict[int, Any] = {}
             with _raising_together(mesh, save_directory):
@@ -71,19 +71,23 @@ def _saving_whole_tensors(plain: Callable[..., None]) -> Callable[..., None]:
     return save_pretrained
 
 
-def _saves_as_it_is(model: nn.Module, options: Mapping[str, Any]) -> bool:
-    """Whether parameters are gathered, the tensors are given, or transformers has sharded them."""
+def _works_unchanged(model: nn.Module, options: Mapping[str, Any]) -> bool:
+    """Whether ``save_pretrained`` needs no help.
+
+    True if parameters are gathered, the caller passes a state dict, or transformers has sharded
+    the model.
+    """
     is_sharded = any(sharding_of(parameter) is not None for parameter in model.parameters())
-    own_way = options.get("state_dict") is not None or options.get("distributed_checkpoint")
+    is_custom = options.get("state_dict") is not None or options.get("distributed_checkpoint")
     by_transformers = getattr(model, "is_distributed_loading_by_transformers", False)
-    return not is_sharded or bool(own_way) or by_transformers
+    return not is_sharded or bool(is_custom) or by_transformers
 
 
 def _mesh_of(model: nn.Module) -> DataParallelMesh:
-    """All ranks that have a part of ``model``.
+    """The mesh of all ranks that hold a part of ``model``.
 
     Raises:
-        CheckpointError: others have other values by the same name.
+        CheckpointError: other ranks hold different values under the same name.
     """
     mesh = handle_of(model).runtime.mesh
     for name, parameter in model.named_parameters():
@@ -95,19 +99,19 @@ def _mesh_of(model: nn.Module) -> DataParallelMesh:
         if sharding.mesh.num_ranks < mesh.num_ranks:
             raise CheckpointError(
                 f"{name} is sharded over {sharding.mesh.num_ranks} of the model's "
-                f"{mesh.num_ranks} ranks, and others have other values by that name; make it a "
-                "DTensor on the mesh of expert parallelism before fully_shard"
+                f"{mesh.num_ranks} ranks, and the others hold different values under that name; "
+                "make it a DTensor on the mesh of expert parallelism before fully_shard"
             )
     return mesh
 
 
 def _adapters_of(model: nn.Module) -> Mapping[str, Any]:
-    """The configurations of peft by the names of adapters; none if the model has no adapters."""
+    """peft's configurations by adapter name; empty if the model has no adapters."""
     return getattr(model, "peft_config", None) or {}
 
 
-def _what_is_saved(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict, in shards; of a model with adapters, what peft takes of it."""
+def _state_to_save(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The sharded state dict; for a model with adapters, only the tensors that peft saves."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     adapters = options.get("selected_adapters") or _adapters_of(model)
     if not adapters:
@@ -115,28 +119,30 @@ def _what_is_saved(model: nn.Module, options: Mapping[str, Any]) -> dict[str, An
     from peft import get_peft_model_state_dict  # noqa: PLC0415 (the model is one of peft)
 
     tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
-    marks = {
+    placeholders = {
         name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in tensors.items()
     }
-    taken: set[int] = set()
+    saved: set[int] = set()
     for name in adapters:
         found = get_peft_model_state_dict(
             model,
-            state_dict=marks,
+            state_dict=placeholders,
             adapter_name=name,
             save_embedding_layers=options.get("save_embedding_layers", "auto"),
         )
-        taken |= {id(tensor) for tensor in found.values()}
-    return {name: x for name, x in tensors.items() if x.requires_grad or id(marks[name]) in taken}
+        saved |= {id(tensor) for tensor in found.values()}
+    return {
+        name: x for name, x in tensors.items() if x.requires_grad or id(placeholders[name]) in saved
+    }
 
 
 def _map(directory: Path, like: Tensor) -> Tensor:
-    """A tensor of the dtype and shape of ``like`` in a new file of ``directory``."""
+    """A tensor with the dtype and shape of ``like``, mapped to a new file in ``directory``."""
     num_bytes = like.numel() * like.element_size()
     if not num_bytes:
         return torch.empty(like.shape, dtype=like.dtype)
     with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:
-        os.posix_fallocate(file.fileno(), 0, num_bytes)  # else a full disk is a SIGBUS later
+        os.posix_fallocate(file.fileno(), 0, num_bytes)  # otherwise a full disk raises SIGBUS later
     mapped = torch.from_file(file.name, shared=True, size=num_bytes, dtype=torch.uint8)
     return mapped.view(like.dtype).view(like.shape)
 
@@ -148,7 +154,7 @@ def _gather(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _raising_together(mesh: DataParallelMesh, directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise on every rank, at the end of the block, if it raises on one."""
+    """Raise on every rank, at the end of the block, if any rank raised inside it."""
     error: Exception | None = None
     try:
         yield
@@ -159,8 +165,8 @@ def _raising_together(mesh: DataParallelMesh, directory: str | os.PathLike[str])
         failed = across([torch.tensor(error is not None, device=device)], mesh, mesh.world)
     except RanksDiverged as diverged:
         diverged.add_note(
-            "Every rank must call save_pretrained of a sharded model. transformers' Trainer does "
-            "so on one; use that of shardwise.integrations.transformers."
+            "Every rank must call save_pretrained of a sharded model. transformers' Trainer calls "
+            "it on one rank only; use the Trainer of shardwise.integrations.transformers instead."
         )
         raise
     if error is not None:

@@ -1,9 +1,9 @@
-"""The autograd Functions whose backward computes a weight's gradient in a slot.
+"""The autograd Functions whose backward computes a weight's gradient in its slot.
 
-In a compiled backward, which is a graph of operators that was traced before there was a slot, the
-weight's gradient is one operator of ours. The compiler does not look into it: it runs when backward
-does, claims the slot then, and returns the gradient in it. The graph has the weight's number in a
-tensor, for a constant would make each layer compile a graph of its own.
+A compiled backward is a graph of operators that is traced before there is a slot. In it, a single
+custom operator computes the weight's gradient. The compiler does not look into that operator, which
+claims the slot when backward runs and returns the gradient in it. The graph takes the weight's
+number as a tensor, because a constant would make each layer compile a graph of its own.
 """
 
 import itertools
@@ -29,7 +29,7 @@ __all__ = [
     "offer_slot",
 ]
 
-# Where to compute a gradient, and whether it is to be added to one that is there.
+# The memory to compute a gradient in, and whether to add to the gradient that is already there.
 Offered = tuple[Tensor, bool] | None
 SlotOffer = Callable[[], Offered]
 
@@ -40,22 +40,25 @@ _weights: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
 def offer_slot(weight: Tensor, offer: SlotOffer) -> None:
-    """Have ``offer`` asked in backward for memory like ``weight``; None: there is none now."""
+    """Let backward call ``offer`` for memory shaped like ``weight``; it returns None without any.
+
+    The memory is a slot of the reduce buffer.
+    """
     number = next(_numbers)
     _weights[number] = weight
     weight.__dict__.update({_OFFER: offer, _NUMBER: torch.tensor(number, device="cpu")})
 
 
 def offer_of(weight: Tensor) -> SlotOffer | Tensor | None:
-    """The offer, or what a graph that is compiled now has in its place; None without one."""
+    """The offer for ``weight``, or its number while a graph is being compiled; None without one."""
     return getattr(weight, _NUMBER if torch.compiler.is_compiling() else _OFFER, None)
 
 
 class Saved(torch.autograd.Function):
-    """What a product's backward needs, saved before the product, as torch's own does.
+    """Saves the inputs of a matrix product before computing it, as torch's own linear does.
 
-    Or a checkpoint, which stops computing again when it has all that was saved, would compute the
-    last product of a block for nothing.
+    A checkpoint stops recomputing once it has all saved tensors. If they were saved after the
+    product, it would recompute the last product of a block for nothing.
     """
 
     @staticmethod
@@ -73,7 +76,7 @@ class SlotLinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offer: SlotOffer, before: Any
     ) -> Tensor:
-        """``before``: the node of `_Saved`, if that has saved them."""
+        """``before`` is the node of `Saved` if that has saved the inputs."""
         if before is None:
             ctx.save_for_backward(x, weight)
         ctx.offer, ctx.before = offer, before
@@ -86,7 +89,7 @@ class SlotLinearFunction(torch.autograd.Function):
         x, weight = saved.saved_tensors  # [..., inputs], [outputs, inputs]
         rows = gradient.reshape(-1, weight.shape[0])
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        # Torch cannot tell in `torch.autograd.grad`, which returns what comes there.
+        # In `torch.autograd.grad`, which returns gradients, torch cannot tell what it needs.
         needs_x = needs_x and _is_reached(ctx.next_functions[0][0], in_doubt=True)
         needs_weight = needs_weight and _is_reached(ctx.next_functions[1][0], in_doubt=True)
         of_weight = None
@@ -150,7 +153,7 @@ class CompiledEmbedding(torch.autograd.Function):
 
 
 def _claim(number: Tensor) -> Offered:
-    """The empty slot of a weight; a compiled backward adds gradients of several uses by itself."""
+    """The slot of a weight, if empty: a compiled backward itself adds gradients of several uses."""
     weight = _weights.get(int(number))
     offer: SlotOffer | None = getattr(weight, _OFFER, None)
     if weight is None or offer is None or not _goes_to_grad(get_gradient_edge(weight).node):
@@ -160,7 +163,7 @@ def _claim(number: Tensor) -> Offered:
 
 
 def _define(schema: str, kernel: Any, shape: Callable[..., tuple[int, int]]) -> None:
-    # CUDA graphs would replay into the slot of the step in which they were captured.
+    # A CUDA graph would replay into the slot of the step that captured it.
     _library.define(schema, tags=[torch.Tag.cudagraph_unsafe])  # type: ignore[no-untyped-call]
     name = schema.partition("(")[0]
     _library.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -186,7 +189,7 @@ _define(
 
 
 def _multiply(rows: Tensor, inputs: Tensor, offered: Offered) -> Tensor | None:
-    """A linear layer's gradient, of its weight; None if it was added to what is in the slot."""
+    """A linear layer's weight gradient; None if it was added to the gradient in the slot."""
     if offered is None:
         return rows @ inputs
     slot, is_begun = offered
@@ -199,27 +202,27 @@ def _multiply(rows: Tensor, inputs: Tensor, offered: Offered) -> Tensor | None:
 def _add_rows(
     gradient: Tensor, x: Tensor, num_rows: int, padding: int, offered: Offered
 ) -> Tensor | None:
-    """An embedding's gradient [rows, width]; None if it was added to what is in the slot."""
+    """An embedding's gradient [rows, width]; None if it was added to the gradient in the slot."""
     if offered is None:
-        whole: Tensor = torch.ops.aten.embedding_dense_backward(
+        dense: Tensor = torch.ops.aten.embedding_dense_backward(
             gradient, x, num_rows, padding, False
         )
-        return whole
+        return dense
     slot, is_begun = offered
     if not is_begun:
         slot.zero_()
-    numbers, places = x.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-    # Summed on their own first: small ones would get lost in a large one, in bfloat16.
+    numbers, positions = x.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    # Sum these gradients first: in bfloat16, adding small values to a large one would lose them.
     total = torch.promote_types(slot.dtype, torch.float32)
     sums = gradient.new_zeros(len(numbers), slot.shape[1], dtype=total)
-    sums.index_add_(0, places.flatten(), gradient.reshape(-1, slot.shape[1]).to(total))
+    sums.index_add_(0, positions.flatten(), gradient.reshape(-1, slot.shape[1]).to(total))
     sums[numbers == padding] = 0
     slot.index_add_(0, numbers, sums.to(slot.dtype))
     return None if is_begun else slot
 
 
 def _is_reached(node: Any, *, in_doubt: bool) -> bool:
-    """Whether this backward runs ``node``; one to some tensors only, of a pipeline, may not."""
+    """Whether this backward runs ``node``; a pipeline's backward to some tensors may not."""
     try:
         return _private.will_execute(node)
     except RuntimeError:
@@ -227,7 +230,7 @@ def _is_reached(node: Any, *, in_doubt: bool) -> bool:
 
 
 def _goes_to_grad(node: Any) -> bool:
-    """Whether autograd will hand a gradient to ``node``, an AccumulateGrad, and to nothing else."""
+    """Whether autograd passes the gradient to ``node``, an AccumulateGrad, and nowhere else."""
     weight = getattr(node, "variable", None)
     if torch.is_grad_enabled() or weight is None or _private.gradient_hooks(weight):
         return False

@@ -1,7 +1,7 @@
-"""What a step changes, kept so that it can be undone.
+"""Copies of everything that a step changes, so that the step can be undone.
 
-Everything is put back into the objects that held it: a parameter, a state or a buffer is the same
-tensor afterwards, whoever else has a reference to it.
+Values are restored into the objects that held them. A parameter, state or buffer remains the same
+tensor, so other references to it stay valid.
 """
 
 import copy
@@ -20,9 +20,10 @@ __all__ = ["ModelSnapshot", "OptimizerSnapshot"]
 
 
 class ModelSnapshot:
-    """Of a model before forward: gradients, buffers, and the state of torch's generators.
+    """Gradients and buffers of a model before forward, and torch's random states.
 
-    Not its parameters, which only an optimizer should change; see `changed_parameters`.
+    Parameters are not copied, because only an optimizer should change them; see
+    `changed_parameters`.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -37,7 +38,7 @@ class ModelSnapshot:
         self._random_states = random_states(device)
 
     def changed_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters that were written to since, by name."""
+        """Parameters that have been written to since the snapshot, by name."""
         return {name: p for name, p, version in self._parameters if p._version != version}
 
     @torch.no_grad()
@@ -52,28 +53,28 @@ class ModelSnapshot:
 
 
 class OptimizerSnapshot:
-    """Of an optimizer: the values of its groups at once, parameters and states when asked."""
+    """An optimizer's groups, copied at once, and its parameters and states, copied on demand."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._groups = [_Entries(group, but="params") for group in optimizer.param_groups]
+        self._groups = [_Entries(group, excluded="params") for group in optimizer.param_groups]
         self._members = [list(group["params"]) for group in optimizer.param_groups]
         self._parameters: dict[Tensor, Tensor] | None = None
         self._states: dict[Tensor, _Entries] = {}
 
     @property
     def parameters(self) -> Iterable[Tensor]:
-        """Those whose values were kept."""
+        """Parameters whose values have been copied."""
         return self._parameters or ()
 
     @property
     def is_complete(self) -> bool:
-        """Whether parameters and states were kept, so that the optimizer may step."""
+        """Whether parameters and states have been copied, so that the optimizer may step."""
         return self._parameters is not None
 
     @torch.no_grad()
     def complete_before_step(self, *_args: object) -> None:
-        """Keep parameters [run] and states, before the optimizer's first step changes them."""
+        """Copy parameters [run] and states before the optimizer's first step changes them."""
         if self.is_complete:
             return
         self._states = {p: _Entries(state) for p, state in self._optimizer.state.items()}
@@ -99,20 +100,20 @@ class OptimizerSnapshot:
 
 
 class _Entries:
-    """Of a dict: its tensors and their values, and copies of everything else."""
+    """The entries of a dict: its tensors with copies of their values, and copies of the rest."""
 
-    def __init__(self, entries: Mapping[str, Any], but: str | None = None) -> None:
-        self._but = but
+    def __init__(self, entries: Mapping[str, Any], excluded: str | None = None) -> None:
+        self._excluded = excluded
         self._values = {
             key: (value, _run(value).clone())
             if isinstance(value, Tensor)
             else (copy.deepcopy(value), None)
             for key, value in entries.items()
-            if key != but
+            if key != excluded
         }
 
     def restore(self, entries: dict[str, Any]) -> None:
-        for key in [key for key in entries if key != self._but]:
+        for key in [key for key in entries if key != self._excluded]:
             del entries[key]
         for key, (value, values) in self._values.items():
             if values is not None:
@@ -121,7 +122,7 @@ class _Entries:
 
 
 def _run(tensor: Tensor) -> Tensor:
-    """What is here of ``tensor``."""
+    """This rank's part of ``tensor``."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 

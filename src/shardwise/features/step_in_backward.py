@@ -1,8 +1,8 @@
-"""Units stepped during backward, each when its reduced gradients are there.
+"""Optimizer steps during backward: each unit steps as soon as its gradients are reduced.
 
-The optimizer skips parameters without gradients, so at the moment when only one unit has some, the
-step of the user's one optimizer is a step of that unit: its groups, its states and whoever sets
-its learning rate stay what they are.
+An optimizer skips parameters without gradients. While only one unit has gradients, a step of the
+user's optimizer therefore updates that unit alone. The optimizer's groups, states and learning
+rate schedulers work as usual.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ __all__ = ["Stepper"]
 
 
 class Stepper(StepObserver):
-    """Steps units of one model, and drops their gradients.
+    """Steps the units of one model and drops their gradients.
 
     Args:
-        step: updates those of the parameters it is given that have gradients; no others have.
+        step: updates the given parameters; no other parameter has a gradient at that time.
         unused: as in `fully_shard`.
-        device: of the model.
+        device: the model's device.
     """
 
     steps_units = True
@@ -49,30 +49,30 @@ class Stepper(StepObserver):
         self._unused = unused
         self._device = device
         self._collected: dict[Unit, None] = {}  # units that have gradients
-        self._stepped: set[Unit] = set()  # in the backward under way
-        # One for each reduction: the last one counts, and the device uses the memory of all.
+        self._stepped: set[Unit] = set()  # units that stepped in the current backward
+        # One sync per reduction: only the last one counts, but the device uses the memory of all.
         self._syncs: defaultdict[Unit, list[UsedParameterSync]] = defaultdict(list)
-        self._used: dict[Unit, list[bool]] = {}  # by this rank, in the backward under way
+        self._used: dict[Unit, list[bool]] = {}  # parameters this rank used in this backward
 
     def before_reduce(self, unit: Unit) -> None:
-        """Raise a StepError if ``unit`` has stepped already in this backward."""
+        """Raise a StepError if ``unit`` has already stepped in this backward."""
         if unit in self._stepped:
             raise StepError(
                 f"{unit.plan.label}: gradients came after sw.optimizer_in_backward had stepped "
-                "it; a forward that backward recomputes was not seen to use it before. Run "
-                "checkpointed units inside the forward of the model, or call optimizer.step() "
-                "after backward"
+                "this unit, because backward recomputed a forward whose use of it had not been "
+                "recorded. Run checkpointed units inside the forward of the model, or call "
+                "optimizer.step() after backward"
             )
 
     def after_reduce(self, unit: Unit, links: Communicator) -> None:
-        """Have ranks agree on what they used, in the wake of the reduction."""
+        """Start the exchange of used parameters right after the reduction of ``unit``."""
         if self._unused != "zeros":
             self._used[unit] = _used_of(unit)
             label = f"agree on unused parameters of {unit.plan.label}"
             self._syncs[unit].append(UsedParameterSync([unit], links, self._device, label))
 
     def collected(self, unit: Unit) -> None:
-        """The gradients of ``unit`` are with its parameters, and more may come."""
+        """Record that the parameters of ``unit`` have gradients; more may still be added."""
         self._collected[unit] = None
 
     def step(self, unit: Unit, links: Communicator) -> None:
@@ -81,24 +81,24 @@ class Stepper(StepObserver):
             settle(unit.gradients, repeat(True))
         else:
             self._syncs[unit][-1].settle(links)
-            del self._syncs[unit]  # not before: if the wait raises, they are still in flight
+            del self._syncs[unit]  # only now: if the wait raises, they are still in flight
         self._update(unit)
 
     def step_end(self, backward: Backward) -> None:
-        """Backward is over: step units that did not run, or raise, as ``unused`` says."""
+        """At the end of backward, step units that did not run, or raise, as ``unused`` says."""
         units = backward.complete
         late = [unit for unit in units if unit not in self._stepped]
         used, self._used = self._used, {}
         if self._unused == "error":
             self._stepped.clear()
-            parameters = [one for each in gradients_of(units) for one in each.parameters]
-            by_this_rank = [u for unit in units for u in used.get(unit, _used_of(unit))]
-            check_all_used(parameters, by_this_rank, backward.links, self._device)
+            parameters = [p for gradients in gradients_of(units) for p in gradients.parameters]
+            used_here = [u for unit in units for u in used.get(unit, _used_of(unit))]
+            check_all_used(parameters, used_here, backward.links, self._device)
         for unit in late if self._unused == "zeros" else ():
             for gradients in unit.gradients:
                 gradients.shard.fill_with_zeros()
                 gradients.forget()
-            self._update(unit)  # one after the other: the optimizer steps whatever has gradients
+            self._update(unit)  # one at a time: the optimizer steps everything with a gradient
         self._stepped.clear()
 
     def failed(self) -> list[object]:
@@ -123,7 +123,7 @@ class Stepper(StepObserver):
 
     @contextlib.contextmanager
     def _without_others(self) -> Iterator[None]:
-        """Take away the gradients of units that wait for more of them."""
+        """Hide the gradients of other units, which wait for more of them."""
         others = [p.sharded for unit in self._collected for p in unit.parameters]
         kept = [(parameter, parameter.grad) for parameter in others]
         for parameter in others:

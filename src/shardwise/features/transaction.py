@@ -1,4 +1,4 @@
-"""`transaction`: a training step that happens on every rank, or on none."""
+"""`transaction`: run a training step on every rank or on none."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ __all__ = ["transaction"]
 
 @contextlib.contextmanager
 def transaction(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
-    """Within it, a training step happens on every rank or on none; all ranks have to enter.
+    """Run a training step on every rank or on none. All ranks must enter the block.
 
     ::
 
@@ -31,41 +31,42 @@ def transaction(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
             optimizer.step()
             optimizer.zero_grad()
 
-    An exception in the block, on any rank, leaves it as it is on that rank and becomes a
-    `PeerAborted` with its words on the others, at whatever of the model they wait for next or at
-    the end of the block, where all ranks vote. Then every rank undoes the step: parameters, states
-    and groups (``lr`` included) of ``optimizers``, gradients, the model's buffers, and torch's
-    random states, of the CPU and of the model's GPU, are what they were at the beginning. So the
-    next step, a second attempt or another batch, gives the bits that it would have given.
+    If any rank raises inside the block, that rank re-raises its exception and every other rank
+    raises `PeerAborted` with the same message: when the model next waits for other ranks, or at the
+    end of the block, where all ranks vote. Every rank then undoes the step. It restores the
+    parameters, states and groups (including ``lr``) of ``optimizers``, gradients, the model's
+    buffers, and torch's random states on the CPU and on the model's GPU. The next step, whether a
+    retry or another batch, gives the same bits as if the failed step had not begun.
 
-    What else the block changes stays changed: the iterator over the batches, a learning rate
-    scheduler, a GradScaler, a moving average, other generators of random numbers. An exception that
-    has reached other ranks has to leave the block; if it is caught within, the vote fails.
+    Other changes are not undone: the iterator over the batches, a learning rate scheduler, a
+    GradScaler, a moving average, other random number generators. An exception that has reached
+    other ranks must leave the block; if it is caught inside, the vote fails.
 
     Memory: from an optimizer's first step to the end of the block, a second copy of this rank's
-    runs of its parameters and states (for AdamW in float32, 12 bytes for each element of a shard);
+    shards of its parameters and states (for AdamW in float32, 12 bytes per element of a shard);
     for the whole block, a copy of the buffers and of gradients that were not None before it.
-    Time: these copies, and an exchange of a byte between all ranks; to measure both,
+    Time: these copies, and one byte exchanged between all ranks. To measure both, run
     ``shardwise bench --vs ddp --ours fsdp,fsdp-transaction``.
 
-    Between GPUs (NCCL) the others learn of it within seconds, by a thread that looks at what their
-    devices wait for.
+    Between GPUs (NCCL), a thread watches what each device waits for, so that the other ranks learn
+    of an exception within seconds.
 
     Args:
-        model: a model that `fully_shard` has sharded.
-        optimizers: all that step in the block.
+        model: a model sharded by `fully_shard`.
+        optimizers: every optimizer that steps in the block.
 
     Raises:
-        PlanError: the model is not sharded, or is a unit inside one that is.
+        PlanError: the model is not sharded, or is a unit inside a sharded model.
         PeerAborted: another rank raised.
-        PeerLost: another rank is gone; this one has undone the step all the same.
+        PeerLost: another rank is gone; this rank has undone the step nevertheless.
         StepError: the block is inside another transaction of the model, a forward, a backward or
             `gathered`; or something other than ``optimizers`` changed a parameter.
     """
-    others = [type(one).__name__ for one in optimizers if not isinstance(one, Optimizer)]
-    if others:
+    wrong = [type(each).__name__ for each in optimizers if not isinstance(each, Optimizer)]
+    if wrong:
         raise PlanError(
-            f"transaction takes torch.optim.Optimizers after the model, got {others[0]}"
+            f"transaction: expected each argument after the model to be a torch.optim.Optimizer, "
+            f"got {wrong[0]}"
         )
     runtime = runtime_of_root(model)
     _begin(runtime.scheduler)
@@ -86,8 +87,8 @@ def transaction(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
 def _begin(scheduler: Scheduler) -> None:
     if scheduler.is_in_transaction:
         raise StepError(
-            "a transaction of this model is open already; one transaction is one step, so put "
-            "the whole step into a single `with sw.transaction(...)`"
+            "a transaction of this model is open already; put the whole step into a single "
+            "`with sw.transaction(...)`"
         )
     scheduler.check_idle("a transaction cannot begin in a forward, a backward or sw.gathered")
     scheduler.recover()
@@ -96,7 +97,7 @@ def _begin(scheduler: Scheduler) -> None:
 
 
 class _Step:
-    """What a transaction keeps while it is open."""
+    """The state of an open transaction."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._scheduler = runtime.scheduler
@@ -118,10 +119,10 @@ class _Step:
             self._cleanup.callback(handle.remove)
 
     def end(self) -> None:
-        """Return when every rank has come to the end of its step."""
+        """Return when every rank has reached the end of its step."""
         self._check_parameters()
         was_caught = self._links.is_broken or self._links.epoch != self._epoch
-        self._links.raise_found()  # on a device, where nothing has waited for it
+        self._links.raise_found()  # a device's errors that nothing has waited for
         if was_caught:
             raise StepError(
                 "an exception that other ranks know of was caught inside the transaction, so they "
@@ -130,15 +131,15 @@ class _Step:
         self._vote(failed=False)
 
     def undo(self, error: BaseException) -> None:
-        """Tell the others, and put back what was there before."""
+        """Report ``error`` to the other ranks and restore the state from before the step."""
         self._scheduler.abandon(error)
-        wait_for_device(self._device)  # copies from and to shards that are on the host
+        wait_for_device(self._device)  # for copies to and from shards in host memory
         if self._model is not None:
             self._model.restore()
         for optimizer in self._optimizers:
             optimizer.restore()
-        # Without a monitor no rank reads the status of one that raised, but a rank that has
-        # begun an optimizer's step has issued every other collective of this step.
+        # Without a monitor, other ranks cannot read that this rank has raised, so it has to vote.
+        # It can: a rank that has begun an optimizer's step has issued all other collectives.
         has_stepped = any(optimizer.is_complete for optimizer in self._optimizers)
         has_stepped = has_stepped and not self._scheduler.steps_in_backward
         if has_stepped and not self._links.is_monitored and not self._has_voted:
@@ -151,23 +152,23 @@ class _Step:
         self._optimizers = []
 
     def _check_parameters(self) -> None:
-        """Refuse changes that could not be undone."""
+        """Raise StepError if a parameter was changed and its old value was not kept."""
         assert self._model is not None
         kept = {id(p) for optimizer in self._optimizers for p in optimizer.parameters}
         changed = self._model.changed_parameters().items()
         strays = [name for name, parameter in changed if id(parameter) not in kept]
         if strays:
             raise StepError(
-                f"{', '.join(strays)}: changed in a transaction that could not undo it; pass every "
-                "optimizer that steps in it, as in sw.transaction(model, optimizer), and change "
-                "parameters by hand outside of it"
+                f"{', '.join(strays)}: changed in a transaction that could not undo the change; "
+                "pass every optimizer that steps in it, as in sw.transaction(model, optimizer), "
+                "and change parameters by hand outside the transaction"
             )
 
     def _vote(self, *, failed: bool) -> None:
-        """Exchange with all ranks whether the step is to be undone.
+        """Agree with all ranks on whether to undo the step.
 
         Raises:
-            PeerAborted: some rank says so.
+            PeerAborted: some rank voted to undo it.
         """
         links = self._links
         self._has_voted = True
@@ -181,13 +182,13 @@ class _Step:
             links.wait(pending)
         except StepError:
             raise
-        except BaseException:  # an interrupt: what this rank has voted holds, so the others decide
+        except BaseException:  # an interrupt: this rank's vote stands, and the others decide
             with contextlib.suppress(StepError):
                 links.wait(pending)
                 self.is_decided = not votes.any()
             raise
         against = votes.nonzero().flatten().tolist()
-        links.raise_found()  # on a device the host has waited only now
+        links.raise_found()  # on a device, the host has waited only now
         if against:
-            raise PeerAborted(f"rank {against[0]} gave up in this step; its own output says why")
+            raise PeerAborted(f"rank {against[0]} raised in this step; its output has the error")
         self.is_decided = True

@@ -1,7 +1,7 @@
 """Parameters without a gradient after a backward: leave None, fill with zeros, or raise.
 
-Ranks tell each other which parameters they used by one all-reduce of a byte for each. A rank that
-used all of them knows the outcome beforehand, so its host does not wait for the device to read it.
+Ranks exchange which parameters they used in one all-reduce, with a byte per parameter. A rank that
+used all of them knows the result in advance, so its host does not wait for the device.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,20 +38,20 @@ def gradients_of(units: Iterable[Unit]) -> list[GradientBuffer]:
 
 
 def settle(gradients: Iterable[GradientBuffer], used_anywhere: Iterable[bool]) -> None:
-    """Parameters that no rank used keep the gradient that they had."""
+    """Settle ``gradients``: parameters that no rank used keep the gradient that they had."""
     flags = iter(used_anywhere)
     for each in gradients:
         each.settle([next(flags) for _ in each.used])
 
 
 class UsedParameterSync:
-    """A collective that is under way: which parameters of ``units`` any rank used."""
+    """A collective in flight that finds out which parameters of ``units`` any rank used."""
 
     def __init__(
         self, units: Iterable[Unit], links: Communicator, device: torch.device, label: str
     ) -> None:
         self._gradients = gradients_of(units)
-        # Those that were frozen since do not count.
+        # Parameters that have been frozen since count as used.
         self._own = [
             is_used or not parameter.sharded.requires_grad
             for each in self._gradients
@@ -75,7 +75,7 @@ class UsedParameterSync:
         settle(self._gradients, self.wait(links))
 
     def abandon(self) -> "UsedParameterSync":
-        """Go on without the result; keep what is returned until ranks are back in step."""
+        """Stop waiting for the result; keep the returned object until ranks are in step again."""
         if self._pending is not None:
             self._pending.wait(0.0)
         return self
@@ -87,15 +87,15 @@ def check_all_used(
     links: Communicator,
     device: torch.device,
 ) -> list[bool]:
-    """Refuse a backward in which some rank left out parameters that require gradients.
+    """Raise if any rank computed no gradient for a parameter that requires one.
 
     All ranks call this; ``used`` says which of ``parameters`` this rank used.
 
     Returns:
-        Whether any rank used each parameter: all, or none.
+        Whether any rank used each parameter. Either all values are true or none is.
 
     Raises:
-        StepError: names the parameters, and for each the ranks.
+        StepError: names the parameters and, for each, the ranks.
     """
     pairs = zip(parameters, used, strict=True)
     missing = [p.sharded.requires_grad and not is_used for p, is_used in pairs]
@@ -103,14 +103,14 @@ def check_all_used(
     if links.num_ranks > 1 and used:
         links.wait(links.reduce.all_reduce_max(flags, links.world, "agree on unused parameters"))
     used_anywhere, missing_anywhere = flags.bool().view(2, -1).tolist()
-    # `autograd.grad` for something other than parameters uses none, and is no mistake.
+    # `autograd.grad` with respect to other tensors uses no parameter, which is not a mistake.
     if any(used_anywhere) and any(missing_anywhere):
-        raise _refusal(parameters, _by_rank(missing, links, device))
+        raise _unused_error(parameters, _by_rank(missing, links, device))
     return list(used_anywhere)
 
 
 def _flags(values: Sequence[bool], device: torch.device) -> Tensor:
-    """One byte for each, which a collective may write to."""
+    """One byte per value, in a tensor that a collective may write to."""
     with torch.inference_mode(mode=False):
         if all(values):  # no copy to the device
             return torch.ones(len(values), dtype=torch.uint8, device=device)
@@ -118,14 +118,14 @@ def _flags(values: Sequence[bool], device: torch.device) -> Tensor:
 
 
 def _by_rank(missing: Sequence[bool], links: Communicator, device: torch.device) -> Tensor:
-    """[ranks, parameters]: the ``missing`` of every rank."""
+    """The ``missing`` flags of every rank: [ranks, parameters]."""
     rows = _flags(missing, device).repeat(links.num_ranks, 1)
     if links.num_ranks > 1:
         links.wait(links.reduce.all_gather(rows.view(-1), links.world, "name unused parameters"))
     return rows
 
 
-def _refusal(parameters: Sequence[FSDPParameter], missing: Tensor) -> StepError:
+def _unused_error(parameters: Sequence[FSDPParameter], missing: Tensor) -> StepError:
     by_parameter = missing.bool().T.tolist()
     lines = [
         f"  {parameter.name}: unused on {_shown(by_rank)}"
@@ -138,7 +138,7 @@ def _refusal(parameters: Sequence[FSDPParameter], missing: Tensor) -> StepError:
         "parameters that require gradients got none in this backward (unused='error'):\n"
         + "\n".join(lines)
         + "\nLet every rank use them, freeze them with requires_grad_(False), or pass "
-        "unused='none' to fully_shard; zero_grad() drops what this backward left."
+        "unused='none' to fully_shard; call zero_grad() to clear the gradients of this backward."
     )
 
 
@@ -151,11 +151,11 @@ def _shown(by_rank: Sequence[bool]) -> str:
 
 
 class UnusedParameters(StepObserver):
-    """At the end of a backward, ranks agree on the parameters that no rank used.
+    """Handles the parameters that no rank used, at the end of each backward.
 
     Args:
         mode: as ``unused`` in `fully_shard`.
-        device: of the model.
+        device: the model's device.
     """
 
     def __init__(self, mode: Unused, device: torch.device) -> None:
@@ -170,7 +170,7 @@ class UnusedParameters(StepObserver):
             )
 
     def step_end(self, backward: Backward) -> None:
-        """Leave the gradient of a parameter alone if no rank used it, or refuse that."""
+        """Keep the gradients of parameters that no rank used, fill them with zeros, or raise."""
         gradients = gradients_of(backward.units)
         if self.mode == "zeros" or not backward.complete:
             for each in gradients:
