@@ -1,4 +1,4 @@
-"""Describes runs of elements to `torch.distributed.checkpoint`, which knows boxes."""
+"""Describe runs of elements to `torch.distributed.checkpoint`, which knows only boxes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ __all__ = ["Box", "boxes", "chunks_of", "items_of"]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor: where it begins and how long it is in each dim."""
+    """A part of a tensor: its offset and its size in each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Elements ``[start, stop)`` of a row-major tensor as boxes, in order.
+    """The boxes that make up elements ``[start, stop)`` of a row-major tensor, in order.
 
-    At most ``2 * ndim - 1``: the rest of a row, whole rows, and the beginning of a row.
+    There are at most ``2 * ndim - 1``: the rest of a row, whole rows, and the beginning of a row.
     """
     if not shape and start < stop:
         yield Box((), ())
@@ -44,8 +44,8 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def chunks_of(shape: Sequence[int], run: Run, local: Tensor) -> list[tuple[Any, Tensor]]:
-    """The parts of a tensor that ``local`` [run] stores: torch's description and a view of each."""
-    # Imported here, since the checkpoint package of torch loads much that few programs need.
+    """The boxes that ``local`` [run] stores: torch's description and a view of each."""
+    # Imported here, because torch's checkpoint package loads much that few programs need.
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415
 
     parts = list(boxes(shape, run.start, run.stop))
@@ -60,7 +60,7 @@ def chunks_of(shape: Sequence[int], run: Run, local: Tensor) -> list[tuple[Any, 
 
 
 def items_of(name: str, shape: Sequence[int], run: Run, local: Tensor) -> list[object]:
-    """What `torch.distributed.checkpoint` has to write of ``local`` [run]."""
+    """The items for `torch.distributed.checkpoint` to write from ``local`` [run]."""
     from torch.distributed.checkpoint import metadata, planner  # noqa: PLC0415
 
     properties = metadata.TensorProperties.create_from_tensor(local)

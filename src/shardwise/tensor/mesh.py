@@ -1,4 +1,4 @@
-"""Which ranks share a model, and how: from a device mesh, or nothing at all, to groups of ranks."""
+"""The groups of ranks that share a model, derived from a device mesh or from the job itself."""
 
 import os
 import weakref
@@ -23,10 +23,10 @@ from shardwise.transport.process_group import (
 
 __all__ = ["DataParallelMesh", "all_ranks_of", "resolve_mesh"]
 
-# What torchrun, SLURM's srun, Open MPI and other MPIs set to the number of processes.
+# Variables that torchrun, SLURM's srun, Open MPI and other MPIs set to the number of processes.
 _NUM_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _GroupsByRanks = dict[tuple[int, ...], dist.ProcessGroup]
-# Of meshes that have no process group of all their ranks.
+# The groups made for meshes that have no process group of all their ranks.
 _groups_of_meshes: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupsByRanks]" = (
     weakref.WeakKeyDictionary()
 )
@@ -34,10 +34,10 @@ _groups_of_meshes: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupsByRanks]
 
 @dataclass(frozen=True, eq=False)
 class DataParallelMesh:
-    """The ranks that a model is sharded over, and what each group of them does.
+    """The ranks that a model is sharded over, and the role of each group of them.
 
-    The ranks of a row hold the whole model between them. Those of a column hold the same part of
-    it, or, with two levels of sharding, cut that part once more among them::
+    The ranks of a row together hold the whole model. The ranks of a column hold the same part of
+    it or, with two levels of sharding, divide that part once more::
 
         rows [[0, 1], [2, 3]]        shard of rank   0  1  2  3
         one level, size=2                            0  1  0  1
@@ -45,20 +45,20 @@ class DataParallelMesh:
     """
 
     world: RankGroup  # all ranks
-    row: RankGroup  # those of this rank's replica, or of its part of one
-    column: RankGroup  # those at this rank's place in the other rows
-    shards: RankGroup  # those whose shards make the model with this one's, in order of shards
-    replicas: tuple[tuple[int, ...], ...]  # the same of every replica of the model
+    row: RankGroup  # the ranks of this rank's row
+    column: RankGroup  # the ranks at the same position in all rows
+    shards: RankGroup  # the ranks whose shards form one replica of the model, in order of shards
+    replicas: tuple[tuple[int, ...], ...]  # the ranks of every replica, in order of shards
     on_cpu: bool = False  # the user passed a mesh of CPUs
-    mesh: DeviceMesh | None = None  # the user's, if there was one
-    dims: tuple[str, ...] = ()  # what it is of the mesh on which parameters are replicated DTensors
+    mesh: DeviceMesh | None = None  # the user's mesh, if there was one
+    dims: tuple[str, ...] = ()  # its dims in the mesh on which parameters are replicated DTensors
     _meshes: dict[tuple[str, bool], DeviceMesh] = field(default_factory=dict)
 
     def device_mesh(self, device_type: str, *, has_groups: bool = False) -> DeviceMesh:
-        """The user's mesh, or one of all ranks, on which torch can run collectives if it must."""
+        """The user's mesh, or one of all ranks; ``has_groups`` lets torch run collectives on it."""
         if self.mesh is not None:
             return self.mesh
-        if device_type == "meta":  # where it will be
+        if device_type == "meta":  # use the device where the parameters will be
             device_type = accelerator_type(self.group) or "cpu"
         key = device_type, has_groups
         if key not in self._meshes:
@@ -79,7 +79,7 @@ class DataParallelMesh:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group of all ranks; None if there is one only."""
+        """The process group of all ranks; None if there is only one rank."""
         return self.world.parent
 
     @property
@@ -89,7 +89,7 @@ class DataParallelMesh:
 
     @property
     def rank(self) -> int:
-        """The shard that is here."""
+        """The number of this rank's shard."""
         return self.shards.index
 
     @property
@@ -103,12 +103,12 @@ class DataParallelMesh:
 
     @property
     def is_two_level(self) -> bool:
-        """Whether shards are cut in the column as well as in the row."""
+        """Whether parameters are cut over the column as well as over the row."""
         return self.size > self.row.size
 
     @cached_property
     def reduction(self) -> tuple[Stage, ...]:
-        """How gradients are summed over all ranks: over the row, and then over the column."""
+        """The stages that sum gradients over all ranks: over the row, then over the column."""
         over_row = Stage(Operation.REDUCE_SCATTER, self.row)
         if self.column.size == 1:
             return (over_row,)
@@ -116,12 +116,12 @@ class DataParallelMesh:
         return over_row, Stage(in_column, self.column)
 
     def subgroup(self, size: int) -> RankGroup:
-        """The ``size`` neighbors in the row of which this rank is one."""
+        """The group of ``size`` neighboring ranks in the row that contains this rank."""
         first = self.row.index // size * size
         return self.row.select(*self.row.ranks[first : first + size])
 
     def within(self, outer: "DataParallelMesh") -> "DataParallelMesh":
-        """These groups as parts of ``outer``, with whose other collectives theirs are in order."""
+        """The same groups as subgroups of ``outer``, so that one order covers all collectives."""
         members = outer.global_ranks
 
         def part(group: RankGroup) -> RankGroup:
@@ -140,13 +140,13 @@ class DataParallelMesh:
 
     @property
     def global_ranks(self) -> list[int]:
-        """The ranks of the job by their numbers in the process group."""
+        """The job's ranks of the process group's members, in the order of the group."""
         if self.group is None:
             return [dist.get_rank() if dist.is_initialized() else 0]
         return dist.get_process_group_ranks(self.group)
 
     def cut_over_all(self) -> "DataParallelMesh":
-        """The same ranks with a shard for each of them, by rank."""
+        """The same ranks with one shard per rank, in order of rank."""
         alone, ranks = self.world.select(self.world.own_rank), self.world.ranks
         flat = replace(self, row=self.world, column=alone, shards=self.world, mesh=None, _meshes={})
         return replace(flat, replicas=(ranks,))
@@ -158,29 +158,32 @@ class DataParallelMesh:
 
     @property
     def accelerator(self) -> torch.device | None:
-        """This rank's own, if its bytes move between accelerators."""
+        """This rank's accelerator; None if the ranks exchange CPU tensors."""
         if self.on_cpu or accelerator_type(self.group) is None:
             return None
         return rank_device(self.group)
 
     def backend(self, device_type: str) -> str | None:
-        """What moves the bytes of tensors on ``device_type``: "gloo", "nccl", "fake" or None."""
+        """The backend for tensors on ``device_type``: "gloo", "nccl", "fake" or None."""
         return backend_of(self.group, device_type)
 
 
 def resolve_mesh(
     mesh: DeviceMesh | None, strategy: Strategy, sharding_factor: int | None = None
 ) -> DataParallelMesh:
-    """The groups of ``mesh``; without one, of all ranks, or of this process if it is alone.
+    """The groups of ``mesh``; without one, those of all ranks, or of this process alone.
 
     Raises:
-        PlanError: the mesh does not have the dimensions that ``strategy`` wants, or this rank is
-            not in it; ``sharding_factor`` does not fit.
+        PlanError: the mesh does not have the dimensions that ``strategy`` requires, or this rank
+            is not in it, or ``sharding_factor`` does not fit.
     """
     if mesh is None:
         return _without_mesh(strategy, sharding_factor)
     if sharding_factor is not None:
-        raise PlanError("the mesh says it already; pass either mesh or sharding_factor")
+        raise PlanError(
+            f"sharding_factor={sharding_factor} with a mesh, whose shape already gives the factor; "
+            "pass either mesh or sharding_factor"
+        )
     if mesh.ndim != strategy.num_axes:
         raise PlanError(
             f"fully_shard expects a {'1D or 2D' if mesh.ndim > 2 else f'{strategy.num_axes}D'} "  # noqa: PLR2004
@@ -190,7 +193,7 @@ def resolve_mesh(
     if mesh.get_coordinate() is None:
         raise PlanError(f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}")
     rows = mesh.mesh.tolist() if mesh.ndim > 1 else [mesh.mesh.tolist()]
-    # Without a job, a mesh shows how a model would be sharded.
+    # Without a process group, a mesh only shows how a model would be sharded.
     group = _group_of(mesh) if dist.is_initialized() else None
     members = list(range(mesh.size())) if group is None else dist.get_process_group_ranks(group)
     numbered = [[members.index(rank) for rank in row] for row in rows]
@@ -200,10 +203,10 @@ def resolve_mesh(
 def data_parallel_part(
     mesh: DeviceMesh | None, shard: Sequence[str], replicate: Sequence[str]
 ) -> DeviceMesh:
-    """The mesh of the ranks that shard, and of those that repeat, along some dims of ``mesh``.
+    """The data-parallel part of ``mesh``: its dims ``replicate`` and ``shard``, each as one dim.
 
     Raises:
-        PlanError: it has no such dims.
+        PlanError: ``mesh`` lacks one of these dims.
     """
     names = (mesh and mesh.mesh_dim_names) or ()
     unknown = [name for name in (*shard, *replicate) if name not in names]
@@ -217,7 +220,7 @@ def data_parallel_part(
 
 
 def all_ranks_of(mesh: DeviceMesh) -> DataParallelMesh:
-    """The ranks of ``mesh``, of any number of dims, each with a replica of its own."""
+    """The ranks of a ``mesh`` with any number of dims, each rank with its own replica."""
     group = _group_of(mesh)
     rows = [[index] for index in range(mesh.size())]
     on_cpu = mesh.device_type == "cpu"
@@ -231,7 +234,7 @@ def _without_mesh(strategy: Strategy, sharding_factor: int | None) -> DataParall
     if strategy.num_axes == 1 and sharding_factor not in (None, num_ranks):
         raise PlanError(
             f"sharding_factor={sharding_factor}: {strategy} shards over all {num_ranks} ranks; "
-            "use strategy 'hsdp', which repeats the model over groups of that many"
+            "use strategy 'hsdp', which replicates the model on each group of that many ranks"
         )
     if strategy.num_axes > 1 and sharding_factor is None:
         raise PlanError(
@@ -242,7 +245,7 @@ def _without_mesh(strategy: Strategy, sharding_factor: int | None) -> DataParall
     factor = num_ranks if sharding_factor is None else sharding_factor
     if factor < 1 or num_ranks % factor:
         fitting = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
-        raise PlanError(f"sharding_factor={factor}: expected one that divides the ranks: {fitting}")
+        raise PlanError(f"sharding_factor={factor}: expected a divisor of {num_ranks}: {fitting}")
     rows = [list(range(i, i + factor)) for i in range(0, num_ranks, factor)]
     return _groups(rows, dist.group.WORLD if num_ranks > 1 else None, strategy, on_cpu=False)
 
@@ -288,7 +291,7 @@ def _groups(
     row = next(world.select(*row) for row in rows if own in row)
     columns = list(zip(*rows, strict=True))
     column = world.select(*columns[row.index])
-    # Column by column: the ranks of a column have neighboring shards, which make one of a row.
+    # Column by column, because the ranks of a column divide one part of a row into neighbors.
     by_column = [rank for column in columns for rank in column]
     replicas = [by_column] if strategy.is_two_level else rows
     shards = world.select(*next(ranks for ranks in replicas if own in ranks))
@@ -297,7 +300,7 @@ def _groups(
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A group of all ranks of ``mesh``."""
+    """The process group of all ranks of ``mesh``, made if there is none."""
     if mesh.ndim == 1:
         return mesh.get_group()
     world = dist.group.WORLD

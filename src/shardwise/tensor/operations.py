@@ -1,10 +1,10 @@
-"""Operations of `ShardedTensor`s. All that are not here raise a `ShardedTensorError`.
+"""The operations that `ShardedTensor` supports. All others raise a `ShardedTensorError`.
 
-- *element-wise* operations, ``foreach`` and ``fused`` optimizer kernels included, work on the runs;
+- *element-wise* operations, including ``foreach`` and ``fused`` optimizer kernels, act on the runs;
 - *reductions* over all dimensions (norm, sum, mean, max, min, all, any) and comparisons (equal,
-  allclose) combine the runs of all ranks, so every rank has to call them;
+  allclose) combine the runs of all ranks, so every rank must call them;
 - *copies* (clone, detach, zeros_like, to, copy_, assigning ``.data``) and ``redistribute``;
-- *random numbers in place* (normal_, uniform_, hence ``torch.nn.init``) equal those of one process:
+- *in-place random numbers* (normal_, uniform_, hence ``torch.nn.init``) equal those of one process:
   every rank draws all of them and keeps its own.
 """
 
@@ -34,7 +34,7 @@ def draws(func: OpOverload) -> bool:
 def written_tensors(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
-    """The tensors that ``func`` changes."""
+    """The tensors that ``func`` writes to."""
     changed = [
         args[position] if position < len(args) else kwargs.get(name)
         for position, name in _written_arguments(func)
@@ -63,16 +63,16 @@ def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
 
 def _refuse(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
     leaves = pytree.tree_leaves((args, kwargs))
-    raise _refusal(func, next(x for x in leaves if isinstance(x, ShardedTensor)))
+    raise _unsupported(func, next(x for x in leaves if isinstance(x, ShardedTensor)))
 
 
-def _refusal(
+def _unsupported(
     func: OpOverload, x: ShardedTensor, why: str = "needs more than the shard of this rank"
 ) -> ShardedTensorError:
     return ShardedTensorError(
-        f"{func} of {x._sharding.name} {tuple(x.shape)} {why}; use .full_tensor() for the whole, "
-        ".to_local() for this rank's elements, or `sw.gathered(model)`; if it was raised in a "
-        "forward, the module was not called through its unit"
+        f"{func} of {x._sharding.name} {tuple(x.shape)} {why}; use .full_tensor() for the whole "
+        "tensor, .to_local() for this rank's elements, or `sw.gathered(model)`. If this was raised "
+        "in a forward, the module was not called through its unit"
     )
 
 
@@ -80,16 +80,16 @@ def _refusal(
 
 
 def _on_runs(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``func`` on the runs of its arguments, which have to be cut in the same way."""
+    """Call ``func`` on the runs of its arguments, which must be cut in the same way."""
     leaves, tree = [*args, *kwargs.values()], None
     if any(isinstance(x, (list, tuple, dict)) for x in leaves):
         leaves, tree = pytree.tree_flatten((list(args), dict(kwargs)))
     first = next(x for x in leaves if isinstance(x, ShardedTensor))
     written = written_tensors(func, args, kwargs) if func._schema.is_mutable else []
     if not all(isinstance(x, ShardedTensor) for x in written):
-        raise _refusal(func, first, "would write a shard into a tensor that is not sharded")
+        raise _unsupported(func, first, "would write a shard into a tensor that is not sharded")
     local = [_to_run(func, x, first) for x in leaves]
-    if tree is None:  # as in every step of an optimizer: trees take as long as the rest
+    if tree is None:  # the case of every optimizer step, where a tree would double the time
         local_args = local[: len(args)]
         local_kwargs = dict(zip(kwargs, local[len(args) :], strict=True))
     else:
@@ -105,13 +105,13 @@ def _on_runs(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _to_run(func: OpOverload, x: Any, first: ShardedTensor) -> Any:
-    """The elements of ``x`` that meet this rank's run of ``first``."""
+    """The elements of ``x`` that correspond to this rank's run of ``first``."""
     if isinstance(x, ShardedTensor):
         _check_matches(func, first, x)
         return x._local_tensor
     if isinstance(x, DTensor):
         if x.numel() != 1:
-            raise _refusal(func, first, f"with a DTensor of {x.placements}")
+            raise _unsupported(func, first, f"with a DTensor of {x.placements}")
         x = x.full_tensor()
     if not isinstance(x, Tensor) or x.ndim == 0:
         return x
@@ -121,19 +121,19 @@ def _to_run(func: OpOverload, x: Any, first: ShardedTensor) -> Any:
         size in (1, wanted) for size, wanted in zip(x.shape, trailing, strict=True)
     )
     if not broadcasts:
-        raise _refusal(func, first, f"with a tensor of shape {tuple(x.shape)}")
+        raise _unsupported(func, first, f"with a tensor of shape {tuple(x.shape)}")
     if x.numel() == 1:
         return x.reshape(1)
     return x.expand(shape).reshape(-1)[run.start : run.stop]
 
 
 def _alias(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> ShardedTensor:
-    """As `_on_runs`, which is slower: every `nn.Parameter` and every optimizer step calls this."""
+    """A faster `_on_runs`: every `nn.Parameter` and every optimizer step calls alias or detach."""
     return ShardedTensor(func(args[0]._local_tensor), args[0]._sharding)
 
 
 def _on_lists(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`foreach` and `fused` kernels: entry i of every list belongs to the same parameter."""
+    """Call a `foreach` or `fused` kernel: entry i of every list belongs to the same parameter."""
     _check_lists(func, args)
     result = func(*map(_locals_of, args), **{key: _locals_of(x) for key, x in kwargs.items()})
     if func._schema.is_mutable:
@@ -143,12 +143,12 @@ def _on_lists(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         return None
     for local, x in zip(result, args[0], strict=True):
         if isinstance(x, ShardedTensor) and local.shape != x._local_tensor.shape:
-            raise _refusal(func, x)
+            raise _unsupported(func, x)
     return [_wrap_as(local, x) for local, x in zip(result, args[0], strict=True)]
 
 
 def _wrap_as(local: Tensor, x: Tensor) -> Tensor:
-    """What a function of ``x`` made of the elements of ``x`` that are here."""
+    """Distribute ``local``, a result computed from this rank's part of ``x``, as ``x`` is."""
     if isinstance(x, ShardedTensor):
         return ShardedTensor(local, x._sharding)
     if isinstance(x, DTensor):
@@ -174,22 +174,24 @@ def _check_lists(func: OpOverload, args: Sequence[Any]) -> None:
             if isinstance(x, ShardedTensor):
                 _check_matches(func, first, x)
             elif isinstance(x, Tensor) and (x.numel() != 1 or x is entries[0]):
-                raise _refusal(func, first, f"with an unsharded tensor of shape {tuple(x.shape)}")
+                raise _unsupported(
+                    func, first, f"with an unsharded tensor of shape {tuple(x.shape)}"
+                )
 
 
-def _check_matches(func: OpOverload, one: ShardedTensor, other: ShardedTensor) -> None:
-    if not one._sharding.matches(other._sharding):
+def _check_matches(func: OpOverload, first: ShardedTensor, other: ShardedTensor) -> None:
+    if not first._sharding.matches(other._sharding):
         name, shape = other._sharding.name, tuple(other.shape)
-        raise _refusal(func, one, f"with {name} {shape}, which is cut differently")
+        raise _unsupported(func, first, f"with {name} {shape}, which is cut differently")
 
 
 def _view(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
     x, shape = args[:2]
     if tuple(shape) != tuple(x.shape):
-        raise _refusal(func, x)
+        raise _unsupported(func, x)
     if x.requires_grad and torch.is_grad_enabled():
-        # It would reveal the AccumulateGrad node, which never runs. Zero-bubble pipeline schedules
-        # and others find it through a view of the parameter's own shape.
+        # Zero-bubble pipeline schedules and others find the AccumulateGrad node through a view of
+        # the parameter's own shape, but for a sharded parameter that node never runs.
         raise ShardedTensorError(
             f"{x._sharding.name}: autograd would record a view of a sharded parameter, which gets "
             "its gradient from its unit and not from autograd. Take the view under "
@@ -201,7 +203,7 @@ def _view(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> 
 
 
 def _index_put(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``x[mask] = number``, with a mask that is cut as ``x`` is."""
+    """``x[mask] = number``, with a mask that is cut in the same way as ``x``."""
     indices, value = args[1:3]
     is_mask = all(isinstance(x, ShardedTensor) and x.dtype is torch.bool for x in indices)
     if len(indices) != 1 or not is_mask or value.numel() != 1:
@@ -213,7 +215,7 @@ def _draw(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
     """Fill a tensor with the random numbers that one process would draw.
 
     Raises:
-        ShardedTensorError: the generators of ranks differ, so that each would draw something else.
+        ShardedTensorError: the ranks' generators differ, so they would draw different numbers.
     """
     x: ShardedTensor = args[0]
     mesh, run = x._sharding.mesh, x._sharding.run
@@ -224,7 +226,7 @@ def _draw(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
     if mesh.backend("cpu") != "fake" and len(set(digests)) > 1:
         raise ShardedTensorError(
             f"{x._sharding.name}: {func} expects random generators in the same state on all ranks; "
-            "call torch.manual_seed with one seed on every rank before"
+            "first call torch.manual_seed with the same seed on every rank"
         )
     whole = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     func(whole, *args[1:], **kwargs)
@@ -242,7 +244,7 @@ _REDUCTIONS = {
 
 
 def _reduce(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """A reduction over all dimensions; one over some of them or with an index is refused."""
+    """Reduce over all dimensions; refuse a reduction over some, or one that returns indices."""
     x: ShardedTensor = args[0]
     kind, mesh = _REDUCTIONS[func.overloadpacket.__name__], x._sharding.mesh
     names = [argument.name for argument in func._schema.arguments]
@@ -250,7 +252,7 @@ def _reduce(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     dims = given.get("dim")
     dims = [dims] if isinstance(dims, int) else dims or range(x.ndim)
     if len(func._schema.returns) > 1 or len({dim % max(1, x.ndim) for dim in dims}) < x.ndim:
-        raise _refusal(func, x)
+        raise _unsupported(func, x)
     dtype, order = given.get("dtype"), given.get("ord", given.get("p", 2.0))
     run = x._local_tensor if dtype is None else x._local_tensor.to(dtype)
     if kind == "norm":
@@ -261,20 +263,20 @@ def _reduce(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _compare(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether two tensors are equal, or close, on all ranks."""
+    """Whether two tensors are equal or close on all ranks."""
     first = next(x for x in args[:2] if isinstance(x, ShardedTensor))
     if func.overloadpacket.__name__ == "equal" and args[0].shape != args[1].shape:
         return False
-    # A tensor of one element meets every element, of which this rank may have none.
-    one, other = (_to_run(func, x, first).expand(len(first._sharding.run)) for x in args[:2])
-    answer = torch.tensor(int(func(one, other, *args[2:], **kwargs)))
+    # A tensor of one element is compared with every element; this rank may have none.
+    left, right = (_to_run(func, x, first).expand(len(first._sharding.run)) for x in args[:2])
+    answer = torch.tensor(int(func(left, right, *args[2:], **kwargs)))
     return bool(across([answer], first._sharding.mesh).all())
 
 
 def _foreach_norm(
     _func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
-    """The global norm of every tensor, in one exchange for each mesh and dtype."""
+    """The global norm of every tensor, with one exchange for each mesh and dtype."""
     tensors, order = args[0], args[1] if len(args) > 1 else 2.0
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")  # noqa: PLR2004
     results: dict[int, Tensor] = {}
@@ -310,16 +312,16 @@ _RANDOM = {
     "uniform_",
 }  # fmt: skip
 
-# torch tags these as pointwise, but each rank would draw other numbers.
+# torch tags these as pointwise, but each rank would draw different numbers.
 _DRAWN_BY_RANK = {"bernoulli", "dropout", "native_dropout", "rand_like"}
 
-# torch does not tag these as pointwise, but they are, or they make a tensor of the same shape.
+# torch does not tag these as pointwise, but they are pointwise or make a tensor of the same shape.
 _LIKE_POINTWISE = {
     "_to_copy", "clone", "copy_", "detach_", "empty_like", "fill_", "full_like",
     "lift_fresh", "masked_fill", "masked_fill_", "ones_like", "zero_", "zeros_like",
 }  # fmt: skip
 
-# Handlers by the name of the operator; what is not here is decided in `_handler_of`.
+# Handlers by operator name; `_handler_of` decides for all other operators.
 _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(_DRAWN_BY_RANK, _refuse),
     **dict.fromkeys(_LIKE_POINTWISE, _on_runs),

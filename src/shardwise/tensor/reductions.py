@@ -1,6 +1,6 @@
-"""Reductions of tensors that are sharded over several ranks: norms, sums and extremes.
+"""Reductions of sharded tensors: norms, sums and extremes.
 
-Every function here is a collective, so all ranks of the mesh have to call it.
+Every function here is a collective: all ranks of the mesh must call it.
 """
 
 import math
@@ -19,7 +19,7 @@ __all__ = ["across", "combine", "gather_runs", "norms"]
 
 
 def combine(kind: str, run: Tensor, num_elements: int, mesh: DataParallelMesh) -> Tensor:
-    """Reduce a tensor of ``num_elements``, of which this rank has ``run``, to a scalar.
+    """Reduce a tensor of ``num_elements``, of which this rank stores ``run``, to a scalar.
 
     ``kind`` is "sum", "mean", "max", "min", "all" or "any".
     """
@@ -27,7 +27,7 @@ def combine(kind: str, run: Tensor, num_elements: int, mesh: DataParallelMesh) -
         total = across([run.sum()], mesh).sum()
         return total / num_elements if kind == "mean" else total
     if run.dtype is torch.bool or kind in ("all", "any"):
-        # As bytes: not every backend sends booleans.
+        # Sent as bytes, because not every backend sends booleans.
         kind = {"all": "min", "any": "max"}.get(kind, kind)
         return combine(kind, run.bool().to(torch.uint8), max(1, num_elements), mesh).bool()
     if not num_elements:
@@ -39,18 +39,18 @@ def combine(kind: str, run: Tensor, num_elements: int, mesh: DataParallelMesh) -
 
 
 def norms(runs: Sequence[Tensor], mesh: DataParallelMesh, order: float) -> list[Tensor]:
-    """Vector norms of tensors of which every rank has a run, in one exchange."""
-    local = _norms_here(runs, order)
+    """Vector norms of tensors of which each rank stores one of ``runs``, in one exchange."""
+    local = _local_norms(runs, order)
     by_rank = across([norm.to(local[0].dtype) for norm in local], mesh)  # [ranks, tensors]
-    # The norm of order 0 counts, so the counts of the ranks add up.
+    # The norm of order 0 counts nonzero elements, so the ranks' counts add up.
     total = by_rank.sum(0) if order == 0 else torch.linalg.vector_norm(by_rank, order, dim=0)
-    return [one.to(norm.dtype) for one, norm in zip(total.unbind(), local, strict=True)]
+    return [norm.to(own.dtype) for norm, own in zip(total.unbind(), local, strict=True)]
 
 
 def across(
     values: Sequence[Tensor], mesh: DataParallelMesh, group: RankGroup | None = None
 ) -> Tensor:
-    """Gather scalars of one dtype from the ranks of a replica or of ``group``: [ranks, values]."""
+    """Gather scalars of one dtype from the ranks of a replica, or of ``group``: [ranks, values]."""
     own = torch.stack(list(values))
     runs = [Run(0, own.numel())] * (mesh.shards if group is None else group).size
     return gather_runs(own, runs, mesh, "scalars", group)
@@ -63,9 +63,12 @@ def gather_runs(
     what: str,
     group: RankGroup | None = None,
 ) -> Tensor:
-    """Gather 1-D pieces of the lengths of ``runs``: [ranks, longest], padded with zeros."""
+    """Gather the 1-D ``run`` of each rank: [ranks, longest], padded with zeros.
+
+    ``runs`` gives the lengths on all ranks.
+    """
     device = run.device
-    if device.type == "cpu" and mesh.accelerator is not None:  # a shard on the host
+    if device.type == "cpu" and mesh.accelerator is not None:  # a shard in host memory
         run = run.to(mesh.accelerator)
     longest = max(len(other) for other in runs)
     with torch.inference_mode(mode=False):  # written by another thread
@@ -82,13 +85,13 @@ def gather_runs(
     return gathered.to(device)
 
 
-def _norms_here(runs: Sequence[Tensor], order: float) -> list[Tensor]:
+def _local_norms(runs: Sequence[Tensor], order: float) -> list[Tensor]:
     filled = [run for run in runs if run.numel()]
     found = iter(foreach_norm(filled, order) if filled else ())
-    # Real, as the norm of complex numbers is: all ranks have to send the same dtype.
-    of_none = math.inf if order < 0 else 0.0
+    # The norm of complex numbers is real, and all ranks must send the same dtype.
+    of_empty = math.inf if order < 0 else 0.0
     return [
-        next(found) if run.numel() else run.new_full((), of_none, dtype=run.dtype.to_real())
+        next(found) if run.numel() else run.new_full((), of_empty, dtype=run.dtype.to_real())
         for run in runs
     ]
 

@@ -1,8 +1,8 @@
 """A DTensor of which each rank stores one run of elements: a parameter, gradient or state.
 
-Its placement is `RaggedShard`, which says the runs. ``.shape``, ``.ndim`` and ``.numel()`` describe
-the whole tensor; ``to_local()`` is what this rank stores of it, 1-D. What can be done with it is in
-`tensor.operations`.
+Its placement, `RaggedShard`, gives the runs. ``.shape``, ``.ndim`` and ``.numel()`` describe the
+whole tensor; ``to_local()`` returns this rank's elements, 1-D. `tensor.operations` defines the
+supported operations.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,7 +50,7 @@ class RaggedShard(Placement):
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """By shard; there may be thousands."""
+        """The run of each shard; there may be thousands."""
         return self._layout.runs(self._extent)
 
     def __eq__(self, other: object) -> bool:
@@ -66,7 +66,7 @@ class RaggedShard(Placement):
 
 
 class RunSharding(Sharding):
-    """Runs of elements, in `ShardedTensor`s."""
+    """Distributes a parameter by runs of elements, as `ShardedTensor`s."""
 
     _uses_groups = False
 
@@ -101,7 +101,8 @@ class RunSharding(Sharding):
 class ShardedTensor(DTensor):
     """A tensor of ``sharding.shape`` of which this rank stores ``local`` [run].
 
-    Made by `shardwise.fully_shard`. ``requires_grad``, names and ``.grad`` are as for any tensor.
+    `shardwise.fully_shard` creates it. ``requires_grad``, names and ``.grad`` work as for any
+    tensor.
     """
 
     _sharding: RunSharding
@@ -122,14 +123,14 @@ class ShardedTensor(DTensor):
         return self
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
-        pass  # `__new__` has done everything, and DTensor's own takes long
+        pass  # `__new__` has done everything, and DTensor's own `__init__` is slow
 
     def to_local(self, *, grad_placements: object = None) -> Tensor:  # noqa: ARG002
         """This rank's elements, 1-D: a run of the row-major tensor, sharing its memory."""
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:  # noqa: ARG002
-        """Gather the whole tensor; every rank has to call this."""
+        """Gather the whole tensor; every rank must call this."""
         with torch.no_grad():
             runs, mesh = self._sharding.runs, self._sharding.mesh
             local = self._local_tensor.detach()
@@ -145,7 +146,7 @@ class ShardedTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **_options: object,
     ) -> DTensor:
-        """A DTensor with other ``placements`` on ``device_mesh``; every rank has to call this."""
+        """A DTensor with other ``placements`` on ``device_mesh``; every rank must call this."""
         mesh = self.device_mesh if device_mesh is None else device_mesh
         wanted = [Replicate()] * mesh.ndim if placements is None else list(placements)
         if mesh == self.device_mesh and tuple(wanted) == self.placements:
@@ -154,18 +155,18 @@ class ShardedTensor(DTensor):
 
     @property
     def sharding(self) -> RunSharding:
-        """Which elements are on which rank."""
+        """How the elements are distributed over the ranks."""
         return self._sharding
 
     @property
     def data(self) -> Tensor:
-        """The tensor without its history; assigning a sharded or a whole tensor copies it."""
+        """The tensor without autograd history; assigning a sharded or whole tensor copies it."""
         data: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
         return data
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Copy instead of taking the memory of ``value``, for the shard is a view of a buffer."""
+        """Copy ``value`` and not take its memory, because the shard is a view of a buffer."""
         expected, got = ((x.dtype, tuple(x.shape)) for x in (self, value))
         if got != expected:
             raise ShardedTensorError(
@@ -177,12 +178,12 @@ class ShardedTensor(DTensor):
 
     def _refuse_memory(self, *_args: object, **_kwargs: object) -> NoReturn:
         raise ShardedTensorError(
-            f"{self._sharding.name}: this rank has no memory of the whole tensor; call "
-            ".full_tensor() first, or save the model inside `with sw.gathered(model):`, or with "
+            f"{self._sharding.name}: this rank does not store the whole tensor; call "
+            ".full_tensor() first, save the model inside `with sw.gathered(model):`, or use "
             "sw.save, which gathers nothing"
         )
 
-    # Libraries that save or share tensors, such as safetensors and transformers, ask for these.
+    # Libraries that save or share tensors, such as safetensors and transformers, use these.
     untyped_storage = storage = numpy = tolist = __array__ = __reduce_ex__ = _refuse_memory
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -193,7 +194,7 @@ class ShardedTensor(DTensor):
             f"{mesh.size})"
         )
 
-    # The protocol of `torch.distributed.checkpoint` for tensors that are on several ranks.
+    # The protocol of `torch.distributed.checkpoint` for distributed tensors.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[object]:  # noqa: A002
         return items_of(fqn, self.shape, self._sharding.run, self._local_tensor)
@@ -243,9 +244,9 @@ def sharding_for(
     mesh: DataParallelMesh,
     original: Tensor,
 ) -> Sharding:
-    """How the parameter of ``extent`` is distributed, which is ``original`` now."""
-    place = f"elements {extent.offset}:{extent.stop} of buffer {unit.layouts.index(layout)}"
-    label = f"{place} of {unit.label}"
+    """The Sharding of the parameter at ``extent``, which is still ``original``."""
+    position = f"elements {extent.offset}:{extent.stop} of buffer {unit.layouts.index(layout)}"
+    label = f"{position} of {unit.label}"
     in_chunks = isinstance(extent.parameter.granularity, Dim)
     before = sharding_of(original)
     if before is not None:
@@ -258,7 +259,7 @@ def sharding_for(
 
 @dataclass(frozen=True, slots=True)
 class OwnPart:
-    """The elements of a tensor that this rank stores, as do ``num_replicas - 1`` other ranks."""
+    """The elements of a tensor that this rank and ``num_replicas - 1`` other ranks store."""
 
     run: Run
     replica: int
@@ -266,7 +267,7 @@ class OwnPart:
 
 
 def own_part_of(tensor: Tensor) -> OwnPart | None:
-    """What is here of ``tensor``; None if it is no DTensor, or if its elements here are no run."""
+    """This rank's part of ``tensor``; None if it is not a DTensor or its elements are not a run."""
     if isinstance(tensor, ShardedTensor):
         mesh = tensor.sharding.mesh
         num_replicas = mesh.num_ranks // mesh.size

@@ -1,4 +1,4 @@
-"""Where the elements of a parameter are: which rank stores what, and as which DTensor."""
+"""How the elements of a parameter are distributed: which rank stores which, in which DTensor."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -40,33 +40,34 @@ _SHARDING = "_sharding"  # a parameter's attribute
 
 @dataclass(frozen=True, eq=False)
 class Sharding(ABC):
-    """Where the elements of one parameter are; shared by its gradient and its optimizer states.
+    """How the elements of one parameter are distributed over ranks.
 
-    `RunSharding` is of runs of elements, `ChunkSharding` of chunks of a dim, and `ExtendedSharding`
-    of chunks of classes that say themselves what is gathered of them.
+    Its gradient and optimizer states share it. `RunSharding` distributes runs of elements,
+    `ChunkSharding` chunks of a dim, and `ExtendedSharding` chunks of tensor classes that define
+    their own gather.
     """
 
     layout: Layout
     extent: ParameterExtent
     mesh: DataParallelMesh
-    label: str  # the same on ranks that give the parameter other names
-    unit: str  # its label
-    dense_spec: DTensorSpec | None = None  # of a parameter that was a DTensor before
+    label: str  # the same on all ranks, even if they name the parameter differently
+    unit: str  # the label of its unit
+    dense_spec: DTensorSpec | None = None  # the spec of a parameter that was already a DTensor
     _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
 
     _uses_groups: ClassVar[bool]  # whether torch's operators run collectives on these tensors
 
     @abstractmethod
     def wrap(self, local: Tensor) -> DTensor:
-        """The tensor of which this rank stores ``local``, 1-D."""
+        """The distributed tensor of which this rank stores ``local``, 1-D."""
 
     @abstractmethod
     def part_of(self, whole: Tensor, shard: int) -> Tensor:
-        """What the rank of that shard stores of ``whole``."""
+        """The part of ``whole`` that the rank of ``shard`` stores."""
 
     @abstractmethod
     def is_cut_as(self, other: "Sharding") -> bool:
-        """Whether tensors of both have the same elements in the shards of the same number."""
+        """Whether shards of the same number hold the same elements in both."""
 
     @abstractmethod
     def describes(self, tensor: Tensor) -> bool:
@@ -75,14 +76,14 @@ class Sharding(ABC):
     @property
     @abstractmethod
     def _inner_placement(self) -> Placement:
-        """On the mesh dimension over which parameters are sharded."""
+        """The placement on the mesh dimension over which parameters are sharded."""
 
     @property
     def name(self) -> str:
         return self.extent.parameter.name
 
     def own_part_of(self, whole: Tensor) -> Tensor:
-        """What this rank stores of ``whole``."""
+        """The part of ``whole`` that this rank stores."""
         return self.part_of(whole, self.mesh.rank)
 
     @property
@@ -91,7 +92,7 @@ class Sharding(ABC):
 
     @cached_property
     def tensor_parallel(self) -> DTensorSpec | None:
-        """``dense_spec`` without the dims of its mesh that are ``mesh``; None if no other is."""
+        """``dense_spec`` without the mesh dims that belong to ``mesh``; None if no dim is left."""
         spec, taken = self.dense_spec, self.mesh.dims
         if spec is None or not taken:
             return spec
@@ -103,11 +104,11 @@ class Sharding(ABC):
         return DTensorSpec(mesh, tuple(kept.values()), tensor_meta=spec.tensor_meta)
 
     def mark(self, parameter: Tensor) -> None:
-        """Have `sharding_of` find this."""
+        """Make `sharding_of` return this object for ``parameter``."""
         vars(parameter)[_SHARDING] = self
 
     def mark_if_described(self, parameter: Tensor) -> None:
-        """Have `sharding_of` find this again, if ``parameter`` is distributed in this way."""
+        """Mark ``parameter`` if it is distributed in this way and has no mark."""
         if sharding_of(parameter) is None and self.describes(parameter):
             self.mark(parameter)
 
@@ -117,43 +118,43 @@ class Sharding(ABC):
         return self.wrap(torch.empty(num_owned, dtype=dtype, device=device))
 
     def rebind(self, tensor: Tensor, local: Tensor) -> None:
-        """Have ``tensor`` store its elements in ``local``, of the same shape and dtype."""
+        """Make ``tensor`` use ``local``, of the same shape and dtype, as its local tensor."""
         assert isinstance(tensor, DTensor)
         before = tensor._local_tensor
         assert (local.shape, local.dtype) == (before.shape, before.dtype)
         tensor._local_tensor = local
 
     def matches(self, other: "Sharding") -> bool:
-        """Whether tensors of both have the same elements on the same ranks."""
+        """Whether the same ranks store the same elements in both."""
         return self is other or (
             self.mesh.is_same(other.mesh) and self.shape == other.shape and self.is_cut_as(other)
         )
 
     def copy_of(self, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-        """What `copy.deepcopy` makes of ``tensor``."""
+        """A deep copy of ``tensor``, for `copy.deepcopy`."""
         if id(tensor) not in memo:
-            twin: Tensor = self.wrap(self.copy_of_local(tensor))
+            new: Tensor = self.wrap(self.copy_of_local(tensor))
             if isinstance(tensor, nn.Parameter):
-                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-                self.mark(twin)
-            memo[id(tensor)] = twin
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                self.mark(new)
+            memo[id(tensor)] = new
         known: Tensor = memo[id(tensor)]
         return known
 
     def copy_of_local(self, tensor: Tensor) -> Tensor:
-        """A copy of what this rank stores of ``tensor``, for `wrap`."""
+        """A copy of this rank's part of ``tensor``, as `wrap` takes it."""
         return local_of(tensor).detach().clone().reshape(-1)
 
     def dense(self, local: Tensor) -> Tensor:
-        """The parameter that modules compute with, of which ``local`` is the memory."""
+        """The parameter that modules compute with, in the memory of ``local``."""
         return local
 
     def local_of_dense(self, dense: Tensor) -> Tensor:
-        """The reverse, also for gradients."""
+        """The local tensor of a dense parameter or gradient, the inverse of `dense`."""
         return dense
 
     def spec(self, local: Tensor) -> DTensorSpec:
-        """What torch's DTensor knows of a tensor of which this rank stores ``local``."""
+        """The DTensorSpec of a tensor of which this rank stores ``local``."""
         known = self._specs.get(local.dtype)
         if known is None:
             known = self._specs[local.dtype] = self._new_spec(local)
@@ -175,14 +176,14 @@ class Sharding(ABC):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A parameter that was pickled is on its own; process groups cannot be pickled."""
+        """Pickle as None, because process groups cannot be pickled: a loaded parameter has none."""
         return type(None), ()
 
 
 class ChunkSharding(Sharding):
-    """Chunks of a dim, in torch's own DTensors: those of FSDP2.
+    """Distributes a parameter by chunks of a dim, in torch's own DTensors, as FSDP2 does.
 
-    With tensor parallelism, ``extent`` is of this rank's part of the parameter.
+    With tensor parallelism, ``extent`` describes this rank's tensor-parallel part.
     """
 
     _uses_groups = True
@@ -202,8 +203,8 @@ class ChunkSharding(Sharding):
             if isinstance(placement, Shard) and placement.dim == self._dim
         )
         placements = [
-            strided_shard(self._dim, num_inner) if num_inner > 1 and one.is_shard() else one
-            for one in self._placements(outer.ndim)
+            strided_shard(self._dim, num_inner) if num_inner > 1 and each.is_shard() else each
+            for each in self._placements(outer.ndim)
         ]
         meta = TensorMeta(self.shape, inner.stride, local.dtype)
         mesh = joined_mesh(outer, inner.mesh)
@@ -223,7 +224,8 @@ class ChunkSharding(Sharding):
         if spec is None or not isinstance(dense, DTensor):
             return dense
         taken, names = self.mesh.dims, spec.mesh.mesh_dim_names or ()
-        # A gradient may be partial sums. Those of our own ranks are reduced with the shards.
+        # A gradient may consist of partial sums. Those over our own ranks are reduced with the
+        # shards, so they are left as they are here.
         wanted = tuple(
             dense.placements[dim] if taken and names[dim] in taken else placement
             for dim, placement in enumerate(spec.placements)
@@ -271,7 +273,7 @@ class ChunkSharding(Sharding):
 
 
 class ExtendedSharding(ChunkSharding):
-    """Chunks that are tensors of the parameter's own class; its gradient and states are plain."""
+    """Chunks that are tensors of the parameter's own class; gradients and states are plain."""
 
     def wrap(self, local: Tensor) -> DTensor:
         if type(local) is Tensor:
@@ -280,7 +282,7 @@ class ExtendedSharding(ChunkSharding):
         return wrapped
 
     def stored_part_of(self, whole: Tensor) -> DTensor:
-        """What this rank stores of ``whole``, by the operations that FSDP2 asks of such a class."""
+        """This rank's part of ``whole``, cut with the operations that FSDP2 requires of a class."""
         size, rank = self.mesh.size, self.mesh.rank
         chunks = torch.chunk(whole.detach(), size, dim=self._dim)
         local = whole.new_zeros(chunks[0].shape)
@@ -294,9 +296,9 @@ class ExtendedSharding(ChunkSharding):
 
 
 def _with_own_storage(flat: Tensor) -> Tensor:
-    """The same memory from the beginning of a Storage; with an offset, DTensors cannot be pickled.
+    """The same memory as a Storage of its own, because DTensors with an offset cannot be pickled.
 
-    A part of a Storage is such a one, and keeps the whole alive.
+    A slice of a Storage is a Storage that begins there and keeps the whole one alive.
     """
     if flat.is_meta or not flat.numel():
         return flat.new_empty(flat.shape)
@@ -306,25 +308,28 @@ def _with_own_storage(flat: Tensor) -> Tensor:
 
 
 def is_tensor_parallel(parameter: Tensor) -> bool:
-    """Whether ``parameter`` is a DTensor that `fully_shard` has not distributed."""
+    """Whether ``parameter`` is a DTensor that `fully_shard` has not sharded."""
     return isinstance(parameter, DTensor) and sharding_of(parameter) is None
 
 
 def sharding_of(parameter: Tensor) -> Sharding | None:
-    """How `fully_shard` distributed ``parameter``; None if it did not."""
+    """How `fully_shard` has sharded ``parameter``; None if it has not."""
     found = vars(parameter).get(_SHARDING)
     assert found is None or isinstance(found, Sharding)
     return found
 
 
 def mesh_of(parameters: Iterable[Tensor]) -> DataParallelMesh | None:
-    """The ranks that share a model with ``parameters``, experts among them; None: not sharded."""
+    """The largest mesh that shards any of ``parameters``; None if none is sharded.
+
+    Experts have smaller meshes than the model that contains them.
+    """
     found = (sharding_of(parameter) for parameter in parameters)
-    meshes = (one.mesh for one in found if one is not None)
+    meshes = (sharding.mesh for sharding in found if sharding is not None)
     return max(meshes, key=lambda mesh: mesh.num_ranks, default=None)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank stores of a DTensor, itself; its ``to_local()`` may be a view of it."""
+    """The local tensor of a DTensor itself; ``to_local()`` may return a view of it."""
     assert isinstance(tensor, DTensor)
     return tensor._local_tensor
