@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 LANGUAGES = ("python", "console", "text")
 # A fenced block, with the HTML comment right above it if there is one.
@@ -59,13 +60,25 @@ def write_files(snippets: Iterable[Snippet], folder: Path) -> None:
             (folder / snippet.file_name).write_text(snippet.code, encoding="utf-8")
 
 
-def run_python(snippets: Iterable[Snippet], path: Path) -> None:
-    """Run the blocks of Python in one namespace; tracebacks show the lines of the file."""
-    namespace = {"__name__": path.stem}
+def run_python(
+    snippets: Iterable[Snippet], path: Path, names: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Run the blocks of Python in one namespace; tracebacks show the lines of the file.
+
+    Args:
+        snippets: of the file.
+        path: of the file.
+        names: what the namespace has at first, as an earlier call returned it.
+
+    Returns:
+        The namespace.
+    """
+    namespace = {**(names or {}), "__name__": path.stem}
     for snippet in snippets:
         if snippet.runs and snippet.language == "python":
             padded = "\n" * (snippet.line - 1) + snippet.code
             exec(compile(padded, str(path), "exec"), namespace)
+    return namespace
 
 
 def run_command(command: str, folder: Path) -> None:

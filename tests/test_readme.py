@@ -1,8 +1,8 @@
-"""Every snippet of README.md runs, or says above it why not: `<!-- not run: reason -->`.
+"""Every snippet of README.md and docs/options.md runs, or says why not: `<!-- not run: reason -->`.
 
-The Python blocks run in order in one namespace on two ranks, as a reader would type them; the
-commands of console blocks run in a shell, in a folder with the files that Python blocks start with
-the name of (`# check.py`). Other blocks (output, drawings) are of the language `text`.
+The Python blocks of both run in order in one namespace on two ranks, as a reader would type them.
+The commands of console blocks run in a shell, in a folder with the files that Python blocks start
+with the name of (`# check.py`). Other blocks (output, drawings) are of the language `text`.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from tests.snippets import (
 
 REPOSITORY = Path(__file__).parent.parent
 README = REPOSITORY / "README.md"
+OPTIONS = REPOSITORY / "docs" / "options.md"
 COMMANDS = [
     pytest.param(command, id=command.partition("  #")[0].strip())
     for snippet in snippets_of(README)
@@ -31,14 +32,16 @@ COMMANDS = [
 
 
 def test_every_snippet_has_a_language_that_says_what_to_do_with_it() -> None:
-    for snippet in snippets_of(README):
-        assert snippet.language in LANGUAGES, f"README.md:{snippet.line - 1}: {LANGUAGES}"
+    for file in (README, OPTIONS):
+        for snippet in snippets_of(file):
+            assert snippet.language in LANGUAGES, f"{file.name}:{snippet.line - 1}: {LANGUAGES}"
 
 
 @on_ranks(2)
 def test_python_snippets_run_in_order(tmp_path: Path) -> None:
     with contextlib.chdir(tmp_path):
-        run_python(snippets_of(README), README)
+        names = run_python(snippets_of(README), README)
+        run_python(snippets_of(OPTIONS), OPTIONS, names)
 
 
 @pytest.mark.thorough
