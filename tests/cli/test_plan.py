@@ -85,7 +85,7 @@ def test_the_best_is_explained_priced_and_called(result: Result) -> None:
     assert re.search(
         r"^Best: \w+ over [\dx ]+, micro-batches 2 x 2, checkpointing", result.output, re.MULTILINE
     )
-    assert re.search(r"tokens/s a GPU, .* MFU [\d.]+%, HFU [\d.]+%", result.output)
+    assert re.search(r"tokens/s per GPU, .* MFU [\d.]+%, HFU [\d.]+%", result.output)
     assert re.search(r"GPU-hours \([\d.,]+ days\), [\d,]+ at 2 each", result.output)
     assert "- Bound by " in result.output
     assert "checkpointing full: " in result.output
@@ -226,7 +226,8 @@ def test_what_does_not_fit_says_by_how_much() -> None:
         "--strategy", "fsdp", "--checkpointing", "full",
     )  # fmt: skip
     assert found.code == 2
-    assert re.search(r"huge does not fit: .* takes [\d.]+ TB more than the [\d.]+ GB", found.errors)
+    expected = r"huge does not fit: .* needs [\d.]+ TB more than a GPU's [\d.]+ GB"
+    assert re.search(expected, found.errors)
 
 
 def test_measurements_that_make_no_sense_are_named(tmp_path: Path) -> None:

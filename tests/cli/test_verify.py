@@ -88,7 +88,8 @@ def test_an_error_found_on_the_ranks_is_one_line(
 ) -> None:
     line = fail(capfd, ["verify", f"{own}/own.py:subject", "--nproc", "4"])
     assert line == (
-        "shardwise: batch_fn(0) has 6 rows, which do not divide into 4 ranks; return 4 or 8"
+        "shardwise: batch_fn(0) has 6 rows, which do not divide evenly over 4 ranks; "
+        "return 4 or 8 rows"
     )
 
 

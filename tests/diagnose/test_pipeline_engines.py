@@ -64,7 +64,7 @@ def test_the_error_of_fsdp2_with_zero_bubble_is_found_and_named() -> None:
     plain = judge(pipeline(by_layer, pipelining.PipelineStage, INTERLEAVED))
     assert plain.ok, plain.explanation
     found = judge(EXAMPLE["fsdp2"])
-    cause = "is None, expected .* no backward reached it: .* a zero-bubble schedule asked for"
+    cause = "is None, expected .* no backward reached it: .* a zero-bubble schedule requested"
     where = r"the gradient of \d\.\w+\.\w+ in step 0"
     with pytest.raises(sw.VerificationError, match=f"{where} {cause}"):
         found.raise_for_difference()

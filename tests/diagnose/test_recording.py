@@ -67,5 +67,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no recording"):
         read_recording(tmp_path)
     write(tmp_path, 1, header_of(1, 2))
-    with pytest.raises(RecordingError, match=r"expected the files of 2 ranks, got those of \[1\]"):
+    with pytest.raises(
+        RecordingError, match=r"expected the files of 2 ranks, got the files of ranks \[1\]"
+    ):
         read_recording(tmp_path)

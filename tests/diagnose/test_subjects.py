@@ -69,7 +69,7 @@ def test_the_users_own(source: str, own: Path) -> None:
     ("model", "message"),
     [
         ("gtp", "gtp: expected one of gpt, moe, .*; did you mean 'gpt"),
-        ("xyz", "or module:function, or file.py:function"),
+        ("xyz", ", module:function or file.py:function"),
         ("nope.py:two", "nope.py: no such file"),
         ("nope:two", "nope: no such module"),
         ("own_model.nope:two", "own_model.nope: no such module"),

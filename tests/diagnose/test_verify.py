@@ -198,9 +198,9 @@ def test_the_first_rank_shows_the_table(capfd: pytest.CaptureFixture[str]) -> No
     ("arguments", "message"),
     [
         ({"strategies": "zero9"}, "strategy='zero9': expected one of"),
-        ({"strategies": []}, "expected one or more of ddp"),
+        ({"strategies": []}, "expected at least one of ddp"),
         ({"strategies": "hsdp"}, "needs a mesh with two dimensions"),
-        ({"steps": 0}, "steps=0.*expected one step or more"),
+        ({"steps": 0}, "steps=0.*expected steps of 1 or more"),
         ({"tolerance": -1.0}, "tolerance=-1.0"),
         ({"units": "Blok"}, "units="),
         ({"corrupt": "frist.weight"}, "'frist.weight'.*did you mean 'first.weight'"),
@@ -242,14 +242,14 @@ def test_mistakes_on_some_ranks_are_reported_on_all() -> None:
         with pytest.raises(sw.PlanError, match=message):
             sw.verify(model_fn, batch_fn, "fsdp", loss_fn=_square, quiet=True)
 
-    refused("model_fn gave second other values in a second call", Forgotten)
+    refused("model_fn gave second different values in a second call", Forgotten)
     model = Stack()
     refused(r"model_fn returned first\.weight twice", lambda: model)
     several = iter([Stack(depth=1), Stack(depth=2)])
     refused(r"built layers\.1\.down\.bias.* in one call and not", lambda: next(several))
     rank = dist.get_rank()
     refused(
-        "has 5 rows, which do not divide into 2 ranks; return 4 or 6",
+        "has 5 rows, which do not divide evenly over 2 ranks; return 4 or 6 rows",
         Stack,
         lambda _: torch.ones(5, WIDTH),
     )
@@ -268,7 +268,7 @@ def test_mistakes_on_some_ranks_are_reported_on_all() -> None:
         return model
 
     other = torch.Generator()
-    refused(r"model_fn gave norm\.weight other values.*\(on rank 1\)", fickle)
+    refused(r"model_fn gave norm\.weight different values.*\(on rank 1\)", fickle)
     refused(r"first\.bias differs between ranks 0 and 1", partial(_by_rank, rank))
 
 

@@ -131,7 +131,7 @@ def plan(
     from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
 
     from shardwise.diagnose import plan_terminal  # noqa: PLC0415
-    from shardwise.diagnose.plan_words import Budget  # noqa: PLC0415
+    from shardwise.diagnose.plan_text import Budget  # noqa: PLC0415
     from shardwise.diagnose.planning import make_planned  # noqa: PLC0415
     from shardwise.forecast.candidates import Goal  # noqa: PLC0415
     from shardwise.forecast.configuration import Configuration  # noqa: PLC0415

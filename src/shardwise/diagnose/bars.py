@@ -1,8 +1,8 @@
 """The timeline of a recorded step: what each stream of a rank did, and when.
 
-A rank has three tracks: what computes (with its waits, and with what is around the steps), gathers
-and reductions. Compute of a unit lasts from the beginning of its forward or backward to that of the
-next unit, without the waits in between.
+A rank has three tracks: compute (with its waits and the spans around the steps), gathers, and
+reductions. A unit's compute lasts from the start of its forward or backward to the start of the
+next unit's, without the waits in between.
 """
 
 from collections import defaultdict
@@ -49,12 +49,12 @@ class Track(IntEnum):
 
 
 class Bar(NamedTuple):
-    """From one time to another, in seconds on the clock of rank 0."""
+    """One interval on a track; times are seconds on the clock of rank 0."""
 
     track: Track
     kind: BarKind
     unit: int | None  # None outside units
-    name: str  # of a span
+    name: str  # the span's name; "" for other bars
     bytes: int
     began: float
     ended: float
@@ -75,7 +75,7 @@ _SPANS = {"data": BarKind.DATA, "optimizer": BarKind.OPTIMIZER}
 
 
 class Timeline:
-    """The bars of one rank by step, each in order of time."""
+    """The bars of one rank, by step and in order of time."""
 
     def __init__(self, rank: RankRecording) -> None:
         self._events: Mapping[int, Sequence[RecordedEvent]] = by_step(rank.events)
@@ -88,7 +88,7 @@ class Timeline:
         return self._steps[step]
 
     def bars(self, step: int) -> Iterator[Bar]:
-        """All of a complete step, from the events of that step alone."""
+        """Return the bars of a complete step, from the events of that step alone."""
         totals = self._steps[step]
         yield from _compute_bars(self._events.get(step, ()), totals)
         for event in self._events.get(step, ()):
@@ -97,28 +97,28 @@ class Timeline:
                 yield Bar(track, kind, event.unit, "", event.bytes, began, ended)
 
     def bars_around(self, step: int) -> Iterator[Bar]:
-        """The optimizer, data and what else is not in a step: before this one, in it or after."""
+        """Return the spans (optimizer, data and others) just before, within and after a step."""
         until = self._steps[step + 1].began if step + 1 in self._steps else float("inf")
         for span in (*self._spans.get(step, ()), *self._spans.get(step + 1, ())):
             if span.ended > self._steps[step].began and span.began < until:
                 yield _span_bar(span)
 
     def memory(self, step: int) -> Sequence[MemorySample]:
-        """The samples of a step."""
+        """Return the memory samples of a step."""
         return self._memory.get(step, ())
 
 
-def by_step(found: Iterable[_Timed]) -> dict[int, list[_Timed]]:
-    """What was recorded, by its step."""
+def by_step(records: Iterable[_Timed]) -> dict[int, list[_Timed]]:
+    """Group records by step."""
     steps: defaultdict[int, list[_Timed]] = defaultdict(list)
-    for one in found:
-        steps[one.step].append(one)
+    for record in records:
+        steps[record.step].append(record)
     return dict(steps)
 
 
 def _compute_bars(events: Iterable[RecordedEvent], totals: StepTotals) -> Iterator[Bar]:
     kind: BarKind | None = None
-    unit, since = 0, totals.began
+    unit, since = 0, totals.began  # of the compute bar under way
     for event in events:
         begins, waits = _COMPUTE.get(event.event), _WAITS.get(event.event)
         if begins is None and (waits is None or event.ended <= event.began):

@@ -34,17 +34,17 @@ class Part:
         return next(len(leaf) for leaf in pytree.tree_leaves(self.rows) if isinstance(leaf, Tensor))
 
     def split(self, num_pieces: int) -> list["Part"]:
-        """Pieces of as many consecutive rows each."""
+        """Split the part into pieces of equally many consecutive rows."""
         return [Part(_rows(self.rows, piece, num_pieces), self.seed) for piece in range(num_pieces)]
 
 
 def cut_batches(
     batch_fn: Callable[[int], Any], num_steps: int, exchange: RankExchange, device: torch.device
 ) -> list[list[Part]]:
-    """The parts of each batch, by step and part, on ``device`` and in float64.
+    """Return the parts of each batch, by step and part, on ``device`` and in float64.
 
     Raises:
-        PlanError: a batch differs between ranks, or its rows do not divide by their number.
+        PlanError: a batch differs between ranks, or its rows do not divide evenly over the ranks.
     """
     return [_cut(batch_fn, step, exchange, device) for step in range(num_steps)]
 
@@ -59,8 +59,8 @@ def _cut(
     for rank, digest in enumerate(digests := exchange.gather(_digest(tensors))):
         if digest != digests[0]:
             raise PlanError(
-                f"batch_fn({step}) differs between ranks 0 and {rank}; it has to return the global "
-                "batch, which verify splits, and may depend on the step and torch's seed alone"
+                f"batch_fn({step}) differs between ranks 0 and {rank}; it must return the global "
+                "batch, which verify splits, and may depend only on the step and torch's seed"
             )
     num_parts = exchange.num_parts
     on_device = pytree.tree_map_only(Tensor, lambda t: _widen(t.detach()).to(device), batch)
@@ -71,27 +71,30 @@ def _cut(
 
 
 def _problem(tensors: list[Tensor], source: str, num_ranks: int) -> str | None:
-    """Why the batch cannot be split, or None."""
+    """Explain why the batch cannot be split; None if it can."""
     if not tensors:
         return f"{source} has no tensors; expected a tensor, or a tuple, list or dict of them"
     if any(tensor.ndim == 0 for tensor in tensors):
         return f"{source} has a scalar tensor; expected dim 0 to be the batch"
     sizes = sorted({len(tensor) for tensor in tensors})
     if len(sizes) > 1:
-        return f"{source} has tensors of {' and '.join(map(str, sizes))} rows; expected one number"
+        return (
+            f"{source} has tensors of {' and '.join(map(str, sizes))} rows; expected the same "
+            "number of rows in every tensor"
+        )
     [size] = sizes
     if size % num_ranks or not size:
         below = size // num_ranks * num_ranks
         nearest = " or ".join(str(number) for number in (below, below + num_ranks) if number)
         return (
-            f"{source} has {size} rows, which do not divide into {num_ranks} ranks; "
-            f"return {nearest}"
+            f"{source} has {size} rows, which do not divide evenly over {num_ranks} ranks; "
+            f"return {nearest} rows"
         )
     return None
 
 
 def _rows(batch: Any, part: int, num_parts: int) -> Any:
-    """The rows of ``part`` in every tensor."""
+    """Return the rows of ``part`` from every tensor."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.chunk(num_parts)[part], batch)
 
 

@@ -1,4 +1,4 @@
-"""The same update with other units: small ones merged, a large one divided."""
+"""A measured update with different units: small units merged, or a large unit divided."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,19 +15,19 @@ _COLLECTIVES = (EventKind.GATHER, EventKind.REDUCE)
 
 
 def merged(measured: Measured, group: Sequence[int]) -> Measured:
-    """With the units ``group``, which follow each other, as one: the first of them."""
+    """Merge the consecutive units ``group`` into the first of them."""
     first, *others = group
-    into = dict.fromkeys(group, first)
+    target = dict.fromkeys(group, first)
     units = list(measured.units)
     units[first] = _sum_of([units[unit] for unit in group])
     for unit in others:
         units[unit] = _scaled(units[unit], 0.0)
 
     def change(parts: Sequence[Part]) -> Iterator[Part]:
-        named = (replace(part, unit=into.get(part.unit, part.unit)) for part in parts)
-        for _, same in groupby(named, key=lambda part: (part.kind, part.unit)):
-            together = list(same)
-            yield replace(together[0], seconds=sum(part.seconds for part in together))
+        renamed = (replace(part, unit=target.get(part.unit, part.unit)) for part in parts)
+        for _, adjacent in groupby(renamed, key=lambda part: (part.kind, part.unit)):
+            merged_parts = list(adjacent)
+            yield replace(merged_parts[0], seconds=sum(part.seconds for part in merged_parts))
 
     changed = measured.with_passes(change, units=tuple(units))
     transfers = dict(measured.transfers)
@@ -36,59 +36,62 @@ def merged(measured: Measured, group: Sequence[int]) -> Measured:
         size = sum(measured.bytes_of((kind, unit)) for unit in group)
         transfers[kind, first] = measured.fit(kind).at(size)
     for kind in EventKind:
-        of_each = [launches.pop((kind, unit)) for unit in group if (kind, unit) in launches]
-        if of_each:
-            launches[kind, first] = max(of_each)
+        seconds = [launches.pop((kind, unit)) for unit in group if (kind, unit) in launches]
+        if seconds:
+            launches[kind, first] = max(seconds)
     return replace(changed, transfers=transfers, launches=launches)
 
 
 def divided(measured: Measured, unit: int, shares: Sequence[float]) -> Measured:
-    """With parts of ``unit`` as units inside it, which have these shares of it."""
+    """Split ``unit`` into child units that take ``shares`` of it; it keeps the rest."""
     rest = max(0.0, 1.0 - sum(shares))
-    whole, count = measured.units[unit], len(measured.units)
+    figures, count = measured.units[unit], len(measured.units)
     units = list(measured.units)
-    units[unit] = replace(_scaled(whole, rest), has_child_units=True)
+    units[unit] = replace(_scaled(figures, rest), has_child_units=True)
     units += [
-        replace(_scaled(whole, share), label=f"{whole.label}[{number}]", parent=unit, reshard=True)
+        replace(
+            _scaled(figures, share), label=f"{figures.label}[{number}]", parent=unit, reshard=True
+        )
         for number, share in enumerate(shares)
     ]
-    inner = list(zip(range(count, len(units)), shares, strict=True))
+    children = list(zip(range(count, len(units)), shares, strict=True))
 
     def change(parts: Sequence[Part]) -> Iterator[Part]:
         for part in parts:
             if part.unit != unit:
                 yield part
                 continue
-            order = inner if part.kind is EventKind.FORWARD else inner[::-1]
+            order = children if part.kind is EventKind.FORWARD else children[::-1]
             yield replace(part, seconds=part.seconds * rest)
             for index, share in order:
                 yield Part(part.kind, index, part.seconds * share)
 
     changed = measured.with_passes(change, units=tuple(units))
-    of_parts = [(unit, rest), *inner]
-    transfers = _shared_out(measured.transfers, unit, of_parts)
+    parts = [(unit, rest), *children]
+    transfers = _split_over(measured.transfers, unit, parts)
     for kind in _COLLECTIVES:
         if (kind, unit) in measured.transfers:
             line = measured.fit(kind)
-            for index, share in of_parts:
+            for index, share in parts:
                 transfers[kind, index] = line.at(measured.bytes_of((kind, unit)) * share)
-    launches = _shared_out(measured.launches, unit, of_parts)
+    launches = _split_over(measured.launches, unit, parts)
     unreduced = {
         (number, index)
-        for number, one in measured.unreduced
-        for index in ([one] if one != unit else [index for index, _ in of_parts])
+        for number, unreduced_unit in measured.unreduced
+        for index in ([unreduced_unit] if unreduced_unit != unit else [index for index, _ in parts])
     }
     return replace(changed, transfers=transfers, launches=launches, unreduced=frozenset(unreduced))
 
 
-def _shared_out(
+def _split_over(
     seconds: Mapping[tuple[EventKind, int], float],
     unit: int,
     parts: Iterable[tuple[int, float]],
 ) -> dict[tuple[EventKind, int], float]:
+    """Replace the seconds of ``unit`` by those of its parts."""
     found = {key: value for key, value in seconds.items() if key[1] != unit}
-    for (kind, one), value in seconds.items():
-        if one == unit:
+    for (kind, owner), value in seconds.items():
+        if owner == unit:
             found |= {(kind, index): value * share for index, share in parts}
     return found
 
@@ -97,14 +100,14 @@ def _sum_of(units: Sequence[UnitFigures]) -> UnitFigures:
     return replace(
         units[0],
         label=f"{units[0].label} to {units[-1].label}",
-        num_parameters=sum(one.num_parameters for one in units),
-        num_elements=sum(one.num_elements for one in units),
-        gathered_bytes=sum(one.gathered_bytes for one in units),
-        kept_bytes=sum(one.kept_bytes for one in units),
-        shard_bytes=sum(one.shard_bytes for one in units),
-        own_bytes=sum(one.own_bytes for one in units),
-        gradient_bytes=sum(one.gradient_bytes for one in units),
-        gradient_shard_bytes=sum(one.gradient_shard_bytes for one in units),
+        num_parameters=sum(unit.num_parameters for unit in units),
+        num_elements=sum(unit.num_elements for unit in units),
+        gathered_bytes=sum(unit.gathered_bytes for unit in units),
+        kept_bytes=sum(unit.kept_bytes for unit in units),
+        shard_bytes=sum(unit.shard_bytes for unit in units),
+        own_bytes=sum(unit.own_bytes for unit in units),
+        gradient_bytes=sum(unit.gradient_bytes for unit in units),
+        gradient_shard_bytes=sum(unit.gradient_shard_bytes for unit in units),
     )
 
 

@@ -1,4 +1,4 @@
-"""How far the clock of a rank is from that of rank 0."""
+"""The offset between a rank's clock and the clock of rank 0."""
 
 import math
 import time
@@ -17,19 +17,19 @@ _ROUNDS = 12
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """Seconds to add to `time.perf_counter` of this rank for that of rank 0."""
+    """Seconds to add to this rank's `time.perf_counter` to get rank 0's."""
 
     seconds: float
-    error_seconds: float  # at most
+    error_seconds: float  # upper bound
 
 
 def measure_clock_offset(runtime: Runtime) -> ClockOffset:
-    """Compare the clocks of the ranks of a model; all of them have to call this."""
+    """Compare the clocks of a model's ranks; all ranks must call this."""
     mesh, device = runtime.mesh, runtime.pools.device
     rank, rounds, ended = mesh.world.index, [], 0.0
-    for _ in range(_ROUNDS + 1):  # each also says when the one before ended
+    for _ in range(_ROUNDS + 1):  # each round also exchanges the end of the previous one
         times = [torch.tensor(t, dtype=torch.float64) for t in (time.perf_counter(), ended)]
-        by_rank = across([one.to(device) for one in times], mesh, mesh.world).tolist()
+        by_rank = across([time.to(device) for time in times], mesh, mesh.world).tolist()
         ended = time.perf_counter()
         rounds.append((by_rank[0], by_rank[rank]))
     began = [(first[0], own[0]) for first, own in rounds[:-1]]
@@ -40,10 +40,10 @@ def measure_clock_offset(runtime: Runtime) -> ClockOffset:
 def offset_from(
     began: Sequence[tuple[float, float]], ended: Sequence[tuple[float, float]]
 ) -> ClockOffset:
-    """The offset that follows from exchanges, by the times of rank 0 and of another rank.
+    """Compute the offset from the times of several exchanges on rank 0 and on another rank.
 
-    An exchange ends on each rank after it began on the other one, so that each bounds the offset
-    from both sides. The shortest ones bound it closest.
+    An exchange ends on each rank after it began on the other, so every exchange bounds the offset
+    from both sides. The shortest exchanges give the tightest bounds.
     """
     rounds = list(zip(began, ended, strict=True))
     least = max((first - own_end for (first, _), (_, own_end) in rounds), default=-math.inf)

@@ -18,26 +18,26 @@ from shardwise.diagnose.verification import Comparison, Worst
 
 __all__ = ["Judge"]
 
-# A gradient can be zero up to rounding (a key's bias under softmax), which leaves nothing to divide
-# an error by. The divisor is at least this share of the norm of all gradients together.
+# A gradient can be zero except for rounding (a key's bias under softmax), and its relative error
+# would be meaningless. The divisor is at least this share of the norm of all gradients.
 SMALL = 1e-3
 
 NOT_REACHED = (
-    "no backward reached it: it is frozen or detached there, or a zero-bubble schedule asked for "
+    "no backward reached it: it is frozen or detached there, or a zero-bubble schedule requested "
     "the gradients of shards, which forward did not use"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Compares strategies with the reference; all ranks call it and get the same result."""
+    """Compares strategies with the reference. All ranks call it and get the same result."""
 
     training: Training
-    batches: Sequence[Sequence[Part]]  # by step, and then by rank
+    batches: Sequence[Sequence[Part]]  # by step, then by rank
     outcomes: Sequence[Outcome]  # of the reference, by step
     exchange: RankExchange
     tolerance: float
-    reference: Reference | None = None  # finds likely causes of errors
+    reference: Reference | None = None  # where given, errors come with a likely cause
 
     def compare(
         self, model: nn.Module, strategy: str, backward: BackwardFn | None = None
@@ -45,7 +45,7 @@ class Judge:
         """Train the sharded ``model`` until a step differs from the reference.
 
         Args:
-            backward: what computes its gradients; None for the loss and its backward.
+            backward: computes the gradients of ``model``; None: the backward of its loss.
         """
         optimizer = self.training.optimizer(model)
         loss, gradient, parameter = Worst(), Worst(), Worst()
@@ -79,7 +79,7 @@ class Judge:
         step: int,
     ) -> Worst:
         """The largest error of any tensor on any rank (replicas may differ too)."""
-        whole = math.hypot(*(_norm(tensor) for tensor in expected.values() if tensor is not None))
+        norm = math.hypot(*(_norm(tensor) for tensor in expected.values() if tensor is not None))
         # Exchanged first, because a rank without a tensor would not take part in gathering it.
         by_rank = self.exchange.gather({name: tensor is None for name, tensor in found.items()})
         lost = sorted(set(expected).difference(*by_rank))
@@ -92,15 +92,16 @@ class Judge:
                 error, note = _presence(wanted, missing, len(holders))
             else:
                 assert tensor is not None
-                error, note = _distance(_full(tensor), wanted, SMALL * whole), ""
+                error, note = _distance(_full(tensor), wanted, SMALL * norm), ""
             worst = _farther(worst, Worst(error, name if error else "", step, note))
         return _farther(*self.exchange.gather(worst))
 
     def _with_cause(self, worst: Worst, gradient: Tensor | None) -> Worst:
-        """``worst`` with the likely cause as its note, as far as one is found.
+        """Add the likely cause, if there is one, as the note of ``worst``.
 
         Args:
-            gradient: of the parameter that it names, on the ranks that have it.
+            worst: the largest error of a gradient.
+            gradient: the parameter's gradient, on the ranks that have it.
         """
         if self.reference is None or worst.note or worst.error <= self.tolerance:
             return worst
@@ -128,7 +129,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def _presence(wanted: Tensor | None, missing: Sequence[int], num_ranks: int) -> tuple[float, str]:
-    """The error and the note where one side has no tensor."""
+    """Return the error and the note for a tensor that one side lacks."""
     if wanted is None and len(missing) == num_ranks:
         return 0.0, ""
     if wanted is None:
@@ -140,7 +141,7 @@ def _presence(wanted: Tensor | None, missing: Sequence[int], num_ranks: int) -> 
 
 
 def _distance(tensor: Tensor, wanted: Tensor, least: float) -> float:
-    """In the Euclidean norm, relative to the norm of ``wanted`` or ``least``, if larger."""
+    """Return the Euclidean error relative to the norm of ``wanted``, or to ``least`` if larger."""
     distance = _norm(tensor - wanted)
     scale = max(_norm(wanted), least)
     return _finite(distance / scale if scale else distance)
@@ -151,7 +152,7 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _finite(error: float) -> float:
-    """``error``, or inf for NaN."""
+    """Replace NaN by inf."""
     return math.inf if math.isnan(error) else error
 
 

@@ -1,4 +1,4 @@
-"""Engines that `verify` can judge besides this one: torch's, or any that a function sets up."""
+"""Engines that `verify` can check: this one, FSDP2, DDP, or any that a function sets up."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -31,7 +31,7 @@ __all__ = [
 
 # Computes the gradients of one part of a batch: (loss_fn, rows) -> the part's mean loss.
 BackwardFn = Callable[[Any, Any], Any]
-# (model, mesh, units) -> the model to train, or that and what runs its backward.
+# (model, mesh, units) -> the model to train, or (model, backward).
 Engine = Callable[[nn.Module, DeviceMesh | None, Units], Any]
 
 
@@ -44,13 +44,13 @@ def _shardwise(model: nn.Module, mesh: DeviceMesh | None, units: Units) -> nn.Mo
 def _fsdp2(model: nn.Module, mesh: DeviceMesh | None, units: Units) -> nn.Module:
     data_parallel = _data_parallel(mesh)
     _divide_layers(model, mesh)
-    for name in reversed(choose_units(model, units)):  # those inside a unit first
+    for name in reversed(choose_units(model, units)):  # nested units first
         fsdp2_fully_shard(model.get_submodule(name), mesh=data_parallel)
     return model
 
 
 def _ddp(model: nn.Module, mesh: DeviceMesh | None, _units: Units) -> nn.Module:
-    """Over "tp", ranks are copies: DDP takes no DTensors."""
+    """Ranks along "tp" hold copies, because DDP takes no DTensors."""
     data_parallel = _data_parallel(mesh)
     group = None if data_parallel is None else data_parallel.get_group()
     return DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
@@ -62,51 +62,52 @@ ENGINES: dict[str, Engine] = {"shardwise": _shardwise, "fsdp2": _fsdp2, "ddp": _
 def set_up(
     engine: Engine, model: nn.Module, mesh: DeviceMesh | None, units: Units
 ) -> tuple[nn.Module, BackwardFn | None]:
-    """The model that ``engine`` makes of ``model``, and its own backward if it has one.
+    """Apply ``engine`` to ``model``; return the resulting model and the engine's backward, if any.
 
     Raises:
-        PlanError: it returned something else.
+        PlanError: the engine returned something else.
     """
-    made = engine(model, mesh, units)
+    result = engine(model, mesh, units)
     backward = None
-    if isinstance(made, tuple) and len(made) == 2:  # noqa: PLR2004
-        made, backward = made
-    if not isinstance(made, nn.Module) or not (backward is None or callable(backward)):
+    if isinstance(result, tuple) and len(result) == 2:  # noqa: PLR2004
+        result, backward = result
+    if not isinstance(result, nn.Module) or not (backward is None or callable(backward)):
         raise PlanError(
-            f"the engine returned {type(made).__name__}: expected the module to train, or "
-            "(module, backward), where backward(loss_fn, rows) runs one and returns the loss"
+            f"the engine returned {type(result).__name__}: expected the module to train, or "
+            "(module, backward), where backward(loss_fn, rows) computes the gradients and returns "
+            "the loss"
         )
-    return made, backward
+    return result, backward
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of ``model`` by their names before an engine wrapped it."""
+    """Return the parameters of ``model`` by the names they had before an engine wrapped it."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     return dict(inner.named_parameters())
 
 
 def data_dims(mesh: DeviceMesh | None) -> tuple[str, ...]:
-    """The dims of ``mesh`` over which a batch is split: "dp..." and those of experts."""
+    """Return the dims of ``mesh`` that split a batch: "dp..." and the dims of experts."""
     names = () if mesh is None else mesh.mesh_dim_names or ()
     return tuple(name for name in names if splits_batch(name))
 
 
 def splits_batch(dim: str) -> bool:
-    """Whether the ranks along the mesh's dim of this name have other rows of a batch."""
+    """Whether ranks along the mesh dim of this name get different rows of a batch."""
     return dim.startswith("dp") or dim in ("efsdp", "ep")
 
 
 def _data_parallel(mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """``mesh`` without "tp".
+    """Return ``mesh`` without "tp".
 
     Raises:
-        PlanError: it has other dims than that and those of data parallelism.
+        PlanError: ``mesh`` has a dim that is neither "tp" nor data-parallel.
     """
     names = () if mesh is None else mesh.mesh_dim_names or ("",)
     if not all(name.startswith("dp") or name == "tp" for name in names):
         raise PlanError(
-            f"{mesh}: this engine takes dims of data parallelism (dp...) and tp alone; pass "
-            "engine=FILE:FUNCTION, a function that makes the model parallel over the others"
+            f"{mesh}: this engine takes only data-parallel dims (dp...) and tp; pass "
+            "engine=FILE:FUNCTION, a function that parallelizes the model over the other dims"
         )
     if mesh is None or "tp" not in names:
         return mesh
@@ -117,8 +118,8 @@ def _data_parallel(mesh: DeviceMesh | None) -> DeviceMesh | None:
 def _divide_layers(model: nn.Module, mesh: DeviceMesh | None) -> None:
     """Divide linear layers among the ranks of the dim "tp" of ``mesh``, if there is one.
 
-    Each rank computes some of a layer's outputs, and gets all of them: that is right for any model
-    which calls its layers. Tied weights stay whole.
+    Each rank computes some of a layer's outputs, and all ranks then gather all outputs. This works
+    for any model that calls its layers. Tied weights are not divided.
     """
     if mesh is None or "tp" not in (mesh.mesh_dim_names or ()):
         return

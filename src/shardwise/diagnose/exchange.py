@@ -1,4 +1,4 @@
-"""Exchanging small Python objects between the ranks of a verification."""
+"""Exchange of small Python objects between the ranks of a verification."""
 
 from dataclasses import dataclass
 from math import prod
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RankExchange:
-    """The ranks that a model is sharded over, seen from this one."""
+    """The ranks that a model is sharded over, from the point of view of this rank."""
 
     group: dist.ProcessGroup | None  # None for a single rank
-    mesh: DeviceMesh | None = None  # with other dims than those of data parallelism
+    mesh: DeviceMesh | None = None  # given if it has dims other than data-parallel ones
 
     @property
     def rank(self) -> int:
@@ -32,12 +32,12 @@ class RankExchange:
 
     @property
     def num_parts(self) -> int:
-        """The number of parts of a batch."""
+        """Number of parts of a batch."""
         return self.size if self.mesh is None else prod(map(self.mesh.size, self._dims))
 
     @property
     def part(self) -> int:
-        """The part of a batch that this rank takes."""
+        """Index of the part of a batch that this rank takes."""
         if self.mesh is None:
             return self.rank
         coordinate = self.mesh.get_coordinate()
@@ -49,19 +49,19 @@ class RankExchange:
 
     @property
     def dims(self) -> dict[str, int]:
-        """The sizes of the mesh's dims."""
+        """Sizes of the mesh's dims, by name."""
         if self.mesh is None:
             return {}
         return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=False))
 
     @property
     def _dims(self) -> list[int]:
-        """Those that split a batch."""
+        """Indices of the mesh dims that split a batch."""
         names = list(self.dims)
         return [names.index(name) for name in data_dims(self.mesh)]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's ``value``, by rank."""
+        """Return every rank's ``value``, by rank."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -69,9 +69,9 @@ class RankExchange:
         return values
 
     def raise_first(self, problem: str | None) -> None:
-        """Raise the first problem that any rank found, on every rank.
+        """Raise the first problem found by any rank on every rank.
 
-        A rank that raised alone would leave the others waiting.
+        If only one rank raised, the others would wait for it.
 
         Raises:
             PlanError: a rank found a problem.

@@ -1,4 +1,4 @@
-"""Tiny models of seven families of Hugging Face transformers, for `shardwise verify`."""
+"""Tiny models of seven Hugging Face transformers families, for `shardwise verify`."""
 
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ _TEXT = {
 }
 _GROUPED = {**_TEXT, "num_key_value_heads": 1}
 
-# By the name of the family: the model's class, and arguments of its configuration.
+# Family name -> the model's class and the arguments of its configuration.
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", _TEXT),
     "gpt2": (
@@ -73,7 +73,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _build(family: str) -> nn.Module:
-    # transformers is an extra, and takes seconds to import.
+    # transformers is an optional dependency and takes seconds to import.
     import transformers  # noqa: PLC0415
 
     name, shape = _SHAPES[family]

@@ -1,7 +1,7 @@
-"""What makes the steps of a recording slow, in words, and what a change would save.
+"""Findings: what makes the steps of a recording slow, and how much a change would save.
 
-Each saving is that of the same update replayed with the change: the schedule of all ranks with the
-durations that were measured (`forecast.replay`).
+The saving of a change comes from replaying the recorded update with that change: the schedule of
+all ranks, with the measured durations (`forecast.replay`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,25 +10,25 @@ from itertools import groupby
 from statistics import mean, median
 
 from shardwise.diagnose.changes import divided, merged
+from shardwise.diagnose.formatting import bytes_text, seconds_text
 from shardwise.diagnose.measured import Measured, measure
 from shardwise.diagnose.recording import RankRecording, UnitFigures
 from shardwise.diagnose.summary import Finding
-from shardwise.diagnose.words import bytes_text, seconds_text
 from shardwise.forecast.replay import Replayed
 from shardwise.schedule.events import EventKind
 
 __all__ = ["find"]
 
-_NOTABLE = 0.01  # of an update: what saves less is not said
+_MIN_SAVING = 0.01  # share of an update; smaller savings are not reported
 _SMALL_UNIT = 1 << 20  # bytes
-_LARGE_SHARE = 0.4  # of all that is gathered
-_SLOW = 3.0  # times what the size of a collective explains
-_SLOW_RANK = 1.05  # times the median
-_PADDED = 0.1
-_MAX_PREFETCH = 3  # more than now
-_NEARLY = 0.9  # of the best saving
+_LARGE_SHARE = 0.4  # share of all gathered bytes
+_SLOW_FACTOR = 3.0  # times the duration that the collective's size explains
+_SLOW_RANK_FACTOR = 1.05  # times the median
+_MIN_PADDING = 0.1  # share of a buffer or of the tokens
+_MAX_EXTRA_PREFETCH = 3  # more than the recorded run
+_NEARLY_BEST = 0.9  # share of the best saving
 _MANY_TENSORS = 50
-_FUSED_SHARE = 7 / 21  # of the passes over memory that AdamW makes one operation after the other
+_FUSED_SHARE = 7 / 21  # passes over memory: fused AdamW / AdamW one operation after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,16 @@ class _Run:
 
 
 def find(ranks: Sequence[RankRecording]) -> list[Finding]:
-    """What slows the recorded steps, by what it costs, the most first.
+    """Return what slows the recorded steps down, the most costly first.
 
     Raises:
         RecordingError: no update was recorded with all its events.
     """
     measured = measure(ranks)
     run = _Run(ranks, measured, measured.replayed())
-    found = (finding for look in _LOOKS for finding in look(run))
-    notable = [one for one in found if one.saves_seconds >= _NOTABLE * run.base.seconds]
-    return sorted(notable, key=lambda one: -one.saves_seconds)
+    findings = [finding for check in _CHECKS for finding in check(run)]
+    notable = [one for one in findings if one.saves_seconds >= _MIN_SAVING * run.base.seconds]
+    return sorted(notable, key=lambda finding: -finding.saves_seconds)
 
 
 # -- how units are gathered and reduced ----------------------------------------------------------
@@ -62,19 +62,19 @@ def find(ranks: Sequence[RankRecording]) -> list[Finding]:
 
 def _prefetch(run: _Run) -> Iterator[Finding]:
     now = run.measured.prefetch
-    tries = [
+    trials = [
         (prefetch, replace(run.measured, prefetch=prefetch).replayed())
-        for prefetch in range(now + 1, now + 1 + _MAX_PREFETCH)
+        for prefetch in range(now + 1, now + 1 + _MAX_EXTRA_PREFETCH)
     ]
-    best = max(run.saves(changed) for _, changed in tries)
+    best = max(run.saves(changed) for _, changed in trials)
     if best <= 0:
         return
-    prefetch, changed = next(one for one in tries if run.saves(one[1]) >= _NEARLY * best)
+    prefetch, changed = next(one for one in trials if run.saves(one[1]) >= _NEARLY_BEST * best)
     waits = _waits(run)
     yield Finding(
-        f"Compute waits {seconds_text(sum(waits.values()))} a step for gathers: raise prefetch "
+        f"Compute waits {seconds_text(sum(waits.values()))} per step for gathers: raise prefetch "
         f"from {now} to {prefetch} ({_change_of(run.saves_bytes(changed))})",
-        f"The longest waits are those for {_labels(run, waits)}.",
+        f"The longest waits are for {_labels(run, waits)}.",
         run.saves(changed),
         run.saves_bytes(changed),
     )
@@ -88,7 +88,7 @@ def _reshard(run: _Run) -> Iterator[Finding]:
     yield Finding(
         "Units are gathered for forward and again for backward: reshard_after_forward=False "
         f"gathers them once ({_change_of(run.saves_bytes(changed))})",
-        "It is the strategy 'zero2': parameters stay gathered from forward to backward.",
+        "This is the strategy 'zero2': parameters stay gathered from forward to backward.",
         run.saves(changed),
         run.saves_bytes(changed),
     )
@@ -128,8 +128,8 @@ def _small_units(run: _Run) -> Iterator[Finding]:
     yield Finding(
         f"{num_small} units have less than {bytes_text(_SMALL_UNIT)}: merge them "
         f"({_change_of(run.saves_bytes(replayed))})",
-        "Each gather and reduction takes as long as its latency; wrap larger modules, or pass a "
-        "size in parameters as units=.",
+        "Latency dominates their gathers and reductions. Wrap larger modules, or pass a size in "
+        "parameters as units=.",
         run.saves(replayed),
         run.saves_bytes(replayed),
     )
@@ -155,7 +155,7 @@ def _large_units(run: _Run) -> Iterator[Finding]:
 
 
 def _blocks(run: _Run, unit: UnitFigures) -> list[float]:
-    """The shares of the repeated blocks in ``unit``; if none are known, two halves of a child."""
+    """Return the shares of the repeated blocks in ``unit``; two halves for a child without any."""
     elements = run.ranks[0].header.info.get("blocks", {}).get(unit.label)
     if elements:
         return [number / max(1, unit.num_elements) for number in elements]
@@ -168,7 +168,7 @@ def _padding(run: _Run) -> Iterator[Finding]:
         own = [rank.header.units[index].own_bytes for rank in run.ranks]
         held = unit.shard_bytes * len(own)
         padded = 1.0 - sum(own) / held if held else 0.0
-        if padded < _PADDED:
+        if padded < _MIN_PADDING:
             continue
         worst = max(worst, (padded, index))
         for kind in (EventKind.GATHER, EventKind.REDUCE):
@@ -181,10 +181,11 @@ def _padding(run: _Run) -> Iterator[Finding]:
     own = [rank.header.units[index].own_bytes for rank in run.ranks]
     largest, label = own.index(max(own)), run.measured.units[index].label
     yield Finding(
-        f"{padded:.0%} of what is gathered of unit {label} is padding: choose a finer granularity",
-        f"Rank {largest} holds {bytes_text(max(own))} of it and another {bytes_text(min(own))},"
-        ' and shards are as long as the longest; granularity="element" has no padding but '
-        "alignment.",
+        f"{padded:.0%} of the gathered buffer of unit {label} is padding: choose a finer "
+        "granularity",
+        f"Rank {largest} holds {bytes_text(max(own))} of it and another rank "
+        f"{bytes_text(min(own))}, and every shard is as long as the longest. "
+        'granularity="element" pads only for alignment.',
         run.saves(replace(run.measured, transfers=changed).replayed()),
         unit=index,
         rank=largest,
@@ -195,15 +196,15 @@ def _slow_collectives(run: _Run) -> Iterator[Finding]:
     for (kind, unit), seconds in run.measured.transfers.items():
         line = run.measured.fit(kind, without=[unit])
         usual = line.at(run.measured.bytes_of((kind, unit)))
-        if not usual or seconds < _SLOW * usual:
+        if not usual or seconds < _SLOW_FACTOR * usual:
             continue
         transfers = {**run.measured.transfers, (kind, unit): usual}
         label = run.measured.units[unit].label
         yield Finding(
             f"The {kind.value} of {label} takes {seconds_text(seconds)}, "
             f"{seconds / usual:.0f} times what its size explains",
-            f"Others of its size take {seconds_text(usual)}. Look at what else uses the network "
-            "or the memory of the hosts then, such as a checkpoint or an all-to-all.",
+            f"Others of its size take {seconds_text(usual)}. Find out what else uses the network "
+            "or the hosts' memory at that time, such as a checkpoint or an all-to-all.",
             run.saves(replace(run.measured, transfers=transfers).replayed()),
             unit=unit,
         )
@@ -217,16 +218,16 @@ def _slow_rank(run: _Run) -> Iterator[Finding]:
     seconds = [measured.compute_seconds(rank) for rank in range(len(run.ranks))]
     slowest = seconds.index(max(seconds))
     usual = median(sorted(seconds)[:-1] or [0.0])
-    if not usual or seconds[slowest] < _SLOW_RANK * usual:
+    if not usual or seconds[slowest] < _SLOW_RANK_FACTOR * usual:
         return
     factor = usual / seconds[slowest]
     changed = measured.with_compute(
-        lambda rank, of_part: of_part * factor if rank == slowest else of_part
+        lambda rank, part_seconds: part_seconds * factor if rank == slowest else part_seconds
     )
     yield Finding(
         f"Rank {slowest} computes {seconds[slowest] / usual:.2f} times as long as the others, "
         "which wait for it",
-        f"It computes {seconds_text(seconds[slowest])} a step, the others "
+        f"It computes for {seconds_text(seconds[slowest])} per step, the others for "
         f"{seconds_text(usual)}. Compare its clock rate, temperature and batches with theirs.",
         run.saves(changed.replayed()),
         rank=slowest,
@@ -237,12 +238,12 @@ def _data(run: _Run) -> Iterator[Finding]:
     seconds = _span_seconds(run, "data")
     slowest = seconds.index(max(seconds))
     programs = tuple(
-        replace(program, outside_seconds=max(0.0, program.outside_seconds - of_rank))
-        for program, of_rank in zip(run.measured.programs, seconds, strict=True)
+        replace(program, outside_seconds=max(0.0, program.outside_seconds - data_seconds))
+        for program, data_seconds in zip(run.measured.programs, seconds, strict=True)
     )
     yield Finding(
-        f"Rank {slowest} waits {seconds_text(seconds[slowest])} a step for its data",
-        "Load batches ahead: more workers of the DataLoader, pin_memory=True, or packed files.",
+        f"Rank {slowest} waits {seconds_text(seconds[slowest])} per step for its data",
+        "Load batches ahead: more DataLoader workers, pin_memory=True, or packed files.",
         run.saves(replace(run.measured, programs=programs).replayed()),
         rank=slowest,
     )
@@ -254,12 +255,12 @@ def _tokens(run: _Run) -> Iterator[Finding]:
         counts = [(s.tokens, s.padded_tokens or 0) for s in rank.steps if s.tokens is not None]
         padded.append(mean(p / max(1, t + p) for t, p in counts) if counts else 0.0)
     worst = padded.index(max(padded))
-    if padded[worst] < _PADDED:
+    if padded[worst] < _MIN_PADDING:
         return
     changed = run.measured.with_compute(lambda rank, seconds: seconds * (1.0 - padded[rank]))
     yield Finding(
         f"Rank {worst} pads {padded[worst]:.0%} of its tokens: pack sequences together",
-        "Compute on padding counts for nothing; the saving takes compute to follow the tokens.",
+        "Compute on padding is wasted. The saving assumes that compute is proportional to tokens.",
         run.saves(changed.replayed()),
         rank=worst,
     )
@@ -273,12 +274,12 @@ def _optimizer(run: _Run) -> Iterator[Finding]:
     seconds = max(_span_seconds(run, "optimizer"))
     yield Finding(
         f"The optimizer loops over {num_tensors} tensors: pass fused=True, or foreach=True",
-        "Estimated, not replayed: a fused AdamW goes over memory 7 times instead of 21.",
+        "Estimated, not replayed: a fused AdamW makes 7 passes over memory instead of 21.",
         seconds * (1.0 - _FUSED_SHARE),
     )
 
 
-_LOOKS: tuple[Callable[[_Run], Iterator[Finding]], ...] = (
+_CHECKS: tuple[Callable[[_Run], Iterator[Finding]], ...] = (
     _prefetch,
     _reshard,
     _accumulation,
@@ -294,7 +295,7 @@ _LOOKS: tuple[Callable[[_Run], Iterator[Finding]], ...] = (
 
 
 def _span_seconds(run: _Run, name: str) -> list[float]:
-    """What the spans ``name`` take of an update, by rank."""
+    """Return the seconds per update of the spans called ``name``, by rank."""
     updates = max(1, len({step.updates for step in run.ranks[0].steps}))
     return [
         sum(span.seconds for span in rank.spans if span.name == name) / updates
@@ -303,7 +304,7 @@ def _span_seconds(run: _Run, name: str) -> list[float]:
 
 
 def _waits(run: _Run) -> dict[int, float]:
-    """Seconds that the first rank waits for gathers in the replay, by unit."""
+    """Return the seconds that the first rank waits for gathers in the replay, by unit."""
     waits: dict[int, float] = {}
     for timed in run.base.events[0]:
         if timed.event.kind is EventKind.WAIT and timed.ended > timed.began:

@@ -1,4 +1,4 @@
-"""What a recording says of one typical update: what each rank computes, what collectives take."""
+"""One typical update of a recording: compute time by rank, and the time of each collective."""
 
 import math
 from collections import Counter, defaultdict
@@ -20,13 +20,13 @@ from shardwise.schedule.events import COMPUTE, WAITS, EventKind
 
 __all__ = ["Line", "Measured", "measure"]
 
-_LARGE = 1 << 20  # bytes, of which a collective takes longer than its latency
+_LARGE = 1 << 20  # bytes from which a collective's time exceeds its latency
 _Key = tuple[EventKind, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """How long a collective takes by its size: seconds = latency + bytes * slope."""
+    """Time of a collective as a function of its size: seconds = latency + bytes * slope."""
 
     latency: float
     slope: float
@@ -37,22 +37,22 @@ class Line:
 
 @dataclass(frozen=True)
 class Measured:
-    """A typical update of a recording, which can be replayed with something changed."""
+    """A typical update of a recording, which can be replayed with changes."""
 
     units: tuple[UnitFigures, ...]
     prefetch: int
     programs: tuple[Program, ...]  # by rank
-    transfers: Mapping[_Key, float]  # seconds, once every rank has launched it
-    launches: Mapping[_Key, float]  # seconds of compute's stream
-    unreduced: frozenset[tuple[int, int]]  # passes, and units not reduced in them
-    update_seconds: float  # as it was recorded
+    transfers: Mapping[_Key, float]  # seconds from the last rank's launch
+    launches: Mapping[_Key, float]  # seconds on the compute stream
+    unreduced: frozenset[tuple[int, int]]  # (pass, unit not reduced in it)
+    update_seconds: float  # as recorded
 
     @property
     def num_passes(self) -> int:
         return len(self.programs[0].passes)
 
     def replayed(self, *, holds_gradients: bool = False) -> Replayed:
-        """The update as the schedule has it."""
+        """Replay the update according to the schedule."""
         costs = Costs(
             transfer=lambda kind, unit: self.transfers.get((kind, unit), 0.0),
             launch=lambda kind, unit: self.launches.get((kind, unit), 0.0),
@@ -67,23 +67,23 @@ class Measured:
         )
 
     def bytes_of(self, key: _Key) -> int:
-        """The size of the buffer that a collective gathers or reduces."""
+        """Return the size of the buffer that a collective gathers or reduces."""
         kind, unit = key
         figures = self.units[unit]
         return figures.gradient_bytes if kind is EventKind.REDUCE else figures.gathered_bytes
 
     def fit(self, kind: EventKind, *, without: Iterable[int] = ()) -> Line:
-        """The time of collectives by their size; a few that are slow do not matter to it."""
-        left_out = set(without)
+        """Fit the time of collectives to their size; a few slow outliers do not affect the fit."""
+        excluded = set(without)
         points = [
             (self.bytes_of(key), seconds)
             for key, seconds in self.transfers.items()
-            if key[0] is kind and key[1] not in left_out and self.bytes_of(key)
+            if key[0] is kind and key[1] not in excluded and self.bytes_of(key)
         ]
         return _line_through(points)
 
     def with_compute(self, change: Callable[[int, float], float]) -> "Measured":
-        """Every rank's parts take ``change(rank, seconds)``."""
+        """Replace the seconds of every part by ``change(rank, seconds)``."""
         programs = tuple(
             replace(
                 program,
@@ -99,7 +99,7 @@ class Measured:
     def with_passes(
         self, change: Callable[[Sequence[Part]], Iterable[Part]], **changes: object
     ) -> "Measured":
-        """Every pass of every rank is another one, and fields of this are ``changes``."""
+        """Replace every pass of every rank by ``change(pass)``, and set the fields ``changes``."""
         programs = tuple(
             replace(program, passes=tuple(tuple(change(parts)) for parts in program.passes))
             for program in self.programs
@@ -107,12 +107,12 @@ class Measured:
         return replace(self, programs=programs, **changes)  # type: ignore[arg-type]
 
     def compute_seconds(self, rank: int) -> float:
-        """What a rank computes in an update."""
+        """Return the compute time of a rank in an update."""
         return sum(part.seconds for parts in self.programs[rank].passes for part in parts)
 
 
 def measure(ranks: Sequence[RankRecording]) -> Measured:
-    """The medians over the recorded updates of the most frequent form.
+    """Take medians over the recorded updates that have the most frequent form.
 
     Raises:
         RecordingError: no update was recorded in full.
@@ -120,7 +120,7 @@ def measure(ranks: Sequence[RankRecording]) -> Measured:
     events = [by_step(rank.events) for rank in ranks]
     updates = _common_updates(ranks, events[0])
     programs = tuple(map(_program, ranks, events, repeat(updates)))
-    shared = [_transfers([_events_of(update, own) for own in events]) for update in updates]
+    transfers = [_transfers([_events_of(update, own) for own in events]) for update in updates]
     launches: defaultdict[_Key, list[float]] = defaultdict(list)
     for own in events:
         for update in updates:
@@ -132,7 +132,7 @@ def measure(ranks: Sequence[RankRecording]) -> Measured:
         units=header.units,
         prefetch=header.prefetch,
         programs=programs,
-        transfers=_medians(shared),
+        transfers=_medians(transfers),
         launches={key: median(found) for key, found in launches.items()},
         unreduced=frozenset(_unreduced(header.units, updates[0], events[0])),
         update_seconds=median(
@@ -142,13 +142,13 @@ def measure(ranks: Sequence[RankRecording]) -> Measured:
 
 
 def _line_through(points: Sequence[tuple[int, float]]) -> Line:
-    """By the median of slopes (Theil and Sen)."""
+    """Fit a line with the Theil-Sen estimator: the median of the slopes between points."""
     slopes = [
         (after[1] - before[1]) / (after[0] - before[0])
         for before, after in combinations(sorted(points), 2)
         if after[0] > before[0]
     ]
-    if not slopes:  # all of one size
+    if not slopes:  # all points have the same size
         size = points[0][0] if points else 1
         seconds = median(seconds for _, seconds in points) if points else 0.0
         latency = 0.0 if size >= _LARGE else seconds
@@ -159,26 +159,26 @@ def _line_through(points: Sequence[tuple[int, float]]) -> Line:
 
 # -- updates: the passes between two changes of the parameters -----------------------------------
 
-_Update = tuple[StepTotals, ...]  # of rank 0
-_Events = Mapping[int, Sequence[RecordedEvent]]  # of a rank, by step
+_Update = tuple[StepTotals, ...]  # the steps of rank 0
+_Events = Mapping[int, Sequence[RecordedEvent]]  # the events of a rank, by step
 
 
 def _common_updates(ranks: Sequence[RankRecording], events: _Events) -> list[_Update]:
-    """Of those that were recorded in full on every rank, those of the most frequent form."""
+    """Return the updates of the most frequent form among those recorded in full on every rank."""
     detailed = set.intersection(*(set(rank.detailed_steps) for rank in ranks))
-    of_update: defaultdict[int, list[StepTotals]] = defaultdict(list)
+    by_update: defaultdict[int, list[StepTotals]] = defaultdict(list)
     for step in ranks[0].steps:
-        of_update[step.updates].append(step)
-    last = max(of_update, default=0)
+        by_update[step.updates].append(step)
+    last = max(by_update, default=0)
     complete = {
         number: tuple(steps)
-        for number, steps in of_update.items()
-        if all(step.step in detailed for step in steps) and (number < last or len(of_update) == 1)
+        for number, steps in by_update.items()
+        if all(step.step in detailed for step in steps) and (number < last or len(by_update) == 1)
     }
     if not complete:
         raise RecordingError(
-            "no update was recorded with all its events: record more steps (an update is a "
-            "forward and backward for each micro-batch, and ends when the next forward begins)"
+            "no update was recorded with all its events: record more steps (an update is the "
+            "forward and backward of each micro-batch, and ends when the next forward begins)"
         )
     forms = {update: _form(update, events) for update in complete.values()}
     form, _ = Counter(forms.values()).most_common(1)[0]
@@ -196,7 +196,7 @@ def _events_of(update: _Update, events: _Events) -> Iterator[RecordedEvent]:
 def _ends(
     steps: Sequence[StepTotals], updates: Iterable[_Update]
 ) -> Iterator[tuple[_Update, float]]:
-    """Each update with the time at which the one after it began."""
+    """Pair each update with the time at which the next one began."""
     following = {before.step: after.began for before, after in pairwise(steps)}
     for update in updates:
         yield update, following.get(update[-1].step, update[-1].ended)
@@ -204,15 +204,15 @@ def _ends(
 
 def _program(rank: RankRecording, events: _Events, updates: Sequence[_Update]) -> Program:
     own = {step.step: step for step in rank.steps}
-    found = [
+    by_update = [
         [list(_parts(events[step.step], own[step.step])) for step in update] for update in updates
     ]
     passes = tuple(
         tuple(
             replace(parts[0], seconds=median(part.seconds for part in parts))
-            for parts in zip(*same, strict=True)
+            for parts in zip(*same_pass, strict=True)
         )
-        for same in zip(*found, strict=True)
+        for same_pass in zip(*by_update, strict=True)
     )
     outside = []
     for update, end in _ends(rank.steps, [tuple(own[s.step] for s in u) for u in updates]):
@@ -221,7 +221,7 @@ def _program(rank: RankRecording, events: _Events, updates: Sequence[_Update]) -
 
 
 def _parts(events: Iterable[RecordedEvent], step: StepTotals) -> Iterator[Part]:
-    """What is between the events of a step is compute of the part that began last."""
+    """Attribute the time between the events of a step to the part that began last."""
     part: Part | None = None
     now = math.nan
     for event in events:
@@ -247,17 +247,17 @@ def _unreduced(
 
 
 def _transfers(ranks: Sequence[Iterable[RecordedEvent]]) -> dict[_Key, float]:
-    """How long each collective took from when the last rank had begun it."""
+    """Return how long each collective took after the last rank had begun it."""
     launched = [[event for event in events if event.spans] for events in ranks]
-    found: defaultdict[_Key, list[float]] = defaultdict(list)
-    for same in zip(*launched, strict=True):
+    durations: defaultdict[_Key, list[float]] = defaultdict(list)
+    for collective in zip(*launched, strict=True):
         seconds = 0.0
-        for spans in zip(*(event.spans for event in same), strict=True):
+        for spans in zip(*(event.spans for event in collective), strict=True):
             began, ended = max(span[0] for span in spans), max(span[1] for span in spans)
             seconds += max(0.0, ended - began)
-        found[same[0].event, same[0].unit].append(seconds)
-    return {key: median(seconds) for key, seconds in found.items()}
+        durations[collective[0].event, collective[0].unit].append(seconds)
+    return {key: median(seconds) for key, seconds in durations.items()}
 
 
-def _medians(found: Sequence[Mapping[_Key, float]]) -> dict[_Key, float]:
-    return {key: median(one[key] for one in found if key in one) for key in found[0]}
+def _medians(updates: Sequence[Mapping[_Key, float]]) -> dict[_Key, float]:
+    return {key: median(own[key] for own in updates if key in own) for key in updates[0]}

@@ -1,4 +1,4 @@
-"""The bytes that a rank holds, by category."""
+"""Measures the bytes that a rank holds, by category."""
 
 import contextlib
 import weakref
@@ -22,7 +22,7 @@ __all__ = ["HeldBytes", "MemoryMeter"]
 
 @dataclass(frozen=True, slots=True)
 class HeldBytes:
-    """What a `MemorySample` says, without its time."""
+    """The categories of a `MemorySample`, without its time."""
 
     shards: int
     gathered: int
@@ -33,11 +33,11 @@ class HeldBytes:
 
 
 class MemoryMeter:
-    """Measures the memory of one model on its device; what is on the host does not count.
+    """Measures the memory of one model on its device; host memory does not count.
 
-    On an accelerator, activations are all that the allocator has given to others. On the CPU they
-    are what autograd saves within a forward of the model: not what the loss saves after it, nor
-    anything while hooks of the user decide what is saved.
+    On an accelerator, activations are everything allocated beyond the other categories. On the CPU
+    they are the tensors that autograd saves within a forward of the model. Tensors that the loss
+    saves afterwards do not count, nor does anything saved under the user's own saved-tensor hooks.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class MemoryMeter:
             self._saved = SavedTensors([*views, *shards, *parameters, *model.buffers()])
 
     def step_begins(self) -> None:
-        """Measure what changes little within a step."""
+        """Measure the optimizer state, which changes little within a step."""
         state = {} if self._optimizer is None else self._optimizer.state
-        values = [value for one in state.values() for value in one.values()]
+        values = [value for own in state.values() for value in own.values()]
         tensors = [
             local_of(value) if isinstance(value, DTensor) else value
             for value in values
@@ -78,7 +78,7 @@ class MemoryMeter:
             self._saved.end()
 
     def sample(self, gathered_bytes: int) -> HeldBytes:
-        """What is held now."""
+        """Measure the bytes held now."""
         pools = self._pools
         shards = sum(map(self._gradient_bytes_of, self._flats))
         buffers = pools.gradients.allocated_bytes + pools.outer_gradients.allocated_bytes
@@ -103,9 +103,9 @@ class MemoryMeter:
         current = flat.gradients.shard.current
         if current is not None:
             return self._bytes_of(current)
-        # Those of all parameters are one tensor, unless the user set some.
+        # The gradients of all parameters share one storage, unless the user set some of them.
         gradients = (parameter.sharded.grad for parameter in flat.parameters)
-        first = next((one for one in gradients if one is not None), None)
+        first = next((gradient for gradient in gradients if gradient is not None), None)
         return 0 if first is None else self._bytes_of(local_of(first))
 
     def _bytes_of(self, *tensors: Tensor) -> int:
@@ -118,30 +118,30 @@ class MemoryMeter:
 
 
 class SavedTensors:
-    """The storages that autograd has saved in some forwards, as long as they live."""
+    """Counts the storages that autograd saves in some forwards, as long as they live."""
 
-    def __init__(self, others: Iterable[Tensor]) -> None:
-        self._others = {storage_of(tensor) for tensor in others}  # they count elsewhere
+    def __init__(self, excluded: Iterable[Tensor]) -> None:
+        self._excluded = {storage_of(tensor) for tensor in excluded}  # counted elsewhere
         self._alive: dict[int, int] = {}  # bytes by storage
-        self._within = contextlib.ExitStack()
+        self._hooks = contextlib.ExitStack()
 
     @property
     def num_bytes(self) -> int:
         return sum(self._alive.values())
 
     def begin(self) -> None:
-        """Count what is saved from now on, unless hooks of others decide what is saved."""
-        self.end()  # of a forward that raised
+        """Start counting, unless other saved-tensor hooks are active."""
+        self.end()  # in case the previous forward raised
         if torch.is_grad_enabled() and not has_saved_tensors_hooks():
-            self._within.enter_context(saved_tensors_hooks(self._pack, unpack))
+            self._hooks.enter_context(saved_tensors_hooks(self._pack, unpack))
 
     def end(self) -> None:
-        self._within.close()
+        self._hooks.close()
 
     def _pack(self, tensor: Tensor) -> Unmoved:
         storage = tensor.untyped_storage()
         identity = storage_of(tensor)
-        if identity not in self._others and identity not in self._alive:
+        if identity not in self._excluded and identity not in self._alive:
             self._alive[identity] = storage.nbytes()
             weakref.finalize(storage, self._alive.pop, identity).atexit = False
         return Unmoved(tensor, tensor._version)

@@ -1,6 +1,6 @@
 """Small models that are hard to shard, for `shardwise verify`.
 
-The GPT that the command also verifies is the trainer's.
+The command also verifies the trainer's GPT.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,13 +14,13 @@ from shardwise.plan.units import Units
 
 __all__ = ["MODELS", "VOCABULARY", "Subject", "next_token_loss", "random_tokens"]
 
-ROWS = 24  # of a global batch; divides into 1, 2, 3, 4, 6, 8, 12 and 24 ranks
+ROWS = 24  # rows of a global batch; divide evenly over 1, 2, 3, 4, 6, 8, 12 and 24 ranks
 VOCABULARY = 48
 WIDTH = 16
 
 
 class Subject(NamedTuple):
-    """The first arguments of `verify`, in that order."""
+    """The first arguments of `verify`, in its order."""
 
     model_fn: Callable[[], nn.Module]
     batch_fn: Callable[[int], Any]
@@ -48,7 +48,7 @@ class LanguageModel(nn.Module):
 
 
 class MixtureOfExperts(LanguageModel):
-    """Tokens choose their experts, so ranks with other tokens use other parameters."""
+    """A router picks experts per token, so ranks with different tokens use different parameters."""
 
     def __init__(self) -> None:
         super().__init__(ExpertBlock(num_experts=8, per_token=2) for _ in range(2))
@@ -81,7 +81,7 @@ class ExpertBlock(nn.Module):
 
 
 def _topics(step: int) -> Tensor:
-    """Tokens [rows, time], a few to each quarter of the rows, so that ranks need other experts."""
+    """Return tokens [rows, time]; each quarter of the rows uses different tokens and experts."""
     topics = torch.arange(ROWS)[:, None] // (ROWS // 4) + 4 * step
     return (3 * topics + torch.randint(3, (ROWS, 5))) % VOCABULARY
 
@@ -90,7 +90,7 @@ def _topics(step: int) -> Tensor:
 
 
 class EncoderDecoder(nn.Module):
-    """One matrix embeds the source and the target and is the head; dropout is on."""
+    """A transformer with dropout, whose two embeddings and head share one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def _sentences(_step: int) -> tuple[Tensor, Tensor]:
 
 
 class ConvNet(nn.Module):
-    """Batch norm looks at the whole part of a rank, and keeps buffers that change in forward."""
+    """Convolutions with batch norm, which normalizes over a rank's rows and updates buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def _images(_step: int) -> tuple[Tensor, Tensor]:
 
 
 class Adapted(LanguageModel):
-    """Low-rank updates are trained, and nothing else (LoRA: arXiv 2106.09685)."""
+    """A frozen model with trainable low-rank updates (LoRA: arXiv 2106.09685)."""
 
     def __init__(self) -> None:
         super().__init__(AdaptedBlock() for _ in range(3))
@@ -199,7 +199,7 @@ def random_tokens(_step: int) -> Tensor:
 
 
 def next_token_loss(model: Any, tokens: Tensor) -> Tensor:
-    """Of each token given those before it."""
+    """Return the mean loss of predicting each token from those before it."""
     logits = model(tokens[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 

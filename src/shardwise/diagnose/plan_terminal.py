@@ -1,4 +1,7 @@
-"""What `shardwise plan` prints: the winner, others, scaling, and the call; 100 characters wide."""
+"""Terminal output of `shardwise plan`: the winner, other candidates, scaling and the call.
+
+Lines are up to 100 characters wide.
+"""
 
 from collections.abc import Sequence
 
@@ -7,18 +10,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.diagnose.plan_words import (
+from shardwise.diagnose.formatting import bytes_text, percent, seconds_text
+from shardwise.diagnose.plan_text import (
     DEFINITIONS,
     degrees_text,
     described,
     host_text,
     reasons,
-    scaling_words,
+    scaling_text,
     sharding_text,
-    worded,
+    with_device_word,
 )
 from shardwise.diagnose.planning import Planned
-from shardwise.diagnose.words import bytes_text, percent, seconds_text
 from shardwise.forecast.certificate import CATEGORIES, Certificate, Moment
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecast
@@ -27,11 +30,11 @@ from shardwise.forecast.scaling import Curve
 
 __all__ = ["explain", "show", "show_checkpoint"]
 
-MAX_ROWS = 12  # of the candidates; the page has all
+MAX_ROWS = 12  # candidates shown; the page has all
 
 
 def show(console: Console, planned: Planned) -> None:
-    """Print what the search has found."""
+    """Print the result of the search."""
     console.print(Text(f"{planned.title}: {'; '.join(planned.facts)}\n"))
     console.print(_candidates_table(planned))
     console.print(Text(f"\nBest: {described(planned.winner.configuration)}", style="bold"))
@@ -41,42 +44,42 @@ def show(console: Console, planned: Planned) -> None:
         console.print(_item(line))
     if planned.curves:
         console.print(_scaling_table(planned.curves))
-        for line in scaling_words(planned.curves):
+        for line in scaling_text(planned.curves):
             console.print(_item(line))
     console.print(Text(f"\n{planned.call}\n"), soft_wrap=True)
 
 
 def figures(planned: Planned) -> list[str]:
-    """The winner in numbers."""
+    """Return the winner's time and memory, one line each."""
     winner = planned.winner
     step, memory = winner.step, winner.memory
     time = (
-        f"{seconds_text(step.seconds)} a step, {step.tokens_per_second:,.0f} tokens/s a GPU, "
-        f"{winner.tokens_per_second:,.0f} in all; MFU {step.mfu:.1%}, HFU {step.hfu:.1%}; "
+        f"{seconds_text(step.seconds)} per step, {step.tokens_per_second:,.0f} tokens/s per GPU, "
+        f"{winner.tokens_per_second:,.0f} in total; MFU {step.mfu:.1%}, HFU {step.hfu:.1%}; "
         f"exposed communication {seconds_text(step.exposed_seconds)}"
     )
-    have = bytes_text(winner.cluster.accelerator.memory_bytes)
-    held = (
-        f"{bytes_text(memory.device_bytes)} of the {have} of a GPU: "
+    available = bytes_text(winner.cluster.accelerator.memory_bytes)
+    used = (
+        f"{bytes_text(memory.device_bytes)} of a GPU's {available}: "
         f"{bytes_text(memory.peak_bytes)} in tensors (at {memory.peak.label}), "
-        f"{bytes_text(memory.reserve_bytes)} reserved, {bytes_text(memory.overhead_bytes)} of the "
+        f"{bytes_text(memory.reserve_bytes)} reserved, {bytes_text(memory.overhead_bytes)} for the "
         f"driver and its libraries{_host(memory)}"
     )
-    budget = planned.budget.words(winner)
+    budget = planned.budget.summary(winner)
     return [
-        worded(winner.cluster, time),
-        worded(winner.cluster, held),
+        with_device_word(winner.cluster, time),
+        with_device_word(winner.cluster, used),
         *([budget] if budget else []),
     ]
 
 
 def _host(memory: Certificate) -> str:
-    return f"; {bytes_text(memory.host_bytes)} of the host" if memory.host_bytes else ""
+    return f"; {bytes_text(memory.host_bytes)} of host memory" if memory.host_bytes else ""
 
 
 def _candidates_table(planned: Planned) -> Table:
-    title = "Configurations, best first, by GPU (*: on the frontier of memory and time)"
-    table = _table(worded(planned.winner.cluster, title))
+    title = "Configurations, best first, per GPU (*: on the frontier of memory and time)"
+    table = _table(with_device_word(planned.winner.cluster, title))
     for heading in ("", "sharding", "micro", "checkpoint", "on host"):
         table.add_column(heading, overflow="fold")
     for heading in ("ahead", "tokens/s", "MFU", "exposed", "memory"):
@@ -113,7 +116,7 @@ def _times(one: Forecast) -> tuple[str, ...]:
 
 
 def _scaling_table(curves: Sequence[Curve]) -> Table:
-    table = _table("\nScaling: as much work for each GPU, tokens/s of one")
+    table = _table("\nScaling: tokens/s per GPU, with constant work per GPU")
     table.add_column("GPUs", justify="right")
     for curve in curves:
         table.add_column(curve.label, justify="right")
@@ -133,7 +136,7 @@ def _scaling_table(curves: Sequence[Curve]) -> Table:
 def explain(console: Console, planned: Planned) -> None:
     """Print where the winner's time and memory go."""
     step, memory = planned.winner.step, planned.winner.memory
-    table = _table("Where the time of a step goes")
+    table = _table("Time of a step by cause")
     table.add_column("cause")
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
@@ -141,8 +144,8 @@ def explain(console: Console, planned: Planned) -> None:
         table.add_row(name, seconds_text(seconds), percent(seconds / step.seconds))
     console.print(table)
     console.print(_memory_table(memory))
-    for name, words in DEFINITIONS.items():
-        console.print(Text(f"{name}: {worded(planned.winner.cluster, words)}"))
+    for name, definition in DEFINITIONS.items():
+        console.print(Text(f"{name}: {with_device_word(planned.winner.cluster, definition)}"))
 
 
 def show_checkpoint(
@@ -151,18 +154,18 @@ def show_checkpoint(
     """Print what ranks write and read of a checkpoint.
 
     Args:
-        console: to print on.
-        saved: by the data-parallel ranks of one part of the model.
-        storage: where to.
-        num_parts: of the model, over tensor-parallel ranks and stages of a pipeline.
+        console: output console.
+        saved: the checkpoint of the data-parallel ranks that share one part of the model.
+        storage: where the checkpoint is written.
+        num_parts: parts of the model, over tensor-parallel ranks and pipeline stages.
     """
     part = "" if num_parts == 1 else f" of the last of {num_parts} parts of the model"
     title = (
         f"A checkpoint{part}: {bytes_text(saved.num_bytes)} in {len(saved.files)} files; a rank "
-        f"receives {bytes_text(saved.exchanged_bytes)} of checksums, and no tensor"
+        f"receives {bytes_text(saved.exchanged_bytes)} of checksums and no tensors"
     )
     table = _table(title)
-    for heading in ("", "a rank: least", "most", "ranges", "files", "ranks a file", "time"):
+    for heading in ("", "per rank: min", "max", "ranges", "files", "ranks per file", "time"):
         table.add_column(heading, justify="right")
     for name, traffic in (("save", saved.save), ("load", saved.load)):
         seconds = traffic.seconds(storage)
@@ -192,11 +195,11 @@ def _memory_table(memory: Certificate) -> Table:
 
 
 def _moments(memory: Certificate) -> list[Moment]:
-    """The first and the last one, the peak, and the highest of forward and backward."""
-    line = memory.timeline
-    backward = next(n for n, one in enumerate(line) if one.label.startswith("backward"))
-    found = [line[0], max(line[:backward], key=_total), memory.peak, line[-1]]
-    return sorted(dict.fromkeys(found), key=line.index)
+    """Return the first and last moments, the peak, and the highest moment before backward."""
+    timeline = memory.timeline
+    backward = next(n for n, one in enumerate(timeline) if one.label.startswith("backward"))
+    found = [timeline[0], max(timeline[:backward], key=_total), memory.peak, timeline[-1]]
+    return sorted(dict.fromkeys(found), key=timeline.index)
 
 
 def _total(moment: Moment) -> int:
@@ -204,7 +207,7 @@ def _total(moment: Moment) -> int:
 
 
 def _item(line: str) -> Table:
-    """An item of a list, with the lines after its first one indented."""
+    """Format a list item whose continuation lines are indented."""
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_row("-", Text(line))
     return grid

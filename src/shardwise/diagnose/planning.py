@@ -1,10 +1,10 @@
-"""`shardwise plan`: a search, with what its page and its tables show of it."""
+"""`shardwise plan`: a search, and the facts that its page and its tables show."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwise.diagnose.plan_words import Budget, described, lacks, worded
+from shardwise.diagnose.plan_text import Budget, described, lacks, with_device_word
 from shardwise.diagnose.recording import RankRecording
 from shardwise.diagnose.simulated import recording_of
 from shardwise.errors import ConfigError
@@ -42,28 +42,28 @@ class Planned:
 
     @cached_property
     def recording(self) -> RankRecording:
-        """The winner's step, as it would be recorded."""
+        """The winner's predicted step, as a recording."""
         return recording_of(self.winner, self.plan)
 
     @property
     def title(self) -> str:
-        """Such as ``llama-3-8b on 64 x H100-SXM-80GB``."""
+        """Model and cluster, such as ``llama-3-8b on 64 x H100-SXM-80GB``."""
         cluster = self.winner.cluster
         return f"{self.model} on {cluster.num_devices} x {cluster.accelerator.name}"
 
     @property
     def facts(self) -> list[str]:
-        """What was asked for."""
+        """The inputs of the search."""
         goal = self.ranking.goal
         cluster = self.winner.cluster
         network = cluster.node_bandwidth * 8 / 1e9
-        place = f"{cluster.devices_per_node} GPUs a node, {network:,.0f} Gbit/s between nodes"
+        place = f"{cluster.devices_per_node} GPUs per node, {network:,.0f} Gbit/s between nodes"
         if cluster.num_nodes == 1:
-            place = worded(cluster, f"{cluster.num_devices} GPUs of a node")
+            place = with_device_word(cluster, f"{cluster.num_devices} GPUs of one node")
         return [
             f"{self.num_parameters / 1e9:.4g} billion parameters",
             place,
-            f"{goal.global_batch:,} sequences of {goal.settings.sequence:,} tokens a step",
+            f"{goal.global_batch:,} sequences of {goal.settings.sequence:,} tokens per step",
             f"{goal.settings.optimizer}",
             f"best {goal.objective} of {self.ranking.num_compared} configurations",
         ]
@@ -82,26 +82,28 @@ def make_planned(
     *,
     scaling: bool = True,
 ) -> Planned:
-    """Search, and forecast how the winner scales.
+    """Search for the best configuration and forecast how it scales.
 
     Args:
-        forecaster: of the model and the cluster.
-        goal: what to train, and what may be chosen.
-        budget: of the training run.
-        config_of: writes the file of a trainer.
-        progress: called with what is being done.
-        scaling: whether to forecast that; it takes some seconds.
+        forecaster: predicts steps of the model on the cluster.
+        goal: what to train and which configurations to try.
+        budget: length and price of the training run.
+        config_of: returns the configuration file of a trainer.
+        progress: called with a description of the work under way.
+        scaling: whether to forecast how the winner scales, which takes a few seconds.
 
     Raises:
-        ConfigError: nothing fits.
+        ConfigError: no configuration fits.
     """
     ranking = search(forecaster, goal, progress)
     if not ranking.fitting:
         least = ranking.too_large[0]
         raise ConfigError(
             f"{forecaster.model.name} does not fit: the smallest of {ranking.num_compared} "
-            f"configurations ({described(least.configuration)}) takes {lacks(least)}; use "
-            + worded(least.cluster, "more or larger GPUs, shorter sequences, or --tensor auto")
+            f"configurations ({described(least.configuration)}) needs {lacks(least)}; use "
+            + with_device_word(
+                least.cluster, "more or larger GPUs, shorter sequences, or --tensor auto"
+            )
         )
     winner = ranking.winner.configuration
     on_winner = forecaster.with_devices(ranking.winner.cluster.num_devices)

@@ -1,4 +1,4 @@
-"""Writing a recording: reads the ledger of a model, and writes one file for each rank."""
+"""Records a run: reads the ledger of a model and writes one file per rank."""
 
 import warnings
 import weakref
@@ -39,7 +39,7 @@ __all__ = ["Recorder", "SomeSteps", "record"]
 
 @dataclass(frozen=True, slots=True)
 class SomeSteps(Container[int]):
-    """A few steps after the first ones, which are slower, and then a few of every ``period``."""
+    """A few steps after the slower first ones, and then a few of every ``period`` steps."""
 
     first: range = range(3, 8)
     period: int = 100
@@ -61,32 +61,33 @@ def record(
     optimizer: torch.optim.Optimizer | None = None,
     info: Mapping[str, Any] | None = None,
 ) -> "Recorder":
-    """Record a run for `shardwise report`, until the end of the ``with``::
+    """Record a run for `shardwise report` until the end of the ``with`` block::
 
         with sw.record(model, "runs/first", optimizer=optimizer) as recorder:
             for batch in batches:
                 with recorder.span("data"):
                     ...
 
-    Writes ``directory/recording/rank-00003.jsonl`` on every rank: the totals of every step, and for
-    some steps all events and samples of memory. A recording that is there is replaced.
+    Each rank writes a file such as ``directory/recording/rank-00003.jsonl``: the totals of every
+    step, and all events and memory samples of some steps. An existing recording is replaced.
 
     Args:
-        model: the root, sharded. All ranks of its mesh have to call this.
-        directory: of the run; the same, or one on each host whose files are put together later.
-        steps: those to record in detail, by the number in the ledger, in which each backward ends
-            a step: any container, such as ``range(10, 13)``.
-        optimizer: its steps are recorded as spans, and its state as memory.
-        info: what else a report should show; values as in JSON.
+        model: the sharded root. All ranks of its mesh must call this.
+        directory: the run's directory, shared by the hosts or one on each host. In the second case,
+            copy the files into one directory before you make a report.
+        steps: the steps to record in detail: any container of step numbers, such as
+            ``range(10, 13)``. In the ledger, each backward ends a step.
+        optimizer: if given, its steps are recorded as spans and its state as memory.
+        info: further facts for the report; values must be serializable as JSON.
 
     Raises:
-        PlanError: the model is not sharded, or is a unit inside one that is.
+        PlanError: the model is not sharded, or it is a unit inside a sharded model.
     """
     return Recorder(model, Path(directory), steps, optimizer, dict(info or {}))
 
 
 class Recorder(LedgerReader):
-    """A recording under way. Call `close` at its end, or use it in a ``with``."""
+    """A recording under way. Use it as a context manager, or call `close` at the end."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class Recorder(LedgerReader):
         info: dict[str, Any],
     ) -> None:
         runtime = runtime_of_root(model)
-        self._ledger = weakref.ref(runtime.scheduler.ledger)  # which holds this
+        self._ledger = weakref.ref(runtime.scheduler.ledger)  # weak: the ledger refers to this
         self._clock = runtime.scheduler.ledger.clock
         self._steps = steps
         self._device = device_of(runtime.pools.device)
@@ -105,8 +106,8 @@ class Recorder(LedgerReader):
         self._samples: list[tuple[Record, HeldBytes]] = []  # of the step under way
         self._sampled_step = -1
         self._tokens: tuple[int, int] | None = None
-        self._pending: deque[EndedStep | EndedSpan] = deque()  # that may not have taken place
-        self.exposed_seconds = 0.0  # of all steps whose times are known
+        self._pending: deque[EndedStep | EndedSpan] = deque()  # the device may not be done
+        self.exposed_seconds = 0.0  # sum over all steps whose times are known
         self._closing = ExitStack()
         clock = measure_clock_offset(runtime)
         self._offset = clock.seconds
@@ -140,21 +141,21 @@ class Recorder(LedgerReader):
         self.close()
 
     def close(self) -> None:
-        """Write what is left and stop recording."""
+        """Write the remaining lines and stop recording."""
         self._detach()
-        while self._pending:  # on a device, the host waits for them
+        while self._pending:  # on an accelerator, the host waits for them
             self._write(list(self._pending.popleft().lines(self._offset)))
         self._file.close()
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Record what takes place within as ``name``, such as "data" or "checkpoint"."""
+        """Record the ``with`` block as a span called ``name``, such as "data" or "checkpoint"."""
         ledger = self._ledger()
         return nullcontext() if ledger is None else ledger.span(name)
 
     def count_tokens(self, tokens: int, padded: int = 0) -> None:
-        """Add to the tokens of the step under way that count, and to those that do not."""
-        counted, others = self._tokens or (0, 0)
-        self._tokens = counted + tokens, others + padded
+        """Add to the token counts of the current step: tokens that count, and padding."""
+        counted, padding = self._tokens or (0, 0)
+        self._tokens = counted + tokens, padding + padded
 
     # -- what the ledger calls -------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ class Recorder(LedgerReader):
     # -- writing ---------------------------------------------------------------------------------
 
     def _write_pending(self) -> None:
-        """Write what has taken place; the host waits for nothing."""
+        """Write the steps and spans whose times are known, without waiting for the device."""
         lines: list[Line] = []
         while self._pending and self._pending[0].is_over(self._device):
             lines += self._pending.popleft().lines(self._offset)
@@ -216,8 +217,8 @@ class Recorder(LedgerReader):
         text = "".join(to_json(line) + "\n" for line in lines)
         try:
             self._file.write(text)
-            self._file.flush()  # so that a killed run leaves its steps
-        except OSError as error:  # a full disk is no reason to stop training
+            self._file.flush()  # so that the steps of a killed run are kept
+        except OSError as error:  # a full disk must not stop training
             warnings.warn(f"{self._file.name}: recording stopped: {error}", stacklevel=2)
             self._detach()
 
@@ -265,41 +266,41 @@ def _header(runtime: Runtime, clock_offset: float, info: dict[str, Any]) -> Head
 
 
 def _remove_files_of_more_ranks(directory: Path, num_ranks: int) -> None:
-    """What an earlier run on more than ``num_ranks`` ranks has left in the directory."""
+    """Remove files left by an earlier run on more than ``num_ranks`` ranks."""
     for path in directory.glob("rank-*.jsonl"):
         if int(path.stem.removeprefix("rank-")) >= num_ranks:
             path.unlink(missing_ok=True)
 
 
 def _blocks_of(model: nn.Module, plan: Plan) -> dict[str, list[int]]:
-    """The elements of the repeated blocks in units that have some, and no units inside."""
+    """Return the elements of each repeated block, for units with such blocks and no child units."""
     blocks: dict[str, list[int]] = {}
     for unit in plan.units:
         if unit.has_child_units:
             continue
         module = model.get_submodule(unit.name)
-        with suppress(PlanError):  # it has none
+        with suppress(PlanError):  # raised if there are no repeated blocks
             found = [module.get_submodule(name) for name in choose_units(module, "auto")[1:]]
             blocks[unit.label] = [sum(p.numel() for p in block.parameters()) for block in found]
     return blocks
 
 
 def _info_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """How ``optimizer`` goes over its tensors: "fused", "foreach", or one after the other."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    """Describe ``optimizer``, and whether it is fused, uses foreach or loops over its tensors."""
     groups = optimizer.param_groups
-    on_accelerator = all(is_accelerator(one.device) for one in parameters)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    on_accelerator = all(is_accelerator(parameter.device) for parameter in parameters)
     if all(group.get("fused") for group in groups):
-        way = "fused"
+        implementation = "fused"
     elif all(
         group.get("foreach") or (group.get("foreach") is None and on_accelerator)
         for group in groups
     ):
-        way = "foreach"
+        implementation = "foreach"
     else:
-        way = "loop"
+        implementation = "loop"
     return {
         "optimizer": type(optimizer).__name__,
         "optimizer_tensors": len(parameters),
-        "optimizer_way": way,
+        "optimizer_way": implementation,
     }

@@ -1,4 +1,4 @@
-"""The lines that a step or a span makes in a recording, once it has taken place."""
+"""Converts finished steps and spans to the lines of a recording."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ __all__ = ["EndedSpan", "EndedStep"]
 
 @dataclass(frozen=True, slots=True)
 class EndedSpan:
-    """A span that has ended for the host."""
+    """A span that has ended on the host, maybe not yet on the device."""
 
     step: int
     name: str
@@ -24,28 +24,28 @@ class EndedSpan:
     ended: SupportsFloat
 
     def is_over(self, device: Device) -> bool:
-        """Whether its times are known without a wait of the host."""
+        """Whether its times are known without blocking the host."""
         return device.is_over(self.ended)
 
     def lines(self, offset: float) -> Iterator[Line]:
-        """Its line, with ``offset`` added to the clock of this rank."""
+        """Yield its line, with ``offset`` added to the clock of this rank."""
         yield Span(self.step, self.name, float(self.began) + offset, float(self.ended) + offset)
 
 
 @dataclass(frozen=True, slots=True)
 class EndedStep:
-    """A step that has ended for the host."""
+    """A step that has ended on the host, maybe not yet on the device."""
 
     step: int
     records: Sequence[Record]
     samples: Sequence[tuple[Record, HeldBytes]]
     updates: int
-    gathered_bytes: int  # at its end
-    tokens: tuple[int, int] | None  # that counted, and others
+    gathered_bytes: int  # at the end of the step
+    tokens: tuple[int, int] | None  # (tokens that counted, padding)
     is_detailed: bool
 
     def is_over(self, device: Device) -> bool:
-        """Whether its times are known without a wait of the host."""
+        """Whether its times are known without blocking the host."""
         last = self.records[-1:]
         works = (work for record in self.records for work in record.works)
         return all(device.is_over(record.ended) for record in last) and all(
@@ -53,13 +53,13 @@ class EndedStep:
         )
 
     def lines(self, offset: float) -> Iterator[Line]:
-        """Events and memory if it is detailed, and its totals, on the clock of rank 0."""
+        """Yield its events and memory if it is detailed, and its totals, on the clock of rank 0."""
         if not self.records:
             return
         if self.is_detailed:
             for record in self.records:
                 yield _event(self.step, record, offset)
-            kept = set(map(id, self.records))  # those of an evaluation are left out
+            kept = set(map(id, self.records))  # samples of an evaluation are left out
             for record, held in self.samples:
                 if id(record) in kept:
                     at = float(record.ended) + offset

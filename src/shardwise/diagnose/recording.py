@@ -1,8 +1,8 @@
 """A recording: what every rank did in a run, in files that `shardwise report` reads.
 
-``RUN_DIR/recording/rank-00003.jsonl`` has one JSON object a line: first the header, then events,
-spans and samples of memory in the order in which they took place. Times are seconds on the clock of
-rank 0: each rank measures the offset of its own clock when it begins to record, and adds it.
+``RUN_DIR/recording/rank-00003.jsonl`` has one JSON object per line: the header first, then events,
+spans and memory samples in chronological order. Times are seconds on the clock of rank 0: each rank
+measures the offset of its own clock when it starts to record, and adds it.
 """
 
 from dataclasses import dataclass
@@ -37,15 +37,15 @@ class RecordingError(ShardwiseError):
 
 @dataclass(frozen=True, slots=True)
 class UnitFigures:
-    """What a report needs of one `UnitPlan`; names are as there."""
+    """The fields of a `UnitPlan` that a report needs, with the same names."""
 
     label: str
-    num_parameters: int  # tensors
+    num_parameters: int  # number of tensors
     num_elements: int  # without padding
     gathered_bytes: int
     kept_bytes: int
     shard_bytes: int
-    own_bytes: int  # what this rank has of the parameters: `shard_bytes` without padding
+    own_bytes: int  # this rank's bytes of the parameters: `shard_bytes` without padding
     gradient_bytes: int
     gradient_shard_bytes: int
     reshard: bool
@@ -84,9 +84,9 @@ class Header:
     prefetch: int
     replicas: int
     device: str  # such as "cpu" or "NVIDIA H100"
-    clock_offset: float  # seconds that were added to this rank's clock, for that of rank 0
+    clock_offset: float  # seconds added to this rank's clock to get rank 0's
     units: tuple[UnitFigures, ...]
-    info: dict[str, Any]  # what else is known: optimizer, versions, granularity, ...
+    info: dict[str, Any]  # further facts: optimizer, versions, granularity, ...
     format: Literal[1] = 1
     kind: Literal["header"] = "header"
 
@@ -95,13 +95,13 @@ class Header:
 class RecordedEvent:
     """An event of the schedule, with its times."""
 
-    step: int  # of the ledger: one forward and its backward
+    step: int  # in the ledger's count: one forward and its backward
     event: EventKind
     unit: int  # index in the header's units
     bytes: int
     began: float
-    ended: float  # of a wait, `ended - began` is exposed communication
-    spans: tuple[tuple[float, float], ...] = ()  # of the communication that it launched
+    ended: float  # for a wait, `ended - began` is exposed communication
+    spans: tuple[tuple[float, float], ...] = ()  # begin and end of communication it launched
     kind: Literal["event"] = "event"
 
     @property
@@ -111,9 +111,9 @@ class RecordedEvent:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something around the steps: "data", "optimizer", "validation", "checkpoint", ..."""
+    """Work around the steps: "data", "optimizer", "validation", "checkpoint", ..."""
 
-    step: int  # of the ledger: under way, or the next one
+    step: int  # in the ledger's count: the current step, or the next one
     name: str
     began: float
     ended: float
@@ -130,12 +130,12 @@ class MemorySample:
 
     step: int
     at: float
-    unit: int  # the last whose forward or backward began
+    unit: int  # the last unit whose forward or backward began
     shards: int
     gathered: int
-    gradients: int  # shards of gradients, and buffers that are reduced
+    gradients: int  # gradient shards and reduce buffers
     optimizer: int
-    activations: int  # what autograd keeps for backward
+    activations: int  # tensors that autograd keeps for backward
     buffers: int
     kind: Literal["memory"] = "memory"
 
@@ -147,18 +147,18 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """The totals of one step; written for every step, also for those without events."""
+    """The totals of one step. They are written for every step, even if it has no events."""
 
     step: int
     began: float
     ended: float
-    updates: int  # how often an optimizer had changed the parameters before it
-    exposed_seconds: float  # compute waited for communication
-    communication_seconds: float  # gathers and reductions took, hidden or not
+    updates: int  # number of parameter updates before the step
+    exposed_seconds: float  # time that compute waited for communication
+    communication_seconds: float  # time of gathers and reductions, hidden or exposed
     communication_bytes: int
     peak_gathered_bytes: int
-    tokens: int | None = None  # that counted, on this rank
-    padded_tokens: int | None = None  # that did not
+    tokens: int | None = None  # tokens that counted on this rank
+    padded_tokens: int | None = None  # padding
     kind: Literal["step"] = "step"
 
     @property
@@ -184,46 +184,47 @@ class RankRecording:
 
     @property
     def detailed_steps(self) -> tuple[int, ...]:
-        """Complete steps of which the events were recorded."""
+        """Complete steps whose events were recorded."""
         ended = {step.step for step in self.steps}
         return tuple(sorted({event.step for event in self.events} & ended))
 
 
 def file_of_rank(directory: Path, rank: int) -> Path:
-    """Where a rank writes, in the directory of a run."""
+    """Return the path of a rank's file in a run's directory."""
     return directory / "recording" / f"rank-{rank:05}.jsonl"
 
 
 def to_json(line: Line) -> str:
-    """One line of a file, without its end."""
+    """Serialize one line, without a newline."""
     return _LINE.dump_json(line).decode()
 
 
 def read_recording(directory: Path) -> tuple[RankRecording, ...]:
-    """All ranks of the run in ``directory``, in order.
+    """Read the files of all ranks of the run in ``directory``, in rank order.
 
     Raises:
-        ConfigError: there is none.
-        RecordingError: a file is damaged; it names the file and the line.
+        ConfigError: there is no recording.
+        RecordingError: a file is damaged (the message names file and line), or one is missing.
     """
     paths = sorted((directory / "recording").glob("rank-*.jsonl"))
     if not paths:
         raise ConfigError(
-            f"{directory} has no recording; record a run with `shardwise train`, or in "
-            "`with sw.record(model, directory)`"
+            f"{directory} has no recording; record a run with `shardwise train` or with "
+            "`with sw.record(model, directory):`"
         )
     ranks = tuple(_read_rank(path) for path in paths)
     expected = list(range(ranks[0].header.world_size))
     found = [one.header.rank for one in ranks]
     if found != expected:
         raise RecordingError(
-            f"{directory}: expected the files of {len(expected)} ranks, got those of {found}"
+            f"{directory}: expected the files of {len(expected)} ranks, got the files of ranks "
+            f"{found}; copy the files of every host into this directory"
         )
     return ranks
 
 
 def _read_rank(path: Path) -> RankRecording:
-    complete = path.read_bytes().split(b"\n")[:-1]  # without a line that a kill cut short
+    complete = path.read_bytes().split(b"\n")[:-1]  # without a line that a kill truncated
     try:
         lines = _LINES.validate_json(b"[" + b",".join(complete) + b"]")
     except ValidationError as error:

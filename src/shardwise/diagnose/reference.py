@@ -1,8 +1,8 @@
-"""The reference: one process runs every rank's part of a batch, and then makes one step.
+"""The reference: one process runs every rank's part of a batch and then takes one optimizer step.
 
-The loss is the mean of the parts' losses, or, where `loss_fn` returns sums and numbers of tokens,
-the mean over all tokens. For a model that treats each row by itself, this is the loss of the whole
-batch; for others (batch norm, a router with a capacity) it is what ranks compute.
+The loss is the mean of the parts' losses or, if `loss_fn` returns sums and token counts, the mean
+over all tokens. For a model that treats rows independently, this is the loss of the whole batch.
+For other models (batch norm, a router with a capacity), it is what the ranks compute.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ class Training:
     optimizer_fn: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] | None
 
     def build(self) -> nn.Module:
-        """A new model, with the same float64 values each time.
+        """Build a new model, with the same float64 values each time.
 
         Raises:
             PlanError: model_fn returned something that cannot be sharded.
@@ -44,7 +44,7 @@ class Training:
         if not isinstance(model, nn.Module) or isinstance(model, FSDPModule):
             raise PlanError(
                 f"model_fn returned {type(model).__name__}: expected a new torch.nn.Module that is "
-                "not sharded; verify shards it itself"
+                "not sharded, because verify shards it"
             )
         if next(model.parameters(), None) is None:
             raise PlanError(
@@ -56,18 +56,18 @@ class Training:
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer_fn is not None:
             return self.optimizer_fn(model.parameters())
-        # With a small eps, Adam would turn a gradient that is only rounding into a step.
+        # With a small eps, Adam would turn a gradient that is pure rounding error into a step.
         return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
     def run(self, backward: BackwardFn, part: Part) -> float:
-        """The loss of a part, of which an engine's own ``backward`` computes the gradients."""
+        """Compute gradients with an engine's own ``backward``; return the loss of the part."""
         return float(backward(self.loss_fn or _model_is_loss, part.draw()))
 
     def backward(self, model: nn.Module, part: Part, weight: float = 1.0) -> tuple[float, int]:
-        """Run backward of ``weight`` times the loss of a part.
+        """Multiply the loss of a part by ``weight`` and run its backward.
 
         Returns:
-            That value, and the number of tokens that the loss is a sum over, or 1.
+            The weighted loss, and the number of tokens that it sums over (1 for a mean).
         """
         loss, count = _with_count((self.loss_fn or _model_is_loss)(model, part.draw()))
         weighted = loss * weight
@@ -77,7 +77,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one step; tensors by parameter, on the device of the ranks."""
+    """The result of one step. Tensors are keyed by parameter name and live on the ranks' device."""
 
     loss: float
     gradients: Mapping[str, Tensor | None]
@@ -86,7 +86,7 @@ class Outcome:
 
 
 class Reference:
-    """The model in one process."""
+    """Trains the model in one process."""
 
     def __init__(
         self,
@@ -95,9 +95,9 @@ class Reference:
         exchange: RankExchange,
         num_parts: int | None = None,
     ) -> None:
-        """Build one model per part, which share their parameters.
+        """Build one model per part; the models share parameters.
 
-        Buffers (running statistics of batch norm) and other state of modules stay separate.
+        Buffers (such as running statistics of batch norm) and other module state are separate.
         """
         self._training = training
         self._exchange = exchange
@@ -114,10 +114,10 @@ class Reference:
         self._optimizer = training.optimizer(model)
 
     def rebuild(self) -> nn.Module:
-        """A new model with the initial values.
+        """Build a new model with the initial values.
 
         Raises:
-            PlanError: model_fn returned different values, or the same parameters; names one.
+            PlanError: model_fn returned different values or the same parameters again.
         """
         model = self._training.build()
         self._exchange.raise_first(self._difference(model))
@@ -126,18 +126,22 @@ class Reference:
     def train(self, batches: Sequence[Sequence[Part]], *, zeros: bool) -> list[Outcome]:
         """Train one step per batch, each model on its part.
 
-        With ``zeros``, the gradient of a parameter that no part used is zero instead of None.
+        Args:
+            batches: the parts of each batch.
+            zeros: whether the gradient of a parameter that no part used is zero instead of None.
         """
         return [self.step(parts, zeros=zeros) for parts in batches]
 
     def contributions(
         self, name: str, parts: Sequence[Part], before: Mapping[str, Tensor], num_pieces: int
     ) -> list[Tensor]:
-        """What each piece of each part adds to the gradient of parameter ``name``.
+        """Return what each piece of each part adds to the gradient of parameter ``name``.
 
         Args:
-            before: the parameters that the gradient is of.
-            num_pieces: of each part.
+            name: the parameter.
+            parts: the parts of the batch.
+            before: the parameter values at which the gradient is computed.
+            num_pieces: pieces to split each part into.
         """
         with torch.no_grad():
             for key, parameter in self.parameters.items():
@@ -152,7 +156,7 @@ class Reference:
         return [gradient / total for gradient in found]
 
     def step(self, parts: Sequence[Part], *, zeros: bool) -> Outcome:
-        """One step, as in `train`."""
+        """Train one step, as in `train`."""
         loss, counts = 0.0, []
         for model, part in zip(self._models, parts, strict=True):
             own, count = self._training.backward(model, part)
@@ -170,7 +174,7 @@ class Reference:
         return Outcome(loss / total, gradients, self.values(), counts)
 
     def values(self) -> dict[str, Tensor]:
-        """A copy of the parameters as they are."""
+        """Copy the current parameters."""
         return {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def _fill_with_zeros(self) -> None:
@@ -180,15 +184,15 @@ class Reference:
 
     def _difference(self, other: nn.Module) -> str | None:
         found = dict(other.named_parameters())
-        if odd := sorted(found.keys() ^ self.initial.keys()):
-            return f"model_fn built {', '.join(odd)} in one call and not in another"
+        if unmatched := sorted(found.keys() ^ self.initial.keys()):
+            return f"model_fn built {', '.join(unmatched)} in one call and not in another"
         for name, expected in self.initial.items():
             if found[name] is self.parameters[name]:
-                return f"model_fn returned {name} twice; it has to build a new model each time"
+                return f"model_fn returned {name} twice; it must build a new model each time"
             if not torch.equal(found[name].to(self.device), expected):
                 return (
-                    f"model_fn gave {name} other values in a second call; it may draw them from "
-                    "torch's generator, which is seeded before each call, and from no other"
+                    f"model_fn gave {name} different values in a second call; it may draw random "
+                    "values only from torch's generator, which is seeded before each call"
                 )
         return None
 
@@ -202,23 +206,23 @@ def _share_parameters(twin: nn.Module, model: nn.Module) -> None:
 
 
 def _with_count(loss: Any) -> tuple[Tensor, int]:
-    """A sum of losses and the number of its tokens; of a mean, the mean and 1.
+    """Return a loss and its number of tokens, which is 1 for a mean.
 
     Raises:
-        PlanError: it is neither.
+        PlanError: the loss is neither a scalar tensor nor (scalar tensor, number of tokens).
     """
     total, count = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, 1)  # noqa: PLR2004
     if not isinstance(total, Tensor) or total.ndim:
         got = f"shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
         raise PlanError(
             f"the loss is {got}: expected a scalar; pass a loss_fn(model, batch) that returns "
-            "the mean over the batch, or the sum over its tokens and their number"
+            "the mean over the batch, or (sum over its tokens, number of tokens)"
         )
     return total, int(count)
 
 
 def _model_is_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss_fn of a model that returns its loss."""
+    """The loss_fn for a model that returns its loss."""
     if isinstance(batch, Mapping):
         loss: Tensor = model(**batch)
     elif isinstance(batch, (tuple, list)):

@@ -1,8 +1,8 @@
-"""Replicas that synchronize seldom, in one process: what `verify` compares `sw.Outer` with.
+"""Replicas with an outer optimizer, simulated in one process: the reference of `sw.Outer`.
 
 Every rank trains all replicas, each a `Reference` on its own parts of the batches, and applies the
-outer optimizer to whole parameters: none of the code of `shardwise.outer` is used but for
-which parameters a fragment has.
+outer optimizer to whole parameters. From `shardwise.outer`, the simulation takes only the optimizer
+and the parameters of each fragment.
 """
 
 from collections.abc import Sequence
@@ -30,22 +30,22 @@ __all__ = ["ReplicaTraining"]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTraining(Training):
-    """A sharded model is one of several replicas, along the first dim of ``mesh``."""
+    """Training in which a sharded model is one of several replicas."""
 
     outer: Outer
-    mesh: DeviceMesh  # replicas, and the ranks of each
+    mesh: DeviceMesh  # (replicas, ranks of a replica)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        # Not super(): it does not work in a dataclass with slots.
+        # super() does not work in a dataclass with slots.
         optimizer = Training.optimizer(self, model)
         if isinstance(model, FSDPModule):
             outer_optimizer(model, optimizer, self.outer, group=self.mesh.get_group(0))
         return optimizer
 
     def check(self, steps: int, *, is_ours: bool) -> None:
-        """Raise a PlanError if it cannot be verified, or nothing is synchronized in these steps."""
+        """Raise a PlanError for another engine or if ``steps`` miss a fragment."""
         if not is_ours:
-            raise PlanError("outer= is of this engine; verify another engine without it")
+            raise PlanError("outer= works only with this engine; omit it to verify another one")
         least = self.outer.every + self.outer.delay
         if steps < least:
             raise PlanError(
@@ -62,14 +62,14 @@ class ReplicaTraining(Training):
         *,
         zeros: bool,
     ) -> list[Outcome]:
-        """By step, those of the replica that this rank is in, with the mean loss of all replicas.
+        """Return the outcomes of this rank's replica, with the mean loss of all replicas, by step.
 
         Args:
-            model: sharded; its units make the fragments.
-            mesh: all ranks.
-            exchange: all ranks.
+            model: the sharded model, whose units determine the fragments.
+            mesh: the mesh of all ranks.
+            exchange: an exchange between all ranks.
             batches: the parts of all ranks, by step.
-            zeros: see `Reference.train`.
+            zeros: as in `Reference.train`.
         """
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         fragments = [
@@ -105,11 +105,11 @@ class _Simulation:
             name: nn.Parameter(value) for name, value in self._replicas[0].values().items()
         }
         make = maker_of(self._outer)
-        self._optimizers = [make([self._shared[name] for name in one]) for one in fragments]
-        self._differences: dict[str, Tensor] = {}  # means over replicas, that are not applied yet
+        self._optimizers = [make([self._shared[name] for name in own]) for own in fragments]
+        self._differences: dict[str, Tensor] = {}  # means over replicas, not applied yet
 
     def step(self, number: int, parts: Sequence[Part], *, zeros: bool) -> list[Outcome]:
-        """Step ``number``, the first being 1, of each replica, and what follows on it."""
+        """Run step ``number``, counted from 1, on each replica, and synchronize what is due."""
         outcomes = [
             replica.step([parts[part] for part in own], zeros=zeros)
             for replica, own in zip(self._replicas, self._parts, strict=True)

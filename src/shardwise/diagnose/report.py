@@ -17,16 +17,16 @@ __all__ = ["report"]
 def report(
     directory: Path, output: Path | None, trace: Path | None, console: Console
 ) -> list[Path]:
-    """Write the page of the run in ``directory``, and print its findings.
+    """Write the page of the run in ``directory`` and print its findings.
 
     Args:
-        directory: of the run.
-        output: the page; None: in the directory.
-        trace: for Perfetto, to be written as well.
-        console: to print on.
+        directory: the run's directory.
+        output: where to write the page; None: ``report.html`` in ``directory``.
+        trace: where to write a trace for Perfetto; None: write none.
+        console: output console.
 
     Returns:
-        The files that were written.
+        The files written.
 
     Raises:
         ConfigError: there is no recording.
@@ -36,8 +36,8 @@ def report(
     summary = summarize(ranks)
     if not summary.steps:
         raise RecordingError(
-            f"{directory}: no step was recorded with its events on all ranks; record a run until "
-            "at least one forward and backward has ended"
+            f"{directory}: no step was recorded with its events on all ranks; record at least one "
+            "complete forward and backward"
         )
     found = find(ranks)
     charts = read_charts(directory, ranks)

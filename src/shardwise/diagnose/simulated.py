@@ -1,4 +1,4 @@
-"""A forecast as a recording, so that the pictures and the traces of a run show it."""
+"""Converts a forecast to a recording, so that the same plots and traces can show it."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ _COLLECTIVES = (*GATHERS, EventKind.REDUCE)
 
 
 def recording_of(forecast: Forecast, plan: Plan) -> RankRecording:
-    """What a rank would record of an update: a step for each micro-batch that was replayed."""
+    """Return what a rank would record of an update: one step per replayed micro-batch."""
     configuration, step = forecast.configuration, forecast.step
     events = step.replayed.events[0]
     passes = [list(group) for _, group in groupby(events, key=lambda one: one.step)]
@@ -54,7 +54,7 @@ def recording_of(forecast: Forecast, plan: Plan) -> RankRecording:
 
 
 def _recorded(timed: TimedEvent) -> RecordedEvent:
-    # Collectives that move nothing are in the schedule, too.
+    # The schedule also has collectives that move nothing.
     spans = (timed.span,) if timed.span and timed.span[1] > timed.span[0] else ()
     return RecordedEvent(
         timed.step,
@@ -68,7 +68,7 @@ def _recorded(timed: TimedEvent) -> RecordedEvent:
 
 
 def _samples(forecast: Forecast, plan: Plan, events: list[TimedEvent]) -> Iterator[MemorySample]:
-    """The memory of the last micro-batch; the certificate has the events of an only one."""
+    """Yield the memory of the last micro-batch, the only one that the certificate covers."""
     labels = [unit.label for unit in plan.units]
     moments = deque(forecast.memory.timeline)
     moment = moments[0]

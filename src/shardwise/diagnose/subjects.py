@@ -1,4 +1,4 @@
-"""Models to verify, by name or by the user's own function."""
+"""Finds models and engines to verify, by name or by the user's function."""
 
 import importlib
 import importlib.util
@@ -20,13 +20,14 @@ __all__ = ["find_engine", "find_subjects"]
 def find_subjects(model: str | None, built_in: Mapping[str, Subject]) -> list[Subject]:
     """Resolve a name, package.module:function or file.py:function.
 
-    Names are those of ``built_in``, of which None is all, and of `FAMILIES`, of which "hf" is all.
+    Names are the keys of ``built_in`` and `FAMILIES`. None stands for all of ``built_in``, and "hf"
+    for all of `FAMILIES`.
 
     The user's function returns the fields of `Subject`: model_fn, batch_fn and, optionally,
     loss_fn and units. It is called here and may be called again in other processes.
 
     Raises:
-        ConfigError: the name, file, module or function does not exist, or the function returns
+        ConfigError: the name, file, module or function does not exist, the function returns
             something else, or transformers is not installed.
     """
     if model is None:
@@ -43,7 +44,7 @@ def find_subjects(model: str | None, built_in: Mapping[str, Subject]) -> list[Su
 
 
 def find_engine(name: str) -> Engine:
-    """Resolve one of `ENGINES`, package.module:function or file.py:function.
+    """Resolve a key of `ENGINES`, package.module:function or file.py:function.
 
     Raises:
         ConfigError: the name, file, module or function does not exist.
@@ -58,7 +59,7 @@ def find_engine(name: str) -> Engine:
 def _find_function(wanted: str, known: Iterable[str]) -> Callable[..., Any]:
     source, colon, name = wanted.rpartition(":")
     if not colon:
-        hint = did_you_mean(wanted, known) or "; or module:function, or file.py:function"
+        hint = did_you_mean(wanted, known) or ", module:function or file.py:function"
         raise ConfigError(f"{wanted}: expected one of {', '.join(known)}{hint}")
     module = _run_file(Path(source)) if source.endswith(".py") else _import(source)
     function = getattr(module, name, None)
@@ -71,7 +72,7 @@ def _run_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected file.py:function")
     sys.path.insert(0, str(path.parent.resolve()))  # as Python does for a script
-    name = f"verified_{path.stem}"  # so that a file types.py does not shadow Python's own
+    name = f"verified_{path.stem}"  # so that a user's types.py does not shadow Python's
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -87,7 +88,7 @@ def _import(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but one that it imports does not
+            raise  # the module exists, but a module that it imports does not
         raise ConfigError(
             f"{name}: no such module; install it, or run from the directory that contains it"
         ) from None

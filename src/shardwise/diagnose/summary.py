@@ -1,4 +1,4 @@
-"""What a recording says of units and ranks: means over the steps whose events were recorded."""
+"""Summary of a recording by unit and rank: means over the steps whose events were recorded."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from shardwise.diagnose.recording import MemorySample, RankRecording
 
 __all__ = ["Finding", "Peak", "RankSummary", "Summary", "UnitSummary", "summarize"]
 
-STRAGGLER_THRESHOLD = 0.05  # of a step: smaller differences are noise
+STRAGGLER_THRESHOLD = 0.05  # share of a step; smaller differences are noise
 _IN_STEPS = (BarKind.FORWARD, BarKind.BACKWARD, BarKind.STEP)
 _AROUND_STEPS = (BarKind.DATA, BarKind.OPTIMIZER, BarKind.OTHER)
 _WAITS = (BarKind.WAIT_GATHER, BarKind.WAIT_REDUCE)
@@ -18,19 +18,19 @@ _WAITS = (BarKind.WAIT_GATHER, BarKind.WAIT_REDUCE)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One cause of a slow step and its remedy, in words; see `shardwise.diagnose.findings`."""
+    """The cause of a slow step and its remedy; see `shardwise.diagnose.findings`."""
 
     title: str  # a sentence
     detail: str
-    saves_seconds: float  # of an update
-    saves_bytes: int = 0  # of a rank's peak; negative: it takes more
+    saves_seconds: float  # per update
+    saves_bytes: int = 0  # at a rank's peak; negative if the change needs more memory
     unit: int | None = None
     rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSummary:
-    """One unit: seconds of a step, means over ranks and steps."""
+    """One unit: seconds per step, as means over ranks and steps."""
 
     index: int
     label: str
@@ -38,11 +38,11 @@ class UnitSummary:
     gathered_bytes: int
     shard_bytes: int
     gather_seconds: float
-    wait_seconds: float  # for gathers: exposed
+    wait_seconds: float  # exposed waits for gathers
     forward_seconds: float
     backward_seconds: float
     reduce_seconds: float
-    reduce_wait_seconds: float  # exposed
+    reduce_wait_seconds: float  # exposed waits for reductions
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,37 +56,37 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """One rank: seconds of a step, means over steps."""
+    """One rank: seconds per step, as means over steps."""
 
     rank: int
     seconds: float
     compute_seconds: float
     exposed_seconds: float
-    around_seconds: float  # data, optimizer and others, between steps
+    around_seconds: float  # data, optimizer and other spans between steps
     communication_bytes: float
     own_bytes: int
     padding_bytes: int
-    padded_tokens: float | None  # share of the tokens
+    padded_tokens: float | None  # padding as a share of all tokens
     peak: Peak | None
 
     @property
     def busy_seconds(self) -> float:
-        """What it does itself; the rest is waiting, for others among them."""
+        """Time of the rank's own work; the rest is waiting, partly for other ranks."""
         return self.compute_seconds + self.around_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A recording in figures."""
+    """The figures of a recording."""
 
-    steps: tuple[int, ...]  # over which means are taken
+    steps: tuple[int, ...]  # the steps that means are taken over
     units: tuple[UnitSummary, ...]
     ranks: tuple[RankSummary, ...]
-    straggler: int | None  # the rank that others wait for
+    straggler: int | None  # the rank that the others wait for
 
     @property
     def seconds(self) -> float:
-        """A step of the slowest rank."""
+        """Step time of the slowest rank."""
         return max(rank.seconds for rank in self.ranks)
 
     @property
@@ -95,13 +95,13 @@ class Summary:
 
     @property
     def peak(self) -> tuple[int, Peak] | None:
-        """The rank that held the most, and what it held."""
+        """The rank that held the most memory, and its peak."""
         found = [(rank.rank, rank.peak) for rank in self.ranks if rank.peak is not None]
         return max(found, key=lambda one: one[1].bytes) if found else None
 
 
 def summarize(ranks: Sequence[RankRecording]) -> Summary:
-    """The figures of a recording; `read_recording` reads one."""
+    """Summarize a recording, as `read_recording` returns it."""
     detailed = set.intersection(*(set(rank.detailed_steps) for rank in ranks))
     steps = tuple(sorted(detailed))
     by_unit: defaultdict[tuple[int | None, BarKind], float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""The findings of a run, its units and its ranks as tables of the terminal."""
+"""Terminal tables of a run's findings, units and ranks."""
 
 from collections.abc import Sequence
 
@@ -6,16 +6,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.diagnose.formatting import NOTHING, bytes_text, percent, savings, seconds_text
 from shardwise.diagnose.summary import Finding, RankSummary, Summary, UnitSummary
-from shardwise.diagnose.words import NOTHING, bytes_text, percent, savings, seconds_text
 
 __all__ = ["show"]
 
-MAX_ROWS = 20  # of a table; the page has all
+MAX_ROWS = 20  # rows per table; the page has all
 
 
 def show(console: Console, summary: Summary, findings: Sequence[Finding]) -> None:
-    """Print what a report says."""
+    """Print the overview and the tables of a report."""
     console.print(Text(overview(summary)))
     if findings:
         console.print(_findings_table(findings, summary.seconds))
@@ -24,13 +24,13 @@ def show(console: Console, summary: Summary, findings: Sequence[Finding]) -> Non
 
 
 def overview(summary: Summary) -> str:
-    """One line: the step, what of it is exposed, the straggler, the peak."""
+    """Summarize step time, exposed communication, peak memory and straggler in one line."""
     ranks = f"{len(summary.ranks)} rank{'' if len(summary.ranks) == 1 else 's'}"
     steps = f"{len(summary.steps)} recorded step{'' if len(summary.steps) == 1 else 's'}"
     share = summary.exposed_seconds / summary.seconds if summary.seconds else 0.0
     parts = [
         f"{ranks}, {steps}",
-        f"{seconds_text(summary.seconds)} a step",
+        f"{seconds_text(summary.seconds)} per step",
         f"{seconds_text(summary.exposed_seconds)} of it exposed communication ({share:.0%})",
     ]
     if summary.peak is not None:
@@ -42,15 +42,15 @@ def overview(summary: Summary) -> str:
 
 
 def _findings_table(findings: Sequence[Finding], step_seconds: float) -> Table:
-    table = Table(title="Findings, by what they cost", title_justify="left", show_lines=True)
+    table = Table(title="Findings, by cost", title_justify="left", show_lines=True)
     table.add_column("", justify="right")
     table.add_column("finding", ratio=1)
-    table.add_column("of a step", justify="right", no_wrap=True)
+    table.add_column("per step", justify="right", no_wrap=True)
     for number, finding in enumerate(findings, start=1):
-        words = Text(finding.title, style="bold")
+        description = Text(finding.title, style="bold")
         if finding.detail:
-            words.append(f"\n{finding.detail}", style="not bold")
-        table.add_row(str(number), words, "\n".join(savings(finding, step_seconds)))
+            description.append(f"\n{finding.detail}", style="not bold")
+        table.add_row(str(number), description, "\n".join(savings(finding, step_seconds)))
     return table
 
 
@@ -70,7 +70,7 @@ def _units_table(units: Sequence[UnitSummary]) -> Table:
             unit.reduce_wait_seconds,
         )
         table.add_row(Text(unit.label), bytes_text(unit.gathered_bytes), *map(seconds_text, times))
-    _say_rest(table, len(units))
+    _caption_hidden_rows(table, len(units))
     return table
 
 
@@ -84,7 +84,7 @@ def _ranks_table(summary: Summary) -> Table:
         is_straggler = rank.rank == summary.straggler
         name = f"{rank.rank} (straggler)" if is_straggler else str(rank.rank)
         table.add_row(name, *_rank_cells(rank), style="bold" if is_straggler else "")
-    _say_rest(table, len(summary.ranks))
+    _caption_hidden_rows(table, len(summary.ranks))
     return table
 
 
@@ -98,6 +98,6 @@ def _rank_cells(rank: RankSummary) -> tuple[str, ...]:
     )
 
 
-def _say_rest(table: Table, num_rows: int) -> None:
+def _caption_hidden_rows(table: Table, num_rows: int) -> None:
     if num_rows > MAX_ROWS:
         table.caption = f"{num_rows - MAX_ROWS} more on the page"

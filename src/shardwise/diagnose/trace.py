@@ -1,8 +1,8 @@
 """A recording as a Chrome trace, for https://ui.perfetto.dev or about:tracing.
 
-Each rank is a process. Its tracks are the steps and what is around them, the stream that computes
-with its waits, and the streams of gathers and of reductions; arrows lead from a collective to where
-compute waits for it, or first uses what it brought.
+Each rank is a process. Its tracks are the steps, the spans around them, the compute stream with its
+waits, and the gather and reduce streams. Arrows lead from a collective to the wait for it or to the
+first use of its result.
 """
 
 import json
@@ -31,13 +31,16 @@ _Json = dict[str, Any]
 
 
 def write_trace(recording: Sequence[RankRecording], path: str | Path) -> None:
-    """Write ``recording``, as `read_recording` gives it, to ``path``."""
+    """Write ``recording``, as `read_recording` returns it, to ``path``."""
     trace = {"traceEvents": trace_events(recording), "displayTimeUnit": "ms"}
     Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
 
 def trace_events(recording: Sequence[RankRecording]) -> list[_Json]:
-    """The events of the trace, with times in microseconds from the first; names come first."""
+    """Return the events of the trace: names first, then events by time.
+
+    Times are microseconds since the first event.
+    """
     found = [event for rank in recording for event in _Rank(rank).trace()]
     origin = min((event["ts"] for event in found), default=0.0)
     for event in found:
@@ -61,7 +64,7 @@ class _Rank:
         self._recording = recording
         self._labels = [unit.label for unit in recording.header.units]
         self._num_flows = 0
-        # Collectives that nothing has waited for or used, by track and unit: the slices.
+        # Slices of the collectives that nothing has waited for or used yet, by track and unit.
         self._launched: dict[tuple[str, int], list[_Json]] = {}
 
     def trace(self) -> Iterator[_Json]:
@@ -85,7 +88,7 @@ class _Rank:
 
     def _step(self, events: Sequence[RecordedEvent]) -> Iterator[_Json]:
         self._launched.clear()
-        unit: RecordedEvent | None = None  # that computes
+        computing: RecordedEvent | None = None  # the last forward or backward that began
         since = 0.0
         for event in events:
             if event.event in _LAUNCHES:
@@ -93,13 +96,13 @@ class _Rank:
             is_wait = event.event in _WAITS or event.event is EventKind.STEP
             if not is_wait and event.event not in COMPUTE:
                 continue
-            yield from self._on_compute(unit, since, event.began)
+            yield from self._on_compute(computing, since, event.began)
             if is_wait:
                 yield from self._on_compute(event, event.began, event.ended)
             else:
-                unit = event
+                computing = event
             since = event.ended
-        yield from self._on_compute(unit, since, events[-1].ended)
+        yield from self._on_compute(computing, since, events[-1].ended)
 
     def _launch(self, event: RecordedEvent) -> Iterator[_Json]:
         track = _LAUNCHES[event.event]
@@ -113,7 +116,7 @@ class _Rank:
     def _on_compute(
         self, event: RecordedEvent | None, began: float, ended: float
     ) -> Iterator[_Json]:
-        """A slice of the stream that computes, and the arrows that lead to it."""
+        """Yield a slice of the compute stream and the arrows that lead to it."""
         if event is None or began >= ended:
             return
         yield self._slice("compute", self._name(event), began, ended, {"step": event.step})
@@ -127,7 +130,7 @@ class _Rank:
         rank = self._recording.header.rank
         flow = {"name": "needed by", "cat": "flow", "id": f"{rank}.{self._num_flows}", "pid": rank}
         yield {**flow, "ph": "s", "tid": launched["tid"], "ts": launched["ts"]}
-        # "e": it ends in the slice around that time, and not in the next one.
+        # bp "e": the arrow ends in the slice that encloses this time, and not in the next slice.
         yield {**flow, "ph": "f", "bp": "e", "tid": _TRACKS.index("compute"), "ts": at}
 
     def _slice(self, track: str, name: str, began: float, ended: float, figures: _Json) -> _Json:

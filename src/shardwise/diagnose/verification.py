@@ -10,7 +10,7 @@ HEAD = f"{'strategy':<12}{'loss':>9}{'gradient':>10}{'update':>10}  {'verdict':<
 
 
 class VerificationError(ShardwiseError, AssertionError):
-    """A strategy differs from one process; the message names what differs, and by how much."""
+    """A strategy differs from one process. The message says what differs, and by how much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,21 +18,21 @@ class Worst:
     """The largest error of one kind (loss, gradients or updates)."""
 
     error: float = 0.0  # relative; inf where a value is missing or NaN
-    name: str = ""  # of the parameter; "" for the loss, or if nothing differs
-    step: int = 0  # from 0
-    note: str = ""  # expected and got, where one of them is missing
+    name: str = ""  # the parameter; "" for the loss, or if nothing differs
+    step: int = 0  # counted from 0
+    note: str = ""  # expected and actual value if one is missing, or the likely cause
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One strategy against one process."""
+    """The comparison of one strategy with one process."""
 
     strategy: str
-    num_steps: int  # compared, up to the first that differs
+    num_steps: int  # steps compared, up to the first that differs
     tolerance: float
     loss: Worst
     gradient: Worst
-    parameter: Worst  # after the optimizer's step
+    parameter: Worst  # after the optimizer step
 
     @property
     def ok(self) -> bool:
@@ -47,8 +47,8 @@ class Comparison:
             f"{self.parameter.name} after the optimizer's step": self.parameter,
         }
         return tuple(
-            f"{what} in step {worst.step} {worst.note or f'is off by {worst.error:.1e}'}"
-            for what, worst in found.items()
+            f"{subject} in step {worst.step} {worst.note or f'is off by {worst.error:.1e}'}"
+            for subject, worst in found.items()
             if worst.error > self.tolerance
         )
 
@@ -61,7 +61,7 @@ class Comparison:
 
     @property
     def row(self) -> str:
-        """The line of the table under ``HEAD``."""
+        """The table row under ``HEAD``."""
         loss, gradient, update = (
             f"{worst.error:.1e}" if worst.error else "0"
             for worst in (self.loss, self.gradient, self.parameter)
@@ -75,13 +75,13 @@ class Comparison:
 class Verification:
     """The result of `verify`, the same on every rank."""
 
-    model: str  # the class of its root
+    model: str  # class of the root module
     num_ranks: int
     comparisons: tuple[Comparison, ...]  # in the order of the strategies
 
     @property
     def ok(self) -> bool:
-        """Whether every strategy gives the numbers of one process."""
+        """Whether the results of every strategy equal those of one process."""
         return all(comparison.ok for comparison in self.comparisons)
 
     def plus(self, comparison: Comparison) -> "Verification":
@@ -111,7 +111,7 @@ class Verification:
         """Raise if a strategy differs.
 
         Raises:
-            VerificationError: names the strategy, what differs and by how much.
+            VerificationError: the message names the strategy, what differs, and by how much.
         """
         if not self.ok:
             raise VerificationError(self.explanation)

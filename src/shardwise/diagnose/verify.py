@@ -1,8 +1,8 @@
 """`verify`: compares sharded training with training in one process.
 
-Every rank trains the whole model (`reference`), and then, once for each strategy, a sharded model
-on its part of the same batches (`compare`). All of it runs in float64, so that rounding cannot hide
-an error.
+Every rank trains the whole model (`reference`) and then, for each strategy, a sharded model on its
+part of the same batches (`compare`). Everything runs in float64, so that rounding cannot hide an
+error.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,7 +38,7 @@ from shardwise.transport.device import num_local_accelerators, own_device
 __all__ = ["resolve_strategies", "verify"]
 
 TOLERANCE = 1e-10
-NOISE = 8  # rounding errors of a dtype within which numbers count as equal
+NOISE = 8  # default tolerance with mp_policy, in multiples of the dtype's spacing at 1
 CORRUPTION = 1e-3  # added to a gradient to test the comparison
 
 
@@ -62,7 +62,7 @@ def verify(
 ) -> Verification:
     """Compare loss, every gradient and every updated parameter with those of one process.
 
-    Every rank calls it, with or without a process group, and gets the same result::
+    Every rank must call it, with or without a process group, and gets the same result::
 
         sw.verify(
             lambda: Transformer(...),
@@ -72,41 +72,42 @@ def verify(
         ).raise_for_difference()
 
     The reference process runs the ranks' parts of each batch one after the other, on models that
-    share parameters but not buffers, and steps on the mean of the losses. So layers that depend on
-    several rows at once (batch norm, routers) or draw from torch's generator (dropout) can be
-    compared too. Buffers, such as running statistics, are not compared: each rank has its own.
+    share parameters but not buffers, and then takes a step on the mean of the losses. This makes it
+    possible to compare layers that depend on several rows at once (batch norm, routers) or use
+    torch's generator (dropout). Buffers, such as running statistics, are not compared, because each
+    rank has its own.
 
     Args:
         model_fn: builds a new model, not sharded, with the same values at each call. torch's seed
             is set before the call, and the model is cast to float64 after it. Each rank needs
             memory for the whole model, its gradients and its values after each step.
-        batch_fn: the global batch of a step (from 0), the same on every rank: a tensor, or a
-            tuple, list or dict of them, which are split along dim 0 over the ranks. torch's seed
-            is set before; floating-point tensors are cast to float64.
-        strategies: what to compare, as for `fully_shard`; None for all that fit the mesh.
-        loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a part of the batch, or the sum
-            of its tokens' losses and their number, for a mean over the tokens of all parts; None if
-            the model itself returns it when called with the batch.
+        batch_fn: takes the step (from 0) and returns its global batch, the same on every rank: a
+            tensor, or a tuple, list or dict of tensors, which are split along dim 0 over the ranks.
+            torch's seed is set before the call; floating-point tensors are cast to float64.
+        strategies: the strategies to compare, as for `fully_shard`; None: all that fit the mesh.
+        loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a part of the batch, or a tuple
+            of the sum of its tokens' losses and the number of tokens, for a mean over the tokens of
+            all parts. None if calling the model with the batch returns the loss.
         units: as for `fully_shard`.
-        optimizer_fn: makes an optimizer of ``model.parameters()``; None for AdamW.
-        steps: optimizer steps to compare. Comparison stops after the first step that differs.
-        tolerance: the largest relative error, in the Euclidean norm, that counts as equal; None for
-            1e-10, or with ``mp_policy`` for 8 times the spacing of its narrowest dtype at 1.
+        optimizer_fn: makes an optimizer for ``model.parameters()``; None: AdamW.
+        steps: optimizer steps to compare. The comparison stops after the first step that differs.
+        tolerance: the largest relative error, in the Euclidean norm, that counts as equal; None:
+            1e-10, or, with ``mp_policy``, 8 times the spacing of its narrowest dtype at 1.
         mp_policy: as for `fully_shard`. The reference still computes in float64, so differences
             include the rounding of the policy.
-        mesh: as for `fully_shard`; None for all ranks, with two replicas (or the smallest number
-            that divides the ranks) where a strategy needs a two-dimensional mesh.
-        outer: compare replicas that `outer_optimizer` synchronizes with as many in one process.
-            They are along the first dim of ``mesh``, which has two dims with names, and each is
-            sharded over the second one. Numbers are equal with ``Outer(dtype="float64", ...)``.
+        mesh: as for `fully_shard`; None: all ranks. A strategy that needs a two-dimensional mesh
+            then gets two replicas, or the smallest number that divides the number of ranks.
+        outer: compare replicas that `outer_optimizer` synchronizes with as many simulated in one
+            process. The first of the two named dims of ``mesh`` has the replicas, and each replica
+            is sharded over the second. With ``Outer(dtype="float64", ...)``, results are equal.
         corrupt: a parameter whose gradient is changed on one rank, to test the comparison.
-        engine: judges another engine than this one: ``engine(model, mesh, units)`` returns the
-            model to train, or ``(model, backward)``, where ``backward(loss_fn, rows)`` computes the
-            gradients of this rank's rows and returns their loss. ``strategies``, ``mp_policy`` and
-            ``options`` are not used. Of ``mesh``, which may have any dims, "dp...", "efsdp" and
-            "ep" split the batch. Where a gradient differs, its likely cause is named.
-        quiet: print nothing; otherwise the first rank prints the table line by line.
-        options: for `fully_shard`: prefetch, reshard_after_forward, unused.
+        engine: another engine to check: ``engine(model, mesh, units)`` returns the model to train,
+            or ``(model, backward)``, where ``backward(loss_fn, rows)`` computes the gradients of
+            this rank's rows and returns their loss. ``strategies``, ``mp_policy`` and ``options``
+            are not used. ``mesh`` may have any dims; "dp...", "efsdp" and "ep" split the batch.
+            If a gradient differs, its likely cause is named.
+        quiet: whether to print nothing. Otherwise rank 0 prints the table line by line.
+        options: further arguments for `fully_shard`: prefetch, reshard_after_forward, unused.
 
     Raises:
         PlanError: an argument is not valid. Differences are returned, not raised.
@@ -123,7 +124,7 @@ def verify(
     tolerance = _tolerance_for(mp_policy) if tolerance is None else tolerance
     if steps < 1 or not tolerance >= 0:
         raise PlanError(
-            f"steps={steps}, tolerance={tolerance}: expected one step or more, and a tolerance of "
+            f"steps={steps}, tolerance={tolerance}: expected steps of 1 or more and a tolerance of "
             "0 or more"
         )
     if mesh is None or (engine is None and outer is None):
@@ -141,8 +142,8 @@ def verify(
         outcomes = reference.train(batches, zeros=zeros)
         if corrupt is not None:
             _check_gets_gradient(corrupt, outcomes)
-        explains = None if engine is None else reference
-        judge = Judge(training, batches, outcomes, exchange, tolerance, explains)
+        cause_finder = None if engine is None else reference
+        judge = Judge(training, batches, outcomes, exchange, tolerance, cause_finder)
         meshes = _meshes(rows, inner, reference.device)
         found = Verification(reference.name, exchange.size, ())
         console.print(f"{found.title}\n{HEAD}")
@@ -167,18 +168,18 @@ def verify(
 
 
 def _check_is_exact(wire: Wire, outer: Outer | None) -> None:
-    """Raise a PlanError if ranks send rounded numbers."""
+    """Raise a PlanError if ranks send rounded values."""
     if wire != EXACT:
         raise PlanError(
-            f"wire={wire}: quantized numbers differ from those of one process by up to "
-            "1/254 (int8), 1/16 (fp8) or 1/14 (int4) of the largest one in a block, so a parameter "
-            "that is small beside others in its block may lose much; pass tolerance=, such as 0.5 "
-            "for int8"
+            f"wire={wire}: quantized values differ from those of one process by up to 1/254 "
+            "(int8), 1/16 (fp8) or 1/14 (int4) of the largest value in their block, so small "
+            "values in a block may have a large relative error; pass tolerance=, such as 0.5 for "
+            "int8"
         )
     if outer is not None and outer.dtype != "float64":
         raise PlanError(
-            f"Outer(dtype={outer.dtype!r}): differences are rounded on their way; pass "
-            'Outer(dtype="float64", ...), which rounds nothing, or tolerance='
+            f"Outer(dtype={outer.dtype!r}): differences are rounded when they are sent; pass "
+            'Outer(dtype="float64", ...), which does not round, or tolerance='
         )
 
 
@@ -190,7 +191,7 @@ def _tolerance_for(policy: MixedPrecisionPolicy) -> float:
 def resolve_strategies(
     strategies: str | Strategy | Iterable[str | Strategy] | None, mesh: DeviceMesh | None = None
 ) -> list[Strategy]:
-    """The strategies of these names; None for all that fit ``mesh``.
+    """Return the strategies with these names; None: all that fit ``mesh``.
 
     Raises:
         PlanError: a name is unknown, or the list is empty.
@@ -204,15 +205,15 @@ def resolve_strategies(
         ]
     if isinstance(strategies, (str, Strategy)):
         strategies = [strategies]
-    if not (rows := [resolve_strategy(one) for one in strategies]):
-        raise PlanError(f"strategies=[]: expected one or more of {', '.join(STRATEGIES)}")
+    if not (rows := [resolve_strategy(strategy) for strategy in strategies]):
+        raise PlanError(f"strategies=[]: expected at least one of {', '.join(STRATEGIES)}")
     return rows
 
 
 def _meshes(
     rows: list[Strategy], mesh: DeviceMesh | None, device: torch.device
 ) -> list[DeviceMesh | None]:
-    """The user's mesh for every strategy, or the mesh that each strategy needs."""
+    """Return the user's mesh for every strategy or, if there is none, the mesh that each needs."""
     if mesh is not None or not dist.is_initialized() or not any(map(_wants_two_dims, rows)):
         return [mesh for _ in rows]
     two_dims = _two_dims(device)
@@ -230,25 +231,25 @@ def _two_dims(device: torch.device) -> DeviceMesh:
 
 
 def _replica_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """Replicas, and the ranks of each.
+    """Return a mesh of replicas and the ranks of each replica.
 
     Raises:
-        PlanError: the mesh has not these two dims, or there is one process alone.
+        PlanError: ``mesh`` does not have these two dims, or there is only one process.
     """
     if mesh is None:
         if resolve_mesh(None, STRATEGIES["ddp"]).group is None:
-            raise PlanError("outer=: expected two ranks or more; start them with torchrun")
+            raise PlanError("outer=: expected at least two ranks; start them with torchrun")
         return _two_dims(_device())
     if mesh.ndim != 2 or not mesh.mesh_dim_names:  # noqa: PLR2004
         raise PlanError(
-            f"outer= with {mesh}: expected two dims with names, replicas and the ranks of each, as "
-            "in init_device_mesh(device, (2, 4), mesh_dim_names=('replicate', 'shard'))"
+            f"outer= with {mesh}: expected two named dims, (replicas, ranks of a replica), as in "
+            "init_device_mesh(device, (2, 4), mesh_dim_names=('replicate', 'shard'))"
         )
     return mesh
 
 
 def _wants_two_dims(row: Strategy) -> bool:
-    """Whether it needs a mesh of replicas and shards."""
+    """Whether the strategy needs a mesh of replicas and shards."""
     return row.num_axes > 1
 
 
@@ -256,10 +257,15 @@ def _check_gets_gradient(name: str, outcomes: Sequence[Outcome]) -> None:
     """Check that parameter ``name`` gets a gradient.
 
     Raises:
-        PlanError: it does not.
+        PlanError: it gets none.
     """
     trained = sorted(
-        {key for one in outcomes for key, gradient in one.gradients.items() if gradient is not None}
+        {
+            key
+            for outcome in outcomes
+            for key, gradient in outcome.gradients.items()
+            if gradient is not None
+        }
     )
     if name not in trained:
         hint = did_you_mean(name, trained) or f"; expected one of {', '.join(trained)}"
@@ -267,7 +273,7 @@ def _check_gets_gradient(name: str, outcomes: Sequence[Outcome]) -> None:
 
 
 def _corrupt(parameter: nn.Parameter, exchange: RankExchange) -> None:
-    """Change its gradient on the last rank that owns elements of it."""
+    """Change the parameter's gradient on the last rank that owns elements of it."""
     assert isinstance(parameter, DTensor)
     owners = [
         rank for rank, size in enumerate(exchange.gather(parameter.to_local().numel())) if size
@@ -282,7 +288,7 @@ def _device() -> torch.device:
 
 @contextmanager
 def _own_random_numbers() -> Iterator[None]:
-    """Restore torch's generators afterwards."""
+    """Restore torch's generators after the block."""
     device = _device()
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type):

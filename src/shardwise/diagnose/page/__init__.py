@@ -11,8 +11,8 @@ from shardwise.diagnose.summary import Finding, Summary
 
 __all__ = ["render"]
 
-MAX_STEPS = 60  # whose timelines are in the page; means are over all
-MAX_FACT = 40  # characters of what the header shows of a recording's info
+MAX_STEPS = 60  # steps whose timelines the page contains; means are over all steps
+MAX_FACT = 40  # characters of a value in the recording's info that the header shows
 
 
 def render(
@@ -22,14 +22,14 @@ def render(
     findings: Sequence[Finding],
     charts: Sequence[Chart],
 ) -> str:
-    """The page as text.
+    """Render the page as HTML.
 
     Args:
-        title: of the run.
-        ranks: its recording.
-        summary: of that.
-        findings: the most costly one first.
-        charts: what changed over the run.
+        title: the run's name.
+        ranks: the recording of the run.
+        summary: the summary of the recording.
+        findings: the findings, most costly first.
+        charts: values over the steps of the run.
     """
     header = ranks[0].header
     lines = [Timeline(rank) for rank in ranks]
@@ -62,7 +62,7 @@ def render(
 
 
 def _drawn_steps(steps: Sequence[int], lines: Sequence[Timeline]) -> Sequence[int]:
-    """All, or of a long run some that are evenly spaced, and the slowest."""
+    """Return all steps or, for a long run, evenly spaced steps and the slowest ones."""
     if len(steps) <= MAX_STEPS:
         return steps
     num_slowest = MAX_STEPS // 5

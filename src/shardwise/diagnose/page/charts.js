@@ -1,4 +1,4 @@
-/** Lines and points: what changes over a run or with the number of devices, and what is compared. */
+/** Charts of lines and points: values over a run or a number of devices, and configurations. */
 
 import { bytesText, secondsText } from "data";
 import { color, onTheme, prepare, showTooltip, ticks } from "painter";
@@ -15,7 +15,7 @@ const FORMATS = {
   "": (value) => (Number.isInteger(value) ? String(value) : Math.abs(value) >= 100 ? value.toFixed(0) : String(Number(value.toPrecision(4)))),
 };
 
-/** Add a figure for a chart to `parent`, which draws itself again when its size changes. */
+/** Add a figure for a chart to `parent`. It redraws itself when its size changes. */
 export function addChart(parent, chart) {
   const format = FORMATS[chart.unit];
   const figure = parent.appendChild(document.createElement("figure"));

@@ -1,8 +1,8 @@
-"""The timeline and the memory of a step as columns of numbers, compressed, for the page's script.
+"""The timeline and memory of a step as compressed columns of numbers, for the page's script.
 
-A step has the columns below one after the other, wide ones first so that each is aligned. In each,
-rank 0 comes first; of a rank, the bars of its three tracks in order of time. Times are ticks from
-the step's beginning: its duration is 2^32 - 1 of them. ::
+A step consists of the columns below, one after the other, widest first so that each is aligned.
+Each column starts with rank 0, and the bars of a rank are sorted by track and then by time. Times
+are ticks from the start of the step, which lasts 2^32 - 1 ticks. ::
 
     bars      began uint32, lasted uint32, bytes float32
     memory    at uint32, one float32 column for each category
@@ -30,7 +30,7 @@ _TICKS = 2**32 - 1
 
 
 class Labels:
-    """The names of bars by number: those of units, then those of spans as they come."""
+    """Numbers for the names of bars: units first, then spans in order of appearance."""
 
     def __init__(self, units: Sequence[str]) -> None:
         self.names = list(units)
@@ -47,20 +47,20 @@ class Labels:
 
 @dataclass(frozen=True, slots=True)
 class EncodedStep:
-    """One step: what the page's index says of it, and its columns."""
+    """One step: its entry in the page's index, and its columns."""
 
     index: dict[str, Any]
-    columns: str  # base64 of gzip
+    columns: str  # gzip, then base64
 
 
 @dataclass(frozen=True, slots=True)
 class _RankColumns:
-    tracks: tuple[NDArray[np.float64], ...]  # rows of began, lasted, bytes, label, kind
-    memory: NDArray[np.float64]  # rows of time, unit, categories
+    tracks: tuple[NDArray[np.float64], ...]  # rows: began, lasted, bytes, label, kind
+    memory: NDArray[np.float64]  # rows: time, unit, categories
 
 
 def encode_step(lines: Sequence[Timeline], step: int, labels: Labels) -> EncodedStep:
-    """The columns of one complete step, whose ``lines`` are those of all ranks."""
+    """Encode one complete step from the timelines of all ranks."""
     found = [_rank_columns(line, step, labels) for line in lines]
     bars = np.concatenate([track for rank in found for track in rank.tracks])
     memory = np.concatenate([rank.memory for rank in found])
@@ -105,5 +105,5 @@ def _sample_row(sample: MemorySample) -> tuple[float, ...]:
 
 
 def _compress(columns: bytes) -> str:
-    compressor = zlib.compressobj(1, wbits=31)  # as gzip, which browsers read
+    compressor = zlib.compressobj(1, wbits=31)  # gzip format, which browsers read
     return base64.b64encode(compressor.compress(columns) + compressor.flush()).decode()

@@ -1,4 +1,4 @@
-/** The index of the page, the columns of its steps (page/columns.py has their form), and words. */
+/** The page's index, the columns of its steps (described in page/columns.py), and text formatting. */
 
 export const index = JSON.parse(document.getElementById("index").textContent);
 
@@ -57,7 +57,7 @@ function arrange(step, buffer) {
   return { ...step, tick: step.seconds / (2 ** 32 - 1), ranks };
 }
 
-/** The first index whose value is not below `wanted`, in ascending values. */
+/** The index of the first value that is not below `wanted`; values ascend. */
 export function lowerBound(values, wanted) {
   let low = 0;
   let high = values.length;

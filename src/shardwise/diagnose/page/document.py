@@ -1,6 +1,6 @@
-"""A page as one HTML file that needs nothing else, and no network.
+"""A page as one self-contained HTML file that needs no network.
 
-Words and tables are written here, so that they can be read without a script. The script draws the
+Text and tables are plain HTML, so that they can be read without scripts. The script draws the
 timeline, memory and charts from the columns of `columns`; its modules are data URLs.
 """
 
@@ -23,7 +23,7 @@ _MODULES = ("charts", "data", "memory", "painter", "step", "tables", "timeline",
 
 
 class Drawing:
-    """What the script of a page draws: some steps of all ranks, and charts."""
+    """The data that a page's script draws: some steps of all ranks, and charts."""
 
     def __init__(
         self,
@@ -58,19 +58,19 @@ def document(
     title: str,
     facts: Iterable[str],
     sections: Mapping[str, str],
-    **words: str,
+    **contents: str,
 ) -> str:
-    """The page of the command ``name``, from ``name.html`` and ``name.js``.
+    """Render the page of the command ``name`` from ``name.html`` and ``name.js``.
 
     Args:
-        name: of the command.
-        drawing: what the script draws.
-        title: of what the page is about.
-        facts: about it, in a line below.
-        sections: the links at the top: ids, and their words.
-        words: of the placeholders in ``name.html``, as HTML.
+        name: the command.
+        drawing: the data that the script draws.
+        title: the page's title.
+        facts: short facts shown below the title.
+        sections: links at the top, as section id -> link text.
+        contents: HTML for the placeholders in ``name.html``.
     """
-    content = Template(_read(f"{name}.html")).substitute(step=_read("step.html"), **words)
+    content = Template(_read(f"{name}.html")).substitute(step=_read("step.html"), **contents)
     links = (f'<a href="#{section}">{text}</a>' for section, text in sections.items())
     return Template(_read("shell.html")).substitute(
         title=escape(title),
@@ -96,5 +96,5 @@ def _module_url(name: str) -> str:
 
 
 def _json(value: Mapping[str, Any]) -> str:
-    """JSON that cannot end the script element that it is in."""
+    """Serialize to JSON that cannot close the enclosing script element."""
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c")

@@ -6,7 +6,7 @@ import { GUTTER } from "view";
 
 const HEIGHT = 220;
 const [TOP, BOTTOM] = [20, 8];
-const COLORS = { optimizer: "optimizer-memory" }; // otherwise named as the category is
+const COLORS = { optimizer: "optimizer-memory" }; // other colors have the category's name
 
 const canvas = document.getElementById("memory-canvas");
 
@@ -25,7 +25,7 @@ export class MemoryChart {
     }
   }
 
-  /** Show the memory of a rank of a step, and mark its peak. */
+  /** Show the memory of one rank over a step, and mark its peak. */
   show(step, position) {
     this.step = step;
     this.memory = step.ranks[position].memory;
@@ -60,7 +60,7 @@ export class MemoryChart {
     this.paintPeak(context);
   }
 
-  /** The visible samples, at most one a pixel: that with the most bytes. */
+  /** The visible samples, at most one per pixel: the one with the most bytes. */
   corners() {
     const { at } = this.memory;
     const first = Math.max(0, lowerBound(at, this.view.low) - 1);
@@ -140,7 +140,7 @@ function totalOf(memory, sample) {
   return total;
 }
 
-/** The sample with the most bytes, and how many; null without samples. */
+/** The sample with the most bytes, and its bytes; null without samples. */
 export function peakOf(memory) {
   let peak = null;
   for (let sample = 0; sample < memory.at.length; sample += 1) {

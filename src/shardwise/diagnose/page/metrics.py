@@ -1,4 +1,4 @@
-"""What changed over a run: the lines of its charts, from metrics.jsonl and from the recording."""
+"""Charts of values over a run, from metrics.jsonl and from the recording."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from shardwise.diagnose.recording import RankRecording
 
 __all__ = ["Chart", "read_charts"]
 
-MAX_POINTS = 2000  # of a line; those of longer runs are means
+MAX_POINTS = 2000  # points per line; longer runs are averaged in chunks
 _CHARTS = (
     ("Loss", "", {"loss": "training", "validation_loss": "validation"}),
     ("Throughput", "tokens/s", {"tokens_per_second": "tokens/s"}),
@@ -23,34 +23,34 @@ _CHARTS = (
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of a chart, or points that are not joined."""
+    """One line of a chart, or unconnected points."""
 
     label: str
     x: list[float]
     y: list[float]
-    names: list[str] = field(default_factory=list)  # of the points
+    names: list[str] = field(default_factory=list)  # names of the points
     joined: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines over the steps of a run, or over something else."""
+    """Lines over the steps of a run or over another quantity."""
 
     title: str
-    unit: str  # "", "tokens/s", "%" of a share, "bytes" or "s"
+    unit: str  # "", "tokens/s", "%" (values are shares), "bytes" or "s"
     lines: list[Series]
     x_name: str = "step"
-    x_unit: str = ""  # as `unit`
+    x_unit: str = ""  # one of the values of `unit`
     log_x: bool = False
-    limit: float | None = None  # a value of x that is marked
-    note: str = ""  # instead of the last values
+    limit: float | None = None  # value of x to mark
+    note: str = ""  # shown instead of the last values
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def read_charts(directory: Path, ranks: Sequence[RankRecording]) -> list[Chart]:
-    """Charts of what `shardwise train` logged, if it did, and of the times of steps."""
+    """Make charts of the metrics that `shardwise train` logged, if any, and of step times."""
     records = list(_read_metrics(directory / "metrics.jsonl"))
     charts = []
     for title, unit, names in _CHARTS:
@@ -64,7 +64,7 @@ def _read_metrics(path: Path) -> Iterable[Mapping[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             record = json.loads(line)
-        except ValueError:  # a kill cut it short
+        except ValueError:  # a line that a kill truncated
             continue
         if isinstance(record, dict) and "step" in record:
             yield record

@@ -1,17 +1,17 @@
-/** What all drawings share: colors of the theme, canvases in device pixels, axes and the tooltip. */
+/** Shared by all drawings: theme colors, canvases in device pixels, axes and the tooltip. */
 
 const style = getComputedStyle(document.documentElement);
 
 const theme = matchMedia("(prefers-color-scheme: dark)");
-const colors = new Map(); // that were read, which takes long
+const colors = new Map(); // cache, because reading a color is slow
 
-/** The value of a color of page.css, in the present theme. */
+/** The value of a color of page.css in the current theme. */
 export function color(name) {
   if (!colors.has(name)) colors.set(name, style.getPropertyValue(`--${name}`).trim());
   return colors.get(name);
 }
 
-/** Black or white, which can be read on a color such as #7fa8d9. */
+/** Black or white, whichever is readable on a color such as #7fa8d9. */
 export function inkOn(paint) {
   const [red, green, blue] = [1, 3, 5].map((at) => parseInt(paint.slice(at, at + 2), 16));
   return 0.3 * red + 0.59 * green + 0.11 * blue > 140 ? "#12161c" : "#ffffff";
@@ -24,7 +24,7 @@ export function onTheme(draw) {
   theme.addEventListener("change", draw);
 }
 
-/** Size a canvas for the screen's pixels and return its context, in CSS pixels, cleared. */
+/** Size a canvas for device pixels, clear it, and return its context in CSS pixels. */
 export function prepare(canvas, width, height) {
   const ratio = devicePixelRatio || 1;
   const [wide, high] = [Math.round(width * ratio), Math.round(height * ratio)];

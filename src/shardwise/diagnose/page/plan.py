@@ -4,33 +4,33 @@ from collections.abc import Iterable
 from html import escape
 
 from shardwise.diagnose.bars import Timeline
+from shardwise.diagnose.formatting import NOTHING, bytes_text, seconds_text
 from shardwise.diagnose.page.document import Drawing, document
 from shardwise.diagnose.page.metrics import Chart, Series
 from shardwise.diagnose.page.tables import cell, figure_tiles, table
-from shardwise.diagnose.plan_words import (
+from shardwise.diagnose.plan_text import (
     DEFINITIONS,
     degrees_text,
     described,
     host_text,
     reasons,
-    scaling_words,
+    scaling_text,
     sharding_text,
-    worded,
+    with_device_word,
 )
 from shardwise.diagnose.planning import Planned
-from shardwise.diagnose.words import NOTHING, bytes_text, seconds_text
 from shardwise.forecast.forecast import Forecast
 
 __all__ = ["render_plan"]
 
 _COLUMNS = (
     "", "Sharding", "Micro-batches", "Checkpointing", "On the host", "Prefetch", "Step",
-    "Tokens/s a GPU", "MFU", "HFU", "Exposed", "Memory", "Host memory", "Does not fit by",
+    "Tokens/s per GPU", "MFU", "HFU", "Exposed", "Memory", "Host memory", "Memory short by",
 )  # fmt: skip
 
 
 def render_plan(planned: Planned) -> str:
-    """The page as text."""
+    """Render the page as HTML."""
     recording = planned.recording
     last = recording.steps[-1].step
     text = document(
@@ -53,39 +53,43 @@ def render_plan(planned: Planned) -> str:
         call=escape(planned.call),
         config=escape(planned.config),
         candidates=_candidates(planned),
-        scaling="<br>".join(map(escape, scaling_words(planned.curves))),
+        scaling="<br>".join(map(escape, scaling_text(planned.curves))),
         definitions="".join(
-            f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>"
-            for name, words in DEFINITIONS.items()
+            f"<dt>{escape(name)}</dt><dd>{escape(definition)}</dd>"
+            for name, definition in DEFINITIONS.items()
         ),
     )
-    return worded(planned.winner.cluster, text)
+    return with_device_word(planned.winner.cluster, text)
 
 
 def _tiles(planned: Planned) -> str:
     winner = planned.winner
     step, memory = winner.step, winner.memory
     share = step.exposed_seconds / step.seconds
-    have = bytes_text(winner.cluster.accelerator.memory_bytes)
-    budget = planned.budget.words(winner)
+    available = bytes_text(winner.cluster.accelerator.memory_bytes)
+    budget = planned.budget.summary(winner)
     return figure_tiles(
         [
-            ("Throughput", f"{step.tokens_per_second:,.0f}", "tokens/s of one GPU"),
+            ("Throughput", f"{step.tokens_per_second:,.0f}", "tokens/s per GPU"),
             ("MFU", f"{step.mfu:.1%}", f"HFU {step.hfu:.1%}"),
             (
                 "Step",
                 seconds_text(step.seconds),
-                f"{winner.tokens_per_second:,.0f} tokens/s in all",
+                f"{winner.tokens_per_second:,.0f} tokens/s in total",
             ),
             ("Exposed", seconds_text(step.exposed_seconds), f"{share:.1%} of a step"),
-            ("Memory", bytes_text(memory.device_bytes), f"of {have}; peak at {memory.peak.label}"),
+            (
+                "Memory",
+                bytes_text(memory.device_bytes),
+                f"of {available}; peak at {memory.peak.label}",
+            ),
             *([("Training", budget.split(" (")[0], budget)] if budget else []),
         ]
     )
 
 
 def _candidates(planned: Planned) -> str:
-    caption = "Configurations that were compared, best first; then those that do not fit"
+    caption = "Configurations that fit, best first, followed by those that do not fit"
     rows = (*planned.ranking.fitting, *planned.ranking.too_large)
     return table(
         "candidates", caption, _COLUMNS, (_row(number, one) for number, one in enumerate(rows, 1))
@@ -96,11 +100,11 @@ def _row(number: int, one: Forecast) -> str:
     configuration, memory = one.configuration, one.memory
     name = escape(described(configuration))
     ranks = configuration.shard_ranks
-    words = (sharding_text(configuration), degrees_text(configuration))
+    sharding = (sharding_text(configuration), degrees_text(configuration))
     return (
         f'<tr data-name="{name}"{"" if one.fits else " class=short"}>'
         f'<th scope="row" data-value="{number}">{number}</th>'
-        + cell(ranks, ", ".join(filter(None, words)))
+        + cell(ranks, ", ".join(filter(None, sharding)))
         + cell(
             configuration.micro_batch, f"{configuration.accumulation} x {configuration.micro_batch}"
         )
@@ -134,10 +138,10 @@ def _charts(planned: Planned) -> list[Chart]:
             "Memory and time",
             "tokens/s",
             [*_by_strategy(planned), _points("frontier", planned.frontier, joined=True)],
-            x_name="memory of a GPU",
+            x_name="memory per GPU",
             x_unit="bytes",
             limit=planned.winner.cluster.accelerator.memory_bytes,
-            note="tokens/s of a GPU by its memory; dashed: what it has",
+            note="tokens/s per GPU by memory used; dashed: a GPU's memory",
         )
     ]
     if planned.curves:
@@ -155,7 +159,7 @@ def _charts(planned: Planned) -> list[Chart]:
                 ],
                 x_name="GPUs",
                 log_x=True,
-                note="tokens/s of a GPU by the number of GPUs, with as much work for each",
+                note="tokens/s per GPU by the number of GPUs, with constant work per GPU",
             )
         )
     return charts

@@ -1,4 +1,4 @@
-/** The timeline and the memory of a step, with what chooses their step, ranks and unit. */
+/** The timeline and memory of a step, with the controls that choose step, ranks and unit. */
 
 import { index, loadStep, secondsText } from "data";
 import { MemoryChart, peakOf } from "memory";
@@ -15,7 +15,7 @@ function addOptions(select, options) {
   for (const [value, text] of options) select.add(new Option(text, value));
 }
 
-/** Positions of the ranks in a text such as "all" or "0-7, 12"; throws what is wrong with it. */
+/** Parse the ranks in a text such as "all" or "0-7, 12" to positions; throws an error message. */
 function parseRanks(text) {
   if (["", "all"].includes(text.trim().toLowerCase())) return index.ranks.map((_, position) => position);
   const wanted = new Set();
@@ -89,7 +89,7 @@ function listen() {
   }
 }
 
-/** Show the last step, as the first ones of a run warm up, and answer buttons and keys. */
+/** Show the last step, because the first ones of a run are slower, and handle buttons and keys. */
 export async function startStep() {
   const words = (one) => `${one.step}: ${secondsText(one.stepSeconds)}, ${secondsText(one.exposedSeconds)} exposed`;
   addOptions(get("step"), index.steps.map((one, number) => [number, words(one)]));
@@ -102,9 +102,9 @@ export async function startStep() {
   memory.show(step, Number(get("memory-rank").value));
 }
 
-/** Say that all is drawn. */
+/** Signal that everything is drawn. */
 export function ready() {
   requestAnimationFrame(() => requestAnimationFrame(() => {
-    document.documentElement.dataset.ready = performance.now().toFixed(0); // milliseconds to the first picture
+    document.documentElement.dataset.ready = performance.now().toFixed(0); // milliseconds to the first drawing
   }));
 }

@@ -1,6 +1,6 @@
 /** Tables whose columns sort and whose rows can be filtered by name. */
 
-/** Make the buttons in the headings of a table sort it: numbers from the most, names from A. */
+/** Make the buttons in a table's headings sort it: numbers in descending, names in ascending order. */
 export function makeSortable(table) {
   const headings = [...table.tHead.rows[0].cells];
   const body = table.tBodies[0];
@@ -17,7 +17,7 @@ export function makeSortable(table) {
   });
 }
 
-/** Show the rows of a table whose name has the text of `input` in it, and say how many. */
+/** Show only the rows of a table whose name contains the text of `input`, and how many there are. */
 export function makeFilterable(table, input, count, what = "units") {
   const filter = () => {
     const wanted = input.value.trim().toLowerCase();

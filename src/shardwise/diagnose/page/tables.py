@@ -1,11 +1,11 @@
-"""The words and the tables of the page, as HTML; every name that a user has chosen is escaped."""
+"""The text and tables of the page as HTML. All names chosen by users are escaped."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from shardwise.diagnose.formatting import NOTHING, bytes_text, percent, savings, seconds_text
 from shardwise.diagnose.recording import Header
 from shardwise.diagnose.summary import Finding, RankSummary, Summary, UnitSummary
-from shardwise.diagnose.words import NOTHING, bytes_text, percent, savings, seconds_text
 
 __all__ = [
     "cell",
@@ -19,10 +19,10 @@ __all__ = [
 
 
 def tiles(summary: Summary, header: Header) -> str:
-    """The figures at the top."""
+    """Render the figures at the top of the page."""
     share = summary.exposed_seconds / summary.seconds if summary.seconds else 0.0
     found = [
-        ("Step", seconds_text(summary.seconds), f"mean of {len(summary.steps)} recorded"),
+        ("Step", seconds_text(summary.seconds), f"mean of {len(summary.steps)} recorded steps"),
         ("Exposed communication", seconds_text(summary.exposed_seconds), f"{share:.0%} of a step"),
     ]
     if summary.peak is not None:
@@ -40,7 +40,7 @@ def tiles(summary: Summary, header: Header) -> str:
 
 
 def figure_tiles(figures: Iterable[tuple[str, str, str]]) -> str:
-    """Tiles with a name, a value and a note each."""
+    """Render tiles, each with a name, a value and a note."""
     return "\n".join(
         f"<div><dt>{name}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in figures
@@ -54,7 +54,7 @@ def lateness(summary: Summary, rank: int) -> str:
 
 
 def findings_section(findings: Sequence[Finding], summary: Summary) -> str:
-    """A section, if there are any: each with what it saves, and buttons to what it is about."""
+    """Render the findings with their savings and buttons that show the unit or rank; "" if none."""
     if not findings:
         return ""
     items = "".join(_finding(finding, summary) for finding in findings)
@@ -90,7 +90,7 @@ _RANK_COLUMNS = (
 
 
 def units_table(summary: Summary) -> str:
-    """Per unit; the script sorts and filters it."""
+    """Render the table of units, which the script sorts and filters."""
     caption = "Per unit: bytes, and seconds of a step (means over ranks and steps)"
     rows = (_unit_row(unit) for unit in summary.units)
     return table("units", caption, _UNIT_COLUMNS, rows)
@@ -118,7 +118,7 @@ def _unit_row(unit: UnitSummary) -> str:
 
 
 def ranks_table(summary: Summary) -> str:
-    """Per rank, with the straggler named."""
+    """Render the table of ranks, with the straggler marked."""
     caption = "Per rank: seconds of a step (means over steps), bytes and padding"
     longest = max(rank.busy_seconds + rank.exposed_seconds for rank in summary.ranks)
     rows = (_rank_row(rank, summary, longest or 1.0) for rank in summary.ranks)
@@ -158,7 +158,7 @@ def _shares(rank: RankSummary, longest: float) -> str:
 
 
 def table(name: str, caption: str, headings: Sequence[str], rows: Iterable[str]) -> str:
-    """A table whose columns can be sorted."""
+    """Render a table whose columns can be sorted."""
     heads = "".join(
         f'<th scope="col" aria-sort="none"><button>{heading}</button></th>' for heading in headings
     )
@@ -169,6 +169,6 @@ def table(name: str, caption: str, headings: Sequence[str], rows: Iterable[str])
 
 
 def cell(value: float, text: str, css: str = "") -> str:
-    """A cell that is sorted by ``value``."""
+    """Render a cell that is sorted by ``value``."""
     attribute = f' class="{css}"' if css else ""
     return f'<td data-value="{value:.9g}"{attribute}>{text}</td>'

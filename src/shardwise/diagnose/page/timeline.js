@@ -39,7 +39,7 @@ export class Timeline {
     this.selectedText = document.getElementById("selected");
     this.step = null;
     this.ranks = []; // positions in the step's ranks
-    this.unit = null; // that is highlighted
+    this.unit = null; // the highlighted unit
     this.hovered = null; // {row, track, bar}
     this.selected = null;
     this.draw = oncePerFrame(() => this.paint());
@@ -89,7 +89,7 @@ export class Timeline {
     this.draw();
   }
 
-  /** Give rows their heights, by how many there are, and the canvas its size. */
+  /** Set the heights of the rows, which depend on their number, and the size of the canvas. */
   arrange() {
     const count = this.ranks.length;
     const [compute, other, gap] = count <= 8 ? [20, 10, 12] : count <= 32 ? [12, 6, 8] : [8, 4, 5];
@@ -179,7 +179,7 @@ export class Timeline {
       for (const [number, one] of [from, to]) this.outline(context, row, number, one);
       const start = this.corner(row, tracks, from, "end");
       const stop = this.corner(row, tracks, to, "start");
-      if (stop.x >= start.x - 8) this.arrow(context, start, stop); // not to the begin of a wait
+      if (stop.x >= start.x - 8) this.arrow(context, start, stop); // not to the start of a wait
     }
   }
 
@@ -221,7 +221,7 @@ export class Timeline {
     context.restore();
   }
 
-  /** What is under a pointer: {row, track, bar}, or null. */
+  /** The item under the pointer: {row, track, bar}, or null. */
   at(event) {
     const { left, top } = this.canvas.getBoundingClientRect();
     const [x, y] = [event.clientX - left, event.clientY - top];

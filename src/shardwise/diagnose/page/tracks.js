@@ -1,11 +1,11 @@
-/** Drawing one track, finding bars in it, and which bars belong together. */
+/** Draws one track, finds bars in it, and finds which bars belong together. */
 
 import { index, lowerBound } from "data";
 import { inkOn } from "painter";
 
 export const KIND = index.kinds;
 const [COMPUTE, GATHER, REDUCE] = [0, 1, 2];
-const LABEL_WIDTH = 40; // pixels from which a bar has its unit's name
+const LABEL_WIDTH = 40; // pixels from which a bar shows its unit's name
 
 /**
  * Draw what is visible of a track. Bars under a pixel share a column, which has the color of the
@@ -21,8 +21,8 @@ export function drawTrack(context, track, view, box, colors, unit) {
   const right = box.left + view.width;
   let run = null; // columns of one color, not drawn yet
   let column = -1;
-  let longest = -1; // of the bars in that column
-  let winner = null; // its color
+  let longest = -1; // duration of the longest bar in that column
+  let winner = null; // color of that bar
   let present = null; // reading context.fillStyle is slow
   const fill = (paint, left, width) => {
     if (paint !== present) context.fillStyle = present = paint;
@@ -82,7 +82,7 @@ function write(context, text, left, right, box) {
   context.fillText(text, left + 4, box.top + box.height / 2 + 0.5);
 }
 
-/** The bar of a track at a tick, or the nearest within `reach` ticks; -1 for none. */
+/** The bar of a track at a tick, or the nearest one within `reach` ticks; -1 for none. */
 export function findBar(track, tick, reach) {
   const { began, lasted } = track;
   let best = -1;
@@ -91,12 +91,12 @@ export function findBar(track, tick, reach) {
     if (began[bar] < tick - reach - track.longest) break;
     const away = Math.max(0, began[bar] - tick, tick - began[bar] - lasted[bar]);
     if (away <= reach && away < distance) [best, distance] = [bar, away];
-    if (distance === 0) break; // the last that began
+    if (distance === 0) break; // the last bar that began before the tick
   }
   return best;
 }
 
-/** The bar of these kinds and this label, from `bar` on (`step` 1) or backwards (-1); -1 for none. */
+/** The first bar of these kinds and this label from `bar` on (`step` 1) or back (-1); -1 for none. */
 function seek(track, bar, step, kinds, label) {
   for (let at = bar; at >= 0 && at < track.kind.length; at += step) {
     if (track.label[at] === label && kinds.includes(track.kind[at])) return at;
@@ -106,12 +106,12 @@ function seek(track, bar, step, kinds, label) {
 
 const COMPUTES = [KIND.FORWARD, KIND.BACKWARD];
 
-/** Pairs of bars, each as [track, bar], that an arrow joins: gather to use, backward to reduction. */
+/** Pairs of bars, each [track, bar], that arrows join: gather to use, backward to reduction. */
 export function linksOf(tracks, trackNumber, bar) {
   const [compute, gathers, reductions] = tracks;
   const track = tracks[trackNumber];
   const [label, began] = [track.label[bar], track.began[bar]];
-  const until = (values) => lowerBound(values, began + 1) - 1; // the last that began by then
+  const until = (values) => lowerBound(values, began + 1) - 1; // the last that had begun
   const found = [];
   const link = (fromTrack, from, toTrack, to) => {
     if (from >= 0 && to >= 0) found.push([[fromTrack, from], [toTrack, to]]);

@@ -1,4 +1,4 @@
-/** The visible part of a step's time, in ticks; the timeline and the memory chart share one. */
+/** The visible part of a step's time in ticks, shared by the timeline and the memory chart. */
 
 export const GUTTER = 92; // pixels to the left of the time axis
 const END = 2 ** 32 - 1;
@@ -7,7 +7,7 @@ const NARROWEST = 2000; // ticks: half a millionth of a step
 export class View extends EventTarget {
   low = 0;
   high = END;
-  width = 1; // of the time axis, in pixels
+  width = 1; // width of the time axis, in pixels
 
   get ticksPerPixel() {
     return (this.high - this.low) / this.width;
@@ -38,7 +38,7 @@ export class View extends EventTarget {
     this.show(this.low + share * length, this.high + share * length);
   }
 
-  /** Show `factor` times as much, with the tick `center` where it is. */
+  /** Show `factor` times as much time, keeping the tick `center` in place. */
   zoom(factor, center = (this.low + this.high) / 2) {
     const length = Math.min(END, Math.max(NARROWEST, (this.high - this.low) * factor));
     const share = (center - this.low) / (this.high - this.low);

@@ -1,4 +1,4 @@
-"""Numbers as people read them, in the terminal and on the page."""
+"""Formats numbers for the terminal and the page."""
 
 from rich.filesize import decimal
 
@@ -11,7 +11,7 @@ _SCALES = ((1.0, "s", 1.0), (1e-3, "ms", 1e3), (0.0, "µs", 1e6))
 
 
 def seconds_text(seconds: float) -> str:
-    """Three digits, such as 41.3 ms; a dash for nothing."""
+    """Format with three digits, such as 41.3 ms; zero is a dash."""
     if not seconds:
         return NOTHING
     _, unit, factor = next(scale for scale in _SCALES if abs(seconds) >= scale[0])
@@ -21,7 +21,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Such as 180.4 MB; a dash for nothing."""
+    """Format bytes, such as 180.4 MB; zero is a dash."""
     return decimal(round(num_bytes)) if num_bytes else NOTHING
 
 
@@ -30,7 +30,7 @@ def percent(share: float) -> str:
 
 
 def savings(finding: Finding, step_seconds: float) -> list[str]:
-    """What a finding would save of a step: time with its share of it, and memory."""
+    """Format what a finding would save: seconds with their share of a step, and memory."""
     lines = []
     if finding.saves_seconds:
         share = finding.saves_seconds / step_seconds if step_seconds else 0.0

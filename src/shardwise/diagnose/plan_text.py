@@ -1,9 +1,9 @@
-"""A search in words: what its winner is, why it beats others, what bounds it and its scaling."""
+"""Text about a search: its winner, why it beats the others, what bounds it, and how it scales."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from shardwise.diagnose.words import bytes_text, seconds_text
+from shardwise.diagnose.formatting import bytes_text, seconds_text
 from shardwise.forecast.candidates import MODEL_AXES
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecast
@@ -19,24 +19,23 @@ __all__ = [
     "host_text",
     "lacks",
     "reasons",
-    "scaling_words",
+    "scaling_text",
     "sharding_text",
-    "worded",
+    "with_device_word",
 ]
 
 DEFINITIONS = {
-    "MFU": "Model FLOPs utilisation: the FLOPs that forward and backward need, divided by the time "
-    "of a step and by the dense peak of all GPUs in 16 bits. They are those of matrix products and "
-    "of attention as if it were not causal (PaLM, arXiv 2204.02311, appendix B), without what "
-    "checkpointing computes again.",
-    "HFU": "Hardware FLOPs utilisation: the same with what checkpointing computes again.",
-    "Exposed": "The time for which compute waits for gathers or reductions.",
-    "Memory": "Of one GPU: the peak of all tensors, what the allocator reserves beyond that, and "
-    "what the driver, its libraries and communicators take. Upper bounds where the order of "
-    "allocations is not known.",
-    "Checkpointing": "What a block keeps for its backward: all (none), its inputs (full), or these "
-    "and the results of matrix products and attention (products).",
-    "Frontier": "Configurations for which no other one is faster with less memory.",
+    "MFU": "Model FLOPs utilization: the FLOPs of forward and backward, divided by the time of a "
+    "step and by the dense 16-bit peak of all GPUs. It counts matrix products and attention, as if "
+    "attention were not causal (PaLM, arXiv 2204.02311, appendix B), and excludes recomputation.",
+    "HFU": "Hardware FLOPs utilization: like MFU, but recomputation counts.",
+    "Exposed": "The time that compute waits for gathers or reductions.",
+    "Memory": "Memory of one GPU: the peak of all tensors, what the allocator reserves beyond it, "
+    "and what the driver, its libraries and the communicators take. It is an upper bound where the "
+    "order of allocations is unknown.",
+    "Checkpointing": "What a block keeps for its backward: everything (none), its inputs (full), "
+    "or its inputs and the results of matrix products and attention (products).",
+    "Frontier": "Configurations such that no other one is both faster and smaller.",
 }
 
 _COMPARED = (
@@ -54,11 +53,11 @@ _COSTS = {
     "attention": "{more} more in attention",
     "memory": "{more} more in element-wise operations",
     "collective": "{more} more in collectives of model parallelism",
-    "host": "the GPU waits {more} more for launches of the host",
+    "host": "the GPU waits {more} more for the host to launch operations",
     "exposed communication": "compute waits {more} more for gathers and reductions",
     "interference": "collectives slow compute down by {more} more",
     "pipeline bubble": "stages are idle for {more} more",
-    "pipeline sends": "stages send to each other for {more} more",
+    "pipeline sends": "sends between stages take {more} more",
     "optimizer": "the update takes {more} more",
     "stragglers": "the slowest rank takes {more} more",
 }
@@ -77,28 +76,30 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a training run may be priced by."""
+    """The length of a training run and the price of a GPU."""
 
     tokens: float | None = None
-    price: float | None = None  # of a GPU-hour
+    price: float | None = None  # per GPU-hour
 
-    def words(self, forecast: Forecast) -> str:
-        """GPU-hours, days and cost; "" without a number of tokens."""
+    def summary(self, forecast: Forecast) -> str:
+        """Return GPU-hours, days and cost; "" without a number of tokens."""
         if self.tokens is None:
             return ""
         hours = forecast.gpu_hours(self.tokens)
         days = hours / forecast.cluster.num_devices / 24
         cost = "" if self.price is None else f", {hours * self.price:,.0f} at {self.price:g} each"
-        return worded(forecast.cluster, f"{hours:,.0f} GPU-hours ({days:,.1f} days){cost}")
+        return with_device_word(
+            forecast.cluster, f"{hours:,.0f} GPU-hours ({days:,.1f} days){cost}"
+        )
 
 
-def worded(cluster: Cluster, text: str) -> str:
-    """``text`` about GPUs, in words for the devices of ``cluster``."""
+def with_device_word(cluster: Cluster, text: str) -> str:
+    """Replace "GPU" in ``text`` by the word for the devices of ``cluster``."""
     return text.replace("GPU", cluster.device_word)
 
 
 def sharding_text(configuration: Configuration) -> str:
-    """Such as ``fsdp over 64`` or ``hsdp over 8 x 8``."""
+    """Format the sharding, such as ``fsdp over 64`` or ``hsdp over 8 x 8``."""
     if configuration.row.num_axes > 1:
         ranks = f"{configuration.replicas} x {configuration.shard_ranks}"
     else:
@@ -107,19 +108,19 @@ def sharding_text(configuration: Configuration) -> str:
 
 
 def host_text(configuration: Configuration) -> str:
-    """What is on the host: optimizer, parameters, activations."""
+    """Format what is kept on the host: optimizer, parameters, activations."""
     kept = [configuration.offload] if configuration.offload != "none" else []
     return " and ".join(kept + ["activations"] * configuration.activation_offload)
 
 
 def degrees_text(configuration: Configuration) -> str:
-    """Axes of the model, such as ``tensor 2``."""
+    """Format the model-parallel axes, such as ``tensor 2``."""
     names = [name for name in (*MODEL_AXES, "chunks") if getattr(configuration, name) > 1]
     return ", ".join(f"{name} {getattr(configuration, name)}" for name in names)
 
 
 def described(configuration: Configuration) -> str:
-    """One line that tells candidates of a search apart."""
+    """Describe a configuration in one line that is unique among the candidates of a search."""
     micro = f"{configuration.accumulation} x {configuration.micro_batch}"
     parts = [sharding_text(configuration), f"micro-batches {micro}"]
     if degrees := degrees_text(configuration):
@@ -133,7 +134,7 @@ def described(configuration: Configuration) -> str:
 
 
 def reasons(ranking: Ranking) -> list[str]:
-    """Why the winner is best: what bounds it, and what others cost or lack."""
+    """Explain why the winner is best: what bounds it, and what its alternatives cost or lack."""
     found = [_bound(ranking.winner)]
     winner = ranking.winner.configuration
     found += [
@@ -141,7 +142,7 @@ def reasons(ranking: Ranking) -> list[str]:
         for other in best_alternatives(ranking, _COMPARED)
     ]
     found = found[:MOST_REASONS] + list(_too_large(ranking))
-    return [worded(ranking.winner.cluster, line) for line in found]
+    return [with_device_word(ranking.winner.cluster, line) for line in found]
 
 
 def _bound(winner: Forecast) -> str:
@@ -150,12 +151,12 @@ def _bound(winner: Forecast) -> str:
     exposed = step.exposed_seconds / step.seconds
     return (
         f"Bound by {_BOUNDS.get(step.bound, step.bound)}: {share:.0%} of a step. "
-        f"{exposed:.1%} of it is exposed communication."
+        f"Exposed communication takes {exposed:.1%}."
     )
 
 
 def _named(winner: Configuration, other: Configuration) -> str:
-    """What a candidate has that the winner has not."""
+    """Describe where a candidate differs from the winner."""
     parts = []
     if sharding_text(other) != sharding_text(winner):
         parts.append(sharding_text(other))
@@ -175,7 +176,7 @@ def _difference(ranking: Ranking, other: Forecast) -> str:
     winner = ranking.winner
     slower = other.gpu_hours(1.0) / winner.gpu_hours(1.0) - 1
     saved = winner.memory.device_bytes - other.memory.device_bytes
-    memory = f"{bytes_text(abs(saved))} {'less' if saved > 0 else 'more'}" if saved else "as much"
+    memory = f"{bytes_text(abs(saved))} {'less' if saved > 0 else 'more'}" if saved else "the same"
     if abs(slower) < 0.0005:  # noqa: PLR2004 - 0.0 %
         return f"as fast, with {memory} memory"
     if slower < 0:
@@ -193,7 +194,10 @@ def _largest_cost(winner: Mapping[str, float], other: Mapping[str, float]) -> st
 
 
 def _too_large(ranking: Ranking) -> Iterator[str]:
-    """The least that is too large of each kind of checkpointing, sharded as the winner is."""
+    """For each kind of checkpointing, describe the smallest candidate that does not fit.
+
+    Only candidates with the winner's sharding count.
+    """
     best = ranking.winner.configuration
     seen = set()
     for one in ranking.too_large:
@@ -201,45 +205,47 @@ def _too_large(ranking: Ranking) -> Iterator[str]:
         if kind not in seen and sharding_text(one.configuration) == sharding_text(best):
             seen.add(kind)
             micro = one.configuration.micro_batch
-            yield f"checkpointing {kind}, micro-batch {micro}: does not fit, {lacks(one)}"
+            yield f"checkpointing {kind}, micro-batch {micro}: does not fit, needs {lacks(one)}"
 
 
 def lacks(one: Forecast) -> str:
-    """By how much a configuration does not fit."""
-    have = bytes_text(one.cluster.accelerator.memory_bytes)
-    return worded(one.cluster, f"{bytes_text(one.missing_bytes)} more than the {have} of a GPU")
+    """Format by how much a configuration exceeds the memory of a device."""
+    available = bytes_text(one.cluster.accelerator.memory_bytes)
+    return with_device_word(
+        one.cluster, f"{bytes_text(one.missing_bytes)} more than a GPU's {available}"
+    )
 
 
-def scaling_words(curves: list[Curve]) -> list[str]:
-    """Where each curve bends, and why."""
+def scaling_text(curves: list[Curve]) -> list[str]:
+    """Describe where each curve bends and why."""
     return [f"{curve.label}: {_bend(curve)}" for curve in curves]
 
 
 def _bend(curve: Curve) -> str:
     last = curve.points[-1].cluster.num_devices
     if curve.bend is None:
-        return f"a GPU loses less than 5 % of its throughput up to {last:,} GPUs. {_gathers(curve)}"
+        return f"throughput per GPU falls by less than 5 % up to {last:,} GPUs. {_gathers(curve)}"
     best, bent = curve.bend
     share = bent.step.tokens_per_second / best.step.tokens_per_second
     end = curve.points[-1].step.tokens_per_second / best.step.tokens_per_second
     cause = _largest_cost(best.step.breakdown, bent.step.breakdown)
-    more = "" if bent is curve.points[-1] else f" On {last:,}, it has {end:.0%}."
+    more = "" if bent is curve.points[-1] else f" On {last:,}, it is {end:.0%}."
     return (
-        f"from {bent.cluster.num_devices:,} GPUs on, a GPU has {share:.0%} of its throughput on "
-        f"{best.cluster.num_devices:,}: {cause} a step.{more} {_gathers(curve)}"
+        f"on {bent.cluster.num_devices:,} GPUs, throughput per GPU is {share:.0%} of that on "
+        f"{best.cluster.num_devices:,}: {cause} per step.{more} {_gathers(curve)}"
     )
 
 
 def _gathers(curve: Curve) -> str:
-    """How the gather of a block grows along a curve."""
+    """Describe how the time to gather a block grows along a curve."""
     first, last = curve.gathers[0], curve.gathers[-1]
     if not last.num_bytes:
         return "Nothing is gathered."
-    words = [
-        f"{seconds_text(one.seconds)} on {point.cluster.num_devices:,}"
-        for one, point in ((first, curve.points[0]), (last, curve.points[-1]))
+    times = [
+        f"{seconds_text(gather.seconds)} on {point.cluster.num_devices:,}"
+        for gather, point in ((first, curve.points[0]), (last, curve.points[-1]))
     ]
     return (
-        f"The gather of a block ({bytes_text(last.num_bytes)}) takes {' and '.join(words)} GPUs, "
-        f"{last.latency_seconds / last.seconds:.0%} of it latency between ranks."
+        f"The gather of a block ({bytes_text(last.num_bytes)}) takes {' and '.join(times)} GPUs; "
+        f"{last.latency_seconds / last.seconds:.0%} of the latter is latency between ranks."
     )
