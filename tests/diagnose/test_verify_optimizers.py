@@ -103,10 +103,10 @@ def test_what_cannot_be_verified_of_replicas_is_refused() -> None:
     verify = partial(sw.verify, lambda: Stack(depth=2), _batch, **REPLICAS)
     with pytest.raises(sw.PlanError, match=r"steps=4: .* pass steps=5 or more"):
         verify(outer=STREAMED, steps=4)
-    with pytest.raises(sw.PlanError, match="rounded on their way; pass Outer"):
+    with pytest.raises(sw.PlanError, match="rounded when they are sent; pass Outer"):
         verify(outer=sw.Outer(every=1), steps=4)
     mesh = init_device_mesh("cpu", (2,))
-    with pytest.raises(sw.PlanError, match="expected two dims with names"):
+    with pytest.raises(sw.PlanError, match="expected two named dims"):
         verify(outer=STREAMED, steps=5, mesh=mesh)
-    with pytest.raises(sw.PlanError, match="verify another engine without it"):
+    with pytest.raises(sw.PlanError, match="omit it to verify another one"):
         verify(outer=STREAMED, steps=5, engine=lambda model, *_: model)
