@@ -7,6 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import shardwise as sw
 from shardwise.blockwise import Blocks
@@ -28,10 +35,19 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(40, 128), nn.Linear(128, 300, bias=False), nn.Linear(300, 7))
 
 
-def train(model: nn.Module, steps: int = 3, first: int = 0) -> torch.optim.Optimizer:
-    """On batches of integers, whose gradients are the same however they are added up."""
-    optimizer = sw.optim.Adam8bit(model.parameters(), lr=1e-2, block=64, min_elements=2000)
-    step(model, optimizer, range(first, first + steps))
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return sw.optim.Adam8bit(model.parameters(), lr=1e-2, block=64, min_elements=2000)
+
+
+def make_sharded(granularity: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = sw.fully_shard(make_model(), granularity=GRANULARITIES[granularity])
+    return model, make_optimizer(model)
+
+
+def train(model: nn.Module, steps: int = 3) -> torch.optim.Optimizer:
+    """On gradients that are the same on any number of ranks."""
+    optimizer = make_optimizer(model)
+    step(model, optimizer, range(steps))
     return optimizer
 
 
@@ -63,8 +79,9 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
 
 
 def trained_states(granularity: str) -> list[dict[str, Tensor]]:
-    model = sw.fully_shard(make_model(), granularity=GRANULARITIES[granularity])
-    return states_of(train(model))
+    model, optimizer = make_sharded(granularity)
+    step(model, optimizer, range(3))
+    return states_of(optimizer)
 
 
 @pytest.mark.parametrize("granularity", list(GRANULARITIES))
@@ -73,30 +90,103 @@ def test_states_have_the_same_bits_on_any_number_of_ranks(granularity: str) -> N
     assert alone[0]["exp_avg"].dtype is torch.uint8
     assert alone[1]["exp_avg"].dtype is torch.float32
     for found in others:
-        for one, other in zip(alone, found, strict=True):
-            assert all(torch.equal(one[key], other[key]) for key in one)
+        assert_equal_states(alone, found)
 
 
-def save_trained(path: str) -> None:
-    model = sw.fully_shard(make_model(), granularity="row")
-    sw.save(path, model=model, optimizer=train(model, 2))
+def save_trained(path: Path, granularity: str) -> None:
+    model, optimizer = make_sharded(granularity)
+    step(model, optimizer, range(2))
+    sw.save(path / "ours", model=model, optimizer=optimizer)
+    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+    save(state, checkpoint_id=path / "torch")
 
 
-def load_and_train(path: str, granularity: str) -> list[dict[str, Tensor]]:
-    model = sw.fully_shard(make_model(), granularity=GRANULARITIES[granularity])
-    optimizer = sw.optim.Adam8bit(model.parameters(), lr=1e-2, block=64, min_elements=2000)
-    sw.load(path, model=model, optimizer=optimizer)
+def load_and_train(path: Path, granularity: str, by_torch: bool) -> list[dict[str, Tensor]]:
+    model, optimizer = make_sharded(granularity)
+    if by_torch:
+        state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+        load(state, checkpoint_id=path / "torch")
+        model.load_state_dict(state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optim"])
+    else:
+        sw.load(path / "ours", model=model, optimizer=optimizer)
     step(model, optimizer, [2])
     return states_of(optimizer)
 
 
-@pytest.mark.parametrize("ranks", [(2, 3), (4, 1)])
-def test_checkpoints_are_for_any_number_of_ranks(ranks: tuple[int, int], tmp_path: Path) -> None:
-    path = str(tmp_path / "saved")
-    run_on(ranks[0], save_trained, path)
-    loaded = run_on(ranks[1], load_and_train, path, "row")[0]
-    for one, other in zip(run_on(2, trained_states, "row")[0], loaded, strict=True):
+@pytest.mark.parametrize(
+    ("before", "after", "ranks"),
+    [("row", "dim", (2, 3)), ("blocks", "blocks", (4, 1)), ("tensor", "tensor", (3, 2))],
+)
+def test_checkpoints_are_for_any_number_of_ranks(
+    before: str, after: str, ranks: tuple[int, int], tmp_path: Path
+) -> None:
+    """Those of `sw.save` and of `torch.distributed.checkpoint`; dim cuts rows as "row" does."""
+    run_on(ranks[0], save_trained, tmp_path, before)
+    whole = run_on(2, trained_states, before)[0]
+    for by_torch in (False, True):
+        loaded = run_on(ranks[1], load_and_train, tmp_path, after, by_torch)[0]
+        assert_equal_states(whole, loaded)
+
+
+def assert_equal_states(states: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) -> None:
+    for one, other in zip(states, others, strict=True):
+        assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
+        assert all(one[key].dtype is other[key].dtype for key in one)
+
+
+@on_ranks(2)
+def test_states_of_other_blocks_are_refused(tmp_path: Path) -> None:
+    save_trained(tmp_path, "row")
+    words = (
+        r"0.weight: .*scales of shape \[128, 1\], expected \[86\]: .* in other blocks; shard with"
+    )
+    model, optimizer = make_sharded("blocks")
+    with pytest.raises(sw.CheckpointError, match=words):
+        sw.load(tmp_path / "ours", model=model, optimizer=optimizer)
+    states = train(make_sharded("row")[0]).state_dict()
+    with pytest.raises(sw.CheckpointError, match=words):
+        optimizer.load_state_dict(states)
+
+
+@on_ranks(2)
+def test_the_size_of_blocks_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    """Where two sizes divide rows into as many blocks, of which only one is right."""
+    save_trained(tmp_path, "row")
+    model, other = make_sharded("row")
+    step(model, other, range(2))
+    twin = make_sharded("row")[0]
+    optimizer = sw.optim.Adam8bit(twin.parameters(), lr=1e-2, block=66, min_elements=2000)
+    sw.load(tmp_path / "ours", model=twin, optimizer=optimizer)
+    for one, its in ((model, other), (twin, optimizer)):
+        step(one, its, [2])
+    assert_equal_states(states_of(other), states_of(optimizer))
+
+
+def whole_states(granularity: str) -> Any:
+    model, optimizer = make_sharded(granularity)
+    step(model, optimizer, range(2))
+    return get_optimizer_state_dict(model, optimizer, options=WHOLE)
+
+
+def reload_whole(states: Any, sends: bool) -> Any:
+    model, optimizer = make_sharded("dim")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=sends)
+    is_read = not sends or dist.get_rank() == 0
+    set_optimizer_state_dict(model, optimizer, states if is_read else {}, options=options)
+    return get_optimizer_state_dict(model, optimizer, options=WHOLE)
+
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_whole_states_by_torch(ranks: int) -> None:
+    states = run_on(2, whole_states, "row")[0]
+    for sends in (False, True):
+        loaded = run_on(ranks, reload_whole, states, sends)[0]
+        assert_equal_states([*states["state"].values()], [*loaded["state"].values()])
 
 
 def test_state_dicts_keep_dtypes() -> None:
@@ -104,9 +194,7 @@ def test_state_dicts_keep_dtypes() -> None:
     optimizer = train(model)
     other = sw.optim.Adam8bit(model.parameters(), block=64, min_elements=2000)
     other.load_state_dict(optimizer.state_dict())
-    for one, loaded in zip(states_of(optimizer), states_of(other), strict=True):
-        assert all(torch.equal(one[key], loaded[key]) for key in one)
-        assert all(one[key].dtype is loaded[key].dtype for key in one)
+    assert_equal_states(states_of(optimizer), states_of(other))
 
 
 def test_a_step_is_that_of_the_definition() -> None:
@@ -135,24 +223,36 @@ def test_a_step_is_that_of_the_definition() -> None:
 
 
 @pytest.mark.thorough
-def test_it_is_near_another_implementation() -> None:
-    """torchao's, of the same blocks and, but for rounding between two of them, the same codes."""
+def test_each_step_is_that_of_another_implementation() -> None:
+    """torchao's, of the same blocks: the same codes, but where a last bit decides between two."""
     low_bit = pytest.importorskip("torchao.optim")
-    parameter = nn.Parameter(torch.randn(64, 256))
-    other = nn.Parameter(parameter.detach().clone())
+    generator = torch.Generator().manual_seed(0)
+    ours = nn.Parameter(torch.randn(64, 256, generator=generator))
+    other = nn.Parameter(ours.detach().clone())
+    both = ours, other
     optimizers = [
-        sw.optim.Adam8bit([parameter], lr=1e-2, weight_decay=0.1),
+        sw.optim.Adam8bit([ours], lr=1e-2, weight_decay=0.1),
         low_bit.AdamW8bit([other], lr=1e-2, weight_decay=0.1, block_size=256),
     ]
-    start = parameter.detach().clone()
+    state, theirs = (optimizer.state[p] for optimizer, p in zip(optimizers, both, strict=True))
     with torch.compiler.set_stance("force_eager"):
         for _ in range(10):
-            gradient = torch.randn(64, 256)
-            parameter.grad, other.grad = gradient.clone(), gradient.clone()
-            for optimizer in optimizers:
+            before = ours.detach().clone()
+            gradient = torch.randn(64, 256, generator=generator)
+            gradient *= 10 ** (4 * torch.rand(64, 256, generator=generator) - 3)
+            for one, optimizer in zip(both, optimizers, strict=True):
+                one.grad = gradient.clone()
                 optimizer.step()
-    moved = (other - start).norm()
-    assert (parameter - other).norm() < 0.02 * moved
+            assert torch.allclose(ours - before, other - before, rtol=1e-3, atol=1e-6)
+            for key in ("exp_avg", "exp_avg_sq"):
+                apart = (state[key].int() - theirs[key].codes.view(64, 256).int()).abs()
+                assert apart.max() <= 1
+                assert apart.float().mean() < 1e-3
+                scale = theirs[key].scale.view(1, -1)
+                assert torch.allclose(state[f"{key}_scale"], scale)
+                state[key].copy_(theirs[key].codes.view(64, 256))
+                state[f"{key}_scale"].copy_(scale)
+            ours.detach().copy_(other)
 
 
 @on_ranks(2)
@@ -177,8 +277,7 @@ def test_a_step_that_raises_leaves_states_as_they_were() -> None:
     before = states_of(optimizer)
     with pytest.raises((ZeroDivisionError, sw.PeerAborted)):
         _step_and_raise(model, optimizer)
-    for one, other in zip(before, states_of(optimizer), strict=True):
-        assert all(torch.equal(one[key], other[key]) for key in one)
+    assert_equal_states(before, states_of(optimizer))
 
 
 def _step_and_raise(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

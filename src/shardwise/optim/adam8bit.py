@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.blockwise import Blocks
-from shardwise.errors import PlanError
+from shardwise.errors import CheckpointError, PlanError
 from shardwise.optim.owner_optimizer import local_part
 from shardwise.plan.granularity import Dim
 from shardwise.plan.layout import Layout, ParameterExtent, ParameterSpec, Run
@@ -66,11 +66,8 @@ class Adam8bit(Optimizer):
         min_elements: int = 4096,
         state_bits: int = 8,
     ) -> None:
-        if block < 2 or block % 2:  # noqa: PLR2004 - even
-            raise PlanError(f"Adam8bit(block={block}): expected an even number of elements")
         if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):
             raise PlanError(f"Adam8bit(betas={betas}): expected numbers from 0 to below 1")
-        self._block = block
         self._min_elements = min_elements
         defaults = {
             "lr": lr,
@@ -79,6 +76,7 @@ class Adam8bit(Optimizer):
             "weight_decay": weight_decay,
             "decoupled_weight_decay": decoupled_weight_decay,
             "state_bits": state_bits,
+            "block": block,
         }
         super().__init__(params, defaults)
 
@@ -86,7 +84,8 @@ class Adam8bit(Optimizer):
         """As in torch.
 
         Raises:
-            PlanError: ``state_bits`` is neither 8 nor 32, or blocks of a parameter would be cut.
+            PlanError: ``state_bits`` or ``block`` is not valid, or blocks of a parameter would be
+                cut.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -99,6 +98,10 @@ class Adam8bit(Optimizer):
     def _check(self, group: _Group, number: int) -> None:
         if group["state_bits"] not in _BITS:
             raise PlanError(f"Adam8bit(state_bits={group['state_bits']!r}): expected 8 or 32")
+        if group["block"] < 2 or group["block"] % 2:  # noqa: PLR2004 - even
+            raise PlanError(
+                f"Adam8bit(block={group['block']}): expected an even number of elements"
+            )
         for position, parameter in enumerate(group["params"]):
             if self._is_quantized(parameter, group):
                 _check_uncut(parameter, f"parameter {position} of group {number}")
@@ -117,27 +120,45 @@ class Adam8bit(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As in torch, which would cast the states to the dtype of their parameters."""
+        """As in torch, which would cast the states to the dtype of their parameters.
+
+        Raises:
+            CheckpointError: the states are quantized in other blocks.
+        """
         saved = state_dict["state"]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         super().load_state_dict({**state_dict, "state": {}})
-        own = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, own, strict=True):
-            if number in saved:
-                self.state[parameter] = {
-                    key: value.to(parameter.device, copy=True) if key != "step" else value.clone()
-                    for key, value in saved[number].items()
-                }
+        own = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        for number, (parameter, group) in zip(numbers, own, strict=True):
+            for key, value in saved.get(number, {}).items():
+                if key in _SCALES:
+                    _Granules(parameter, group["block"]).check_fit(value.shape)
+                is_step = key == "step"
+                copied = value.clone() if is_step else value.to(parameter.device, copy=True)
+                self.state[parameter][key] = copied
 
     def empty_state(
-        self, parameter: Tensor, key: str, shape: Sequence[int], dtype: torch.dtype
+        self,
+        parameter: Tensor,
+        key: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,  # noqa: ARG002
     ) -> Tensor | None:
-        """Memory for a state of a checkpoint that is not cut as its parameter is."""
+        """Memory for a state of a checkpoint that is not cut as its parameter is.
+
+        Raises:
+            CheckpointError: the states are quantized in other blocks.
+        """
         if key not in _SCALES:
             return None
-        scales = _Granules(parameter, self._block).scales()
-        fits = tuple(scales.shape) == tuple(shape) and scales.dtype is dtype
-        return scales if fits else None
+        granules = _Granules(parameter, self._block_of(parameter))
+        granules.check_fit(shape)
+        return granules.scales()
+
+    def _block_of(self, parameter: Tensor) -> int:
+        groups = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
+        block: int = next(groups)["block"]
+        return block
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -156,7 +177,8 @@ class Adam8bit(Optimizer):
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         if not group["decoupled_weight_decay"]:
             gradient = gradient.add(weights, alpha=group["weight_decay"])
-        average, squares = (self._read(parameter, name) for name in _QUANTIZED)
+        granules = _Granules(parameter, group["block"])
+        average, squares = (self._read(granules, name) for name in _QUANTIZED)
         average.lerp_(gradient, 1 - beta1)
         squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         number = float(state["step"])
@@ -164,8 +186,8 @@ class Adam8bit(Optimizer):
         if group["decoupled_weight_decay"]:
             weights = weights.mul(1 - lr * group["weight_decay"])
         local.copy_(torch.addcdiv(weights, average, root, value=-lr / (1 - beta1**number)))
-        self._write(parameter, "exp_avg", average)
-        self._write(parameter, "exp_avg_sq", squares)
+        self._write(granules, "exp_avg", average)
+        self._write(granules, "exp_avg_sq", squares)
 
     def _begin(self, parameter: Tensor, group: _Group) -> None:
         state = self.state[parameter]
@@ -176,35 +198,33 @@ class Adam8bit(Optimizer):
             contiguous = parameter if isinstance(parameter, DTensor) else parameter.contiguous()
             state[name] = torch.zeros_like(contiguous, dtype=dtype, requires_grad=False)
             if is_quantized:
-                state[f"{name}_scale"] = _Granules(parameter, self._block).scales()
-                self._write(parameter, name, torch.zeros(()).expand(local_part(parameter).shape))
+                granules = _Granules(parameter, group["block"])
+                state[f"{name}_scale"] = granules.scales()
+                self._write(granules, name, torch.zeros(()).expand(local_part(parameter).shape))
 
-    def _read(self, parameter: Tensor, name: str) -> Tensor:
+    def _read(self, granules: "_Granules", name: str) -> Tensor:
         """A state in float32, this rank's elements."""
-        codes = local_part(self.state[parameter][name])
+        codes = local_part(self.state[granules.parameter][name])
         if codes.dtype is not torch.uint8:
             return codes
-        blocks = Blocks(_QUANTIZED[name], self._block)
-        parts = self._quantized_parts(parameter, name, _Granules(parameter, self._block))
+        blocks = Blocks(_QUANTIZED[name], granules.block)
+        parts = self._quantized_parts(granules, name)
         numbers = [blocks.dequantize(*part).reshape(-1) for part in parts]
         return torch.cat([codes.new_empty(0, dtype=torch.float32), *numbers]).view(codes.shape)
 
-    def _write(self, parameter: Tensor, name: str, numbers: Tensor) -> None:
-        if local_part(self.state[parameter][name]).dtype is not torch.uint8:
+    def _write(self, granules: "_Granules", name: str, numbers: Tensor) -> None:
+        if local_part(self.state[granules.parameter][name]).dtype is not torch.uint8:
             return  # `numbers` are the state
-        granules = _Granules(parameter, self._block)
-        blocks = Blocks(_QUANTIZED[name], self._block)
-        into = self._quantized_parts(parameter, name, granules)
+        blocks = Blocks(_QUANTIZED[name], granules.block)
+        into = self._quantized_parts(granules, name)
         for part, (codes, scales) in zip(granules.cut(numbers), into, strict=True):
             new_codes, new_scales = blocks.quantize(part)
             codes.copy_(new_codes)
             scales.copy_(new_scales)
 
-    def _quantized_parts(
-        self, parameter: Tensor, name: str, granules: "_Granules"
-    ) -> list[tuple[Tensor, Tensor]]:
+    def _quantized_parts(self, granules: "_Granules", name: str) -> list[tuple[Tensor, Tensor]]:
         """The codes of a state with their scales, in the parts of `_Granules.cut`."""
-        state = self.state[parameter]
+        state = self.state[granules.parameter]
         codes = granules.cut(local_part(state[name]))
         scales = granules.cut_scales(local_part(state[f"{name}_scale"]))
         return list(zip(codes, scales, strict=True))
@@ -235,8 +255,8 @@ class _Granules:
 
     def __init__(self, parameter: Tensor, block: int) -> None:
         self.parameter = parameter
+        self.block = block
         self.sharding: Sharding | None = sharding_of(parameter)
-        self._block = block
         self._size = parameter.numel()
         if self.sharding is not None:
             spec = self.sharding.extent.parameter
@@ -244,10 +264,29 @@ class _Granules:
             self._size = max(1, prod(spec.shape[1:])) if in_rows else spec.granule_elements
         self._per_granule = -(-self._size // block)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the scales of all blocks: a row for each granule, if these are of the same size."""
+        num_elements = self.parameter.numel()
+        if num_elements % self._size:
+            return (self.num_blocks(num_elements),)
+        return (num_elements // self._size, self._per_granule)
+
+    def check_fit(self, saved: Sequence[int]) -> None:
+        """Raise a CheckpointError if scales of the shape ``saved`` are of other blocks."""
+        if tuple(saved) != self.shape:
+            name = "a parameter" if self.sharding is None else self.sharding.name
+            raise CheckpointError(
+                f"{name}: the checkpoint's 8-bit states have scales of shape {list(saved)}, "
+                f"expected {list(self.shape)}: they were quantized in other blocks; shard with the "
+                "granularity, and build Adam8bit with the block, of the run that saved them, or "
+                "load without optimizer="
+            )
+
     def num_blocks(self, stop: int) -> int:
         """Of elements [0, stop), which are full granules, or all elements."""
         full, rest = divmod(stop, self._size)
-        return full * self._per_granule + -(-rest // self._block)
+        return full * self._per_granule + -(-rest // self.block)
 
     def cut(self, elements: Tensor) -> list[Tensor]:
         """Full granules [n, size] as one tensor, and the last one [1, rest], of a view."""
@@ -266,26 +305,24 @@ class _Granules:
     def scales(self) -> Tensor:
         """Zeros, one for each block, on the rank that has the block."""
         local = local_part(self.parameter)
-        own = sum(part.shape[0] * -(-part.shape[1] // self._block) for part in self.cut(local))
+        own = sum(part.shape[0] * -(-part.shape[1] // self.block) for part in self.cut(local))
         zeros = torch.zeros(own, dtype=torch.float32, device=local.device)
         sharding = self.sharding
         if sharding is None:
-            return zeros
-        num_blocks = self.num_blocks(self.parameter.numel())
+            return zeros.view(self.shape)
         if not isinstance(sharding, RunSharding):  # chunks of rows: scales have as many
-            shape = (self.parameter.shape[0], self._per_granule)
             assert isinstance(self.parameter, DTensor)
             return DTensor.from_local(
                 zeros.view(-1, self._per_granule),
                 self.parameter.device_mesh,
                 self.parameter.placements,
                 run_check=False,
-                shape=torch.Size(shape),
+                shape=torch.Size(self.shape),
                 stride=(self._per_granule, 1),
             )
-        spec = ParameterSpec((sharding.name,), (num_blocks,), "float32", 4, trainable=False)
+        spec = ParameterSpec((sharding.name,), self.shape, "float32", 4, trainable=False)
         extent = ParameterExtent(spec, 0)
-        layout = _ScaleLayout((extent,), sharding.mesh.size, num_blocks, granules=self)
+        layout = _ScaleLayout((extent,), sharding.mesh.size, prod(self.shape), granules=self)
         name = f"{sharding.label} scales"
         return ShardedTensor(zeros, RunSharding(layout, extent, sharding.mesh, name, sharding.unit))
 

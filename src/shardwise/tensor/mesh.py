@@ -67,6 +67,9 @@ class DataParallelMesh:
 
     def _new_mesh(self, device_type: str, *, has_groups: bool) -> DeviceMesh:
         if self.group is None:
+            # torch distributes whole tensors over a mesh of one rank with collectives, too.
+            if has_groups and (alone := dist.group.WORLD) is not None:
+                return DeviceMesh.from_group(alone, device_type)
             return mesh_without_groups(device_type, torch.tensor([0]), None, 0)
         if self.row.size in (1, self.num_ranks):
             return DeviceMesh.from_group(self.group, device_type)
