@@ -11,7 +11,7 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 from tests.fuzz.on_device import assert_holds_on_device, start
-from tests.fuzz.programs import OF_MATRICES, OPTIMIZERS, SEARCH, Case, cases
+from tests.fuzz.programs import OF_MATRICES, OPTIMIZERS, SEARCH, SLOW, Case, cases
 from tests.fuzz.verdict import DEADLINE_SECONDS, assert_holds
 from tests.ranks import close_pools
 from tests.streams.random_programs import assert_holds_on_streams
@@ -49,7 +49,9 @@ def main() -> int:
         judge = partial(assert_holds_on_device, device=options.device, without=options.without)
     try:
         is_alone = options.device is not None  # so nothing is exchanged
-        drawn = cases(OPTIMIZERS if is_alone else (*OPTIMIZERS, *OF_MATRICES))
+        drawn = cases() if is_alone else cases((*OPTIMIZERS, *OF_MATRICES))
+        if not (is_alone or options.streams):
+            drawn |= cases((*OPTIMIZERS, *OF_MATRICES), SLOW)
         return fuzz(options.cases, options.seed, judge, drawn, shrink=not options.first)
     finally:
         close_pools()

@@ -1,5 +1,6 @@
 """From what was drawn to modules that compute in float64."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from tests.fuzz import programs as p
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Fork", "Net", "build", "settle_forks", "trainable"]
+__all__ = ["Fork", "Net", "build", "halve_gradients", "settle_forks", "trainable"]
 
 EXACT = torch.float64
 
@@ -31,6 +32,15 @@ def build(model: p.Model, seed: int) -> "Net":
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def halve_gradients(net: nn.Module, hooked: Sequence[int]) -> None:
+    """By hooks of the user's on these parameters."""
+    own = trainable(net)
+    for number in hooked:
+        own[number % len(own)].register_hook(  # type: ignore[no-untyped-call]
+            lambda gradient: gradient * 0.5
+        )
 
 
 def settle_forks(sharded: nn.Module, reference: nn.Module) -> None:

@@ -9,10 +9,9 @@ import copy
 import importlib
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import torch
@@ -25,14 +24,17 @@ from shardwise.features import fused_wgrad
 from shardwise.schedule.sequencer import UnitState
 from shardwise.tensor.sharded_tensor import own_part_of
 from shardwise.tensor.sharding import local_of
-from tests.fuzz.build import Fork, Net, build, settle_forks, trainable
+from tests.fuzz.build import Fork, Net, build, halve_gradients, settle_forks, trainable
 from tests.fuzz.faults import Boom, arm
+from tests.fuzz.losses import Loss, backwards, losses_of, outputs_of
+from tests.fuzz.optimizers import make_optimizer
 from tests.fuzz.programs import Case, Fault, Step
-from tests.fuzz.shard import shard
+from tests.fuzz.replicas import Replicas
+from tests.fuzz.shard import mesh_of_replicas, shard
 from tests.lossless import lossless_wires
 from tests.runtime.one_process import TOLERANCE, runtime_of
 
-__all__ = ["CPU", "Comparison", "Report", "check", "make_optimizer", "prepared", "warm_up"]
+__all__ = ["CPU", "Comparison", "Report", "check", "prepared", "warm_up"]
 
 CPU = torch.device("cpu")
 
@@ -79,19 +81,17 @@ class Comparison:
         self.problems: list[str] = []
         self.where = "start"
         self.reference = build(case.model, case.seed)
-        self.model = shard(self.place(build(case.model, case.seed)), case.sharding)
+        mesh = mesh_of_replicas(case)
+        self.model = shard(self.place(build(case.model, case.seed)), case.sharding, mesh)
         settle_forks(self.model, self.reference)
         for net in (self.reference, self.model):
-            own = trainable(net)
-            for number in case.model.hooked:
-                own[number % len(own)].register_hook(  # type: ignore[no-untyped-call]
-                    lambda gradient: gradient * 0.5
-                )
+            halve_gradients(net, case.model.hooked)
         self.optimizers = [
             make_optimizer(case.optimizer, trainable(net)) for net in (self.reference, self.model)
         ]
         if case.in_backward:
             sw.optimizer_in_backward(self.model, self.optimizers[1])
+        self.replicas = Replicas(case, mesh, self.model, self.optimizers[1], self.reference)
         self.batches = torch.Generator()
 
     def place(self, net: Net) -> Net:
@@ -119,6 +119,7 @@ class Comparison:
             # Here, so that the reference does not step if the sharded one raises.
             self.optimizers[0].step()
             self.optimizers[0].zero_grad(set_to_none=step.set_to_none)
+            self.replicas.step(set_to_none=step.set_to_none)
         self._compare_models()
         self._check_idle()
 
@@ -152,7 +153,8 @@ class Comparison:
     def report(self) -> Report:
         mesh = runtime_of(self.model).mesh
         locals_ = [_bits(_local(parameter).cpu()) for parameter in self.model.parameters()]
-        return Report(tuple(self.problems), mesh.rank, zlib.crc32(b"".join(locals_)))
+        shard = self.replicas.own * mesh.size + mesh.rank
+        return Report(tuple(self.problems), shard, zlib.crc32(b"".join(locals_)))
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -162,6 +164,7 @@ class Comparison:
             self._compare_losses(kind)
         if step.clip is not None:
             wanted = nn.utils.clip_grad_norm_(self.reference.parameters(), step.clip)
+            self.replicas.clip(step.clip)
             self._compare(sw.clip_grad_norm_(self.model.parameters(), step.clip), wanted, "norm")
         if step.update and not self.case.in_backward:
             self.optimizers[1].step()
@@ -186,21 +189,24 @@ class Comparison:
         with sw.gathered(self.model, write_back=True):
             _shrink(self.model)
         _shrink(self.reference)
+        for net in self.replicas.others:
+            _shrink(net)
 
     def _compare_losses(self, kind: str) -> None:
-        own = dist.get_rank()
+        own, ranks = dist.get_rank(), self.replicas.ranks(self.replicas.own)
         batches = [self._batch(), self._batch()]
         parts = [[part.clone() for part in batch.chunk(dist.get_world_size())] for batch in batches]
         sharded = [partial(losses_of, self.model, [part[own].to(self.device)]) for part in parts]
-        whole = [partial(losses_of, self.reference, part) for part in parts]
+        whole = [partial(losses_of, self.reference, [part[r] for r in ranks]) for part in parts]
         pairs = zip(backwards(kind, sharded), self._unseen(backwards(kind, whole)), strict=True)
         for number, (found, expected) in enumerate(pairs):
             self.where += f", {kind} loss {number}" if not number else ""
             with self.unseen():
-                self._compare(found.parts[0], expected.parts[own], "loss")
+                self._compare(found.parts[0], expected.parts[ranks.index(own)], "loss")
             if self.case.in_backward:
                 self._step_reference()
             self._compare_models()
+        self.replicas.run_others(kind, parts, self.model)
         self.where = self.where.partition(",")[0]
 
     def _step_reference(self) -> None:
@@ -213,12 +219,12 @@ class Comparison:
 
     def _compare_outputs(self, model: nn.Module, batch: Tensor) -> None:
         part = batch.chunk(dist.get_world_size())[dist.get_rank()]
-        found = _outputs(model, part.to(self.device))
+        found = outputs_of(model, part.to(self.device))
         with self.unseen():
-            for one, other in zip(found, _outputs(self.reference, part), strict=True):
+            for one, other in zip(found, outputs_of(self.reference, part), strict=True):
                 self._compare(one, other, "output")
 
-    def _unseen(self, losses: Iterator["Loss"]) -> Iterator["Loss"]:
+    def _unseen(self, losses: Iterator[Loss]) -> Iterator[Loss]:
         """``losses`` of the reference, under `unseen`."""
         while True:
             with self.unseen():
@@ -290,97 +296,13 @@ class Comparison:
         return contextlib.nullcontext()
 
     def _set_turns(self, number: int) -> None:
-        for net in (self.model, self.reference):
+        for net in (self.model, self.reference, *self.replicas.others):
             for module in net.modules():
                 if isinstance(module, Fork):
                     module.turn = number
 
 
-# -- losses -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A mean over parts of a batch, and the loss of every part."""
-
-    total: Tensor
-    parts: tuple[Tensor, ...]
-
-
-MakeLosses = Callable[[], list[Loss]]
-
-
-def losses_of(model: nn.Module, parts: Sequence[Tensor]) -> list[Loss]:
-    """Two losses of one forward, each the mean over ``parts``."""
-    by_part = [_two_losses(_outputs(model, part)) for part in parts]
-    return [
-        Loss(torch.stack(list(losses)).mean(), tuple(loss.detach() for loss in losses))
-        for losses in zip(*by_part, strict=True)
-    ]
-
-
-def _two_losses(outputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return outputs[0].square().mean(), sum((y.sin().mean() for y in outputs), torch.zeros(()))
-
-
-def _outputs(model: nn.Module, x: Tensor) -> list[Tensor]:
-    output = model(x.clone())
-    return [output] if isinstance(output, Tensor) else [output[0], output[1]["hidden"]]
-
-
-def backwards(kind: str, make: Sequence[MakeLosses]) -> Iterator[Loss]:
-    """One or two forwards, and their backwards as ``kind`` says; yields after each of them."""
-    first = make[0]()
-    match kind:
-        case "plain":
-            yield _backward(first[0])
-        case "two forwards" | "reversed":
-            second = make[1]()
-            order = (first[0], second[1]) if kind == "two forwards" else (second[1], first[0])
-            for loss in order:
-                yield _backward(loss)
-        case "sum":
-            second = make[1]()
-            yield _backward(Loss(first[0].total + second[1].total, second[1].parts))
-        case "roots":
-            torch.autograd.backward([loss.total for loss in first])
-            yield first[1]
-        case "twice":
-            yield _backward(first[0], retain_graph=True)
-            yield _backward(first[1])
-        case "abandoned":
-            yield _backward(make[1]()[0])
-        case _:
-            raise AssertionError(kind)
-
-
-def _backward(loss: Loss, **options: Any) -> Loss:
-    loss.total.backward(**options)  # type: ignore[no-untyped-call]
-    return loss
-
-
 # -- pieces -------------------------------------------------------------------------------------
-
-
-def make_optimizer(kind: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    if kind == "sgd":
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
-    if kind in ("muon", "soap"):
-        return _make_of_matrices(kind, parameters)
-    foreach, fused = kind.endswith("foreach"), kind.endswith("fused")
-    # A large eps: where a gradient is all rounding, Adam would make a step of it.
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, foreach=foreach, fused=fused)
-
-
-def _make_of_matrices(kind: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1]},
-        {"params": [p for p in parameters if p.ndim <= 1], "method": "adamw"},
-    ]
-    if kind == "muon":  # with a large eps: it would enlarge what is all rounding
-        return sw.optim.Muon(groups, lr=1e-2, eps=0.1, adamw_eps=1e-3, ns_dtype=torch.float64)
-    damped: dict[str, Any] = {"precondition_frequency": 2, "damping": 1e-2}
-    return sw.optim.SOAP(groups, lr=1e-3, eps=0.1, adamw_eps=1e-3, **damped)
 
 
 def _bits(tensor: Tensor) -> bytes:

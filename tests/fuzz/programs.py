@@ -45,6 +45,7 @@ __all__ = [
     "Residual",
     "Sharding",
     "Skip",
+    "Slow",
     "Step",
     "Tiny",
     "cases",
@@ -269,6 +270,16 @@ class Sharding(Described):
     wire: str | None = None  # how things travel: in a format that rounds nothing
 
 
+@dataclass(frozen=True, repr=False)
+class Slow(Described):
+    """Replicas synchronize seldom; the fewest that the ranks divide into."""
+
+    every: int = 1
+    fragments: int = 1  # modulo how many there can be, plus 1
+    delay: int = 0  # modulo ``every``
+    mixing: float = 0.0
+
+
 # -- training ---------------------------------------------------------------------------------
 
 
@@ -303,6 +314,7 @@ class Case(Described):
     rows: int = 2  # of a batch, on each rank
     seed: int = 0
     in_backward: bool = False  # the optimizer steps there, so a step is one backward
+    outer: Slow | None = None
     in_slot: bool = False  # small weights have their gradients computed there, as large ones
 
 
@@ -434,6 +446,21 @@ STEP_IN_BACKWARD = st.builds(
     before=st.sampled_from(BEFORE),
     fault=st.none() | FAULT,
 )
+STEP_OF_REPLICA = st.builds(
+    Step,
+    losses=st.lists(st.sampled_from(LOSSES), min_size=1, max_size=2).map(tuple),
+    before=st.sampled_from(BEFORE),
+    clip=st.sampled_from([None, 0.1, 1e6]),
+    update=st.sampled_from([True, True, True, False]),
+    set_to_none=st.booleans(),
+)
+SLOW = st.builds(
+    Slow,
+    every=st.integers(1, 3),
+    fragments=st.integers(0, 2),
+    delay=st.integers(0, 2),
+    mixing=st.sampled_from([0.0, 0.5]),
+)
 OPTIMIZERS = ("sgd", "adamw loop", "adamw foreach", "adamw fused")
 OF_MATRICES = ("muon", "soap")
 
@@ -448,7 +475,11 @@ SEARCH = settings(
 
 
 @st.composite
-def cases(draw: st.DrawFn, optimizers: tuple[str, ...] = OPTIMIZERS) -> Case:
+def cases(
+    draw: st.DrawFn,
+    optimizers: tuple[str, ...] = OPTIMIZERS,
+    outers: st.SearchStrategy[Slow | None] | None = None,
+) -> Case:
     model = draw(MODELS)
     sharding = draw(shardings())
     is_complex = "omplex" in repr(model)
@@ -456,16 +487,19 @@ def cases(draw: st.DrawFn, optimizers: tuple[str, ...] = OPTIMIZERS) -> Case:
         # Recurrent layers hold their weights weakly, so these become other objects, and sharding
         # a module alone cannot see that one outside of it shares them.
         model = replace(model, ties=())
-    in_backward = draw(st.sampled_from([False, False, True]))
-    step = STEP_IN_BACKWARD if in_backward else STEP
+    outer = None if outers is None else draw(outers)
+    # A step of a replica cannot be undone, and is none of a backward.
+    in_backward = outer is None and draw(st.sampled_from([False, False, True]))
+    step = STEP_IN_BACKWARD if in_backward else STEP if outer is None else STEP_OF_REPLICA
     return Case(
         model=model,
         sharding=sharding,
         # torch's Adam looks at complex numbers as pairs, which a shard does not offer.
         optimizer="sgd" if is_complex else draw(st.sampled_from(optimizers)),
-        steps=draw(st.lists(step, min_size=2, max_size=4).map(tuple)),
+        steps=draw(st.lists(step, min_size=2, max_size=4 if outer is None else 8).map(tuple)),
         rows=draw(st.integers(1, 3)),
         seed=draw(st.integers(0, 99)),
         in_backward=in_backward,
+        outer=outer,
         in_slot=draw(st.booleans()),
     )

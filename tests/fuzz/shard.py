@@ -12,15 +12,20 @@ from shardwise.plan.strategy import resolve_strategy
 from shardwise.plan.units import NEVER_CALLED, choose_units
 from shardwise.tensor.mesh import resolve_mesh
 from tests.fuzz.build import Net
-from tests.fuzz.programs import Classes, Manual, Sharding
+from tests.fuzz.programs import Case, Classes, Manual, Sharding
 
-__all__ = ["shard"]
+__all__ = ["mesh_of_replicas", "shard"]
 
 
-def shard(net: Net, sharding: Sharding) -> Net:
+def shard(net: Net, sharding: Sharding, replicas: DeviceMesh | None = None) -> Net:
+    """Shard ``net`` over all ranks, or over those of a replica, in the later dims of a mesh."""
+    own = make_mesh(sharding, next(net.parameters()).device.type)
+    if replicas is not None:
+        names = replicas.mesh_dim_names or ()
+        own = replicas[names[1:] if len(names) > 2 else names[1]]
     options: dict[str, Any] = {
         "strategy": sharding.strategy,
-        "mesh": make_mesh(sharding, next(net.parameters()).device.type),
+        "mesh": own,
         "prefetch": sharding.prefetch,
         "unused": sharding.unused,
         "granularity": _granularity(sharding),
@@ -60,8 +65,7 @@ def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
     if not wants_two_dims(sharding.strategy):
         return None
     ranks = dist.get_world_size()
-    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    replicas = divisors[sharding.replicas % len(divisors)]
+    replicas = _divisor(ranks, sharding.replicas)
     shape, names = (replicas, ranks // replicas), ("replicate", "shard")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     if device_type == "cpu":
@@ -69,6 +73,28 @@ def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
     return DeviceMesh.from_group(
         mesh.get_all_groups(), device_type, mesh.mesh, mesh_dim_names=names
     )
+
+
+def mesh_of_replicas(case: Case) -> DeviceMesh | None:
+    """With an outer axis: replicas, and what `make_mesh` makes of the ranks of each."""
+    if case.outer is None:
+        return None
+    ranks = dist.get_world_size()
+    outer = _divisor(ranks, 1)
+    if not wants_two_dims(case.sharding.strategy):
+        return init_device_mesh("cpu", (outer, ranks // outer), mesh_dim_names=("outer", "shard"))
+    inner = _divisor(ranks // outer, case.sharding.replicas)
+    return init_device_mesh(
+        "cpu",
+        (outer, inner, ranks // outer // inner),
+        mesh_dim_names=("outer", "replicate", "shard"),
+    )
+
+
+def _divisor(ranks: int, number: int) -> int:
+    """One of those of ``ranks``, counted modulo how many there are."""
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    return divisors[number % len(divisors)]
 
 
 def wants_two_dims(strategy: str) -> bool:

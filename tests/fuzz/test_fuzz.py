@@ -5,7 +5,18 @@ from hypothesis import given, settings
 
 from tests.fuzz.compare import CPU
 from tests.fuzz.on_device import assert_holds_on_device
-from tests.fuzz.programs import OF_MATRICES, SEARCH, Case, Chain, Mlp, Model, Sharding, Step, cases
+from tests.fuzz.programs import (
+    OF_MATRICES,
+    SEARCH,
+    SLOW,
+    Case,
+    Chain,
+    Mlp,
+    Model,
+    Sharding,
+    Step,
+    cases,
+)
 from tests.fuzz.verdict import assert_holds
 from tests.ranks import run_on
 
@@ -27,6 +38,13 @@ def test_more_random_programs_equal_one_process(case: Case) -> None:
 @given(cases(OF_MATRICES))
 @settings(SEARCH, derandomize=True, max_examples=10)
 def test_random_programs_with_owners_of_matrices(case: Case) -> None:
+    assert_holds(case)
+
+
+@pytest.mark.thorough
+@given(cases(outers=SLOW))
+@settings(SEARCH, derandomize=True, max_examples=10)
+def test_random_programs_of_replicas_that_synchronize_seldom(case: Case) -> None:
     assert_holds(case)
 
 

@@ -129,9 +129,10 @@ def test_replicas_equal_diloco_in_one_process(outer: sw.Outer) -> None:
 
 @on_ranks(2, 4)
 def test_every_step_with_sgd_is_the_average_of_parameters() -> None:
-    """Exactly, for values whose sums are exact in float32."""
+    """Exactly, for values whose sums are exact in float32; of complex ones, too."""
     mesh = two_replicas()
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model.register_parameter("turned", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
     expected = [torch.zeros_like(p) for p in model.parameters()]
     with torch.no_grad():
         for p in model.parameters():
@@ -143,8 +144,9 @@ def test_every_step_with_sgd_is_the_average_of_parameters() -> None:
     replica = mesh.get_local_rank("replicate")
     for step in range(3):
         for index, p in enumerate(model.parameters()):
-            p.grad = torch.full_like(p, float(step + index + 3 * replica))
-            expected[index] -= 0.5 * (step + index + 1.5)
+            factor = 1 + 2j if p.is_complex() else 1.0
+            p.grad = torch.full_like(p, factor * (step + index + 3 * replica))
+            expected[index] -= factor * 0.5 * (step + index + 1.5)
         optimizer.step()
         for found, value in zip(whole(list(model.parameters())), expected, strict=True):
             assert torch.equal(found, value)

@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.tensor.sharding import local_of
 from shardwise.transport.registered_memory import MemoryKind
-from tests.fuzz.compare import make_optimizer
+from tests.fuzz.optimizers import make_optimizer
 from tests.runtime.one_process import adamw, assert_equal_models, own_part
 from tests.streams.install import simulated
 from tests.streams.models import CASES, build

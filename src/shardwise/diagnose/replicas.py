@@ -5,7 +5,7 @@ outer optimizer to whole parameters. From `shardwise.outer`, the simulation take
 and the parameters of each fragment.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 
@@ -25,7 +25,7 @@ from shardwise.plan.outer import Outer
 from shardwise.runtime.module import FSDPModule, runtime_of_root
 from shardwise.tensor.mesh import DataParallelMesh
 
-__all__ = ["ReplicaTraining"]
+__all__ = ["ReplicaTraining", "SharedParameters", "names_in_fragments"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +71,20 @@ class ReplicaTraining(Training):
             batches: the parts of all ranks, by step.
             zeros: as in `Reference.train`.
         """
-        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        fragments = [
-            [names[parameter] for parameter in fragment.parameters]
-            for fragment in fragments_of(runtime_of_root(model), self.outer)
-        ]
+        fragments = names_in_fragments(model, self.outer)
         simulation = _Simulation(self, mesh, exchange, fragments)
         own = self.mesh.get_local_rank(0)
         return [
             simulation.step(number, parts, zeros=zeros)[own]
             for number, parts in enumerate(batches, start=1)
         ]
+
+
+def names_in_fragments(model: nn.Module, outer: Outer) -> list[list[str]]:
+    """The parameters of each fragment of a sharded ``model``."""
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    fragments = fragments_of(runtime_of_root(model), outer)
+    return [[names[parameter] for parameter in one.parameters] for one in fragments]
 
 
 class _Simulation:
@@ -94,19 +97,13 @@ class _Simulation:
         exchange: RankExchange,
         fragments: Sequence[Sequence[str]],
     ) -> None:
-        self._outer = training.outer
-        self._fragments = fragments
         ranks = training.mesh.mesh.tolist()
         self._parts = [[mesh.global_ranks.index(rank) for rank in own] for own in ranks]
         self._replicas = [
             Reference(training, mesh, exchange, num_parts=len(own)) for own in self._parts
         ]
-        self._shared = {
-            name: nn.Parameter(value) for name, value in self._replicas[0].values().items()
-        }
-        make = maker_of(self._outer)
-        self._optimizers = [make([self._shared[name] for name in own]) for own in fragments]
-        self._differences: dict[str, Tensor] = {}  # means over replicas, not applied yet
+        replicas = [replica.parameters for replica in self._replicas]
+        self._shared = SharedParameters(training.outer, replicas, fragments)
 
     def step(self, number: int, parts: Sequence[Part], *, zeros: bool) -> list[Outcome]:
         """Run step ``number``, counted from 1, on each replica, and synchronize what is due."""
@@ -114,30 +111,56 @@ class _Simulation:
             replica.step([parts[part] for part in own], zeros=zeros)
             for replica, own in zip(self._replicas, self._parts, strict=True)
         ]
-        if self._outer.delay:
-            self._apply(number)
-        self._take_differences(number)
-        if not self._outer.delay:
-            self._apply(number)
+        self._shared.synchronize(number)
         loss = fsum(one.loss for one in outcomes) / len(outcomes)
         return [
             replace(outcome, loss=loss, parameters=replica.values())
             for outcome, replica in zip(outcomes, self._replicas, strict=True)
         ]
 
-    @torch.no_grad()
-    def _take_differences(self, number: int) -> None:
-        for fragment in self._outer.sent_after(number):
-            for name in self._fragments[fragment]:
-                own = torch.stack([replica.parameters[name] for replica in self._replicas])
-                self._differences[name] = (self._shared[name] - own).mean(0)
 
-    def _apply(self, number: int) -> None:
-        for fragment in self._outer.applied_after(number):
+class SharedParameters:
+    """The shared parameters of replicas that hold whole parameters, and their outer optimizer."""
+
+    def __init__(
+        self,
+        outer: Outer,
+        replicas: Sequence[Mapping[str, Tensor]],  # by name, with the same values
+        fragments: Sequence[Sequence[str]],
+    ) -> None:
+        self._outer = outer
+        self._replicas = replicas
+        self._fragments = fragments
+        self._values = {
+            name: nn.Parameter(replicas[0][name].detach().clone())
+            for fragment in fragments
+            for name in fragment
+        }
+        make = maker_of(outer)
+        self._optimizers = [make([self._values[name] for name in one]) for one in fragments]
+        self._differences: dict[str, Tensor] = {}  # means over replicas, not applied yet
+
+    def synchronize(self, step: int) -> None:
+        """Synchronize what is due after step ``step`` of all replicas, counted from 1."""
+        if self._outer.delay:
+            self._apply(step)
+        self._take_differences(step)
+        if not self._outer.delay:
+            self._apply(step)
+
+    @torch.no_grad()
+    def _take_differences(self, step: int) -> None:
+        for fragment in self._outer.sent_after(step):
             for name in self._fragments[fragment]:
-                self._shared[name].grad = self._differences.pop(name)
+                own = torch.stack([replica[name] for replica in self._replicas])
+                self._differences[name] = (self._values[name] - own).mean(0)
+
+    def _apply(self, step: int) -> None:
+        for fragment in self._outer.applied_after(step):
+            for name in self._fragments[fragment]:
+                self._values[name].grad = self._differences.pop(name)
             self._optimizers[fragment].step()
             for name in self._fragments[fragment]:
                 for replica in self._replicas:
-                    own, shared = replica.parameters[name].detach(), self._shared[name].detach()
+                    own, shared = replica[name].detach(), self._values[name].detach()
                     own.copy_(self._outer.mixing * own + (1 - self._outer.mixing) * shared)

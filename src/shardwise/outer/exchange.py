@@ -105,7 +105,7 @@ class GroupExchange(Exchange):
         self._group = group
         self._size = dist.get_world_size(group)
         self._device = _device_of(group)
-        self._pending: dict[int, tuple[dist.Work, Tensor]] = {}
+        self._pending: dict[int, tuple[dist.Work, list[Tensor]]] = {}
         self._rounds: dict[int, int] = {}
 
     def message_bytes(self, packed_bytes: int) -> int:
@@ -113,8 +113,8 @@ class GroupExchange(Exchange):
 
     def send(self, fragment: int, packed: Tensor, values: str) -> None:  # noqa: ARG002
         own = packed.to(self._device)
-        gathered = own.new_empty(self._size * own.numel())
-        work = dist.all_gather_into_tensor(gathered, own, group=self._group, async_op=True)
+        gathered = [torch.empty_like(own) for _ in range(self._size)]
+        work = dist.all_gather(gathered, own, group=self._group, async_op=True)
         assert work is not None
         self._pending[fragment] = work, gathered
         self.sent_bytes += own.nbytes * (self._size - 1)
@@ -125,9 +125,7 @@ class GroupExchange(Exchange):
         work, gathered = self._pending.pop(fragment)
         work.wait()
         self._rounds[fragment] = self._rounds.get(fragment, 0) + 1
-        return [
-            Decision(gathered.chunk(self._size), Progress(self._rounds[fragment], step=self.step))
-        ]
+        return [Decision(gathered, Progress(self._rounds[fragment], step=self.step))]
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -26,8 +26,8 @@ class Fragment:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Of this rank's shards."""
-        return [local_of(p).numel() for p in self.parameters]
+        """Of this rank's shards, in real numbers."""
+        return [_real(local_of(p)).numel() for p in self.parameters]
 
     @property
     def num_elements(self) -> int:
@@ -42,12 +42,26 @@ class Fragment:
         return local_of(self.parameters[0]).device
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """All of them as one [n]."""
-        return torch.cat([tensor.reshape(-1).to(wide_dtype(self.dtype)) for tensor in tensors])
+        """All of them as one [n]; complex numbers are pairs."""
+        wide = wide_dtype(self.dtype)
+        return torch.cat([_real(tensor).reshape(-1).to(wide) for tensor in tensors])
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
-        """The reverse, each 1-D."""
-        return torch.split(flat, self.sizes)
+        """The reverse, each 1-D and of the dtype of its parameter."""
+        return [
+            _as_dtype(part, parameter.dtype)
+            for part, parameter in zip(torch.split(flat, self.sizes), self.parameters, strict=True)
+        ]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _as_dtype(part: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype.is_complex:
+        part = torch.complex(*part.view(-1, 2).unbind(1))
+    return part.to(dtype)
 
 
 def fragments_of(runtime: Runtime, outer: Outer) -> list[Fragment]:

@@ -252,9 +252,8 @@ class OuterOptimizer(Optimizer):
         shared = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             one = nn.Parameter(self.state[parameter][ANCHOR])
-            like = local_of(one)
             sharding = cast("Sharding", sharding_of(parameter))
-            one.grad = sharding.wrap(gradient.to(like.dtype))
+            one.grad = sharding.wrap(gradient)
             shared.append(one)
         optimizer = self._make(shared)
         group = self.param_groups[0]
