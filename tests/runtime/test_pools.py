@@ -146,9 +146,10 @@ def allocate_nothing(num_bytes: int, device: torch.device) -> torch.UntypedStora
 
 def test_a_step_that_was_planned_allocates_once() -> None:
     arena = Arena(CPU)
-    arena.expect("a", LINE * 40, {})
-    arena.expect("b", LINE * 20, {"a": LINE * 40})
-    arena.expect("c", LINE * 40, {"b": LINE * 20})
+    arena.expect("a", LINE * 40)
+    arena.expect("b", LINE * 20)
+    arena.expect_free("a")
+    arena.expect("c", LINE * 40)
     sizes = []
 
     def count(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -184,8 +185,9 @@ def test_steps_that_take_turns_allocate_nothing() -> None:
 
 def test_an_allocation_that_was_not_planned_gets_a_block_of_its_own() -> None:
     arena = Arena(CPU)
-    arena.expect("a", LINE * 50, {})
-    arena.expect("b", LINE * 50, {})
+    arena.expect("a", LINE * 50)
+    arena.expect_free("a")
+    arena.expect("b", LINE * 50)
     a = arena.allocate(LINE * 50, "a")
     b = arena.allocate(LINE * 50, "b")
     assert a.data_ptr() != b.data_ptr(), "alone each would have been at offset 0"

@@ -59,7 +59,7 @@ def use_memory(
     pools.use(kind, *allocators)
     for flat in flats:
         flat.use_memory_of(None if kind is MemoryKind.OWN else pools.registered_gradients)
-    plan_memory([unit.flats for unit in units], events())
+    plan_memory(units, events())
 
 
 def _allocator(

@@ -83,7 +83,7 @@ class Runtime:
             self.units = [self._make_unit(root, unit, lambda _: None) for unit in plan.units]
         else:  # those inside others first
             self.units = [self._make_unit(root, unit, fill) for unit in plan.units[::-1]][::-1]
-        plan_memory([unit.flats for unit in self.units], schedule(plan))
+        plan_memory(self.units, schedule(plan))
         move_buffers(root, device)
         held_memory = HeldMemory(root, plan, self.units, self.pools)
         self.scheduler = Scheduler(plan, self.units, mesh, device, observer, held_memory)

@@ -16,7 +16,6 @@ A class without these methods is gathered as a plain tensor.
 """
 
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -32,7 +31,7 @@ from shardwise.plan.chunks import chunk_shape
 from shardwise.plan.granularity import Dim
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.runtime import hooks
-from shardwise.runtime.memory import Arena, aligned
+from shardwise.runtime.memory import aligned
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import FlatParameters
 from shardwise.schedule.events import EventKind
@@ -68,7 +67,7 @@ class ExtendedParameters(FlatParameters):
     def listen(self, position: int, callback: Callable[[], None]) -> None:
         self._callbacks[position] = callback
 
-    def expect(self, kind: EventKind, alive: defaultdict[Arena, dict[str, int]]) -> None:
+    def expect(self, kind: EventKind) -> None:
         """The classes decide what they gather, so nothing is planned."""
 
     def launch_gather(self, collectives: Collectives, label: str) -> Work:

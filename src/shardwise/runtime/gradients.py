@@ -2,7 +2,6 @@
 
 import math
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
@@ -123,17 +122,16 @@ class GradientBuffer:
             fills_views=True,
         )
 
-    def expect(self, kind: EventKind, alive: defaultdict[Arena, dict[str, int]]) -> None:
-        """Tell the arena what an event of the imagined step allocates; ``alive`` is updated."""
+    def expect(self, kind: EventKind) -> None:
+        """Tell the arena what an event of the imagined step allocates or frees."""
         pool, owner = self._pool, self._buffer.owners[0]
         if not isinstance(pool, Arena) or self._owns_buffer:
             return
         is_late = self._waits or isinstance(self._buffer, ChunkedBuffer)
         if kind is EventKind.FINISH_REDUCE:
-            alive[pool].pop(owner, None)
-        elif owner not in alive[pool] and not (is_late and kind is EventKind.BACKWARD):
-            pool.expect(owner, self._buffer.num_bytes, alive[pool])
-            alive[pool][owner] = self._buffer.num_bytes
+            pool.expect_free(owner)
+        elif not (is_late and kind is EventKind.BACKWARD):
+            pool.expect(owner, self._buffer.num_bytes)
 
     @property
     def _divisors(self) -> tuple[float, float]:

@@ -10,7 +10,7 @@ live in a `Pool` of blocks.
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -198,6 +198,7 @@ class Arena(Pool):
         self.shared = shared
         self._plan: MemoryPlan[str] = MemoryPlan()  # of the schedule, and later of `_observed`
         self._observed: MemoryPlan[str] = MemoryPlan()
+        self._expected: dict[str, int] = {}  # bytes by owner, at this point of the schedule
         self._planned_bytes = 0  # the most at once, in the schedule
         self._num_steps = 0  # from a moment with nothing allocated to the next one
         self._whole: torch.UntypedStorage | None = None  # of the plan's extent
@@ -214,11 +215,16 @@ class Arena(Pool):
         ranges = [s for owner, s in self._ranges.items() if owner not in self._alive.values()]
         return [*super().idle_storages, *whole, *ranges]
 
-    def expect(self, owner: str, num_bytes: int, alive: Mapping[str, int]) -> None:
-        """Expect that ``owner`` will allocate while ``alive``, with their bytes, are allocated."""
-        self._plan.observe(owner, aligned(num_bytes), alive)
-        in_use = aligned(num_bytes) + sum(map(aligned, alive.values()))
-        self._planned_bytes = max(self._planned_bytes, in_use)
+    def expect(self, owner: str, num_bytes: int) -> None:
+        """Before the first step: ``owner`` will have memory from here to `expect_free`."""
+        if owner not in self._expected:
+            self._plan.observe(owner, aligned(num_bytes), self._expected)
+            self._expected[owner] = aligned(num_bytes)
+            self._planned_bytes = max(self._planned_bytes, sum(self._expected.values()))
+
+    def expect_free(self, owner: str) -> None:
+        """``owner`` will have freed its memory here, if it has any."""
+        self._expected.pop(owner, None)
 
     def allocate(self, num_bytes: int, owner: str = "") -> torch.UntypedStorage:
         assert owner, "in an arena every allocation has an owner"

@@ -11,10 +11,8 @@ parameters view, and the buffers that come and go::
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -115,33 +113,27 @@ class FlatParameters:
         """Call ``callback`` for each gradient that autograd has put on a dense parameter."""
         hooks.on_gradient(self.parameters[position].dense, callback)
 
-    def expect(self, kind: EventKind, alive: defaultdict[Arena, dict[str, int]]) -> None:
-        """Tell the pool what an event of the imagined step allocates; ``alive`` is updated."""
+    def expect(self, kind: EventKind) -> None:
+        """Tell the arenas what an event of the imagined step allocates or frees."""
+        buffer, arenas = self.buffer, (self._pool, self._pools.own)
         match kind:
             case EventKind.BACKWARD | EventKind.REDUCE | EventKind.FINISH_REDUCE:
                 if self.gradients is not None:
-                    self.gradients.expect(kind, alive)
+                    self.gradients.expect(kind)
             case _ if self.is_whole:
                 pass
             case EventKind.GATHER:
-                self._expect(self._pool, self.buffer.owners[0], alive)
-            case EventKind.WAIT if isinstance(self.buffer, ChunkedBuffer):
-                self._expect(self._pools.own, self.buffer.owners[1], alive)
-                alive[self._pool].pop(self.buffer.owners[0], None)
+                self._pool.expect(buffer.owners[0], buffer.num_bytes)
+            case EventKind.WAIT if isinstance(buffer, ChunkedBuffer):
+                self._pools.own.expect(buffer.owners[1], buffer.num_bytes)
+                self._pool.expect_free(buffer.owners[0])
             case EventKind.FREE:
-                for pool, owner in product((self._pool, self._pools.own), self.buffer.owners):
-                    alive[pool].pop(owner, None)
+                for arena, owner in zip(arenas, buffer.owners, strict=False):
+                    arena.expect_free(owner)
             case EventKind.RESHARD_TO_SUBGROUP:
-                self._expect(self._pool, self._part_owner, alive, self._plan.subgroup)
+                self._pool.expect(self._part_owner, buffer.num_bytes // self._plan.subgroup)
             case EventKind.FREE_SUBGROUP:
-                alive[self._pool].pop(self._part_owner, None)
-
-    def _expect(
-        self, pool: Arena, owner: str, alive: defaultdict[Arena, dict[str, int]], parts: int = 1
-    ) -> None:
-        num_bytes = self.buffer.num_bytes // parts
-        pool.expect(owner, num_bytes, alive[pool])
-        alive[pool][owner] = num_bytes
+                self._pool.expect_free(self._part_owner)
 
     def launch_gather(self, collectives: Collectives, label: str) -> Work:
         self.buffer.acquire()
@@ -250,14 +242,6 @@ class FlatParameters:
                 continue
             if current is not None:
                 parameter.adopt(current)
-
-
-def plan_memory(units: Sequence[Sequence[FlatParameters]], events: Iterable[Event]) -> None:
-    """Plan offsets for what ``events``, one imagined step of ``units``, allocate and free."""
-    alive: defaultdict[Arena, dict[str, int]] = defaultdict(dict)
-    for event in events:
-        for flat in units[event.unit]:
-            flat.expect(event.kind, alive)
 
 
 class Unit:
@@ -447,3 +431,10 @@ class Unit:
         for work in works:
             links.wait(work)
         works.clear()
+
+
+def plan_memory(units: Sequence[Unit], events: Iterable[Event]) -> None:
+    """Plan offsets for what ``events``, one imagined step of ``units``, allocate and free."""
+    for event in events:
+        for flat in units[event.unit].flats:
+            flat.expect(event.kind)
