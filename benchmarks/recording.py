@@ -28,7 +28,7 @@ from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.records import Record
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.schedule.events import Event
+from shardwise.schedule.events import Event, EventKind
 from shardwise.train.model import Shape
 
 CALLS = 200  # of which the mean counts
@@ -120,10 +120,8 @@ def measure(world: World, options: Namespace) -> tuple[list[Round], Figures]:
 
 def perform_only(scheduler: Scheduler, events: Sequence[Event]) -> None:
     """`Scheduler._perform` without records."""
-    from shardwise.runtime.scheduler import _ACTIONS  # noqa: PLC0415 (of the case without ledger)
-
     for event in events:
-        if event.kind in _ACTIONS:
+        if event.kind is not EventKind.FORWARD:
             scheduler._do(event.kind, scheduler.units[event.unit])
 
 

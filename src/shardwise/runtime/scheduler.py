@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -146,7 +146,6 @@ class Scheduler:
         self._held_memory.forget()
         for unit in self.units:
             unit.expect_changes()
-            unit.reclaim_locals()  # `Module.to` before the step is no change within it
         changed = self._versions.update(self.sequencer.tick)
         self.ledger.begin_forward(has_changes=bool(changed))
         stale = [unit for unit in changed if self.sequencer.outlasts_passes(unit)]
@@ -398,47 +397,59 @@ class Scheduler:
         self._is_broken = True
         clock = self.ledger.clock
         now = clock()
-        for event in events:
-            record = Record(event, self.ledger.step, now)
-            if event.kind in _ACTIONS:
-                record.works = self._do(event.kind, self.units[event.unit])
-                now = clock()
-            record.ended = now
-            self.ledger.append(record)
-        self._is_broken = False
-
-    def _do(self, kind: EventKind, unit: Unit) -> tuple[Work, ...]:
         try:
-            return _ACTIONS[kind](self, unit, self._links) or ()
+            for event in events:
+                record = Record(event, self.ledger.step, now)
+                if event.kind is not EventKind.FORWARD:  # which the caller runs
+                    record.works = self._do(event.kind, self.units[event.unit])
+                    now = clock()
+                record.ended = now
+                self.ledger.append(record)
         except BaseException as error:
             self.explain(error)
             raise
+        self._is_broken = False
+
+    def _do(self, kind: EventKind, unit: Unit) -> tuple[Work, ...]:
+        """Let an event take place; returns the communication that it launched."""
+        links = self._links
+        match kind:
+            case EventKind.GATHER:
+                return unit.launch_gather(links.gather)
+            case EventKind.WAIT:
+                unit.await_gather(links)
+            case EventKind.FREE:
+                unit.free(links)
+            case EventKind.BACKWARD:
+                unit.expects_gradients = True
+                unit.use_unsharded()
+            case EventKind.REDUCE:
+                return self._reduce(unit)
+            case EventKind.FINISH_REDUCE:
+                self._finish_offload()
+                unit.collect(links)
+                self._offloading = unit
+                self.observer.collected(unit)
+            case EventKind.STEP:
+                self._finish_offload()
+                self.observer.step(unit, links)
+            case EventKind.RESHARD_TO_SUBGROUP:
+                return unit.launch_subgroup_part(links.gather)
+            case EventKind.FREE_SUBGROUP:
+                unit.free_subgroup_part()
+        return ()
+
+    def _reduce(self, unit: Unit) -> tuple[Work, ...]:
+        self.observer.before_reduce(unit)
+        works = unit.launch_reduce(self._links.reduce)
+        if unit.settings.all_reduce_grads:
+            self.observer.after_reduce(unit, self._links)
+        return works
 
     def _conceal(self, indices: Sequence[int]) -> None:
         for index in indices:
             if not self._shows_dense and not self.sequencer.is_in_use(index):
                 self.units[index].use_sharded()
-
-    def _begin_backward_of(self, unit: Unit, _links: Communicator) -> None:
-        unit.expects_gradients = True
-        unit.use_unsharded()
-
-    def _reduce(self, unit: Unit, links: Communicator) -> tuple[Work, ...]:
-        self.observer.before_reduce(unit)
-        works = unit.launch_reduce(links.reduce)
-        if unit.settings.all_reduce_grads:
-            self.observer.after_reduce(unit, links)
-        return works
-
-    def _finish_reduce(self, unit: Unit, links: Communicator) -> None:
-        self._finish_offload()
-        unit.collect(links)
-        self._offloading = unit
-        self.observer.collected(unit)
-
-    def _step(self, unit: Unit, links: Communicator) -> None:
-        self._finish_offload()
-        self.observer.step(unit, links)
 
     def _finish_offload(self) -> None:
         """Hand over gradients that were reduced before, where they are on the host."""
@@ -446,16 +457,3 @@ class Scheduler:
         if offloading is not None:
             for gradients in offloading.gradients:
                 gradients.finish_offload()
-
-
-_ACTIONS: dict[EventKind, Callable[[Scheduler, Unit, Communicator], tuple[Work, ...] | None]] = {
-    EventKind.GATHER: lambda _, unit, links: unit.launch_gather(links.gather),
-    EventKind.WAIT: lambda _, unit, links: unit.await_gather(links),
-    EventKind.BACKWARD: Scheduler._begin_backward_of,
-    EventKind.FREE: lambda _, unit, links: unit.free(links),
-    EventKind.RESHARD_TO_SUBGROUP: lambda _, unit, links: unit.launch_subgroup_part(links.gather),
-    EventKind.FREE_SUBGROUP: lambda _, unit, _links: unit.free_subgroup_part(),
-    EventKind.REDUCE: Scheduler._reduce,
-    EventKind.FINISH_REDUCE: Scheduler._finish_reduce,
-    EventKind.STEP: Scheduler._step,
-}

@@ -387,16 +387,12 @@ class Unit:
             gradients.write_kept()
         self.expects_gradients = False
 
-    def reclaim_locals(self) -> None:
-        """Notice parameters whose memory was replaced between steps."""
-        if not self._is_exposed:
-            for flat in self.flats:
-                flat.reclaim_locals()
-
     def expect_changes(self) -> None:
-        """The shards may have been changed since they were last brought to the device."""
+        """Between steps the shards may have been changed, or their memory replaced."""
         for flat in self.flats:
             flat.device_copy_is_stale = True
+            if not self._is_exposed:  # `Module.to` before a step is no change within it
+                flat.reclaim_locals()
 
     def collect(self, links: Communicator) -> None:
         self._await_all(self._reducing, links)
