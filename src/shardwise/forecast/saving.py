@@ -111,7 +111,7 @@ class CheckpointPlan:
         self, components: Mapping[str, Component], owners: Mapping[tuple[str, str], str], plan: Plan
     ) -> None:
         """``owners`` has the parameter as which a tensor is sharded, by component and name."""
-        self.num_ranks = plan.world_size * (1 if plan.strategy.is_two_level else plan.replicas)
+        self.num_ranks = plan.num_ranks
         self.files = [file for part in components.values() for file in part.files]
         self.other_files = _other_files(components)
         self._ranks = _Ranks(plan)
@@ -249,10 +249,9 @@ class _Ranks:
     """The shard and the replica of each rank, as `tensor.mesh.DataParallelMesh` numbers them."""
 
     def __init__(self, plan: Plan) -> None:
-        ranks = plan.world_size * (1 if plan.strategy.is_two_level else plan.replicas)
         self.num_shards = plan.world_size
-        self.num_replicas = ranks // plan.world_size
-        number = np.arange(ranks)
+        self.num_replicas = plan.num_ranks // plan.world_size
+        number = np.arange(plan.num_ranks)
         if plan.strategy.is_two_level:  # the ranks of a column have neighboring shards
             row = plan.world_size // plan.replicas
             self.shard = number % row * plan.replicas + number // row

@@ -39,7 +39,6 @@ def state_bytes(plan: Plan, configuration: Configuration, offloaded: bool | None
 def _of_matrices_bytes(plan: Plan, layout: Layout, optimizer: str) -> int:
     """A momentum of each hidden matrix, or SOAP's states on its owner; of all else, AdamW's."""
     outside = {id(one) for unit in plan.units if unit.has_child_units for one in unit.layouts}
-    num_ranks = plan.world_size * (1 if plan.strategy.is_two_level else plan.replicas)
     total = 0.0
     for one in layout.extents:
         shape, here = one.parameter.shape, one.parameter.num_bytes / layout.world_size
@@ -49,7 +48,7 @@ def _of_matrices_bytes(plan: Plan, layout: Layout, optimizer: str) -> int:
             total += here
         else:  # two moments, and for both sides a covariance and its basis; balanced over ranks
             stack, m, n = (1, shape[0], prod(shape[1:])) if len(shape) != 3 else shape  # noqa: PLR2004
-            total += 2 * stack * (m * n + m * m + n * n) * layout.itemsize / num_ranks
+            total += 2 * stack * (m * n + m * m + n * n) * layout.itemsize / plan.num_ranks
     return round(total)
 
 

@@ -23,7 +23,7 @@ def sent_bytes(plan: Plan) -> int:
     It includes the flags by which ranks agree on the parameters that none of them used, a byte for
     each parameter, as `fully_shard` with ``unused="none"`` has it.
     """
-    ranks = plan.world_size * (1 if plan.strategy.is_two_level else plan.replicas)
+    ranks = plan.num_ranks
     trained = [spec for unit in plan.units for spec in unit.parameters if spec.trainable]
     total, in_subgroup = len(trained) * (ranks - 1), set[int]()
     for event in schedule(plan):

@@ -173,6 +173,11 @@ class Layout:
         return self.extents[0].parameter.itemsize
 
     @property
+    def trainable(self) -> bool:
+        """Whether its parameters get gradients: all of them, or none."""
+        return self.extents[0].parameter.trainable
+
+    @property
     def is_extended(self) -> bool:
         """Whether the classes of its parameters say what is gathered of them."""
         return self.extents[0].parameter.is_extended

@@ -182,6 +182,6 @@ def _by_kind(unit: UnitPlan) -> list[list[Layout]]:
     """Layouts of one dtype and trainability together."""
     kinds: dict[tuple[str, Cast, bool], list[Layout]] = {}
     for layout in unit.layouts:
-        kind = (layout.dtype, layout.cast, layout.extents[0].parameter.trainable)
+        kind = (layout.dtype, layout.cast, layout.trainable)
         kinds.setdefault(kind, []).append(layout)
     return list(kinds.values())

@@ -49,6 +49,11 @@ class Plan:
         return replace(self, units=tuple(_unfrozen(unit, names) for unit in self.units))
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks of both axes."""
+        return self.world_size * (1 if self.strategy.is_two_level else self.replicas)
+
+    @property
     def num_parameters(self) -> int:
         """Elements of all parameters, tied ones counted once."""
         return sum(spec.num_elements for unit in self.units for spec in unit.parameters)
@@ -88,10 +93,10 @@ def _unfrozen(unit: UnitPlan, names: Collection[str]) -> UnitPlan:
 
 @dataclass(frozen=True, slots=True)
 class UnitRanks:
-    """How a unit is sharded over other ranks than the model around it."""
+    """How a unit is sharded; as in `Plan`."""
 
     strategy: Strategy
-    world_size: int  # as in `Plan`
+    world_size: int
     replicas: int
 
 
@@ -103,7 +108,7 @@ class UnitChoice:
     precision: MixedPrecisionPolicy = AS_IT_CAME
     offload: OffloadPolicy = NO_OFFLOAD
     wire: Wire = EXACT
-    ranks: UnitRanks | None = None  # None: those of the model
+    ranks: UnitRanks | None = None  # other ones than the model around it has
 
 
 @dataclass(slots=True)
@@ -170,8 +175,9 @@ def make_plan(
         units = BUCKET_BYTES // max((p.dtype.itemsize for p in root.parameters()), default=1)
     own = UnitChoice(reshard_after_forward, precision, offload, wire)
     choices = dict.fromkeys(choose_units(root, units), own) | dict(manual or {})
+    of_model = UnitRanks(strategy, world_size, replicas)
     options = {
-        name: _options(name, choices[name], strategy, world_size, replicas)
+        name: _options(name, choices[name], of_model)
         for name, _ in root.named_modules()
         if name in choices
     }
@@ -184,12 +190,9 @@ def make_plan(
     )
 
 
-def _options(
-    name: str, choice: UnitChoice, strategy: Strategy, world_size: int, replicas: int
-) -> UnitOptions:
-    if choice.ranks is not None:
-        strategy, world_size = choice.ranks.strategy, choice.ranks.world_size
-        replicas = choice.ranks.replicas
+def _options(name: str, choice: UnitChoice, of_model: UnitRanks) -> UnitOptions:
+    ranks = choice.ranks or of_model
+    strategy, world_size, replicas = ranks.strategy, ranks.world_size, ranks.replicas
     is_cut = strategy.inner is Level.PARAMETERS
     after = choice.reshard_after_forward
     reshard = is_cut and bool(name) if after is None else bool(after)

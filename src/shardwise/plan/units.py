@@ -128,7 +128,7 @@ class UnitPlan(UnitOptions):
 
     @cached_property
     def trainable_layouts(self) -> tuple[Layout, ...]:
-        return tuple(layout for layout in self.layouts if layout.extents[0].parameter.trainable)
+        return tuple(layout for layout in self.layouts if layout.trainable)
 
     @cached_property
     def gradient_bytes(self) -> int:

@@ -65,7 +65,7 @@ class FlatParameters:
         self.parameters: list[FSDPParameter] = []  # in the order of the layout's extents
         self._allocate()
         self.gradients: GradientBuffer | None = None
-        if layout.extents[0].parameter.trainable:
+        if layout.trainable:
             self.gradients = GradientBuffer(
                 layout, self.parameters, mesh, pools, plan, settings, offloader
             )
