@@ -26,7 +26,7 @@ def test_mesh() -> None:
         ({"strategy": "fsdq"}, r"strategy='fsdq'.*did you mean 'fsdp'"),
         ({"optimizer": "adamv"}, r"optimizer='adamv'.*did you mean 'adamw'"),
         ({"checkpointing": ("none", "ful")}, r"checkpointing='ful'.*did you mean 'full'"),
-        ({"chunks": 2}, r"chunks=2: expected a pipeline"),
+        ({"chunks": 2}, r"chunks=2: expected pipeline to be 2 or more"),
         ({"shard_size": 4, "expert": 3}, r"expert=3: expected a divisor of the 4"),
     ],
 )

@@ -13,7 +13,7 @@ from torch.profiler import profile
 from shardwise.errors import ConfigError, PlanError
 from shardwise.forecast import machines
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.fit import WORDS, Fit, Search, choose, fit
+from shardwise.forecast.fit import MODES, Fit, Search, choose, fit
 from shardwise.forecast.hardware import parse_cluster
 from shardwise.forecast.machine import Machine
 from shardwise.forecast.machines import local_machine
@@ -41,9 +41,9 @@ def search_of(model: Model, *, on_cpu: bool = True) -> Search:
 
 def all_of(search: Search, base: Configuration) -> list[Fit]:
     return [
-        search.fit(search.recomputing(one, word, count))
+        search.fit(search.recomputing(one, mode, count))
         for one in search.bases(base)
-        for word in WORDS
+        for mode in MODES
         for count in range(search.num_blocks + 1)
     ]
 
@@ -69,7 +69,8 @@ def test_the_step_is_near_the_best_of_all(model: Model, on_cpu: bool) -> None:
         assert chosen.num_bytes <= budget
         assert chosen.seconds <= 1.1 * best
     with pytest.raises(
-        PlanError, match=r"nothing fits; the least is [\d,]+ bytes a rank.*would save"
+        PlanError,
+        match=r"no configuration fits; the smallest needs [\d,]+ bytes per rank.*would save",
     ):
         choose(search, BASE, int(0.95 * sizes[0]))
 
@@ -78,7 +79,7 @@ def test_a_large_budget_recomputes_nothing() -> None:
     base = replace(BASE, micro_batch=1)
     chosen = choose(search_of(Model("llama", LLAMA)), base, 1 << 40)
     assert chosen.configuration.checkpointing == "none"
-    assert chosen.words == ()
+    assert chosen.checkpointing == ()
 
 
 @pytest.mark.parametrize(
@@ -116,9 +117,9 @@ def test_a_gpu_without_data_has_to_be_measured(monkeypatch: pytest.MonkeyPatch) 
 def test_a_step_stays_within_the_budget(share: float) -> None:
     search = search_of(Model("llama", LLAMA))
     sizes = [
-        search.num_bytes(search.recomputing(one, word, count))
+        search.num_bytes(search.recomputing(one, mode, count))
         for one in search.bases(BASE)
-        for word in WORDS
+        for mode in MODES
         for count in (0, search.num_blocks)
     ]
     budget = int(min(sizes) + share * (max(sizes) - min(sizes)))
@@ -156,5 +157,5 @@ def test_a_step_stays_within_the_budget(share: float) -> None:
 
 
 def test_units_are_the_repeated_blocks() -> None:
-    with pytest.raises(PlanError, match="per repeated block"):
+    with pytest.raises(PlanError, match="repeated blocks as units"):
         fit(build(LLAMA), budget="1 GB", batch=1, sequence=8, units=nn.Linear)

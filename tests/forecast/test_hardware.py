@@ -34,7 +34,7 @@ def test_a_cluster_has_a_name(
         ("64xH100:fast", "expected COUNTxNAME"),
         ("64xH10", "'H10' is not known; did you mean 'H100'"),
         ("0xH100", "0 devices"),
-        ("8xH100/0", "0 in a node"),
+        ("8xH100/0", "0 per node"),
     ],
 )
 def test_a_wrong_cluster_is_refused(text: str, message: str) -> None:

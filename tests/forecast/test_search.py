@@ -142,13 +142,13 @@ def test_degrees_that_do_not_divide_the_model_are_left_out() -> None:
     [
         ({"global_batch": 500}, "use 448 or 512"),
         ({"global_batch": 32}, "use 64, or tensor=2"),
-        ({"tensor": 3}, "tensor=3: 64 ranks do not divide by 3"),
-        ({"expert": 5}, "expert=5: 64 ranks do not divide by 5"),
+        ({"tensor": 3}, "tensor=3: expected a number of ranks divisible by 3, got 64"),
+        ({"expert": 5}, "expert=5: expected a number of ranks divisible by 5, got 64"),
         (
             {"chunks": 2, "pipeline": 4, "micro_batches": (16,)},
             "chunks=2: no number of micro-batches is a multiple of pipeline=4",
         ),
-        ({"micro_batches": (3,)}, "micro_batch=3: expected a divisor of the 8 sequences of a rank"),
+        ({"micro_batches": (3,)}, "micro_batch=3: expected a divisor of the 8 sequences per rank"),
     ],
 )
 def test_what_cannot_be_divided_says_what_could(change: dict[str, object], message: str) -> None:

@@ -18,12 +18,12 @@ def config_of(**train: object) -> Config:
 def test_less_memory_takes_smaller_batches_or_recomputes() -> None:
     large = within(config_of(), "1GB")
     assert large.memory.checkpoint_every == 0
-    with pytest.raises(PlanError, match="nothing fits; the least is") as raised:
+    with pytest.raises(PlanError, match="no configuration fits; the smallest needs") as raised:
         within(config_of(), "1kB")
-    least = int(str(raised.value).split("the least is ")[1].split(" bytes")[0].replace(",", ""))
+    least = int(str(raised.value).split("smallest needs ")[1].split(" bytes")[0].replace(",", ""))
     small = within(config_of(), str(least))
     assert small.accumulates or small.memory.checkpoint_every
-    with pytest.raises(PlanError, match="nothing fits"):
+    with pytest.raises(PlanError, match="no configuration fits"):
         within(config_of(), str(int(0.95 * least)))
 
 

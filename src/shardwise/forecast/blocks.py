@@ -1,8 +1,8 @@
-"""Models of repeated blocks: traced with a few of them, and repeated to their depth.
+"""Models of repeated blocks: a few blocks are traced, and the trace is repeated to the full depth.
 
-A model of 126 blocks is traced with its first and last block and one block between them for each
-kind that is there: blocks differ by their class, by the shapes of their parameters, and by what
-activation checkpointing keeps of them.
+A model of 126 blocks is traced with its first block, its last block and one block of each kind in
+between. Blocks are of different kinds if they differ in class, parameter shapes or activation
+checkpointing.
 """
 
 import copy
@@ -18,19 +18,19 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A container of blocks that are much the same."""
+    """A container of similar blocks."""
 
     name: str
-    kinds: tuple[Hashable, ...]  # of its blocks
+    kinds: tuple[Hashable, ...]  # the kind of each block
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Their names."""
+        """The names of the blocks."""
         return tuple(f"{self.name}.{number}" for number in range(len(self.kinds)))
 
 
 def find_stacks(module: nn.Module, prefix: str = "") -> list[Stack]:
-    """The outermost containers of blocks of one class, which ``units="auto"`` finds as well."""
+    """Return the outermost containers of blocks of one class, as ``units="auto"`` finds them."""
     found: list[Stack] = []
     for name, child in module.named_children():
         path = f"{prefix}{name}"
@@ -48,23 +48,28 @@ def find_stacks(module: nn.Module, prefix: str = "") -> list[Stack]:
 
 
 def _kind_of(block: nn.Module) -> Hashable:
-    return tuple((name, tuple(one.shape)) for name, one in block.named_parameters())
+    return tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
 
 
 def sample_of(kinds: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-    """The blocks to trace, and for each block which of those it is like."""
+    """Choose the blocks to trace.
+
+    Returns:
+        The numbers of the blocks to trace, and for each block the index of its representative
+        among them.
+    """
     last = len(kinds) - 1
-    chosen = {0: 0} | {last: last}
+    ends = {0: 0} | {last: last}
     between: dict[Hashable, int] = {}
     for number in range(1, last):
         between.setdefault(kinds[number], number)
-    traced = sorted({*chosen, *between.values()})
-    like = [0, *(traced.index(between[kinds[n]]) for n in range(1, last)), len(traced) - 1]
-    return traced, like
+    traced = sorted({*ends, *between.values()})
+    order = [0, *(traced.index(between[kinds[n]]) for n in range(1, last)), len(traced) - 1]
+    return traced, order
 
 
 def with_blocks(module: nn.Module, chosen: Mapping[str, Sequence[int]]) -> nn.Module:
-    """A model with only some blocks of its stacks; it shares them with ``module``."""
+    """Copy ``module`` with only some blocks of its stacks; the copy shares these blocks."""
     memo: dict[int, object] = {}
     for name, numbers in chosen.items():
         stack = module.get_submodule(name)

@@ -1,11 +1,11 @@
-"""A machine whose rates were measured on it: what ``shardwise doctor --calibrate`` writes.
+"""A machine with measured rates, as ``shardwise doctor --calibrate`` writes them.
 
-Each kind of operation has a rate: ``seconds = start + flops * per_flop + bytes * per_byte``, from
-measurements of several sizes. Collectives have a curve, seconds by bytes. All of it was measured
-for several numbers of local ranks, since ranks share memory and, on a CPU, cores::
+Each kind of operation has a rate, ``seconds = start + flops * per_flop + bytes * per_byte``, fitted
+to measurements of several sizes. Each collective has a curve of seconds over bytes. Everything is
+measured for several numbers of local ranks, because ranks share memory and, on a CPU, cores::
 
-    compute of 4 ranks with one thread each, on 2 cores    takes twice as long as on one
-    a collective between ranks on CPUs                     keeps the cores from computing
+    compute of 4 ranks with one thread each on 2 cores    takes twice as long as with 4 cores
+    a collective between ranks on CPUs                    keeps the cores from computing
 """
 
 import json
@@ -26,8 +26,8 @@ from shardwise.forecast.work import Kind, Operation
 __all__ = ["CalibratedMachine", "Calibration", "Curve", "RanksCalibration", "Rate"]
 
 VERSION = 1
-_GENERATION = "hopper"  # of the constants that are not measured
-_PAUSED = 1e6  # how much slower compute is, where collectives take its cores
+_GENERATION = "hopper"  # source of the constants that are not measured
+_PAUSED = 1e6  # slowdown of compute while a collective occupies its cores
 
 _Positive = Annotated[float, Field(ge=0)]
 
@@ -37,7 +37,7 @@ class _Strict(BaseModel):
 
 
 class Rate(_Strict):
-    """How long an operation takes."""
+    """The duration of an operation as a linear function of FLOPs and bytes."""
 
     start: _Positive
     per_flop: _Positive = 0.0
@@ -48,12 +48,12 @@ class Rate(_Strict):
 
 
 class Curve(_Strict):
-    """Seconds of a collective by its bytes, in ascending order."""
+    """Seconds of a collective by bytes, in ascending order."""
 
     points: Annotated[tuple[tuple[_Positive, _Positive], ...], Field(min_length=1)]
 
     def seconds(self, num_bytes: float) -> float:
-        """Between two points as a power of the size; beyond the last, at its rate."""
+        """Interpolate as a power of the size; beyond the last point, use that point's rate."""
         sizes = [size for size, _ in self.points]
         after = bisect_left(sizes, num_bytes)
         if after == 0:
@@ -68,52 +68,53 @@ class Curve(_Strict):
 
 
 class RanksCalibration(_Strict):
-    """What was measured on a number of local ranks at once.
+    """Measurements with a number of local ranks running at once.
 
-    Keys end with the bytes of an element: "mm/4", "gather/2". Besides the names of operations there
-    is one of each kind for all others, and "cast" is a gather within one rank.
+    Keys end with the bytes of an element: "mm/4", "gather/2". Operations without an entry of their
+    own use the entry of their kind. "cast" is a gather within one rank.
     """
 
-    threads: Annotated[int, Field(ge=1)]  # of each rank
-    operation_seconds: _Positive  # of the host, around each operation
+    threads: Annotated[int, Field(ge=1)]  # threads per rank
+    operation_seconds: _Positive  # host overhead per operation
     operations: dict[str, Rate]
     collectives: dict[str, Curve]
-    updates: dict[str, _Positive]  # seconds of an optimizer for each byte of gradient shards
+    updates: dict[str, _Positive]  # seconds of an optimizer per byte of gradient shards
 
     def summary(self) -> str:
-        """The main rates, in a line."""
-        words = [f"{self.threads} thread{'s' * (self.threads > 1)} each"]
+        """Describe the main rates in one line."""
+        parts = [f"{self.threads} thread{'s' * (self.threads > 1)} each"]
         for key, label in (("mm/4", "float32"), ("mm/2", "bfloat16")):
             rate = self.operations.get(key)
             if rate is not None and rate.per_flop:
-                words.append(f"{label} products {1e-9 / rate.per_flop:,.0f} GFLOP/s")
+                parts.append(f"{label} products {1e-9 / rate.per_flop:,.0f} GFLOP/s")
         copied = self.operations[f"{Kind.MEMORY}/4"].per_byte
         if copied:
-            words.append(f"memory {1e-9 / copied:,.1f} GB/s")
-        words.append(f"{self.operation_seconds * 1e6:,.0f} us around an operation")
+            parts.append(f"memory {1e-9 / copied:,.1f} GB/s")
+        parts.append(f"{self.operation_seconds * 1e6:,.0f} us per operation")
         for key in ("gather/4", "reduce/4", "all_reduce/4"):
             if key in self.collectives:
                 size, seconds = self.collectives[key].points[-1]
-                words.append(f"{key[:-2].replace('_', '-')} {size / seconds / 1e9:,.1f} GB/s")
-        return ", ".join(words)
+                parts.append(f"{key[:-2].replace('_', '-')} {size / seconds / 1e9:,.1f} GB/s")
+        return ", ".join(parts)
 
 
 class Calibration(_Strict):
-    """The content of a file of measurements."""
+    """The content of a calibration file."""
 
     format: str
     version: int
     machine: dict[str, str | int]
     accelerator: dict[str, str | float | int | None]
-    cores: int  # that ranks share; 0: each has a device
+    cores: int  # CPU cores that the ranks share; 0: each rank has a device
     ranks: Annotated[dict[int, RanksCalibration], Field(min_length=1)]
 
     @classmethod
     def read(cls, path: Path) -> "Calibration":
-        """Read what ``shardwise doctor --calibrate`` wrote.
+        """Read a file that ``shardwise doctor --calibrate`` wrote.
 
         Raises:
-            ConfigError: the file is another one, or malformed; names the entry.
+            ConfigError: the file is not a calibration file or is malformed. The message names the
+                entry.
         """
         try:
             found = cls.model_validate_json(path.read_bytes())
@@ -141,11 +142,11 @@ class Calibration(_Strict):
 
 @dataclass(frozen=True)
 class CalibratedMachine(Machine):
-    """Local ranks, as they were measured.
+    """Local ranks with measured rates.
 
     Attributes:
-        calibration: all that was measured.
-        measured: on the number of ranks of this cluster.
+        calibration: all measurements.
+        measured: the measurements with this cluster's number of ranks.
         compute_itemsize: bytes of a gathered element.
         reduce_itemsize: bytes of an element while gradients are reduced.
     """
@@ -157,14 +158,14 @@ class CalibratedMachine(Machine):
 
     @classmethod
     def read(cls, path: Path, num_ranks: int | None = None) -> "CalibratedMachine":
-        """The machine of a file.
+        """Read the machine from a calibration file.
 
         Args:
-            path: of what ``shardwise doctor --calibrate`` wrote.
-            num_ranks: one of those that were measured; None for the most.
+            path: file written by ``shardwise doctor --calibrate``.
+            num_ranks: a measured number of ranks; None: the largest one.
 
         Raises:
-            ConfigError: the file is malformed, or has not that number of ranks.
+            ConfigError: the file is malformed or was not measured with that number of ranks.
         """
         calibration = Calibration.read(path)
         ranks = max(calibration.ranks) if num_ranks is None else num_ranks
@@ -178,7 +179,7 @@ class CalibratedMachine(Machine):
 
     @classmethod
     def measured_on(cls, calibration: Calibration, ranks: int) -> "CalibratedMachine":
-        """The machine with one of the numbers of ranks that were measured."""
+        """Return the machine with one of the measured numbers of ranks."""
         device = calibration.device
         constants = Constants.of(_GENERATION).updated(
             {
@@ -195,7 +196,7 @@ class CalibratedMachine(Machine):
         return cls(cluster, constants, calibration, calibration.ranks[ranks])
 
     def under(self, configuration: Configuration) -> "CalibratedMachine":
-        """The same, with the dtypes of ``configuration``."""
+        """Return the machine with the dtypes of ``configuration``."""
         compute = (
             configuration.master_dtype if configuration.autocast else configuration.compute_dtype
         )
@@ -210,7 +211,7 @@ class CalibratedMachine(Machine):
     def operation_seconds(self, operation: Operation, *, is_flash1: bool = False) -> float:  # noqa: ARG002
         rate = self._rate_of(operation)
         seconds = rate.seconds(operation.flops, operation.num_bytes)
-        if self.calibration.cores:  # which launch as well as compute
+        if self.calibration.cores:  # the cores launch operations as well as compute
             seconds += self.measured.operation_seconds
         return seconds * self._sharing
 
@@ -227,14 +228,14 @@ class CalibratedMachine(Machine):
 
     @property
     def _sharing(self) -> float:
-        """How many threads there are for each core, if cores are what computes."""
+        """Number of threads per core if ranks compute on CPU cores, otherwise 1."""
         if not self.calibration.cores:
             return 1.0
         threads = self.cluster.num_devices * self.measured.threads
         return max(1.0, threads / self.calibration.cores)
 
     def _rate_of(self, operation: Operation) -> Rate:
-        """Of its name and itemsize, or else of its kind, or else of the kind in float32."""
+        """Look up the rate by name, then by kind; for each, by itemsize first, then in float32."""
         names = (operation.name, operation.kind.value)
         keys = [f"{name}/{size}" for name in names for size in (operation.itemsize, 4)]
         known = self.measured.operations
@@ -248,7 +249,7 @@ class CalibratedMachine(Machine):
 
     def reduce_scatter_seconds(self, num_bytes: float, group: Group) -> float:
         if group.size == 1 < self.cluster.num_devices:
-            return 0.0  # an all-reduce over the replicas follows
+            return 0.0  # the all-reduce over the replicas takes the time
         return self._collective("reduce", self.reduce_itemsize, num_bytes)
 
     def all_reduce_seconds(self, num_bytes: float, group: Group) -> float:
@@ -261,4 +262,4 @@ class CalibratedMachine(Machine):
         return curve.seconds(num_bytes) if num_bytes and curve is not None else 0.0
 
 
-_ADAMW_PASSES = 7.0  # as `timeline` counts them
+_ADAMW_PASSES = 7.0  # as in `timeline`

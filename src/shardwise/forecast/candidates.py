@@ -1,4 +1,4 @@
-"""The configurations that a search compares: how the ranks may divide a model and a batch."""
+"""The configurations that a search compares: ways to divide a model and a batch over the ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -23,22 +23,22 @@ MODEL_AXES = ("tensor", "pipeline", "context", "expert")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What is trained, and what a search may choose.
+    """What to train, and the choices that a search may try.
 
     Args:
-        global_batch: sequences in a step, over all ranks.
-        settings: the sequence length, dtypes, optimizer and what else all candidates share.
-        objective: ``"tokens/s"`` and ``"memory"`` rank by speed and by peak memory; ``"cost"`` by
-            the price of a token, on all of the cluster or a part of it.
-        tensor: ranks that compute one layer together; "auto" tries those that may be faster.
-        pipeline: stages.
+        global_batch: sequences per step, over all ranks.
+        settings: sequence length, dtypes, optimizer and everything else that candidates share.
+        objective: ``"tokens/s"`` ranks candidates by speed, ``"memory"`` by peak memory, and
+            ``"cost"`` by the price of a token on all or a part of the cluster.
+        tensor: ranks that compute one layer together; "auto" tries powers of two within a node.
+        pipeline: number of stages.
         chunks: parts of the model on each stage; "auto" tries 1, 2 and 4.
         context: ranks that share a sequence.
         expert: data-parallel ranks that share the experts.
-        strategies: names of the strategies that are tried.
-        micro_batches: sequences in one forward of a rank; none: powers of two.
-        checkpointing: kinds of activation checkpointing that are tried.
-        offload: what may be kept on the host where a candidate does not fit without.
+        strategies: names of the strategies to try.
+        micro_batches: sequences in one forward of a rank; empty: powers of two.
+        checkpointing: kinds of activation checkpointing to try.
+        offload: what may be kept on the host if a candidate does not fit otherwise.
     """
 
     global_batch: int
@@ -64,10 +64,10 @@ class Goal:
 
 
 def configurations(goal: Goal, num_ranks: int, ranks_per_node: int) -> list[Configuration]:
-    """All that divide ``num_ranks`` and the batch, without offload.
+    """Return the configurations that divide ``num_ranks`` and the batch evenly, without offload.
 
     Raises:
-        ConfigError: there are none; it says which batch or degrees would do.
+        ConfigError: there are none. The message says which batch or degrees would work.
     """
     found = []
     reasons: dict[str, None] = {}
@@ -92,14 +92,14 @@ def configurations(goal: Goal, num_ranks: int, ranks_per_node: int) -> list[Conf
                 f"pipeline={degrees['pipeline']}"
             ] = None
     if not found:
-        raise ConfigError("; ".join(reasons) or "no candidate is left to compare")
+        raise ConfigError("; ".join(reasons) or "there is no configuration to compare")
     return found
 
 
 def _of_degrees(
     goal: Goal, degrees: dict[str, Any], num_replicas: int, near: int
 ) -> Iterator[Configuration]:
-    """Candidates on ``num_replicas`` data-parallel ranks, ``near`` of which share a node."""
+    """Yield candidates on ``num_replicas`` data-parallel ranks, ``near`` of which share a node."""
     rank_batch = goal.global_batch // num_replicas
     all_chunks = _AUTO_CHUNKS if goal.chunks == "auto" else (goal.chunks,)
     for (strategy, shard_size), micro_batch, checkpointing, chunks in product(
@@ -124,7 +124,7 @@ def _of_degrees(
 
 
 def offloaded(goal: Goal, configuration: Configuration) -> Iterator[Configuration]:
-    """The same with more and more on the host, for memory that is short."""
+    """Yield variants of ``configuration`` that keep more and more on the host."""
     host = [kind for kind in goal.offload if kind != "none"]
     if configuration.checkpointing == "full" and goal.offload != ("none",):
         yield replace(configuration, activation_offload=True)
@@ -135,10 +135,10 @@ def offloaded(goal: Goal, configuration: Configuration) -> Iterator[Configuratio
 
 
 def _degrees(goal: Goal, ranks_per_node: int) -> Iterator[dict[str, Any]]:
-    """Sizes of the axes of the model; "auto" stays within a node, except for a pipeline."""
-    within = [1 << power for power in range(ranks_per_node.bit_length())]
+    """Yield sizes of the model's axes; "auto" tries powers of two up to the size of a node."""
+    powers = [1 << power for power in range(ranks_per_node.bit_length())]
     choices = [
-        within if getattr(goal, name) == "auto" else [getattr(goal, name)] for name in MODEL_AXES
+        powers if getattr(goal, name) == "auto" else [getattr(goal, name)] for name in MODEL_AXES
     ]
     for sizes in product(*choices):
         yield dict(zip(MODEL_AXES, sizes, strict=True))
@@ -147,7 +147,7 @@ def _degrees(goal: Goal, ranks_per_node: int) -> Iterator[dict[str, Any]]:
 def _shardings(
     strategies: tuple[str, ...], num_replicas: int, near: int
 ) -> Iterator[tuple[str, int]]:
-    """Strategies with the sizes of their shard axis: of hybrid ones, one node, four, 16, ..."""
+    """Yield strategies with the size of their shard axis: 1, 4, 16, ... nodes for hybrid ones."""
     for name in strategies:
         if name == "ddp":
             yield name, 1
@@ -167,7 +167,7 @@ def _micro_batches(goal: Goal, rank_batch: int) -> list[int]:
         if wrong:
             fitting = [n for n in range(1, rank_batch + 1) if rank_batch % n == 0]
             raise ConfigError(
-                f"micro_batch={wrong[0]}: expected a divisor of the {rank_batch} sequences of a "
+                f"micro_batch={wrong[0]}: expected a divisor of the {rank_batch} sequences per "
                 f"rank: {', '.join(map(str, fitting))}"
             )
         return list(goal.micro_batches)
@@ -177,15 +177,15 @@ def _micro_batches(goal: Goal, rank_batch: int) -> list[int]:
 
 def _indivisible(degrees: dict[str, int], num_ranks: int, by: int) -> str:
     shown = ", ".join(f"{name}={size}" for name, size in degrees.items() if size > 1)
-    return f"{shown}: {num_ranks} ranks do not divide by {by}"
+    return f"{shown}: expected a number of ranks divisible by {by}, got {num_ranks}"
 
 
 def _batch_problem(goal: Goal, num_replicas: int) -> str:
     below = goal.global_batch // num_replicas * num_replicas
     multiples = " or ".join(f"{n:,}" for n in (below, below + num_replicas) if n)
-    words = (
-        f"global_batch={goal.global_batch:,} does not divide over {num_replicas:,} data-parallel "
-        f"ranks; use {multiples}"
+    problem = (
+        f"global_batch={goal.global_batch:,} does not divide evenly over {num_replicas:,} "
+        f"data-parallel ranks; use {multiples}"
     )
     degree = next(
         (
@@ -195,4 +195,4 @@ def _batch_problem(goal: Goal, num_replicas: int) -> str:
         ),
         0,
     )
-    return f"{words}, or tensor={degree}" if degree and goal.tensor == 1 else words
+    return f"{problem}, or tensor={degree}" if degree and goal.tensor == 1 else problem

@@ -1,4 +1,4 @@
-"""How a model is trained: everything that a forecast needs besides the model and the machine."""
+"""The training configuration: everything that a forecast needs besides model and machine."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -35,47 +35,49 @@ Stack = Literal["shardwise", "fsdp1", "fsdp2", "ddp", "deepspeed"]
 class Configuration:
     """How a model is trained.
 
-    The mesh is ``pipeline x replicas x shard_size x context x tensor``; ``expert`` ranks are taken
-    from the data-parallel ones. Micro-batches of a pipeline are those of the accumulation. Each
-    stage has its blocks in ``chunks`` parts; with several, micro-batches pass all stages that
-    often (interleaved 1F1B, arXiv 2104.04473).
+    The mesh is ``pipeline x replicas x shard_size x context x tensor``; the ``expert`` ranks are
+    data-parallel ranks. A pipeline's micro-batches are those of the accumulation. Each stage has
+    its blocks in ``chunks`` parts. With several chunks, micro-batches pass all stages once per
+    chunk (interleaved 1F1B, arXiv 2104.04473).
 
     Args:
-        strategy: a name of `STRATEGIES`.
+        strategy: a name in `STRATEGIES`.
         shard_size: data-parallel ranks over which the model is sharded.
-        replicas: of the sharded model.
+        replicas: number of replicas of the sharded model.
         reshard_after_forward: as in `fully_shard`.
         tensor: ranks that compute one layer together.
-        sequence_parallel: tensor-parallel ranks also share the sequence between their products.
-        split_vocabulary: tensor-parallel ranks share the embedding and the logits. Otherwise each
-            has the whole embedding, and gathers the logits for the loss.
-        pipeline: stages, each on its own ranks.
-        chunks: parts of the model on each stage of a pipeline. If there are several, the
-            accumulation is a multiple of the stages.
+        sequence_parallel: whether tensor-parallel ranks also share the sequence between products.
+        split_vocabulary: whether tensor-parallel ranks share the embedding and the logits.
+            Otherwise each has the whole embedding and gathers the logits for the loss.
+        pipeline: number of stages, each on its own ranks.
+        chunks: parts of the model on each stage of a pipeline. With several chunks, the
+            accumulation must be a multiple of the number of stages.
         context: ranks that share a sequence.
         expert: data-parallel ranks that share the experts.
         micro_batch: sequences in one forward of a rank.
-        accumulation: forwards of a rank in a step.
-        accumulate: what is added up over them: gradient shards, or whole gradients.
-        sequence: tokens in a sequence.
-        checkpointing: of every block, or one word for each block, as in `checkpoint_blocks`.
-        activation_offload: copy what autograd saves in a block to the host until its backward.
+        accumulation: forwards of a rank per step.
+        accumulate: what is accumulated over micro-batches: gradient shards, or whole gradients.
+        sequence: tokens per sequence.
+        checkpointing: a mode of `checkpoint_blocks` for all blocks, or one mode for each block.
+        activation_offload: whether tensors that autograd saves in a block are on the host until its
+            backward.
         offload: what is kept on the host between steps; ``"parameters"`` includes the optimizer.
         prefetch: units gathered ahead of the one that computes.
-        master_dtype: of shards, gradient shards and optimizer states.
-        compute_dtype: of matrix products.
-        gather_dtype: of gathered parameters; None for ``compute_dtype``, or with autocast for
-            ``master_dtype``.
-        reduce_dtype: of gradients while they are reduced.
-        autocast: compute under ``torch.autocast``.
-        optimizer: whose states a rank keeps. What owners compute and exchange with "muon" and
-            "soap" is not in the time of a step.
-        clips: whether the norm of gradients is clipped.
-        optimizer_loop: how it goes through the parameters, as arguments of torch's optimizers.
-        compiled: with ``torch.compile``.
-        attention: an attention kernel, or as written with matrix products and a softmax.
-        flat_units: units are the blocks, without one for the embedding and the head.
-        stack: whose buffers are counted.
+        master_dtype: dtype of shards, gradient shards and optimizer states.
+        compute_dtype: dtype of matrix products.
+        gather_dtype: dtype of gathered parameters; None: ``compute_dtype``, or ``master_dtype``
+            with autocast.
+        reduce_dtype: dtype of gradients while they are reduced.
+        autocast: whether to compute under ``torch.autocast``.
+        optimizer: the optimizer, which determines the states of a rank.
+            What owners compute and exchange with "muon" and "soap" is not in the time of a step.
+        clips: whether the gradient norm is clipped.
+        optimizer_loop: how the optimizer iterates over parameters, as the arguments of torch's
+            optimizers.
+        compiled: whether the model runs under ``torch.compile``.
+        attention: "flash": a fused attention kernel; "math": matrix products and a softmax.
+        flat_units: whether units are the blocks alone, without one for the embedding and the head.
+        stack: the library whose buffers are counted.
 
     Raises:
         PlanError: a value is out of range.
@@ -127,7 +129,9 @@ class Configuration:
                 "data-parallel ranks (shard_size x replicas)"
             )
         if self.chunks > 1 and self.pipeline == 1:
-            raise PlanError(f"chunks={self.chunks}: expected a pipeline; got pipeline=1")
+            raise PlanError(
+                f"chunks={self.chunks}: expected pipeline to be 2 or more, got pipeline=1"
+            )
         for name, kind in _CHOICES.items():
             for value in self._values(name):
                 if value not in get_args(kind):
@@ -141,7 +145,7 @@ class Configuration:
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """Of gathered parameters."""
+        """Dtype of gathered parameters."""
         return self.gather_dtype or (self.master_dtype if self.autocast else self.compute_dtype)
 
     @property
@@ -151,7 +155,7 @@ class Configuration:
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks over which parameters are sharded: those of a sequence hold the same ones."""
+        """Ranks over which parameters are sharded; ranks that share a sequence shard them too."""
         return self.shard_size * self.context
 
     @property
@@ -166,17 +170,17 @@ class Configuration:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return self.data_parallel * self.model_parallel
 
     @property
     def global_batch(self) -> int:
-        """Sequences in a step, over all ranks."""
+        """Sequences per step, over all ranks."""
         return self.micro_batch * self.accumulation * self.data_parallel
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in a step, over all ranks."""
+        """Tokens per step, over all ranks."""
         return self.global_batch * self.sequence
 
 

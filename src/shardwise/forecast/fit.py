@@ -1,7 +1,7 @@
-"""The fastest configuration whose memory stays within a budget: `fit`.
+"""`fit`: chooses the fastest configuration whose memory stays within a budget.
 
-For every strategy, prefetch and micro-batch, as few blocks are recomputed as the budget allows,
-from the first one on; then the fastest of all is chosen. Memory is that of the certificate.
+For every strategy, prefetch and micro-batch, the first blocks are recomputed, as few of them as the
+budget allows. The fastest of these candidates wins. Memory is predicted by the certificate.
 """
 
 import copy
@@ -42,9 +42,9 @@ from shardwise.plan.units import Units, choose_units
 
 __all__ = ["Fit", "Search", "choose", "fit"]
 
-WORDS: tuple[Checkpointing, ...] = ("products", "full")
-_RETURNED_BYTES = 1 << 16  # blocks from here on are not kept by malloc when they are freed
-_WIDTH = 512  # of the products for which libraries set up their buffers
+MODES: tuple[Checkpointing, ...] = ("products", "full")
+_RETURNED_BYTES = 1 << 16  # malloc returns freed blocks of at least this size to the system
+_WIDTH = 512  # width of the products for which libraries set up their buffers
 _PREFETCHES = (0, 1, 2)
 _STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 
@@ -55,24 +55,27 @@ class Fit:
 
     configuration: Configuration
     certificate: Certificate
-    seconds: float  # of a step, predicted
+    seconds: float  # predicted step time
     on_cpu: bool
 
     @property
     def num_bytes(self) -> int:
-        """Of a rank's device at the peak; on a CPU without the process as it was before."""
+        """Peak bytes on one rank's device. On a CPU, memory that the process had does not count."""
         return _bytes(self.certificate, self.on_cpu)
 
     @property
-    def words(self) -> tuple[Checkpointing, ...]:
-        """The checkpointing of each block; empty if none is recomputed."""
-        words = self.configuration.checkpointing
-        return words if isinstance(words, tuple) else ()
+    def checkpointing(self) -> tuple[Checkpointing, ...]:
+        """The checkpointing mode of each block; empty if no block is recomputed."""
+        modes = self.configuration.checkpointing
+        return modes if isinstance(modes, tuple) else ()
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Shard ``model`` so; returns it. Its batches have ``configuration.micro_batch`` rows."""
+        """Shard ``model`` with this configuration and return it.
+
+        Pass it batches of ``configuration.micro_batch`` rows.
+        """
         configuration = self.configuration
-        checkpoint_blocks(model, dict(zip(_blocks(model), self.words, strict=False)))
+        checkpoint_blocks(model, dict(zip(_blocks(model), self.checkpointing, strict=False)))
         is_whole = not configuration.row.shards
         fully_shard(
             model,
@@ -98,7 +101,7 @@ def fit(
     configuration: Configuration | None = None,
     cluster: str = "",
 ) -> Fit:
-    """Shard ``model`` as is fastest within ``budget`` bytes of each rank.
+    """Shard ``model`` with the fastest configuration that stays within a memory budget per rank.
 
     ::
 
@@ -106,30 +109,33 @@ def fit(
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for tokens in batches.split(fitted.configuration.micro_batch): ...
 
-    The strategy, the prefetch, the micro-batch, which blocks are recomputed in backward, and
-    whether activations wait on the host are chosen.
+    It chooses the strategy, the prefetch, the micro-batch, which blocks are recomputed in backward,
+    and whether activations are offloaded to the host.
 
     Args:
         model: takes tokens [batch, time], and targets of that shape if it has a second argument;
             returns the loss or logits. It may be on the meta device.
-        budget: of the memory of a rank's device, such as "24 GB" (10^9) or "24 GiB" (2^30). On a
-            CPU it is for the model and all that the process takes from this call on: tensors, and
-            libraries on their first use, which are measured. From then on glibc returns freed
-            blocks to the system, which takes some time in every step.
-        batch: sequences of a rank in a step.
-        sequence: tokens in a sequence.
-        units: the repeated blocks.
-        configuration: dtypes, optimizer and offload; float32 and AdamW if it is None.
-        cluster: what runs it, as "8xH100" or "2xFILE" of `shardwise doctor --calibrate FILE`; it
-            weighs compute against communication. "" is as many GPUs like this one, or the usual
-            CPU, as there are ranks.
+        budget: bytes of a rank's device, such as "24 GB" (10^9) or "24 GiB" (2^30). On a CPU, the
+            budget covers the model and everything that the process allocates after this call:
+            tensors, and the buffers of libraries, which are measured. From this call on, glibc
+            returns freed blocks to the system, which takes some time in every step.
+        batch: sequences per rank and step.
+        sequence: tokens per sequence.
+        units: must select the repeated blocks.
+        configuration: dtypes, optimizer and offload; None: the model's dtype and AdamW.
+        cluster: hardware that runs the model, such as "8xH100", or "2xFILE" with a file written by
+            `shardwise doctor --calibrate FILE`. It determines how compute compares to
+            communication. "": one device like this one per rank; on a CPU, rates of typical
+            servers.
 
     Raises:
-        PlanError: nothing fits; the message says how much is missing and what would help.
-        ConfigError: ``cluster`` is not known, or was not given and this GPU is not known.
+        PlanError: no configuration fits. The message says how much is missing and what would help.
+        ConfigError: ``cluster`` is unknown, or it was not given and this GPU is unknown.
     """
     if choose_units(model, units) != choose_units(model, "auto"):
-        raise PlanError(f"units={units!r}: sw.fit chooses per repeated block; pass units='auto'")
+        raise PlanError(
+            f"units={units!r}: sw.fit expects the repeated blocks as units; pass units='auto'"
+        )
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     given = configuration or Configuration(
         compute_dtype=next(model.parameters()).dtype, master_dtype=next(model.parameters()).dtype
@@ -147,13 +153,14 @@ def fit(
     return fitted
 
 
-_overheads = [0]  # of the calls of `fit` in this process, whose libraries stay
+_overheads = [0]  # one per call of `fit` in this process, because libraries keep their buffers
 
 
 def _overhead_bytes(search: "Search", base: Configuration) -> int:
-    """What this process has beyond tensors since the first call of `fit`, the most of all ranks.
+    """Return the memory beyond tensors since the first call of `fit`, as a maximum over ranks.
 
-    It is measured: libraries are used for the first time, and a search is made once in vain.
+    The overhead is measured by using each library once and running one search whose result is
+    discarded.
     """
     set_mmap_threshold(_RETURNED_BYTES)
     before = resident_bytes()
@@ -174,7 +181,7 @@ def _release() -> None:
 
 
 def _use_libraries() -> None:
-    """A training step: threads, kernels and modules that are imported when they are needed."""
+    """Run a training step, which starts threads and loads kernels and lazily imported modules."""
     model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.LayerNorm(_WIDTH), nn.GELU())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with torch.enable_grad():
@@ -183,47 +190,49 @@ def _use_libraries() -> None:
 
 
 def choose(search: "Search", base: Configuration, budget: int, *, whole: bool = False) -> Fit:
-    """The fastest configuration within ``budget`` bytes; ``base`` has all of a rank's batch.
+    """Choose the fastest configuration within ``budget`` bytes.
 
     Args:
-        search: of a model on a machine.
-        base: what is not chosen.
-        budget: bytes of a rank.
-        whole: all blocks are recomputed, or none.
+        search: forecasts of a model on a machine.
+        base: the settings that are not chosen; its micro-batch is all of a rank's batch.
+        budget: bytes per rank.
+        whole: whether to recompute either all blocks or none.
 
     Raises:
-        PlanError: none fits.
+        PlanError: no configuration fits.
     """
     fits: list[Fit] = []
-    for one, word in product(search.bases(base), WORDS):
+    for candidate, mode in product(search.bases(base), MODES):
         counts = [0, search.num_blocks] if whole else list(range(search.num_blocks + 1))
-        ways = [search.recomputing(one, word, count) for count in counts]
-        if search.num_bytes(ways[0]) <= budget:
-            fits.append(search.fit(ways[0]))
-        elif search.num_bytes(ways[-1]) <= budget:  # so some fewer may do
-            place = bisect_left(ways, True, key=lambda way: search.num_bytes(way) <= budget)
-            fits.append(search.fit(ways[place]))
+        options = [search.recomputing(candidate, mode, count) for count in counts]
+        if search.num_bytes(options[0]) <= budget:
+            fits.append(search.fit(options[0]))
+        elif search.num_bytes(options[-1]) <= budget:  # fewer blocks may suffice
+            index = bisect_left(
+                options, True, key=lambda option: search.num_bytes(option) <= budget
+            )
+            fits.append(search.fit(options[index]))
     if fits:
         return min(fits, key=lambda found: found.seconds)
     raise PlanError(_missing(search, base, budget))
 
 
 class Search:
-    """Forecasts of one model on one machine; traces and plans are made once."""
+    """Forecasts of one model on one machine, with cached traces and plans."""
 
     def __init__(self, model: Model, machine: Machine, on_cpu: bool = False) -> None:
         self._model, self._machine, self.on_cpu = model, machine, on_cpu
-        self.overhead_bytes = 0  # of the process, on a CPU
+        self.overhead_bytes = 0  # memory of the process beyond tensors, on a CPU
         self._traces: dict[tuple[int, tuple[Checkpointing, ...], bool], Workload] = {}
         self._plans: dict[Configuration, Plan] = {}
 
     @cached_property
     def num_blocks(self) -> int:
-        """Blocks that may be recomputed: those of the only stack, if there is one."""
+        """Number of blocks that may be recomputed; 0 unless there is exactly one stack."""
         return len(_blocks(self._model.build(Configuration())))
 
     def bases(self, base: Configuration) -> Iterator[Configuration]:
-        """All strategies, prefetches, micro-batches and places of activations."""
+        """Yield all combinations of strategy, prefetch, micro-batch and activation offload."""
         ranks, batch = base.shard_size, base.micro_batch
         sizes = [size for size in range(1, batch + 1) if batch % size == 0]
         offloads = (False,) if self.on_cpu else (False, True)
@@ -243,15 +252,15 @@ class Search:
                 activation_offload=offload,
             )
 
-    def recomputing(self, base: Configuration, word: Checkpointing, count: int) -> Configuration:
-        """The same with its first ``count`` blocks recomputed."""
+    def recomputing(self, base: Configuration, mode: Checkpointing, count: int) -> Configuration:
+        """Return ``base`` with its first ``count`` blocks recomputed."""
         if not count:
             return replace(base, checkpointing="none")
         kept: list[Checkpointing] = ["none"] * (self.num_blocks - count)
-        return replace(base, checkpointing=(*[word] * count, *kept))
+        return replace(base, checkpointing=(*[mode] * count, *kept))
 
     def num_bytes(self, configuration: Configuration) -> int:
-        """Of a rank's device."""
+        """Predict the peak bytes on a rank's device."""
         return _bytes(self.certificate(configuration), self.on_cpu)
 
     def certificate(self, configuration: Configuration) -> Certificate:
@@ -260,7 +269,7 @@ class Search:
         return replace(found, overhead_bytes=found.overhead_bytes + self.overhead_bytes)
 
     def fit(self, configuration: Configuration) -> Fit:
-        """With memory and time."""
+        """Predict memory and time."""
         plan, workload = self._plan(configuration), self._workload(configuration)
         time = step_time(plan, workload, self._machine, configuration)
         return Fit(configuration, self.certificate(configuration), time.seconds, self.on_cpu)
@@ -279,14 +288,14 @@ class Search:
         return replace(self._plans[key], prefetch=configuration.prefetch)
 
     def _workload(self, configuration: Configuration) -> Workload:
-        """A trace of all kinds of blocks, repeated as the configuration has them."""
-        words = configuration.checkpointing
-        if isinstance(words, str) or len(set(words)) == 1:
-            return self._trace(configuration, words if isinstance(words, tuple) else ())
-        count, depth = sum(word != "none" for word in words), len(words)
+        """Trace every kind of block once, and repeat the trace as the configuration requires."""
+        modes = configuration.checkpointing
+        if isinstance(modes, str) or len(set(modes)) == 1:
+            return self._trace(configuration, modes if isinstance(modes, tuple) else ())
+        count, depth = sum(mode != "none" for mode in modes), len(modes)
         half = depth // 2
         kept: list[Checkpointing] = ["none"] * (depth - half)
-        mixed = (*[words[0]] * half, *kept)
+        mixed = (*[modes[0]] * half, *kept)
         workload = self._trace(configuration, mixed)
         if count == half:
             return workload
@@ -294,39 +303,39 @@ class Search:
         order = [min(n, half - 1) if n < count else max(n, half) for n in range(depth)]
         return workload.repeated(stack.name, order)
 
-    def _trace(self, configuration: Configuration, words: tuple[Checkpointing, ...]) -> Workload:
-        key = configuration.micro_batch, words, configuration.compiled
+    def _trace(self, configuration: Configuration, modes: tuple[Checkpointing, ...]) -> Workload:
+        key = configuration.micro_batch, modes, configuration.compiled
         if key not in self._traces:
-            one = replace(
+            traced = replace(
                 configuration,
-                checkpointing=words or "none",
+                checkpointing=modes or "none",
                 strategy="fsdp",
                 shard_size=1,
                 replicas=1,
                 accumulation=1,
                 activation_offload=False,
             )
-            self._traces[key] = workload_of(self._model, one)
+            self._traces[key] = workload_of(self._model, traced)
         return self._traces[key]
 
 
 def _bytes(certificate: Certificate, on_cpu: bool) -> int:
     if not on_cpu:
         return certificate.device_bytes
-    # The memory of gathered units stays from step to step.
+    # The memory of gathered units is kept from step to step.
     arena = max(moment.gathered for moment in certificate.timeline)
     others = max(moment.total - moment.gathered for moment in certificate.timeline)
     return arena + others + certificate.host_bytes + certificate.overhead_bytes
 
 
 def _missing(search: Search, base: Configuration, budget: int) -> str:
-    """Why nothing fits."""
+    """Explain why no configuration fits, and what would help."""
     options = [
-        search.recomputing(one, word, count)
-        for one in search.bases(base)
-        for word in WORDS
+        search.recomputing(candidate, mode, count)
+        for candidate in search.bases(base)
+        for mode in MODES
         for count in {0, search.num_blocks}
-        if one.micro_batch == 1
+        if candidate.micro_batch == 1
     ]
     least = min(options, key=search.num_bytes)
     size = search.num_bytes(least)
@@ -344,10 +353,10 @@ def _missing(search: Search, base: Configuration, budget: int) -> str:
     best = max(saved, key=lambda name: saved[name])
     held = " and ".join(f"{name} ({num_bytes:,} bytes)" for name, num_bytes in largest)
     return (
-        f"budget={budget:,} bytes: nothing fits; the least is {size:,} bytes a rank, "
-        f"{size - budget:,} more, with strategy={least.strategy!r}, micro_batch=1 and every block "
-        f"{'kept' if least.checkpointing == 'none' else 'recomputed'}; at its peak "
-        f"({peak.label}) most are {held}; {best} would save {saved[best]:,} bytes"
+        f"budget={budget:,} bytes: no configuration fits; the smallest needs {size:,} bytes per "
+        f"rank ({size - budget:,} more) with strategy={least.strategy!r}, micro_batch=1 and every "
+        f"block {'kept' if least.checkpointing == 'none' else 'recomputed'}; its peak "
+        f"({peak.label}) is mostly {held}; {best} would save {saved[best]:,} bytes"
     )
 
 
@@ -357,7 +366,7 @@ def _blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy on the meta device, which copies no data."""
+    """Copy ``model`` to the meta device, without copying data."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         meta = torch.empty_like(parameter, device="meta")
@@ -368,7 +377,7 @@ def _on_meta(model: nn.Module) -> nn.Module:
 
 
 def _offload_in_forward(model: nn.Module) -> None:
-    """What a forward of ``model`` saves waits on the host."""
+    """Offload the tensors that autograd saves in each forward of ``model`` to the host."""
     entered: list[Any] = []
 
     def enter(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""The forecast of a configuration: the memory of a rank and the time of a step, joined."""
+"""The forecast of a configuration: memory of a rank and time of a step."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,21 +21,21 @@ from shardwise.plan.plan import Plan
 __all__ = ["Forecast", "Forecaster"]
 
 _SECONDS_PER_HOUR = 3600.0
-_Key = tuple[Configuration, int]  # what they have in common, and the stage of the pipeline
+_Key = tuple[Configuration, int]  # the shared settings, and the stage of the pipeline
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """One configuration on one cluster."""
+    """The forecast of one configuration on one cluster."""
 
     configuration: Configuration
     cluster: Cluster
     memory: Certificate
-    time: StepTime | None = None  # None: it was not asked for
+    time: StepTime | None = None  # None: not predicted
 
     @property
     def missing_bytes(self) -> int:
-        """What the memory of a device lacks; negative: that is left."""
+        """Bytes by which a device's memory is too small; negative if memory is left."""
         return self.memory.device_bytes - self.cluster.accelerator.memory_bytes
 
     @property
@@ -44,23 +44,23 @@ class Forecast:
 
     @cached_property
     def step(self) -> StepTime:
-        """The time of a step, of a configuration that fits."""
+        """The time of a step; only for forecasts of `Forecaster.timed`."""
         assert self.time is not None, "Forecaster.timed adds it"
         return self.time
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices."""
+        """Throughput of all devices together."""
         return self.configuration.tokens_per_step / self.step.seconds
 
     def gpu_hours(self, num_tokens: float) -> float:
-        """Of all devices together, for as many tokens."""
+        """Return the device-hours of all devices together for ``num_tokens``."""
         seconds = num_tokens / self.tokens_per_second
         return seconds * self.cluster.num_devices / _SECONDS_PER_HOUR
 
 
 class Forecaster:
-    """Forecasts of one model on one machine; what configurations share is made once."""
+    """Forecasts of one model on one machine. Work that configurations share is done once."""
 
     def __init__(self, model: Model, machine: Machine) -> None:
         self.model = model
@@ -74,19 +74,19 @@ class Forecaster:
         return self.machine.cluster
 
     def with_devices(self, num_devices: int) -> "Forecaster":
-        """The same model on more or fewer of the same devices."""
+        """Return a forecaster of the same model on another number of the same devices."""
         cluster = replace(self.cluster, num_devices=num_devices)
         other = Forecaster(self.model, replace(self.machine, cluster=cluster))
-        other._modules, other._plans = self._modules, self._plans  # which name their ranks
+        other._modules, other._plans = self._modules, self._plans  # their keys contain the ranks
         other._workloads = self._workloads
         return other
 
     def forecast(self, configuration: Configuration) -> Forecast:
-        """Memory and time."""
+        """Predict memory and time."""
         return self.timed(self.memory(configuration))
 
     def memory(self, configuration: Configuration) -> Forecast:
-        """Memory alone, which is cheaper: of the stage of the pipeline that takes most."""
+        """Predict memory alone, which is cheaper, for the pipeline stage that needs the most."""
         on_cpu = isinstance(self.machine, CalibratedMachine) and self.machine.calibration.cores > 0
         # The first stage holds the most micro-batches, and the last one has the head and the loss.
         certificates = [
@@ -103,17 +103,17 @@ class Forecaster:
         return Forecast(configuration, self.cluster, largest)
 
     def timed(self, forecast: Forecast) -> Forecast:
-        """The same with the time of a step, which is that of the last stage."""
+        """Add the time of a step, predicted for the last pipeline stage."""
         configuration = forecast.configuration
         plan, workload = self.plan(configuration), self.workload(configuration)
         time = step_time(plan, workload, self.machine, configuration)
         return replace(forecast, time=time)
 
     def checkpoint(self, configuration: Configuration, stage: int = -1) -> CheckpointPlan:
-        """Of the model, and of AdamW if that is its optimizer.
+        """Plan the checkpoint of the model, and of its optimizer if that is AdamW.
 
-        With tensor parallelism or a pipeline it is that of the data-parallel ranks which share one
-        rank's part of a stage, by default of the last one.
+        With tensor parallelism or a pipeline, the plan covers the data-parallel ranks that share
+        one rank's part of a stage, by default of the last stage.
         """
         plan = self.plan(configuration, stage)
         has_states = configuration.optimizer == "adamw"
@@ -122,18 +122,18 @@ class Forecaster:
         return save_plan(module, plan, optimizer=optimizer)
 
     def plan(self, configuration: Configuration, stage: int = -1) -> Plan:
-        """Of what one rank of a stage holds, by default of the last one."""
-        one = replace(
+        """Plan the part of the model on one rank of a stage, by default of the last stage."""
+        shared = replace(
             configuration, micro_batch=1, accumulation=1, checkpointing="none", prefetch=1
         )
-        key = one, stage % configuration.pipeline
+        key = shared, stage % configuration.pipeline
         if key not in self._plans:
-            self._plans[key] = plan_of(self._module(*key), one)
+            self._plans[key] = plan_of(self._module(*key), shared)
         return replace(self._plans[key], prefetch=configuration.prefetch)
 
     def workload(self, configuration: Configuration, stage: int = -1) -> Workload:
-        """Of one micro-batch of one rank of a stage."""
-        one = replace(
+        """Trace one micro-batch of one rank of a stage, by default of the last stage."""
+        shared = replace(
             configuration,
             strategy="fsdp",
             shard_size=configuration.expert,
@@ -143,13 +143,13 @@ class Forecaster:
             offload="none",
             prefetch=1,
         )
-        key = one, stage % configuration.pipeline
+        key = shared, stage % configuration.pipeline
         if key not in self._workloads:
             self._workloads[key] = workload_of(self.model, *key)
         return self._workloads[key]
 
     def _module(self, configuration: Configuration, stage: int) -> nn.Module:
-        one = Configuration(
+        shared = Configuration(
             tensor=configuration.tensor,
             split_vocabulary=configuration.split_vocabulary,
             pipeline=configuration.pipeline,
@@ -160,7 +160,7 @@ class Forecaster:
             master_dtype=configuration.master_dtype,
             attention=configuration.attention,
         )
-        key = one, stage
+        key = shared, stage
         if key not in self._modules:
             self._modules[key] = self.model.build(*key)
         return self._modules[key]

@@ -1,4 +1,4 @@
-"""Accelerators and clusters: data sheets as numbers, and names of clusters such as ``64xH100``.
+"""Accelerators, with the numbers of their data sheets, and clusters such as ``64xH100``.
 
 The data is in ``hardware.json``, with a source for each accelerator.
 """
@@ -23,44 +23,44 @@ __all__ = [
 ]
 
 _GIGA, _TERA, _GIB = 1e9, 1e12, 1 << 30
-_USABLE = 0.985  # of the memory on the data sheet, where no source has it: as on those with one
+_USABLE = 0.985  # usable share of nominal memory if unknown; typical of those that are known
 _BITS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One device; rates are per second, and bandwidths are nominal and of one direction."""
+    """One device. Rates are per second; bandwidths are nominal and in one direction."""
 
     name: str
-    generation: str  # devices of one generation share the efficiencies of their kernels
+    generation: str  # devices of one generation share kernel efficiencies
     peak_flops: float  # dense, 16 bits
     fp32_flops: float  # without tensor cores
-    achievable_flops: float | None  # of the best measured matrix product in 16 bits
+    achievable_flops: float | None  # best measured matrix product in 16 bits
     multiprocessors: int
-    memory_bytes: int  # that a process sees
+    memory_bytes: int  # memory visible to a process
     memory_bandwidth: float
-    link_bandwidth: float  # to the other devices of its node
+    link_bandwidth: float  # to the other devices of the node
     host_bandwidth: float
     watts: float
     devices_per_node: int
-    node_bandwidth: float  # of the network adapters of a node, unless a cluster has others
+    node_bandwidth: float  # all network adapters of a node, unless the cluster differs
     aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes of the same devices."""
+    """Nodes with identical devices."""
 
     accelerator: Accelerator
     num_devices: int
     devices_per_node: int
-    node_bandwidth: float  # bytes per second of a node's network adapters, one direction
-    device_word: str = "GPU"  # what people call a device; "rank" where ranks share CPUs
+    node_bandwidth: float  # bytes per second of a node's network adapters, in one direction
+    device_word: str = "GPU"  # name of a device in messages; "rank" if ranks share CPUs
 
     def __post_init__(self) -> None:
         if self.num_devices < 1 or self.devices_per_node < 1:
             raise ConfigError(
-                f"a cluster of {self.num_devices} devices, {self.devices_per_node} in a node: "
+                f"a cluster of {self.num_devices} devices, {self.devices_per_node} per node: "
                 "expected 1 or more of each"
             )
 
@@ -69,7 +69,7 @@ class Cluster:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, of which the last may be incomplete."""
+        """Number of nodes, including an incomplete last one."""
         return -(-self.num_devices // self.devices_per_node)
 
     @classmethod
@@ -80,7 +80,7 @@ class Cluster:
         devices_per_node: int | None = None,
         node_gbps: float | None = None,
     ) -> "Cluster":
-        """A cluster of the accelerator ``name``, as such nodes usually are where nothing is given.
+        """Return a cluster of the accelerator ``name``; None stands for its usual nodes.
 
         Raises:
             ConfigError: no accelerator has that name.
@@ -97,12 +97,12 @@ _CLUSTER = re.compile(
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster ``COUNTxNAME[/DEVICES_PER_NODE][:GBPS_PER_NODE]``.
+    """Parse a cluster in the form ``COUNTxNAME[/DEVICES_PER_NODE][:GBPS_PER_NODE]``.
 
-    ``64xH100`` is 8 nodes with 3,200 Gbit/s each, and ``64xA100-40GB/4:400`` 16 nodes with 400.
+    ``64xH100`` is 8 nodes with 3,200 Gbit/s each; ``64xA100-40GB/4:400`` is 16 nodes with 400.
 
     Raises:
-        ConfigError: it is not of that form, or no accelerator has that name.
+        ConfigError: ``text`` does not have that form, or no accelerator has that name.
     """
     found = _CLUSTER.fullmatch(text.strip())
     if found is None:
@@ -120,17 +120,19 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def accelerator(name: str) -> Accelerator:
-    """The accelerator of that name or alias, in any case.
+    """Return the accelerator with this name or alias, in upper or lower case.
 
     Raises:
         ConfigError: there is none.
     """
     by_name = {
-        one.lower(): device for device in accelerators() for one in (device.name, *device.aliases)
+        alias.lower(): device
+        for device in accelerators()
+        for alias in (device.name, *device.aliases)
     }
     if name.lower() not in by_name:
         known = ", ".join(device.name for device in accelerators())
-        names = [one for device in accelerators() for one in (device.name, *device.aliases)]
+        names = [alias for device in accelerators() for alias in (device.name, *device.aliases)]
         raise ConfigError(
             f"accelerator {name!r} is not known{did_you_mean(name, names)}; expected one of {known}"
         )
@@ -138,9 +140,9 @@ def accelerator(name: str) -> Accelerator:
 
 
 def accelerator_of_device(device_name: str) -> Accelerator | None:
-    """The accelerator that torch calls ``device_name``, as "NVIDIA H100 80GB HBM3".
+    """Return the accelerator that torch calls ``device_name``, such as "NVIDIA H100 80GB HBM3".
 
-    Of several with that model, the one whose name has the most words in common.
+    If several accelerators have this model number, the one that shares the most words is returned.
     """
     words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
 
@@ -152,7 +154,7 @@ def accelerator_of_device(device_name: str) -> Accelerator | None:
 
 
 def _models(device: Accelerator) -> set[str]:
-    """As "h100": of the name and of each alias, the first word that has digits."""
+    """Return model numbers such as "h100": the first word with digits in the name and aliases."""
     names = (device.name, *device.aliases)
     words = (re.search(r"[a-z]*\d+\w*", name.lower()) for name in names)
     return {word.group() for word in words if word is not None}
@@ -160,7 +162,7 @@ def _models(device: Accelerator) -> set[str]:
 
 @cache
 def accelerators() -> tuple[Accelerator, ...]:
-    """All that the package has data of."""
+    """Return all accelerators that the package has data for."""
     text = (files(__package__) / "hardware.json").read_text(encoding="utf-8")
     return tuple(_accelerator(entry) for entry in json.loads(text)["accelerators"])
 

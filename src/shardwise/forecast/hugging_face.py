@@ -1,4 +1,4 @@
-"""Models of Hugging Face, by their config.json."""
+"""Reads Hugging Face models from their config.json."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -18,15 +18,15 @@ _ATTENTION = "shardwise_forecast"
 
 
 def read_hugging_face(path: Path) -> tuple[str, Shape | None, Callable[[], nn.Module] | None]:
-    """The name of a model, its shape if it is like GPT-2 or Llama, and a function that builds it.
+    """Read a model's name, its shape if it is like GPT-2 or Llama, and a function that builds it.
 
-    Without transformers there is no such function.
+    Without transformers, the function is None.
 
     Args:
         path: a config.json, or its directory.
 
     Raises:
-        ConfigError: it cannot be read, or only transformers know this type of model.
+        ConfigError: the file cannot be read, or this type of model needs transformers.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -35,10 +35,10 @@ def read_hugging_face(path: Path) -> tuple[str, Shape | None, Callable[[], nn.Mo
         raise ConfigError(f"model {str(path)!r}: {error}") from error
     name = str(fields.get("_name_or_path") or path)
     try:
-        import transformers  # noqa: PLC0415 (takes seconds)
+        import transformers  # noqa: PLC0415 (takes seconds to import)
     except ImportError:
         return name, _shape_of(fields, file), None
-    # By default a mask is made where values cannot be seen, and heads of keys are repeated for it.
+    # On fake tensors, the default attention makes a mask and repeats key heads. Ours does not.
     transformers.AttentionInterface.register(_ATTENTION, _attention)
     transformers.AttentionMaskInterface.register(_ATTENTION, lambda *_args, **_options: None)
     config = transformers.AutoConfig.for_model(**fields)

@@ -1,15 +1,16 @@
-"""How long operations and collectives take on a cluster.
+"""Durations of operations and collectives on a cluster.
 
-- *Products of matrices* go in tiles over the multiprocessors, in whole waves; a tile costs its own
-  depth and a start. The rate is what large products sustain over a long run. A device with a lower
-  power limit than the others of its generation runs slower, since they are all limited by power.
+- *Matrix products* are computed in tiles, in whole waves over the multiprocessors. A tile costs its
+  depth plus a constant start. The rate is what large products sustain over a long run. A device
+  with a lower power limit than others of its generation is slower, because all are power-limited.
 - *Attention kernels* reach a share of the peak that grows with the number of keys.
-- *Everything else* moves bytes to and from memory. When compiled, what one operation of a chain
-  writes and the next one reads stays in registers.
-- *The host* launches operation after operation, so a segment takes at least as long as that.
-- *Collectives* are rings that enter each node once: bytes over the slower of the devices' links and
-  the share of their node's network, plus a latency for each hop. All-reduces of small messages use
-  trees.
+- *All other operations* are limited by memory bandwidth. In compiled code, intermediate results of
+  a chain of operations stay in registers.
+- *The host* launches operations one after the other, so a segment takes at least the sum of these
+  launches.
+- *Collectives* are rings that enter each node once. Their time is the bytes over the slower of the
+  device links and the share of the node's network, plus a latency for each hop. All-reduces of
+  small messages use trees.
 """
 
 import json
@@ -30,51 +31,52 @@ from shardwise.forecast.work import Kind, Operation
 __all__ = ["Constants", "Group", "Machine", "SegmentCost"]
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))  # rows, columns, rate
-_SPLITS = (1, 2, 4, 8)  # of the depth, where there are fewer tiles than multiprocessors
+_SPLITS = (1, 2, 4, 8)  # of the depth (split-K), for fewer tiles than multiprocessors
 _FULL_PRECISION = 4  # bytes of a float32
-_POWER_EXPONENT = 0.75  # of the rate: with its clock, the voltage of a device falls, too
+_POWER_EXPONENT = 0.75  # rate ~ power**0.75, because voltage falls with the clock
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Shares of nominal rates, and seconds."""
+    """Achieved shares of nominal rates, and latencies in seconds."""
 
-    matmul: float  # of the peak: large products over a long run
-    flash_forward: float  # of the peak: attention of long causal sequences
+    matmul: float  # share of the peak for large products over a long run
+    flash_forward: float  # share of the peak for attention over long causal sequences
     flash_backward: float
-    flash1: float  # of these: the kernels before FlashAttention-2
+    flash1: float  # factor on both for kernels before FlashAttention-2
     memory: float
     link: float
     network: float
     host_link: float
     link_hop_seconds: float
     network_hop_seconds: float
-    collective_seconds: float  # to start one
-    kernel_seconds: float  # on the device, between kernels
-    operation_seconds: float  # on the host, to launch one operation
-    unit_seconds: float  # on the host, for the hooks of a unit
-    interference: float  # by how much compute slows down while a collective runs
-    straggler: float  # standard deviation of a rank's step, as a share of it
-    product_depth: int  # that a tile's start costs
-    attention_keys: int  # with which attention kernels reach half of their rate
+    collective_seconds: float  # to start a collective
+    kernel_seconds: float  # between kernels, on the device
+    operation_seconds: float  # to launch an operation, on the host
+    unit_seconds: float  # for the hooks of a unit, on the host
+    interference: float  # relative slowdown of compute while a collective runs
+    straggler: float  # standard deviation of a rank's step time, as a share of it
+    product_depth: int  # cost of starting a tile, as additional depth
+    attention_keys: int  # number of keys at which attention kernels reach half of their rate
 
     @classmethod
     def of(cls, generation: str) -> "Constants":
-        """Those that the package has for a generation of devices."""
+        """Return the package's constants for a generation of devices."""
         data = _data()
         return cls(**data["common"], **data["generations"][generation])
 
     def updated(self, changes: dict[str, Any]) -> "Constants":
-        """With some of them measured.
+        """Replace some constants by measured values.
 
         Raises:
-            ConfigError: one is not known, or not a positive number.
+            ConfigError: a name is not known, or a value is not a number of 0 or more.
         """
         names = {field.name for field in fields(self)}
         for name, value in changes.items():
             if name not in names or not isinstance(value, (int, float)) or value < 0:
                 raise ConfigError(
-                    f"{name}={value!r}: expected a number for one of {', '.join(sorted(names))}"
+                    f"{name}={value!r}: expected a number of 0 or more for one of "
+                    f"{', '.join(sorted(names))}"
                 )
         return replace(self, **changes)
 
@@ -89,19 +91,19 @@ def _data() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks of a collective: ``size`` of them, ``stride`` apart."""
+    """The ranks of a collective: ``size`` ranks, ``stride`` apart."""
 
     size: int
     stride: int = 1
 
     def in_node(self, devices_per_node: int) -> int:
-        """How many of them are in the same node."""
+        """Return how many of the ranks are in one node."""
         return max(1, min(self.size, devices_per_node // self.stride))
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentCost:
-    """Seconds of a segment, by what it does; ``host`` are those of its launches."""
+    """Seconds of a segment by kind of operation; ``host`` is the time of its launches."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -120,21 +122,21 @@ class SegmentCost:
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster and what its devices reach of their nominal rates."""
+    """A cluster, and the shares of nominal rates that its devices achieve."""
 
     cluster: Cluster
     constants: Constants
 
     @classmethod
     def of(cls, cluster: Cluster, measured: Path | None = None) -> "Machine":
-        """The machine model of a cluster, with constants that were measured on it, if any.
+        """Return the machine model of a cluster, with constants measured on it, if any.
 
         Args:
-            cluster: of a known accelerator.
-            measured: JSON file with some of `Constants`.
+            cluster: the cluster.
+            measured: JSON file with values for some of `Constants`.
 
         Raises:
-            ConfigError: the file has other entries.
+            ConfigError: the file has unknown entries or invalid values.
         """
         constants = Constants.of(cluster.accelerator.generation)
         if measured is not None:
@@ -146,14 +148,14 @@ class Machine:
         return self.cluster.accelerator
 
     def under(self, configuration: Configuration) -> "Machine":
-        """The machine as it runs a configuration."""
+        """Return the machine as it runs a configuration."""
         del configuration
         return self
 
     # -- operations ------------------------------------------------------------------------------
 
     def operation_seconds(self, operation: Operation, *, is_flash1: bool = False) -> float:
-        """Of an operation that is no collective."""
+        """Predict an operation that is not a collective."""
         match operation.kind:
             case Kind.MATMUL:
                 return self.matmul_seconds(operation.shape, operation.itemsize, operation.num_bytes)
@@ -163,7 +165,7 @@ class Machine:
                 return self.memory_seconds(operation.num_bytes) + self.constants.kernel_seconds
 
     def matmul_seconds(self, shape: Sequence[int], itemsize: int, num_bytes: int) -> float:
-        """Of a product ``(batch, m, n, k)``."""
+        """Predict a matrix product of shape ``(batch, m, n, k)``."""
         batch, m, n, k = shape
         tile_rate = self._rate(self.constants.matmul, itemsize) / self.device.multiprocessors
         best = math.inf
@@ -176,7 +178,7 @@ class Machine:
         return max(best, self.memory_seconds(num_bytes)) + self.constants.kernel_seconds
 
     def attention_seconds(self, operation: Operation, *, is_flash1: bool = False) -> float:
-        """Of one attention kernel, forward or backward."""
+        """Predict one attention kernel, forward or backward."""
         is_backward = "backward" in operation.name
         share = self.constants.flash_backward if is_backward else self.constants.flash_forward
         share *= self.constants.flash1 if is_flash1 else 1.0
@@ -191,45 +193,45 @@ class Machine:
         )
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """To read and write as many bytes."""
+        """Predict reading and writing ``num_bytes`` in total."""
         return num_bytes / (self.device.memory_bandwidth * self.constants.memory)
 
     def _rate(self, share: float, itemsize: int) -> float:
-        """FLOP/s at a share of the peak."""
+        """Return FLOP/s at a share of the peak."""
         if itemsize >= _FULL_PRECISION:
             return self.device.fp32_flops * share
         peak = self.device.peak_flops * share * _power_share(self.device)
         return peak if itemsize > 1 else 2 * peak
 
     def update_seconds(self, shard_bytes: float, passes: float) -> float:
-        """Of an optimizer that goes over its shards of the gradients as often."""
+        """Predict an optimizer that makes ``passes`` passes over its gradient shards."""
         return self.memory_seconds(shard_bytes * passes)
 
     def copy_seconds(self, num_bytes: float) -> float:
-        """Between device and host."""
+        """Predict a copy between device and host."""
         return num_bytes / (self.device.host_bandwidth * self.constants.host_link)
 
     # -- collectives -----------------------------------------------------------------------------
 
     def all_gather_seconds(self, num_bytes: float, group: Group) -> float:
-        """Of an all-gather to ``num_bytes`` on each rank."""
+        """Predict an all-gather to ``num_bytes`` on each rank."""
         if group.size == 1 or not num_bytes:
             return 0.0
         return self._transfer_seconds(num_bytes, group) + self._ring_latency(group)
 
     def reduce_scatter_seconds(self, num_bytes: float, group: Group) -> float:
-        """Of a reduce-scatter of ``num_bytes`` on each rank."""
+        """Predict a reduce-scatter of ``num_bytes`` on each rank."""
         return self.all_gather_seconds(num_bytes, group)
 
     def all_reduce_seconds(self, num_bytes: float, group: Group) -> float:
-        """Of an all-reduce of ``num_bytes`` on each rank."""
+        """Predict an all-reduce of ``num_bytes`` on each rank."""
         if group.size == 1 or not num_bytes:
             return 0.0
         latency = min(2 * self._ring_latency(group), self._tree_latency(group))
         return 2 * self._transfer_seconds(num_bytes, group) + latency
 
     def all_to_all_seconds(self, num_bytes: float, group: Group) -> float:
-        """Of an all-to-all in which each rank sends ``num_bytes``."""
+        """Predict an all-to-all in which each rank sends ``num_bytes``."""
         if group.size == 1 or not num_bytes:
             return 0.0
         inside = group.in_node(self.cluster.devices_per_node)
@@ -240,7 +242,7 @@ class Machine:
         return max(link, network) + self._tree_latency(group)
 
     def send_seconds(self, num_bytes: float, stride: int) -> float:
-        """From one rank to that ``stride`` ranks away, if all ranks of the node send as much."""
+        """Predict a send to the rank ``stride`` away, while all ranks of the node send as much."""
         per_node = self.cluster.devices_per_node
         if stride < per_node:
             return num_bytes / self._link_rate() + self.constants.collective_seconds
@@ -249,7 +251,7 @@ class Machine:
         return num_bytes / rate + latency
 
     def _transfer_seconds(self, num_bytes: float, group: Group) -> float:
-        """For the bytes of a ring; the network of a node is shared by its groups."""
+        """Predict the transfers of a ring, without latency; groups share their node's network."""
         inside = group.in_node(self.cluster.devices_per_node)
         rate = self._link_rate() if inside > 1 else math.inf
         if group.size > inside:
@@ -279,9 +281,10 @@ class Machine:
     # -- ranks -----------------------------------------------------------------------------------
 
     def straggler_factor(self, num_ranks: int) -> float:
-        """The expected time of the slowest of so many ranks, for that of a typical one.
+        """Return the expected time of the slowest of ``num_ranks`` ranks relative to a typical one.
 
-        The times of ranks are taken to be normally distributed; the expected maximum is Blom's.
+        Step times of ranks are assumed to be normally distributed; the expected maximum is Blom's
+        approximation.
         """
         if num_ranks < 2:  # noqa: PLR2004
             return 1.0
@@ -291,11 +294,14 @@ class Machine:
 
 @cache
 def _power_share(device: Accelerator) -> float:
-    """The power limit of a device, for the highest of its generation with the same peak."""
-    alike = [
-        one.watts
-        for one in accelerators()
-        if one.generation == device.generation and one.peak_flops == device.peak_flops
+    """Return the factor on the rate from a device's power limit.
+
+    The limit is compared with the highest one of its generation at the same nominal peak.
+    """
+    limits = [
+        other.watts
+        for other in accelerators()
+        if other.generation == device.generation and other.peak_flops == device.peak_flops
     ]
-    share: float = min(1.0, device.watts / max(alike, default=device.watts)) ** _POWER_EXPONENT
+    share: float = min(1.0, device.watts / max(limits, default=device.watts)) ** _POWER_EXPONENT
     return share

@@ -1,4 +1,4 @@
-"""The machine that a text names, or that this process runs on."""
+"""Finds the machine that a text names or that this process runs on."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ __all__ = ["local_machine", "machine_of", "usual_cpu"]
 
 
 def machine_of(text: str) -> Machine:
-    """That of a cluster such as "64xH100", or of a file of measurements such as "2xmachine.json".
+    """Return the machine of a cluster ("64xH100") or of a calibration file ("2xmachine.json").
 
     Raises:
         ConfigError: no accelerator has that name, or the file is malformed.
@@ -36,10 +36,10 @@ def machine_of(text: str) -> Machine:
 
 
 def local_machine(num_ranks: int) -> Machine:
-    """That of ``num_ranks`` ranks like this one: GPUs of its name, or the usual CPU.
+    """Return the machine of ``num_ranks`` ranks like this one: GPUs of its model, or a typical CPU.
 
     Raises:
-        ConfigError: there is no data of this GPU.
+        ConfigError: the package has no data for this GPU.
     """
     if not torch.cuda.is_available():
         return CalibratedMachine.measured_on(usual_cpu(num_ranks), num_ranks)
@@ -47,21 +47,22 @@ def local_machine(num_ranks: int) -> Machine:
     found = accelerator_of_device(name)
     if found is None:
         raise ConfigError(
-            f"there is no data of the GPU {name!r}; measure it with `shardwise doctor --calibrate "
+            f"there is no data for the GPU {name!r}; measure it with `shardwise doctor --calibrate "
             'machine.json` and pass cluster="machine.json", or pass a similar cluster, such as '
             f'cluster="{num_ranks}xH100"'
         )
     return Machine.of(Cluster.of(found.name, num_ranks))
 
 
-# Of one rank with one thread: what `shardwise doctor --calibrate` measures on servers, rounded.
-_FLOPS, _HALF_FLOPS, _COPIED, _AROUND, _SENT = 5e10, 1e10, 5e9, 2e-5, 2e9
+# Rates of one rank with one thread, as `shardwise doctor --calibrate` measures them on servers,
+# rounded: float32 and 16-bit FLOP/s, bytes/s of memory, seconds per operation, bytes/s sent.
+_FLOPS, _HALF_FLOPS, _MEMORY, _OPERATION, _SENT = 5e10, 1e10, 5e9, 2e-5, 2e9
 
 
 def usual_cpu(num_ranks: int) -> Calibration:
-    """Ranks on the cores of this machine, with rates of usual servers."""
+    """Return a calibration of ranks on this machine's cores, with rates of typical servers."""
     operations = {
-        f"{kind}/{size}": Rate(start=0.0, per_flop=1 / flops, per_byte=1 / _COPIED)
+        f"{kind}/{size}": Rate(start=0.0, per_flop=1 / flops, per_byte=1 / _MEMORY)
         for kind in ("matmul", "attention", "memory")
         for size, flops in ((4, _FLOPS), (2, _HALF_FLOPS))
     }
@@ -72,10 +73,10 @@ def usual_cpu(num_ranks: int) -> Calibration:
     }
     measured = RanksCalibration(
         threads=torch.get_num_threads(),
-        operation_seconds=_AROUND,
+        operation_seconds=_OPERATION,
         operations=operations,
         collectives=collectives,
-        updates={"adamw": 7 / _COPIED},
+        updates={"adamw": 7 / _MEMORY},
     )
     cores = os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
@@ -87,9 +88,9 @@ def usual_cpu(num_ranks: int) -> Calibration:
         "achievable_flops": _FLOPS,
         "multiprocessors": 1,
         "memory_bytes": memory,
-        "memory_bandwidth": _COPIED,
+        "memory_bandwidth": _MEMORY,
         "link_bandwidth": _SENT,
-        "host_bandwidth": _COPIED,
+        "host_bandwidth": _MEMORY,
         "watts": 0.0,
         "devices_per_node": num_ranks,
         "node_bandwidth": _SENT,

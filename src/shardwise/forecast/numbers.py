@@ -1,4 +1,4 @@
-"""Numbers as people write them: "24 GB", "300B" tokens."""
+"""Parses numbers with suffixes: "24 GB", "300B" tokens."""
 
 import re
 
@@ -6,14 +6,14 @@ from shardwise.errors import ConfigError, PlanError
 
 __all__ = ["bytes_of", "number_of"]
 
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}  # of 1000, or 1024 in "GiB"
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}  # powers of 1000, or of 1024 in "GiB"
 
 
 def bytes_of(text: int | str) -> int:
-    """The bytes of "24 GB", "24GiB" or a number.
+    """Parse bytes such as "24 GB", "24GiB" or a number.
 
     Raises:
-        PlanError: it is not of that form.
+        PlanError: ``text`` does not have this form.
     """
     if isinstance(text, int):
         return text
@@ -24,10 +24,10 @@ def bytes_of(text: int | str) -> int:
 
 
 def number_of(option: str, text: str) -> float:
-    """The number of "300B", "1T" or "2e12", given as ``--option``.
+    """Parse a number such as "300B", "1T" or "2e12", given as ``--option``.
 
     Raises:
-        ConfigError: it is not of that form, or not above 0.
+        ConfigError: ``text`` does not have this form, or the number is not above 0.
     """
     suffix = text[-1:].lower() if text[-1:].isalpha() else ""
     try:

@@ -1,11 +1,11 @@
-"""What one rank computes where several share a model: its share of the sizes, and collectives.
+"""Model parallelism in traced models: one rank's share of the sizes, and its collectives.
 
-Tensor parallelism is Megatron's with sequence parallelism (arXiv 2205.05198), where a rank has its
-share of each sequence between products, or without it (arXiv 1909.08053). Context parallelism is
-ring attention: queries stay, and keys and values pass by all ranks. Expert parallelism sends tokens
-to the ranks of their experts.
+Tensor parallelism follows Megatron, with sequence parallelism (arXiv 2205.05198), where a rank has
+its share of each sequence between products, or without it (arXiv 1909.08053). Context parallelism
+is ring attention: queries stay, and keys and values visit all ranks. Expert parallelism sends
+tokens to the ranks of their experts.
 
-A collective is an operator of its own, so that a trace sees it; it moves nothing.
+Each collective is a custom operator, so that a trace records it. It moves no data.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ __all__ = ["Degrees", "ring_attention"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Degrees:
-    """How many ranks share each dimension of a model's work."""
+    """Number of ranks that share each dimension of a model's work."""
 
     tensor: int = 1
     sequence_parallel: bool = True
@@ -31,8 +31,8 @@ class Degrees:
     context: int = 1
     expert: int = 1
     pipeline: int = 1
-    stage: int = 0  # of the pipeline, that of this rank
-    chunks: int = 1  # of each stage
+    stage: int = 0  # pipeline stage of this rank
+    chunks: int = 1  # chunks per stage
 
     @property
     def is_first(self) -> bool:
@@ -53,52 +53,52 @@ class Degrees:
         return self.tensor if self.sequence_parallel else 1
 
     def blocks(self, layers: int) -> int:
-        """Blocks of this stage; the first stages have one more where they do not divide.
+        """Return the number of blocks of this stage; a remainder goes to the first stages.
 
         Raises:
-            ConfigError: there are several chunks, and the blocks do not divide over them.
+            ConfigError: there are several chunks, and the blocks do not divide evenly over them.
         """
         if self.chunks > 1 and layers % (self.pipeline * self.chunks):
             raise ConfigError(
                 f"chunks={self.chunks}: expected {layers} blocks to be a multiple of pipeline x "
                 f"chunks = {self.pipeline} x {self.chunks}"
             )
-        each, more = divmod(layers, self.pipeline)
-        return each + (self.stage < more)
+        each, remainder = divmod(layers, self.pipeline)
+        return each + (self.stage < remainder)
 
     def share(self, name: str, size: int) -> int:
-        """This rank's share of ``size`` in tensor parallelism."""
+        """Return this rank's share of ``size`` in tensor parallelism."""
         if size % self.tensor:
             raise ConfigError(f"tensor={self.tensor}: expected a divisor of {name}={size}")
         return size // self.tensor
 
     def gather_sequence(self, x: Tensor) -> Tensor:
-        """[batch, time / sequence_ranks, ...] to [batch, time, ...]."""
+        """Gather [batch, time / sequence_ranks, ...] to [batch, time, ...]."""
         if self.tensor > 1 and not self.sequence_parallel:
             return _summed_in(x, forward=False)
         return _collective(x, "all_gather", "tensor", self.tensor)
 
     def scatter_sequence(self, x: Tensor) -> Tensor:
-        """The sum over ranks of [batch, time, ...], to [batch, time / sequence_ranks, ...]."""
+        """Sum [batch, time, ...] over ranks and scatter to [batch, time / sequence_ranks, ...]."""
         if self.tensor > 1 and not self.sequence_parallel:
             return _summed_in(x, forward=True)
         return _collective(x, "reduce_scatter", "tensor", self.tensor)
 
     def embed(self, x: Tensor) -> Tensor:
-        """What the embedding of this rank returns, as the blocks take it."""
+        """Convert the output of this rank's embedding to the input of its blocks."""
         if self.split_vocabulary:
             return self.scatter_sequence(x)
         return x.narrow(1, 0, x.shape[1] // self.sequence_ranks)
 
     def gather_logits(self, logits: Tensor, vocab: int) -> Tensor:
-        """This rank's share of [batch, time, vocab], as the loss takes it."""
+        """Convert this rank's share of the [batch, time, vocab] logits to the input of the loss."""
         if self.split_vocabulary or logits.shape[-1] == vocab:
             return logits
         gathered: Tensor = _GatheredLogits.apply(logits, self.tensor)  # type: ignore[no-untyped-call]
         return gathered
 
     def exchange_tokens(self, x: Tensor) -> Tensor:
-        """[1, tokens, hidden] to the ranks of their experts, or back."""
+        """Send [1, tokens, hidden] to the ranks of their experts, or back."""
         return _collective(x, "all_to_all", "expert", self.expert)
 
 
@@ -144,7 +144,7 @@ _operator.register_autograd(_backward, setup_context=_keep)
 
 
 class _Summed(torch.autograd.Function):
-    """An all-reduce in forward, or of the gradient in backward."""
+    """An all-reduce of the input in forward, or of the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: bool) -> Tensor:
@@ -164,7 +164,7 @@ def _summed_in(x: Tensor, *, forward: bool) -> Tensor:
 
 
 class _GatheredLogits(torch.autograd.Function):
-    """Gathers the last dim: ranks one after the other, which are then put side by side."""
+    """Gathers the last dim: an all-gather along dim 0, then a concatenation along the last dim."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
@@ -185,9 +185,10 @@ _flash_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, size: int) -> Tensor:
-    """Causal attention of this rank's queries to the keys of all ``size`` ranks.
+    """Compute causal attention of this rank's queries to the keys of all ``size`` ranks.
 
-    Shapes are [batch, heads, time / size, head_dim]. Saves what this rank has of them alone.
+    Shapes are [batch, heads, time / size, head_dim]. Only this rank's tensors are saved for
+    backward.
     """
     result: Tensor = _RingAttention.apply(q, k, v, size)  # type: ignore[no-untyped-call]
     return result

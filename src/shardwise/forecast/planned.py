@@ -1,4 +1,4 @@
-"""The plan that `fully_shard` makes of a model under a configuration, and that call as text."""
+"""The plan that `fully_shard` makes under a configuration, and the source code of that call."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ __all__ = ["call_of", "offload_of", "plan_of", "precision_of"]
 
 
 def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
-    """Plan ``module``, what one rank computes with, in ``configuration.master_dtype``."""
+    """Plan ``module``, one rank's part of the model in ``configuration.master_dtype``."""
     row = configuration.row
     num_shards = configuration.shard_ranks if row.shards else 1
     return make_plan(
@@ -47,7 +47,7 @@ def offload_of(configuration: Configuration) -> OffloadPolicy:
 
 
 def call_of(configuration: Configuration) -> str:
-    """The call of `fully_shard`, as Python that can be pasted into a training script."""
+    """Return the call of `fully_shard` as Python code for a training script."""
     mesh, dims = _mesh_of(configuration)
     arguments = {"mesh": dims} if mesh else {}
     arguments |= {"units": '"auto"', "strategy": f'"{configuration.strategy}"'}
@@ -71,7 +71,7 @@ def call_of(configuration: Configuration) -> str:
 
 
 def _mesh_of(configuration: Configuration) -> tuple[str, str]:
-    """The lines that make the mesh of other kinds of parallelism, and the dims to shard over."""
+    """Return code that makes the mesh with model-parallel dims, and the submesh to shard over."""
     if configuration.model_parallel == 1:
         return "", ""
     has_replicas = configuration.row.num_axes > 1

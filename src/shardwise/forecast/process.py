@@ -1,4 +1,4 @@
-"""The memory of this process, and what glibc keeps of it."""
+"""The memory of this process, and how glibc returns it to the system."""
 
 import ctypes
 
@@ -6,7 +6,7 @@ import psutil
 
 __all__ = ["release_memory", "resident_bytes", "set_mmap_threshold"]
 
-_M_MMAP_THRESHOLD = -3  # of mallopt(3)
+_M_MMAP_THRESHOLD = -3  # option of mallopt(3)
 
 
 def resident_bytes() -> int:
@@ -14,14 +14,14 @@ def resident_bytes() -> int:
 
 
 def set_mmap_threshold(num_bytes: int) -> None:
-    """Have glibc return blocks of at least this size to the system when they are freed."""
+    """Make glibc return blocks of at least this size to the system when they are freed."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries may lack it
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, num_bytes)
 
 
 def release_memory() -> None:
-    """Have glibc return what was freed to the system."""
+    """Make glibc return freed memory to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
