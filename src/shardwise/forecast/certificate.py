@@ -1,12 +1,13 @@
-"""The memory of one rank in a training step: by category, at every event.
+"""The memory of one rank in a training step, by category and at every event.
 
-Bytes of parameters and gradients follow from the plan and the schedule that the engine runs;
-activations from a trace of the model; states of the optimizer from its kind. Nothing is fitted.
-What is not in tensors is stated apart: memory that the allocator keeps between blocks, and that of
-the device's libraries.
+Bytes of parameters and gradients follow from the plan and the schedule that the engine runs,
+activations from a trace of the model, and optimizer states from the kind of optimizer. Nothing is
+fitted. Memory outside of tensors is stated separately: what the allocator reserves beyond them, and
+what the device's libraries take.
 
-Upper bounds: gradients of a unit are counted from the beginning of its backward, and those of a
-unit with child units from the end of its first segment in backward until its own end.
+Some figures are upper bounds: a unit's gradients are counted from the start of its backward, and
+those of a unit with child units from the end of its first segment in backward to the end of its
+backward.
 """
 
 from collections import Counter
@@ -35,17 +36,17 @@ class Moment:
 
     label: str  # such as "gather layers.0", or "update"
     parameters: int = 0  # shards
-    gathered: int = 0  # units while they are gathered
-    gradients: int = 0  # shards
-    communication: int = 0  # gradients that have not been reduced, and buffers of collectives
+    gathered: int = 0  # gathered units
+    gradients: int = 0  # gradient shards
+    communication: int = 0  # gradients before their reduction, and buffers of collectives
     optimizer: int = 0
     activations: int = 0
-    temporaries: int = 0  # of the update
-    buffers: int = 0  # of the model, and the batch
+    temporaries: int = 0  # temporaries of the update
+    buffers: int = 0  # the model's buffers and the batch
 
     @property
     def total(self) -> int:
-        """All categories."""
+        """Sum of all categories."""
         return sum(getattr(self, name) for name in CATEGORIES)
 
     def by_category(self) -> dict[str, int]:
@@ -58,12 +59,12 @@ CATEGORIES = tuple(field.name for field in fields(Moment) if field.name != "labe
 
 @dataclass(frozen=True)
 class Certificate:
-    """The memory of a step on one rank; a step is the second or a later one."""
+    """The memory of one rank in the second or a later step."""
 
     timeline: tuple[Moment, ...]
     host_bytes: int  # offloaded shards, gradients, optimizer states and activations
-    reserve_bytes: int  # of the device's allocator, beyond the peak of what is allocated
-    overhead_bytes: int  # of the driver's context, the libraries and the communicators
+    reserve_bytes: int  # reserved by the device's allocator beyond the allocated peak
+    overhead_bytes: int  # driver context, libraries and communicators
 
     @cached_property
     def peak(self) -> Moment:
@@ -72,17 +73,17 @@ class Certificate:
 
     @property
     def peak_bytes(self) -> int:
-        """Allocated in tensors at the peak."""
+        """Bytes allocated in tensors at the peak."""
         return self.peak.total
 
     @property
     def reserved_bytes(self) -> int:
-        """Of the allocator at the peak."""
+        """Bytes reserved by the allocator at the peak."""
         return self.peak_bytes + self.reserve_bytes
 
     @property
     def device_bytes(self) -> int:
-        """All that the device has to hold."""
+        """All bytes that the device must hold."""
         return self.reserved_bytes + self.overhead_bytes
 
 
@@ -98,12 +99,12 @@ def memory_certificate(
     """Predict the memory of a training step on one rank.
 
     Args:
-        plan: of what one pipeline stage and one tensor-parallel rank hold.
-        workload: of one micro-batch on that rank, with the checkpointing of the configuration.
-        configuration: how it is trained.
-        stage: of the pipeline; the first one keeps the most micro-batches.
-        buffer_bytes: of the model's buffers.
-        on_cpu: for ranks that compute on the CPU: there is no allocator of ours to keep memory.
+        plan: the plan of one tensor-parallel rank's part of a pipeline stage.
+        workload: one micro-batch on that rank, with the checkpointing of the configuration.
+        configuration: how the model is trained.
+        stage: pipeline stage; the first one keeps the most micro-batches.
+        buffer_bytes: bytes of the model's buffers.
+        on_cpu: whether ranks compute on the CPU, which has no caching allocator.
     """
     replay = _StepReplay(plan, workload, configuration, stage, buffer_bytes, on_cpu)
     timeline = tuple(replay.run())
@@ -118,7 +119,7 @@ def memory_certificate(
 
 
 class _StepReplay:
-    """One update: its last micro-batch, for that one finds the gradients of all before it."""
+    """Replays the last micro-batch of an update, when all earlier gradients are held."""
 
     def __init__(
         self,
@@ -147,8 +148,8 @@ class _StepReplay:
             (unit.gathered_bytes for unit in plan.units if unit.reshard), default=0
         )
         self._activations = 0
-        # Of gradients that wait: those of tied parameters are in the trace until its end, and
-        # those of embeddings come in its last segment.
+        # Waiting gradients that need no extra count: the trace has those of tied parameters until
+        # its end, and those of embeddings appear in its last segment.
         self._in_autograd = 0
         self._late = Counter(
             size
@@ -159,14 +160,14 @@ class _StepReplay:
 
     @property
     def host_bytes(self) -> int:
-        """At the peak of the host."""
+        """Peak bytes on the host."""
         return self._memory.host_peak + self._offloaded_states + self._kept.host_bytes
 
     def _micro_batches_before(self, stage: int) -> float:
-        """Micro-batches whose backward is still to come when that of another begins (1F1B).
+        """Return the micro-batches that wait for their backward while another one's runs (1F1B).
 
-        With several chunks a stage begins as many forwards of a chunk before its first backward as
-        in arXiv 2104.04473; together they are a fraction of a micro-batch more.
+        With several chunks, a stage runs as many chunk forwards before its first backward as in
+        arXiv 2104.04473, so the result may be fractional.
         """
         stages, count = self._configuration.pipeline, self._configuration.accumulation
         chunks = self._configuration.chunks
@@ -181,7 +182,7 @@ class _StepReplay:
         return min(begun / chunks, count) - 1
 
     def run(self) -> Iterator[Moment]:
-        """The moments of the update."""
+        """Yield the moments of the update."""
         segments, plan = self._workload.segments, self._plan
         parts = [Part(one.kind, one.unit, 0.0) for one in segments]
         for _, index, events in batches(plan.units, [parts], prefetch=plan.prefetch):
@@ -197,7 +198,7 @@ class _StepReplay:
                 peak, self._activations = self._kept.bytes_of(index)
                 label = f"{segments[index].kind.value} {self._labels[segments[index].unit]}"
                 yield self._moment(label, peak, coming)
-                if coming:  # these gradients are there at the end of the segment
+                if coming:  # these gradients exist only at the end of the segment
                     yield self._moment(label, self._activations)
                 if index == len(segments) - 1:
                     self._in_autograd = 0
@@ -244,10 +245,11 @@ class _StepReplay:
 
 
 class _Activations:
-    """Activations of a pass on the device: those of the trace, without what is not kept there.
+    """Activations of a pass on the device: the trace's, minus those that are fused or offloaded.
 
-    With offload, what a segment of forward leaves is on the host until backward comes to its unit;
-    what the last one leaves, which has the head and the loss, until backward begins.
+    With offload, the activations that a forward segment leaves are on the host until the backward
+    of its unit. Those of the last segment, which has the head and the loss, are there until
+    backward begins.
     """
 
     def __init__(
@@ -269,12 +271,12 @@ class _Activations:
         self._gone = list(accumulate(gone[:-1], initial=0))  # by segment
         last = len(forward) - 1
         for segment in workload.segments[len(forward) :]:
-            if first[segment.unit] > 0:  # not of the root, around all others
+            if first[segment.unit] > 0:  # not the root, which encloses all others
                 last = min(last, first[segment.unit])
             self._gone.append(sum(gone[:last]) + fused[last])
 
     def bytes_of(self, index: int) -> tuple[int, int]:
-        """Activations on the device at the peak of a segment, and at its end."""
+        """Return the activations on the device at the peak of a segment and at its end."""
         segment, gone = self._segments[index], self._gone
         after = gone[index + 1] if index + 1 < len(self._segments) else 0
         peak = segment.peak_bytes - segment.added_rows_bytes * self._adds_rows
@@ -282,11 +284,11 @@ class _Activations:
 
 
 def _fused_bytes(forward: Sequence[Segment], grown: Sequence[int]) -> list[int]:
-    """What segments of forward leave only without a compiler.
+    """Return the bytes that forward segments save without a compiler, but not with one.
 
-    That one computes element-wise operations again, except those whose results a matrix product or
-    attention reads: these have to be in memory in any case. What follows the last unit is the loss,
-    which is not compiled with the blocks.
+    A compiler recomputes element-wise operations in backward, except those whose results a matrix
+    product or attention reads, because these results must be in memory anyway. The operations after
+    the last unit are the loss, which is not compiled with the blocks.
     """
     fused: list[int] = []
     for segment, size in zip(forward[:-1], grown[:-1], strict=True):
@@ -300,10 +302,10 @@ def _fused_bytes(forward: Sequence[Segment], grown: Sequence[int]) -> list[int]:
 
 
 def _update_bytes(plan: Plan, configuration: Configuration) -> int:
-    """Temporaries of the update: torch's AdamW makes roots of the second moments.
+    """Return the temporaries of the update: torch's AdamW computes roots of the second moments.
 
-    A loop over groups (foreach) makes them for all parameters at once, and a plain one for one
-    parameter, and divides them in a second tensor. Fused kernels make none.
+    The foreach implementation computes the roots of all parameters at once. The for-loop computes
+    those of one parameter, and divides them in a second tensor. Fused kernels need no temporaries.
     """
     if configuration.optimizer_loop == "fused" or configuration.optimizer.startswith("sgd"):
         return 0
@@ -317,13 +319,13 @@ def _update_bytes(plan: Plan, configuration: Configuration) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """What another stack than ours holds more of."""
+    """Additional buffers of a stack."""
 
     gather_copies: int = 0  # gathered units besides those of the schedule
 
 
-# fsdp2 copies an all-gather's output to the parameters, and keeps it until the next one has come
-# (`AllGatherState` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+# fsdp2 copies an all-gather's output to the parameters, and keeps the output until the next
+# all-gather ends (`AllGatherState` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
 _STACKS = {
     "shardwise": _Stack(),
     "fsdp1": _Stack(),
@@ -334,9 +336,9 @@ _STACKS = {
 
 
 def _stream_bytes(timeline: tuple[Moment, ...]) -> int:
-    """What a caching allocator keeps for streams: a block of one serves no other.
+    """Return what a caching allocator reserves because streams do not share blocks.
 
-    Gathers and reductions have streams, and so each keeps its own peak.
+    Gathers and reductions have streams of their own, so each reserves its own peak.
     """
     own = ("gathered", "communication")
     by_stream = [[getattr(moment, name) for name in own] for moment in timeline]
@@ -346,17 +348,17 @@ def _stream_bytes(timeline: tuple[Moment, ...]) -> int:
 
 
 def _split_bytes(plan: Plan, workload: Workload, timeline: tuple[Moment, ...]) -> int:
-    """What a caching allocator keeps because states of the optimizer split its blocks.
+    """Return what a caching allocator reserves because optimizer states split its blocks.
 
-    States are made at the end of the first step, in the blocks that its activations left, if those
-    are large enough. Then the second step has to allocate as much again for its activations.
+    States are created at the end of the first step, in large enough blocks that its activations
+    left. The second step must then allocate new blocks for its activations.
     """
     states = timeline[0].optimizer
     shards = [layout.shard_bytes for layout in trained_layouts(plan, False)]
     written = [size for one in workload.segments for op in one.operations for _, size in op.writes]
     if not states or not written:
         return 0
-    typical = sum(size * size for size in shards) / sum(shards)  # that of an average byte
+    typical = sum(size * size for size in shards) / sum(shards)  # shard size of an average byte
     fitting = sum(size for size in written if size >= typical) / sum(written)
     return min(states, round(fitting * max(moment.activations for moment in timeline)))
 

@@ -1,8 +1,8 @@
-"""How long a training step takes: the engine's schedule replayed with the seconds of a machine.
+"""The time of a training step: the engine's schedule, replayed with durations of a machine model.
 
-Ranks do the same work, so one of them is replayed, and the step takes as long as the slowest of
-all ranks is expected to need. A middle micro-batch of many is replayed once and counted as often as
-it runs.
+All ranks do the same work, so one rank is replayed and its time is scaled to the expected time of
+the slowest rank. With many micro-batches, a middle one is replayed once and counted as often as it
+runs.
 """
 
 from collections import Counter
@@ -20,52 +20,52 @@ from shardwise.schedule.events import EventKind
 
 __all__ = ["StepTime", "step_time"]
 
-_REPLAYED_PASSES = 3  # of many micro-batches: the first, one of those between, and the last
-# Passes of the optimizer over the shards, reads and writes, when it runs as one kernel.
+_REPLAYED_PASSES = 3  # the first micro-batch, one in the middle, and the last
+# Reads and writes of the shards by an optimizer that runs as one kernel.
 _UPDATE_PASSES = {
     "adamw": 7.0,
     "adamw8bit": 4.0,
     "adafactor": 4.0,
     "lion": 5.0,
-    "muon": 5.0,  # without the work on matrices
+    "muon": 5.0,  # without the work on whole matrices
     "sgd": 3.0,
     "sgd_momentum": 5.0,
-    "soap": 7.0,  # likewise
+    "soap": 7.0,  # without the work on whole matrices
 }
-_UNFUSED_UPDATE = 2.5  # times as many passes, one operation after the other
-_CLIP_PASSES = 3.0  # the norm of gradients, and their scaling
-_FUSED_KERNELS = 2  # that are compiled of the operations between two products
+_UNFUSED_UPDATE = 2.5  # factor on the passes of an optimizer that is not fused
+_CLIP_PASSES = 3.0  # to compute the gradient norm and scale the gradients
+_FUSED_KERNELS = 2  # compiled kernels between two matrix products
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A training step of one rank; seconds are of the whole step."""
+    """The time of one training step of a rank."""
 
     seconds: float
-    tokens_per_second: float  # of one device
-    model_flops: float  # of one device in a step, without recomputation; see `mfu`
-    hardware_flops: float  # with it
-    peak_flops: float  # of one device
-    exposed_seconds: float  # compute waits for collectives
-    breakdown: Mapping[str, float]  # seconds by cause; they add up to the step
-    bound: str  # the largest of them
-    replayed: Replayed  # up to three micro-batches
+    tokens_per_second: float  # per device
+    model_flops: float  # per device and step, without recomputation; see `mfu`
+    hardware_flops: float  # per device and step, with recomputation
+    peak_flops: float  # per device
+    exposed_seconds: float  # time that compute waits for collectives
+    breakdown: Mapping[str, float]  # seconds by cause, which sum to the step
+    bound: str  # the largest cause
+    replayed: Replayed  # the replay of up to three micro-batches
 
     @cached_property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: ``model_flops / seconds / peak_flops``.
+        """Model FLOPs utilization: ``model_flops / seconds / peak_flops``.
 
-        Products of matrices and of attention in forward and backward, as if attention were not
-        causal (PaLM, arXiv 2204.02311, appendix B), for the dense peak in 16 bits.
+        It counts matrix products and attention in forward and backward, as if attention were not
+        causal (PaLM, arXiv 2204.02311, appendix B), relative to the dense 16-bit peak.
         """
         return self.model_flops / self.seconds / self.peak_flops
 
     @cached_property
     def hfu(self) -> float:
-        """Hardware FLOPs utilisation: as `mfu`, with what is computed again.
+        """Hardware FLOPs utilization: like `mfu`, with recomputation.
 
-        That is what checkpointing does, and the scores in the backward of attention kernels, as
-        PyTorch's ``FlopCounterMode`` counts them.
+        Recomputation includes activation checkpointing and the scores in the backward of attention
+        kernels, which PyTorch's ``FlopCounterMode`` counts, too.
         """
         return self.hardware_flops / self.seconds / self.peak_flops
 
@@ -81,11 +81,11 @@ def step_time(
     """Predict one training step.
 
     Args:
-        plan: of what one pipeline stage and one tensor-parallel rank hold.
-        workload: a micro-batch of that rank.
-        machine: where it runs.
-        configuration: how it is trained.
-        is_flash1: attention kernels are those before FlashAttention-2.
+        plan: the plan of one tensor-parallel rank's part of a pipeline stage.
+        workload: one micro-batch on that rank.
+        machine: the machine that runs it.
+        configuration: how the model is trained.
+        is_flash1: whether attention kernels are older than FlashAttention-2.
     """
     return _Step(plan, workload, machine.under(configuration), configuration, is_flash1).result()
 
@@ -110,7 +110,7 @@ class _Step:
         return self._step_time(replayed, seconds, exposed)
 
     def _step_time(self, replayed: Replayed, seconds: float, exposed: float) -> StepTime:
-        """``seconds`` and ``exposed`` are those of all micro-batches."""
+        """Combine ``seconds`` and ``exposed`` of all micro-batches with the rest of the step."""
         configuration = self.configuration
         micro_batches = configuration.accumulation
         work = self._work()
@@ -167,7 +167,7 @@ class _Step:
         )
 
     def _transfer_seconds(self, kind: EventKind, index: int) -> float:
-        """Of a collective, with the copies of offloaded shards from and to the host."""
+        """Predict a collective, with the copies of offloaded shards from and to the host."""
         unit, machine = self.plan.units[index], self.machine
         seconds = self._collective_seconds(kind, index)
         if unit.offload is None or kind is EventKind.RESHARD_TO_SUBGROUP:
@@ -190,11 +190,12 @@ class _Step:
             return own + machine.all_reduce_seconds(unit.gradient_bytes / size, replicas)
         if kind is EventKind.RESHARD_TO_SUBGROUP:
             if not unit.two_level_gather:
-                return 0.0  # a part of what was gathered is kept
+                return 0.0  # a part of the gathered unit is kept
             far = Group(size // unit.subgroup, stride * unit.subgroup)
             return machine.all_gather_seconds(unit.kept_bytes, far)
         inside = machine.all_gather_seconds(unit.gathered_bytes, near)
-        if unit.subgroup and not unit.two_level_gather:  # in forward over all, then within it
+        # Forward gathers over all ranks, backward within the subgroup: take the mean.
+        if unit.subgroup and not unit.two_level_gather:
             return (machine.all_gather_seconds(unit.gathered_bytes, everyone) + inside) / 2
         return inside
 
@@ -202,7 +203,7 @@ class _Step:
 
     @cached_property
     def _costs(self) -> tuple[SegmentCost, ...]:
-        """Of all segments; copies of a block share their operations."""
+        """Costs of all segments; copies of a block share their operations."""
         pricing = _Pricing(self.machine, self.configuration, self.is_flash1, self.workload)
         found: dict[int, SegmentCost] = {}
         for segment in self.workload.segments:
@@ -214,12 +215,12 @@ class _Step:
         return tuple(map(self._with_copies, self.workload.segments, costs))
 
     def _with_copies(self, segment: Segment, cost: SegmentCost) -> SegmentCost:
-        """Compute goes on while what a segment keeps is copied to the host, or back."""
+        """Add the copies of a segment's activations to or from the host, which overlap compute."""
         copied = self.machine.copy_seconds(abs(segment.end_bytes - segment.start_bytes))
         return replace(cost, host=max(cost.host, copied))
 
     def _work(self) -> SegmentCost:
-        """All segments together; ``host`` counts a segment's seconds, as bound by it or not."""
+        """Sum the costs of all segments; ``host`` is the sum of the segments' total seconds."""
         sums = {
             field.name: sum(getattr(cost, field.name) for cost in self._costs)
             for field in fields(SegmentCost)
@@ -227,7 +228,7 @@ class _Step:
         return SegmentCost(**sums | {"host": sum(cost.seconds for cost in self._costs)})
 
     def _send_seconds(self) -> float:
-        """Of a micro-batch between stages: activations in forward, their gradients in backward."""
+        """Predict a micro-batch's sends between stages: activations, and then their gradients."""
         configuration = self.configuration
         if configuration.pipeline == 1:
             return 0.0
@@ -236,7 +237,7 @@ class _Step:
         return 2 * configuration.chunks * seconds
 
     def _update_seconds(self) -> float:
-        """Of the optimizer, on the device or from the host's memory."""
+        """Predict the optimizer's update, on the device or in host memory."""
         shards = sum(unit.gradient_shard_bytes for unit in self.plan.units)
         passes = _UPDATE_PASSES[self.configuration.optimizer]
         if self.configuration.optimizer_loop != "fused":
@@ -245,32 +246,32 @@ class _Step:
         update = self.machine.update_seconds(shards, passes + clipping)
         if self.configuration.offload == "none":
             return update
-        # Gradients go to the host and parameters return, and the host's memory is slower still.
+        # Gradients are copied to the host and parameters back. Host memory is slower as well.
         return self.machine.copy_seconds(shards * (2 + passes))
 
 
-_HOLD_GRADIENTS = ("ddp", "zero1")  # until the last micro-batch
+_HOLD_GRADIENTS = ("ddp", "zero1")  # strategies that reduce only after the last micro-batch
 
 
-# Attention kernels compute the scores again in backward: five products, of which models need four.
+# Attention kernels recompute the scores in backward: of their five products, one is recomputation.
 _NEEDED_BACKWARD = 4 / 5
 
 
 def _flops(segments: Sequence[Segment]) -> tuple[float, float]:
-    """Without recomputation, and with it."""
+    """Return FLOPs without recomputation and with it."""
     model = hardware = 0.0
     for segment in segments:
         for operation in segment.operations:
             hardware += operation.flops
             if operation.is_recomputed:
                 continue
-            again = operation.kind is Kind.ATTENTION and "backward" in operation.name
-            model += operation.flops * (_NEEDED_BACKWARD if again else 1.0)
+            recomputes = operation.kind is Kind.ATTENTION and "backward" in operation.name
+            model += operation.flops * (_NEEDED_BACKWARD if recomputes else 1.0)
     return model, hardware
 
 
 class _Pricing:
-    """Seconds of operations."""
+    """Predicts the seconds of operations."""
 
     def __init__(
         self, machine: Machine, configuration: Configuration, is_flash1: bool, workload: Workload
@@ -288,21 +289,21 @@ class _Pricing:
         )
 
     def cost(self, operations: Sequence[Operation]) -> SegmentCost:
-        """Of the operations of a segment."""
+        """Predict the operations of a segment."""
         constants = self._machine.constants
         totals = dict.fromkeys(("matmul", "attention", "memory", "collective"), 0.0)
         launches = 0
-        for kind, run in groupby(operations, key=lambda one: one.kind):
-            several = list(run)
+        for kind, group in groupby(operations, key=lambda operation: operation.kind):
+            run = list(group)
             if kind is Kind.MEMORY and self._compiled:
-                num_bytes = fused_bytes(several, self._reads)
-                kernels = min(len(several), _FUSED_KERNELS)
+                num_bytes = fused_bytes(run, self._reads)
+                kernels = min(len(run), _FUSED_KERNELS)
                 totals["memory"] += self._machine.memory_seconds(num_bytes)
                 totals["memory"] += kernels * constants.kernel_seconds
                 launches += kernels
             else:
-                totals[kind.value] += sum(map(self._seconds, several))
-                launches += len(several)
+                totals[kind.value] += sum(map(self._seconds, run))
+                launches += len(run)
         host = launches * constants.operation_seconds + constants.unit_seconds
         return SegmentCost(**totals, host=host)
 
@@ -313,7 +314,7 @@ class _Pricing:
 
     def _collective_seconds(self, operation: Operation) -> float:
         group = self._groups[operation.axis]
-        size = max(sum(size for _, size in one) for one in (operation.reads, operation.writes))
+        size = max(sum(size for _, size in own) for own in (operation.reads, operation.writes))
         return self._collectives[operation.name](size, group)
 
     @property
@@ -328,11 +329,11 @@ class _Pricing:
 
 
 def fused_bytes(run: Sequence[Operation], reads: Mapping[int, int]) -> int:
-    """What consecutive operations move to and from memory when they are compiled into one.
+    """Return the bytes that consecutive operations move when they are compiled into one kernel.
 
     Args:
         run: the operations.
-        reads: how often each storage is read, by all operations.
+        reads: how often each storage is read by all operations.
     """
     inside = Counter(storage for operation in run for storage, _ in operation.reads)
     written: dict[int, int] = {}
