@@ -1,4 +1,4 @@
-"""What a save writes: values as components with named tensors, and this rank's slice of each."""
+"""Collect what a save writes: components with named tensors, and this rank's slice of each."""
 
 import re
 from collections.abc import Mapping
@@ -39,10 +39,10 @@ _MAX_NAME_BYTES = 200  # file systems allow 255
 
 
 def check_kinds(action: str, model: object, optimizer: object) -> None:
-    """Refuse a state dict for a model, and the name of an optimizer for one.
+    """Raise if ``model`` is not a module (such as a state dict) or ``optimizer`` is no optimizer.
 
     Raises:
-        CheckpointError: says what to pass.
+        CheckpointError: states what to pass.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise CheckpointError(
@@ -61,10 +61,10 @@ def collect(
 ) -> tuple[Component, dict[str, Tensor]]:
     """The component of ``value``, which was passed to `save` as ``name``, and its tensors by name.
 
-    With ``is_plan`` tensors may be on the meta device.
+    With ``is_plan``, tensors may be on the meta device.
 
     Raises:
-        CheckpointError: it cannot be saved; names the component and the key.
+        CheckpointError: ``value`` cannot be saved; names the component and the key.
     """
     _check_name(name)
     tensors: dict[str, Tensor] = {}
@@ -93,10 +93,10 @@ def collect(
 
 
 def _check_name(name: str) -> None:
-    """Refuse the name of a component that cannot be part of a file's name.
+    """Raise if ``name``, of a component, cannot be part of a file name.
 
     Raises:
-        CheckpointError: names it.
+        CheckpointError: names the component.
     """
     is_valid = re.fullmatch(r"[^\x00-\x1f/\\.][^\x00-\x1f/\\]*", name)
     if not is_valid or len(name.encode(errors="replace")) > _MAX_NAME_BYTES:
@@ -107,10 +107,10 @@ def _check_name(name: str) -> None:
 
 
 def check_storable(key: str, tensor: Tensor, *, is_plan: bool = False) -> None:
-    """Refuse a tensor that has no dense elements on this rank, unless ``is_plan`` and it is meta.
+    """Raise if ``tensor`` has no dense elements on this rank; ``is_plan`` allows meta tensors.
 
     Raises:
-        CheckpointError: names it.
+        CheckpointError: names the tensor.
     """
     if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
         raise CheckpointError(
@@ -121,7 +121,7 @@ def check_storable(key: str, tensor: Tensor, *, is_plan: bool = False) -> None:
         kind = type(local_of(tensor) if isinstance(tensor, DTensor) else tensor).__name__
         raise CheckpointError(
             f"{key}: a {kind} cannot be saved, because its elements are not in one tensor; save "
-            "the parameters that are trained with torch.distributed.checkpoint"
+            "the trained parameters with torch.distributed.checkpoint"
         )
     is_missing = tensor.is_meta and not is_plan
     if tensor.layout is not torch.strided or tensor.is_quantized or is_missing:
@@ -130,9 +130,9 @@ def check_storable(key: str, tensor: Tensor, *, is_plan: bool = False) -> None:
 
 
 def tensors_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Its parameters and persistent buffers, and the other names of tied ones.
+    """The parameters and persistent buffers of ``module``, and the other names of tied tensors.
 
-    A tied tensor is known by its first name, as in ``named_parameters()``.
+    A tied tensor is listed under its first name, as in ``named_parameters()``.
     """
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -155,7 +155,7 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
     """The parameters of ``optimizer`` by their names in ``model``, in the order of the groups.
 
     Raises:
-        CheckpointError: the model does not contain one of them.
+        CheckpointError: a parameter is not in the model.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, Tensor] = {}
@@ -172,9 +172,9 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
 
 
 def checkpoint_mesh(modules: list[nn.Module]) -> DataParallelMesh:
-    """The ranks that save or load: those of the shards; all ranks if nothing is sharded.
+    """The ranks that save or load: those that hold shards, or all ranks if nothing is sharded.
 
-    With tensor parallelism they are those of the joined mesh.
+    With tensor parallelism, they are the ranks of the joined mesh.
     """
     parameters = [parameter for module in modules for parameter in module.parameters()]
     for parameter in parameters:
@@ -186,12 +186,12 @@ def checkpoint_mesh(modules: list[nn.Module]) -> DataParallelMesh:
 
 
 def check_sharded(module: nn.Module) -> None:
-    """Refuse a model whose parameters are gathered, as they are during a step.
+    """Raise if parameters are gathered, as during a step, or differ by rank under the same name.
 
-    And one with other values by the same name on other ranks, as experts have that are no DTensors.
+    The latter are experts that are not DTensors on the mesh of expert parallelism.
 
     Raises:
-        CheckpointError: names one of them.
+        CheckpointError: names one such parameter.
     """
     mesh = mesh_of(module.parameters())
     for name, parameter in module.named_parameters():
@@ -201,8 +201,8 @@ def check_sharded(module: nn.Module) -> None:
         if sharding.mesh.num_ranks < mesh.num_ranks:
             raise CheckpointError(
                 f"{name} is sharded over {sharding.mesh.num_ranks} of the model's "
-                f"{mesh.num_ranks} ranks, and others have other values by that name; make it a "
-                "DTensor on the mesh of expert parallelism before fully_shard"
+                f"{mesh.num_ranks} ranks, and the others hold different values under that name; "
+                "make it a DTensor on the mesh of expert parallelism before fully_shard"
             )
     for unit in module.modules():
         if not isinstance(unit, FSDPModule):
@@ -215,7 +215,7 @@ def check_sharded(module: nn.Module) -> None:
 
 
 def _by_name(optimizer: Optimizer, model: nn.Module) -> Mapping[str, Any]:
-    """Its state dict, with names instead of parameters."""
+    """The state dict of ``optimizer``, with parameter names in place of parameters."""
     parameters = parameter_names(optimizer, model)
     names = {id(parameter): name for name, parameter in parameters.items()}
     states = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}
@@ -234,7 +234,7 @@ class WriteJob:
 
     folder: Folder
     components: Mapping[str, Component]
-    slices: Slices  # of this rank
+    slices: Slices  # this rank's slices
     retention: Retention | None
 
     @cached_property
@@ -244,7 +244,7 @@ class WriteJob:
 
     @cached_property
     def numbers(self) -> dict[str, list[int]]:
-        """The numbers of the tensors of each file, by its name."""
+        """The numbers of the tensors in each file, by file name."""
         ids = tensor_ids(self.components)
         return {
             file.name: [ids[name, spec.name] for spec in file.specs]

@@ -1,4 +1,4 @@
-"""What the ranks of a save or load exchange: agreement, bytes and errors."""
+"""Exchanges between the ranks of a save or load: agreement, bytes and errors."""
 
 import contextlib
 import errno
@@ -29,12 +29,12 @@ __all__ = ["Coordinator", "coordinator_of", "warning_of_absent_ranks"]
 PATIENCE_SECONDS = 15.0
 
 _CPU = torch.device("cpu")
-# By process group, as in `transport.communicator`; by model in a single process.
+# Coordinators by process group, as in `transport.communicator`, or by model in a single process.
 _coordinators: "weakref.WeakKeyDictionary[object, Coordinator]" = weakref.WeakKeyDictionary()
 
 
 def coordinator_of(mesh: DataParallelMesh, model: object | None) -> "Coordinator":
-    """The coordinator of the ranks of ``axis``. All ranks make the first call together."""
+    """The coordinator of the ranks of ``mesh``. All ranks must make the first call together."""
     key = model if mesh.group is None else mesh.group
     if key is None:
         return Coordinator(mesh)
@@ -45,7 +45,7 @@ def coordinator_of(mesh: DataParallelMesh, model: object | None) -> "Coordinator
 
 @contextlib.contextmanager
 def warning_of_absent_ranks(mesh: DataParallelMesh, call: str) -> Iterator[None]:
-    """Log what ``call`` waits for if the other ranks do not make it within `PATIENCE_SECONDS`."""
+    """Log a warning if the other ranks do not make the same ``call`` in `PATIENCE_SECONDS`."""
     text = f"rank {mesh.group_rank} waits in {call} for the other ranks: every rank must call it"
     timer = threading.Timer(PATIENCE_SECONDS, logging.getLogger("shardwise").warning, (text,))
     timer.daemon = True
@@ -61,26 +61,26 @@ class Waitable(Protocol):
     """A save that may still be running."""
 
     def wait(self) -> None:
-        """Return when it has ended; raise its error."""
+        """Return when the save has ended; raise its error."""
 
 
 class Coordinator:
-    """The ranks of one process group, with collectives that run concurrently to those of a step."""
+    """Collectives of one process group that run concurrently with those of a training step."""
 
     def __init__(self, mesh: DataParallelMesh) -> None:
         self.size = mesh.num_ranks
         self.rank = mesh.group_rank
         self.pending: Waitable | None = None  # the last save with wait=False
-        self.host_copies = HostCopies()
+        self.host_copies = HostCopies()  # reused by all saves with wait=False
         is_alone = mesh.num_ranks == 1
         self._collectives = None if is_alone else make_collectives(mesh.world, _CPU, "checkpoint")
-        self._guard: Communicator | None = None  # detects ranks that were lost
+        self._guard: Communicator | None = None  # detects lost ranks
 
     def agree(self, mesh: DataParallelMesh, device: torch.device, action: str) -> None:
         """Return when all ranks have called this with the same ``action``.
 
         Raises:
-            CheckpointError: another rank is about to do something else.
+            CheckpointError: another rank has passed a different ``action``.
             StepError: a rank raised, is lost, or waits for something else.
         """
         if self.size == 1:
@@ -96,13 +96,13 @@ class Coordinator:
             )
 
     def finish_pending(self) -> None:
-        """Wait for the last save with ``wait=False``, and raise its error if it failed."""
+        """Wait for the last save with ``wait=False`` and raise its error if it failed."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.wait()
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """The ``payload`` of every rank, by rank."""
+        """The ``payload`` of every rank, in order of rank."""
         if self._collectives is None:
             return [payload]
         sizes = self._gather_rows(torch.tensor([len(payload)], device=_CPU))[:, 0].tolist()
@@ -111,16 +111,17 @@ class Coordinator:
         return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def all_to_all(self, sent: Sequence[Tensor], num_bytes: Sequence[int]) -> list[Tensor]:
-        """Exchange bytes: one tensor [n] of uint8 for each rank, and one from each.
+        """Send one tensor [n] of uint8 to each rank and receive one from each.
 
         Args:
-            sent: what to send, by rank.
-            num_bytes: how many bytes each rank sends here.
+            sent: the tensor to send to each rank.
+            num_bytes: the number of bytes that each rank sends to this one.
         """
         with torch.inference_mode(mode=False):  # as in `_gather_rows`
             received = [_empty(size) for size in num_bytes]
             received[self.rank] = sent[self.rank]
-            # Both ranks of a pair know whether there are bytes. One byte is sent if there are none.
+            # Both ranks of a pair know whether either sends anything. If only one does, the other
+            # sends one byte.
             pairs = {
                 rank: (_at_least_one(own), _at_least_one(other))
                 for rank, (own, other) in enumerate(zip(sent, received, strict=True))
@@ -132,7 +133,7 @@ class Coordinator:
 
     @contextlib.contextmanager
     def raises_together(self, action: str) -> Iterator[None]:
-        """Raise on every rank, at the end of the block, what it raises on one.
+        """If any rank raises in the block, raise on every rank at its end.
 
         Raises:
             CheckpointError: on the other ranks, with the message of the rank that raised.
@@ -155,7 +156,7 @@ class Coordinator:
                 raise _same_kind(kind)(f"rank {rank} could not {action}: {message}")
 
     def _gather_rows(self, row: Tensor) -> Tensor:
-        """[ranks, n] of every rank's ``row`` [n]."""
+        """Gather the ``row`` [n] of every rank: [ranks, n]."""
         collectives = self._collectives
         assert collectives is not None
         with torch.inference_mode(mode=False):  # written by another thread

@@ -1,4 +1,4 @@
-"""The life of a checkpoint's directory: begun, complete, removed.
+"""The life cycle of a checkpoint's directory: in progress, complete, removed.
 
 A directory is a checkpoint if it contains a manifest. A save first creates a marker that names its
 owner. Once every file is on disk, the manifest replaces the marker. A directory that contains a
@@ -38,9 +38,9 @@ __all__ = [
 ]
 
 MARKER = MANIFEST + ".partial"
-# Whether a save on another host still runs is unknown. Its files are kept for this long.
+# How long the files of a save on another host are kept, since it is unknown whether it still runs.
 FOREIGN_HOST_SECONDS = 24 * 3600.0
-# A local marker is created and then filled. One that stays empty for this long has no owner.
+# How long a local marker may be empty before it counts as abandoned: it is created, then filled.
 EMPTY_MARKER_SECONDS = 10.0
 _SUFFIXES = (".safetensors", ".safetensors.index.json")
 
@@ -52,8 +52,8 @@ _in_progress: set[str] = set()
 class Owner:
     """The save that created a marker.
 
-    A process is identified by its host, PID and start time, since PIDs are reused, and a save
-    within the process by a token.
+    A process is identified by its host, PID and start time, because PIDs are reused. A token
+    identifies the save within the process.
     """
 
     host: str
@@ -70,7 +70,7 @@ class Owner:
 
     @staticmethod
     def of(folder: Folder) -> "Owner | None":
-        """The owner named in the marker of ``folder``; None if it names none."""
+        """The owner named in the marker of ``folder``; None if there is none."""
         try:
             return Owner(**json.loads(folder.read(MARKER)))
         except (FileNotFoundError, ValueError, TypeError, RecursionError):
@@ -82,7 +82,7 @@ class Owner:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the save is over; on another host, whether that is safe to assume."""
+        """Whether the save has ended; on another host, whether that is safe to assume."""
         if not self.is_on_this_host:
             return time.time() - self.saved_at > FOREIGN_HOST_SECONDS
         try:
@@ -101,12 +101,13 @@ class Retention:
 
     It applies to the series of the new checkpoint: the directories next to it whose names differ
     from its name only in the number at the end. Checkpoints with higher numbers, as after a
-    rollback, are neither counted nor removed. Neither are symbolic links, and a checkpoint that a
-    link in the same directory points to (``best -> step-300``) is kept.
+    rollback, and symbolic links are neither counted nor removed. A checkpoint that a link in the
+    same directory points to (``best -> step-300``) is kept.
 
     Attributes:
-        last: keep this many of the highest numbers up to that of the new checkpoint, which counts.
-        every: also keep the checkpoints whose number is a multiple of this; None for no others.
+        last: how many checkpoints to keep, including the new one: those with the highest numbers
+            up to its number.
+        every: also keep checkpoints whose number is a multiple of this; None keeps no others.
     """
 
     last: int
@@ -117,7 +118,7 @@ class Retention:
             raise CheckpointError(f"{self}: expected positive integers")
 
     def apply(self, saved: Folder) -> None:
-        """Remove older checkpoints of the series of ``saved``, and what killed saves left."""
+        """Remove older checkpoints of the series of ``saved``, and the files of killed saves."""
         root = saved.parent
         linked = root.link_targets()
         for folder in root.folders():
@@ -129,7 +130,7 @@ class Retention:
                 discard(folder)
 
     def _older(self, saved: Folder) -> list[tuple[int, Folder]]:
-        """The checkpoints of the series that are beyond the last ones, by number."""
+        """The checkpoints of the series that are older than the ``last`` ones, by number."""
         series, number = _split(saved.name)
         if number is None:
             return []
@@ -153,7 +154,7 @@ def latest(root: str) -> Path | str | None: ...
 def latest(root: str | os.PathLike[str]) -> Path | str | None:
     """The complete checkpoint under ``root`` whose name ends with the highest number, or None.
 
-    A path, or a URL if ``root`` is one.
+    Returns a path, or a URL if ``root`` is one.
     """
     numbered = [(_split(folder.name)[1], folder) for folder in complete(folder_at(root))]
     found = [(number, folder.name, folder) for number, folder in numbered if number is not None]
@@ -175,7 +176,7 @@ def checkpoint_files(folder: Folder) -> list[str]:
 
 
 def prepare(folder: Folder) -> Owner:
-    """Begin a checkpoint in ``folder``, where the files of a killed save are removed.
+    """Begin a checkpoint in ``folder`` and remove the files of a killed save from it.
 
     Returns:
         The owner of the new save, for `commit` and `release`.
@@ -194,7 +195,8 @@ def prepare(folder: Folder) -> Owner:
     others = checkpoint_files(folder)
     if others:
         raise CheckpointError(
-            f"{folder}: contains {others[0]}, which no unfinished save wrote; choose another path"
+            f"{folder}: contains {others[0]}, which is not from an unfinished save; choose another "
+            "path"
         )
     owner = Owner.current()
     _in_progress.add(owner.token)
@@ -215,26 +217,26 @@ def commit(folder: Folder, manifest: bytes, owner: Owner) -> None:
     if not is_owned(folder, owner):
         raise CheckpointError(
             f"{folder}: another process began a save to this path or removed it; save each model "
-            "to a path of its own"
+            "to its own path"
         )
     folder.publish(MANIFEST, manifest, MARKER)
 
 
 def is_owned(folder: Folder, owner: Owner) -> bool:
-    """Whether the unfinished checkpoint in ``folder`` is that of ``owner``."""
+    """Whether the unfinished checkpoint in ``folder`` belongs to ``owner``."""
     found = Owner.of(folder)
     return found is not None and found.token == owner.token
 
 
 def release(owner: Owner) -> None:
-    """The save has ended: what it may have left can be removed."""
+    """Mark the save of ``owner`` as ended, so that files it may have left can be removed."""
     _in_progress.discard(owner.token)
 
 
 def discard(folder: Folder) -> None:
-    """Remove a complete checkpoint; of a symbolic link, only the link.
+    """Remove a complete checkpoint; if it is a symbolic link, only the link.
 
-    The manifest goes first, so that a removal that is interrupted leaves no damaged checkpoint.
+    The manifest is removed first, so that an interrupted removal leaves no damaged checkpoint.
     """
     if folder.is_link:
         folder.parent.remove(folder.name)
@@ -247,7 +249,7 @@ def remove_remains(folder: Folder, *, whole: bool = False) -> None:
     """Remove the files of an unfinished save, or with ``whole`` everything in the directory."""
     if is_complete(folder) or not folder.has(MARKER):
         return
-    # The marker goes last, so that a removal that is interrupted can be finished later.
+    # The marker is removed last, so that an interrupted removal can be finished later.
     if whole:
         folder.remove_all_but(MARKER)
     for name in checkpoint_files(folder):
@@ -257,10 +259,10 @@ def remove_remains(folder: Folder, *, whole: bool = False) -> None:
 
 
 def _refuse_if_in_progress(folder: Folder) -> None:
-    """Refuse a path that another save on this host is writing to.
+    """Raise if another save on this host is writing to this path.
 
-    Remains of another host are taken over: a job that restarts elsewhere saves the same steps to
-    the same paths. Should that other save be alive after all, it fails in `commit`.
+    An unfinished save of another host is replaced, because a job that restarts elsewhere saves the
+    same steps to the same paths. If that save is still running, it fails in `commit`.
     """
     owner = Owner.of(folder) if folder.has(MARKER) else None
     if owner is None or not owner.is_on_this_host or owner.has_ended:
@@ -291,7 +293,7 @@ def _remove_if_abandoned(folder: Folder) -> None:
 
 
 def _host() -> str:
-    """This host, and the PID namespace, so that containers are told apart."""
+    """The host name and PID namespace, which distinguishes containers."""
     try:
         namespace = str(Path("/proc/self/ns/pid").readlink())
     except OSError:  # not Linux
@@ -300,6 +302,6 @@ def _host() -> str:
 
 
 def _split(name: str) -> tuple[str, int | None]:
-    """``name`` without the number at its end, and that number."""
+    """Split ``name`` into the part before the number at its end, and the number."""
     found = re.search(r"\d+$", name)
     return (name[: found.start()], int(found[0])) if found else (name, None)

@@ -1,9 +1,8 @@
-"""Reading checkpoints of other programs: Hugging Face's, and two formats of torch.
+"""Read checkpoints of other programs: Hugging Face's, and two formats of torch.
 
 Directories of `torch.distributed.checkpoint` and files of `torch.save` contain components by name
-(``model``, ``optim``, ...), or the state dict of a model. The states of an optimizer must be known
-by the names of parameters, as torch's ``get_state_dict`` returns them, nested or flattened (as in
-torchtitan).
+(``model``, ``optim``, ...), or the state dict of a model. Optimizer states must have parameter
+names as keys, nested or flattened (as in torchtitan); torch's ``get_state_dict`` returns them so.
 """
 
 import contextlib
@@ -37,14 +36,14 @@ from shardwise.errors import CheckpointDamaged, CheckpointError
 __all__ = ["open_foreign"]
 
 _METADATA = ".metadata"
-_OPTIMIZERS = ("optimizer", "optim", "optimizers")  # `load` uses the first
+_OPTIMIZERS = ("optimizer", "optim", "optimizers")  # names of the component; `load` uses the first
 
 
 def open_foreign(folder: Folder, source: str, cleanup: contextlib.ExitStack) -> OpenCheckpoint:
     """Open a checkpoint of another program; its files stay open until ``cleanup`` ends.
 
     Raises:
-        CheckpointError: ``folder`` does not contain one.
+        CheckpointError: ``folder`` does not contain a checkpoint in this format.
     """
     if source == "hf":
         tensors = cleanup.enter_context(contextlib.closing(open_hf(folder)))
@@ -65,7 +64,7 @@ def _open_dcp(path: Path) -> dict[str, OpenComponent]:
     """The components of a directory of `torch.distributed.checkpoint`, with any sharding.
 
     Raises:
-        CheckpointError: ``path`` is not one.
+        CheckpointError: ``path`` is not such a directory.
     """
     if not (path / _METADATA).is_file():
         raise CheckpointError(
@@ -86,7 +85,7 @@ def _open_dcp(path: Path) -> dict[str, OpenComponent]:
 def _dcp_component(
     name: str, keys: Mapping[tuple[Any, ...], str], files: FileSystemReader, metadata: Metadata
 ) -> OpenComponent:
-    """A component, whose entries have the given keys in the checkpoint, by their path."""
+    """The component ``name``, whose entries are stored under ``keys``, which maps paths to keys."""
     stored, specs = {}, {}
     whole: dict[Any, Any] = {}
     for path, key in keys.items():
@@ -108,9 +107,9 @@ def _dcp_component(
 
 
 class _DistributedSource:
-    """Tensors whose rows are in the files of any number of ranks."""
+    """A source of tensors whose rows are spread over the files of any number of ranks."""
 
-    # A whole slice: torch reads all that a rank wrote of a tensor, however little is needed.
+    # Read whole slices: torch reads all that a rank wrote of a tensor, however little is needed.
     read_bytes = 1 << 62
 
     def __init__(
@@ -119,13 +118,13 @@ class _DistributedSource:
         stored: Mapping[str, tuple[str, TensorStorageMetadata]],
         specs: Mapping[str, Spec],
     ) -> None:
-        """``stored`` has the key and the description of each tensor, by its name."""
+        """``stored`` gives each tensor's key and description, by its name."""
         self.specs = specs
         self._files = files
         self._stored = stored
 
     def read(self, name: str, start: int, content: memoryview) -> None:
-        """As in `Source`; reads whole rows."""
+        """Fill ``content`` as `Source` specifies; whole rows are read."""
         key, stored = self._stored[name]
         row_bytes = prod(stored.size[1:]) * self.specs[name].itemsize
         first, last = start // row_bytes, -(-(start + content.nbytes) // row_bytes)
@@ -141,26 +140,26 @@ class _DistributedSource:
 
 
 class _Rows(DefaultLoadPlanner):
-    """Reads into ``rows``."""
+    """A load planner that reads into ``rows``."""
 
     def __init__(self, rows: Tensor) -> None:
         super().__init__()
         self._rows = rows
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        place = self._rows
-        for mesh, (start, length) in enumerate(
+        part = self._rows
+        for dim, (start, length) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)
         ):
-            place = place.narrow(mesh, start, length)
-        return place
+            part = part.narrow(dim, start, length)
+        return part
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         pass
 
 
 class _Value(DefaultLoadPlanner):
-    """Keeps the value that is read."""
+    """A load planner that keeps the one value that is read."""
 
     value: Any = None
 
@@ -192,7 +191,7 @@ def _open_torch(path: Path) -> dict[str, OpenComponent]:
     """The components of a file of `torch.save`, whose tensors are mapped into memory.
 
     Raises:
-        CheckpointError: ``path`` is not one, or contains more than tensors and plain data.
+        CheckpointError: ``path`` is not such a file, or contains more than tensors and plain data.
     """
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -218,7 +217,7 @@ def _component_of(name: str, value: Any) -> OpenComponent:
 
 
 class _Tensors:
-    """A source of tensors in memory, or in a file that is mapped into it."""
+    """A source of tensors in memory or in a memory-mapped file."""
 
     read_bytes = BLOCK_BYTES
 
@@ -254,17 +253,17 @@ def _with_lists(nested: Any) -> Any:
 
 
 def _named(states: Any) -> Any:
-    """The states of an optimizer by the names of parameters, nested or flattened.
+    """Optimizer states by parameter name, from nested or flattened ones.
 
     Raises:
-        CheckpointError: they are known by number.
+        CheckpointError: the states have numbers as keys.
     """
     if not isinstance(states.get("state", {}), dict) or "param_groups" not in states:
         states = _unflattened(states)
     if any(name == "$dict" or name.isdigit() for name in states.get("state", {})):
         raise CheckpointError(
-            "the optimizer's states are known by number; save the result of torch's "
-            "get_state_dict, which has the names of parameters"
+            "the optimizer's states have numbers as keys, expected parameter names; save the "
+            "result of torch's get_state_dict, which has them"
         )
     return {"state": {}, "param_groups": [], **states}
 

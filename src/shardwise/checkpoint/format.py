@@ -1,4 +1,4 @@
-"""safetensors files: which file contains a tensor, and where. No tensors, only their names.
+"""The layout of safetensors files: which file contains a tensor, and where. Handles no tensors.
 
 A file is 8 bytes with the length of the header, the header (JSON, padded with spaces) and the
 tensors, row-major and without gaps::
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 MAX_FILE_BYTES = 5 * 10**9  # the default of Hugging Face
-# By their names in safetensors.
+# dtypes by their safetensors names.
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -55,12 +55,12 @@ DTYPES: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES = 8
-_ALIGNMENT_BYTES = 64  # of the first tensor; the format requires 8
+_ALIGNMENT_BYTES = 64  # alignment of the first tensor; the format requires 8
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A tensor, as the header of a file describes it."""
+    """The description of a tensor in the header of a file."""
 
     name: str
     dtype: str  # a key of DTYPES
@@ -84,10 +84,10 @@ class Spec:
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> Spec:
-    """``tensor`` under ``name``, with its global shape.
+    """The Spec of ``tensor`` under ``name``, with its global shape.
 
     Raises:
-        CheckpointError: safetensors has no such dtype.
+        CheckpointError: safetensors does not support its dtype.
     """
     if tensor.dtype not in _NAMES:
         raise CheckpointError(
@@ -122,7 +122,7 @@ class File:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Where each tensor begins in the file."""
+        """The offset of each tensor in the file."""
         starts = accumulate((spec.num_bytes for spec in self.specs), initial=len(self.head))
         return {spec.name: start for spec, start in zip(self.specs, starts, strict=False)}
 
@@ -132,7 +132,7 @@ class File:
 
 
 def pack(component: str, specs: Iterable[Spec], max_bytes: int) -> list[File]:
-    """The files of a component, each with at most ``max_bytes`` of tensors, or a single tensor.
+    """The files of a component, each with at most ``max_bytes`` of tensors or a single tensor.
 
     Tensors are assigned to files by name. Within a file, wider dtypes come first, so that all are
     aligned. The result depends only on names, shapes and dtypes.
@@ -155,7 +155,7 @@ def pack(component: str, specs: Iterable[Spec], max_bytes: int) -> list[File]:
 
 
 def is_plain_file_name(name: str) -> bool:
-    """Whether ``name`` is that of a file in a directory, rather than a path out of it."""
+    """Whether ``name`` names a file in the directory itself and is not a path out of it."""
     return "\0" not in name and name not in ("", ".", "..") and name == PurePosixPath(name).name
 
 
@@ -168,7 +168,7 @@ def index_of(files: Sequence[File]) -> bytes:
 
 
 def parse_header(name: str, header: bytes) -> dict[str, tuple[Spec, int]]:
-    """The tensors of a file by name, and where each begins after the header.
+    """The tensors of a file by name, with their offsets after the header.
 
     Raises:
         CheckpointDamaged: the header is malformed.

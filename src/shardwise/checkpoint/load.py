@@ -1,4 +1,4 @@
-"""`load`: every rank reads the bytes of its own shards."""
+"""`load`: every rank reads only the bytes of its own shards."""
 
 import contextlib
 import os
@@ -37,9 +37,9 @@ class Loaded:
     """The result of `load`.
 
     Attributes:
-        state: the plain data that were saved, by name.
-        report: differences that were allowed.
-        bytes_read: bytes of tensors that this rank read.
+        state: the saved plain data, by name.
+        report: the differences that were allowed.
+        bytes_read: the bytes of tensors that this rank read.
     """
 
     state: dict[str, Any]
@@ -61,32 +61,32 @@ def load(
 ) -> Loaded:
     """Load a checkpoint that any number of ranks has written. Every rank must call this.
 
-    Each rank reads the bytes of its own shards directly into them, and every byte is checked.
-    Values in 16 bits are converted to a float32 master as they are read. After a
-    `CheckpointDamaged` the model may contain some values of the checkpoint; after any other error
-    it is unchanged.
+    Each rank reads bytes directly into its own shards, and every byte is checked. 16-bit values
+    are converted to float32 masters as they are read. After a `CheckpointDamaged` error the model
+    may contain some values of the checkpoint; after any other error it is unchanged.
 
     Args:
         path: the directory or URL of a complete checkpoint; `latest` finds the newest one.
         model: sharded by `fully_shard` with any strategy, or not sharded.
-        optimizer: of the model's parameters. Its options, such as the learning rate, are restored.
-        strict: False ignores names that exist only here or only in the checkpoint, and reports
-            them.
-        only: patterns, as in fnmatch, for the names of the tensors and of the parameters whose
-            states are loaded.
+        optimizer: the optimizer of the model's parameters. Its options, such as the learning rate,
+            are restored, too.
+        strict: False ignores names that exist only in the model or only in the checkpoint, and
+            lists them in the report.
+        only: fnmatch patterns for the names of the tensors, and of the parameters whose states are
+            loaded.
         cast: whether values may be rounded to the dtype of the model.
-        source: the format, of which only ``"shardwise"`` has checksums. ``"hf"``: the weights in a
-            Hugging Face directory or in one safetensors file. ``"dcp"``: a directory of
+        source: the format; only ``"shardwise"`` has checksums. ``"hf"``: the weights in a Hugging
+            Face directory or in one safetensors file. ``"dcp"``: a directory of
             ``torch.distributed.checkpoint``. ``"torch"``: a file of ``torch.save``. The last two
-            contain state dicts by name (``model``, ``optim``), or that of a model. Optimizer states
-            must be known by the names of parameters, as torch's ``get_state_dict`` returns them.
-        state: what was passed to `save` under these names: modules, optimizers, and objects with
-            ``load_state_dict()``. Plain data are returned instead.
+            contain state dicts by name (``model``, ``optim``), or one of a model. Optimizer states
+            must have parameter names as keys, as torch's ``get_state_dict`` returns them.
+        state: modules, optimizers, and objects with ``load_state_dict()`` to load what was passed
+            to `save` under the same names. Plain data are returned instead.
 
     Raises:
-        CheckpointError: on every rank: there is no complete checkpoint, or it does not match; lists
-            missing, unexpected, reshaped and re-typed tensors.
-        CheckpointDamaged: a byte differs from what was saved; names the tensor.
+        CheckpointError: on every rank: there is no complete checkpoint, or it does not match. The
+            message lists missing, unexpected, reshaped and re-typed tensors.
+        CheckpointDamaged: a byte differs from the saved one; names the tensor.
     """
     folder = folder_at(path)
     where = str(folder)
@@ -125,7 +125,7 @@ def load(
 
 
 class _LoadPlan:
-    """What is read, and what is assigned after everything has been read."""
+    """What to read, and what to assign after everything has been read."""
 
     def __init__(
         self, opened: OpenCheckpoint, model: nn.Module | None, selection: Selection
@@ -139,7 +139,7 @@ class _LoadPlan:
         self._targets: list[tuple[Reader, Target]] = []
         self._slices: list[tuple[Tensor, TensorSlice]] = []
         self._assignments: list[Callable[[], None]] = []
-        # Components that are decoded as they are, and what takes their values.
+        # Components that are read whole, and the functions that receive their values.
         self._whole: list[tuple[OpenComponent, Callable[[Any], None]]] = [
             (component, partial(self.state.__setitem__, name))
             for name, component in opened.components.items()
@@ -169,12 +169,12 @@ class _LoadPlan:
             case _:
                 raise CheckpointError(
                     f"{name}: saved as {component.kind}, which a {type(value).__name__} cannot "
-                    "load; plain data are in `.state` of what sw.load returns"
+                    "load; sw.load returns plain data in `.state` of its result"
                 )
 
     @property
     def names(self) -> list[str]:
-        """The names of the tensors to be read, the same on every rank."""
+        """The names of the tensors to read, the same on every rank."""
         return [target.name for _, target in self._targets]
 
     def read(self) -> None:
@@ -187,7 +187,7 @@ class _LoadPlan:
 
     @torch.no_grad()
     def assign_slices(self) -> None:
-        """Complete the tensors that were not read in place."""
+        """Copy the elements of tensors that were not read in place."""
         for tensor, own in self._slices:
             assign_slice(tensor, own)
             torch.autograd.graph.increment_version(tensor)

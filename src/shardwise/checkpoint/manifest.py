@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint consists of, with checksums. No tensors, only names."""
+"""The manifest: a list of what a checkpoint contains, with checksums."""
 
 import json
 import re
@@ -25,7 +25,7 @@ class Component:
     """A part of a checkpoint: the model, an optimizer or another value given to `save`."""
 
     kind: str  # "module", "optimizer", "object" (with a state_dict) or "data"
-    tree: Any  # JSON, with the names of its tensors; see `tree`
+    tree: Any  # JSON that refers to tensors by name; see `tree`
     files: tuple[File, ...]
     aliases: Mapping[str, str]  # other names of tied tensors
 
@@ -38,7 +38,7 @@ class Component:
 class Manifest:
     """The components by name, and the checksums of each tensor's blocks by component and name.
 
-    ``others`` are files without tensors, such as the index: the size and checksum of each.
+    ``others`` gives the size and checksum of each file without tensors, such as the index.
     """
 
     components: Mapping[str, Component]
@@ -54,7 +54,7 @@ class Manifest:
         return [file for component in self.components.values() for file in component.files]
 
     def render(self) -> bytes:
-        """The bytes of the manifest's file, which depend on its content alone."""
+        """The bytes of the manifest file, which depend only on the manifest's content."""
         body = {
             "format": "shardwise",
             "version": VERSION,
@@ -69,10 +69,10 @@ class Manifest:
 
     @staticmethod
     def parse(content: bytes, where: str) -> "Manifest":
-        """Read what `render` returned.
+        """Parse the result of `render`.
 
         Raises:
-            CheckpointDamaged: it is damaged or malformed; names the entry.
+            CheckpointDamaged: ``content`` is damaged or malformed; names the entry.
             CheckpointError: another release wrote it.
         """
         try:
@@ -178,14 +178,14 @@ class _OptimizerTree(BaseModel):
     param_groups: list[_Group]
 
 
-_OPTIMIZERS = TypeAdapter(dict[str, _OptimizerTree])  # by component, which errors then name
+_OPTIMIZERS = TypeAdapter(dict[str, _OptimizerTree])  # by component, so that errors name it
 
 
 def _manifest(body: _Body) -> Manifest:
-    """The checked content of ``body``.
+    """The Manifest that ``body`` describes.
 
     Raises:
-        ValueError: it contradicts itself.
+        ValueError: ``body`` contradicts itself.
     """
     sums: dict[str, dict[str, list[int]]] = {name: {} for name in body.components}
     return Manifest(
@@ -196,14 +196,14 @@ def _manifest(body: _Body) -> Manifest:
 
 
 def _component(name: str, entry: _Component, sums: dict[str, list[int]]) -> Component:
-    """A component; the checksums of its tensors are added to ``sums``."""
+    """The component that ``entry`` describes; adds the checksums of its tensors to ``sums``."""
     files = tuple(_file(file, tensors, sums) for file, tensors in entry.files.items())
     component = Component(entry.kind, entry.tree, files, entry.aliases)
     if entry.kind == "optimizer":
         _OPTIMIZERS.validate_python({name: entry.tree})
     for key in (*entry.aliases.values(), *tree.tensor_names(entry.tree, name)):
         if key not in component.specs:
-            raise ValueError(f"{name}: {key} is in none of its files")
+            raise ValueError(f"{name}: none of its files contains {key}")
     return component
 
 
@@ -220,7 +220,7 @@ def _file(name: str, entry: _FileEntry, sums: dict[str, list[int]]) -> File:
     if file.num_bytes != entry.bytes:
         raise ValueError(f"{name}: bytes is {entry.bytes}, its tensors take {file.num_bytes}")
     if _hex(crc32(file.head)) != entry.head_crc32:
-        raise ValueError(f"{name}: head_crc32 is not that of its tensors' names and shapes")
+        raise ValueError(f"{name}: head_crc32 does not match its tensors' names and shapes")
     return file
 
 
@@ -228,7 +228,7 @@ def _parse_sums(spec: Spec, text: str) -> list[int]:
     """The checksums of the blocks of a tensor."""
     found, num_blocks = text.split(), -(-spec.num_bytes // BLOCK_BYTES)
     if len(found) != num_blocks or not all(re.fullmatch("[0-9a-f]{8}", crc) for crc in found):
-        raise ValueError(f"{spec.name}: expected {num_blocks} checksums of its blocks")
+        raise ValueError(f"{spec.name}: expected {num_blocks} block checksums")
     return [int(crc, 16) for crc in found]
 
 
@@ -243,6 +243,6 @@ def _hex(crc: int) -> str:
 
 
 def _first(error: ValidationError) -> str:
-    """The first of the errors that pydantic found, with its place."""
+    """The first error that pydantic found, with its location."""
     found = error.errors()[0]
     return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"

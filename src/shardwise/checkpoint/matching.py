@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint is loaded into which tensor here: decided before any is read."""
+"""Match the tensors of a checkpoint to those of a model and optimizer, before any is read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ _MAX_SHOWN = 12  # names in each list of an error; a wrong model has thousands
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor of the checkpoint, and the tensor that receives its values."""
+    """The name of a tensor in the checkpoint and the tensor that receives its values."""
 
     name: str
     tensor: Tensor
@@ -30,7 +30,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Selection:
-    """The tensors to load, and what is allowed: the arguments of `load`."""
+    """The tensors to load and the differences that are allowed, as passed to `load`."""
 
     only: tuple[str, ...] | None = None  # patterns of names; None for all
     strict: bool = True
@@ -42,9 +42,9 @@ class Selection:
 
 @dataclass
 class LoadReport:
-    """The differences between a checkpoint and what it was loaded into, as lists of names.
+    """The differences between a checkpoint and the objects it was loaded into, as lists of names.
 
-    The last three also say what was expected and what was found.
+    The entries of the last three lists also state what was expected and what was found.
     """
 
     missing: list[str] = field(default_factory=list)  # not in the checkpoint
@@ -54,10 +54,10 @@ class LoadReport:
     narrowed: list[str] = field(default_factory=list)  # rounded
 
     def check(self, where: str, selection: Selection) -> None:
-        """Refuse differences that ``selection`` does not allow.
+        """Raise if there are differences that ``selection`` does not allow.
 
         Raises:
-            CheckpointError: lists them.
+            CheckpointError: lists the differences.
         """
         problems = []
         if selection.strict:
@@ -101,7 +101,7 @@ def match_module(
     selection: Selection,
     report: LoadReport,
 ) -> list[Target]:
-    """Match the parameters and buffers of ``module``; a tied one by any of its names."""
+    """Match the parameters and buffers of ``module``; a tied one matches by any of its names."""
     check_sharded(module)
     tensors, other_names = tensors_of(module)
     names = {name: [name] for name in tensors}
@@ -125,12 +125,12 @@ def match_module(
 
 
 def unadapted(name: str) -> str:
-    """The name of a parameter without the modules in which PEFT wraps a model and its layers."""
+    """The name of a parameter without the modules that PEFT wraps around a model and its layers."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def _fits(spec: Spec, tensor: Tensor, report: LoadReport) -> bool:
-    """Whether the values can be loaded, perhaps converted."""
+    """Whether the values can be loaded, possibly after a conversion."""
     if spec.shape != tuple(tensor.shape):
         report.reshaped.append(f"{spec.name}: expected {tuple(tensor.shape)}, found {spec.shape}")
         return False
@@ -145,9 +145,10 @@ def _fits(spec: Spec, tensor: Tensor, report: LoadReport) -> bool:
 
 
 class OptimizerStates:
-    """The states of an optimizer, matched by the names of parameters.
+    """The states of an optimizer, matched by parameter names.
 
-    `match` decides what is loaded; after all `targets` are read, `assign` changes the optimizer.
+    `match` decides what to load; after all `targets` have been read, `assign` changes the
+    optimizer.
     """
 
     def __init__(
@@ -157,21 +158,21 @@ class OptimizerStates:
         encoded: Mapping[str, Any],
         specs: Mapping[str, Spec],
     ) -> None:
-        """``encoded`` is the component's tree, ``specs`` its tensors."""
+        """``encoded`` is the component's tree, ``specs`` describes its tensors."""
         self.targets: list[Target] = []
         self._optimizer = optimizer
         self._parameters = parameter_names(optimizer, model)
         self._encoded = encoded
         self._specs = specs
         self._states: dict[Tensor, dict[str, Any]] = {}
-        self._options: list[dict[str, Any]] = []  # of each group
-        self._stale: list[Tensor] = []  # parameters whose state is removed: none was saved
+        self._options: list[dict[str, Any]] = []  # one dict per parameter group
+        self._stale: list[Tensor] = []  # parameters whose state is removed, because none was saved
 
     def match(self, selection: Selection, report: LoadReport) -> None:
-        """Allocate the tensors to be read.
+        """Allocate the tensors to read into.
 
         Raises:
-            CheckpointError: the states are those of another kind of optimizer.
+            CheckpointError: the states belong to another kind of optimizer.
         """
         _check_kind(self._optimizer, self._encoded)
         saved = self._encoded["state"]
@@ -189,7 +190,7 @@ class OptimizerStates:
         self._match_groups(selection, report)
 
     def assign(self) -> None:
-        """Give the optimizer its states and the options of its groups."""
+        """Assign the states and the options of the groups to the optimizer."""
         for parameter in self._stale:
             self._optimizer.state.pop(parameter, None)
         self._optimizer.state.update(self._states)
@@ -218,7 +219,7 @@ class OptimizerStates:
 
     def _decode(self, parameter: Tensor, key: str, value: Any) -> Any:
         present = self._optimizer.state.get(parameter, {}).get(key)
-        # Of optimizers whose states are not cut as their parameters are.
+        # Optimizers whose states are cut differently from their parameters have this method.
         make: Callable[..., Tensor | None] = getattr(self._optimizer, "empty_state", _no_tensor)
 
         def allocate(name: str) -> Tensor:
@@ -227,7 +228,7 @@ class OptimizerStates:
             if made is not None:
                 self.targets.append(Target(name, made))
                 return made
-            # As in torch, "step" is not sharded, even if a scalar parameter has the same shape.
+            # "step" is never sharded, as in torch, even if a scalar parameter has the same shape.
             if key == "step" or spec.shape != tuple(parameter.shape):
                 return self._whole(name, self._device_of(parameter, key))
             is_reused = _can_hold(present, spec, parameter)
@@ -245,7 +246,7 @@ class OptimizerStates:
         return tensor
 
     def _device_of(self, parameter: Tensor, key: str) -> torch.device:
-        """Where torch's optimizers keep a state: steps on the CPU, unless a kernel reads them."""
+        """The device of a state in torch's optimizers: the CPU for steps no kernel reads."""
         for group in self._optimizer.param_groups:
             if any(parameter is member for member in group["params"]):
                 on_gpu = group.get("fused") or group.get("capturable")
@@ -254,18 +255,18 @@ class OptimizerStates:
         return parameter.device
 
 
-# Options that choose an implementation, and those that schedulers add: every optimizer may have
-# them, and releases of torch differ in them.
+# Options that choose an implementation, and options that schedulers add. Any optimizer may have
+# them, and they differ between releases of torch.
 _SWITCHES = {"foreach", "fused", "capturable", "differentiable", "maximize"}
 _SCHEDULED = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 _COMMON_OPTIONS = {"params", "decoupled_weight_decay"} | _SWITCHES | _SCHEDULED
 
 
 def _check_kind(optimizer: Optimizer, encoded: Mapping[str, Any]) -> None:
-    """Refuse the states of another kind of optimizer, which would fail in its first step.
+    """Raise if the states belong to another kind of optimizer, whose next step would fail.
 
-    The kind differs if each side has options that the other lacks. The class is not compared, so
-    that states of Adam can be loaded into AdamW.
+    The kinds differ if each side has options that the other lacks. Classes are not compared, so
+    that the states of Adam can be loaded into AdamW.
 
     Raises:
         CheckpointError: names the options and states.
@@ -277,7 +278,7 @@ def _check_kind(optimizer: Optimizer, encoded: Mapping[str, Any]) -> None:
     if groups and unknown and lacking:
         states = sorted({key for state in encoded["state"].values() for key in state})
         raise CheckpointError(
-            "optimizer: the checkpoint is that of another kind of optimizer, with the options "
+            "optimizer: the checkpoint was saved with another kind of optimizer, with the options "
             f"{', '.join(unknown)} and the states {', '.join(states) or '(none)'}; "
             f"{type(optimizer).__name__} has the options {', '.join(lacking)} instead; build the "
             "optimizer that was saved, or load without optimizer="
@@ -285,11 +286,11 @@ def _check_kind(optimizer: Optimizer, encoded: Mapping[str, Any]) -> None:
 
 
 def _no_tensor(*_args: Any) -> None:
-    """Have states made like the parameter, as those of most optimizers are."""
+    """Stands for a missing ``empty_state``: the states are cut like the parameter."""
 
 
 def _can_hold(present: Any, spec: Spec, parameter: Tensor) -> bool:
-    """Whether the tensor that the optimizer has can receive the values."""
+    """Whether ``present``, the optimizer's current state, can receive the values."""
     if not isinstance(present, Tensor) or present.dtype is not spec.torch_dtype:
         return False
     sharding = sharding_of(parameter)

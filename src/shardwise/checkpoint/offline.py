@@ -1,4 +1,4 @@
-"""Work on checkpoints in one process, without a process group: `examine` and `export`."""
+"""Examine and export checkpoints in one process, without a process group."""
 
 import contextlib
 import os
@@ -30,10 +30,10 @@ __all__ = ["FORMATS", "examine", "export", "write_hf"]
 
 
 def examine(path: str | os.PathLike[str]) -> list[str]:
-    """Describe the damage to the checkpoint at ``path``, one line each; an empty list if none.
+    """Describe the damage to the checkpoint at ``path``, one line per problem; empty if undamaged.
 
-    Reads the whole checkpoint, one block at a time. Names files that are missing, truncated or not
-    part of the checkpoint, and damaged tensors.
+    The whole checkpoint is read, one block at a time. The lines name damaged tensors, and files
+    that are missing, truncated or not part of the checkpoint.
 
     Raises:
         CheckpointNotFound: there is no such directory.
@@ -68,12 +68,12 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], format_: s
 
     Args:
         path: a complete checkpoint, or its URL.
-        out: what to write, which must not exist: a directory for ``"hf"`` (the weights in
+        out: the path to write, which must not exist: a directory for ``"hf"`` (the weights in
             safetensors files; one tensor is in memory at a time) and for ``"dcp"``
             (``torch.distributed.checkpoint``), or a file for ``"torch"`` (``torch.load``). The
-            last two contain all components by name (``model``, ``optimizer``, ...), and need the
-            memory of the whole checkpoint.
-        format_: one of these.
+            last two contain all components by name (``model``, ``optimizer``, ...), and need
+            memory for the whole checkpoint.
+        format_: ``"hf"``, ``"dcp"`` or ``"torch"``.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or ``out`` cannot be written.
@@ -92,7 +92,7 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], format_: s
 
 @contextlib.contextmanager
 def _created(target: Path) -> Iterator[Path]:
-    """A path to write to, which becomes ``target``, or is removed after an error."""
+    """Yield a path to write to, which is renamed to ``target``, or removed after an error."""
     partial = target.with_name(f"{target.name}.partial")
     try:
         yield partial
@@ -120,10 +120,10 @@ def write_hf(
     """Write tensors to safetensors files in the new directory ``out``, one tensor at a time.
 
     Args:
-        specs: of the tensors.
+        specs: the specs of the tensors.
         read: returns a tensor by its name.
         out: the directory.
-        name: that the files begin with.
+        name: the prefix of the file names.
     """
     files = pack(name, specs, MAX_FILE_BYTES)
     out.mkdir(parents=True)
@@ -153,7 +153,7 @@ FORMATS: dict[str, Callable[[dict[str, OpenComponent], Path], None]] = {
 
 
 def _state_dicts(components: dict[str, OpenComponent]) -> dict[str, Any]:
-    """All components: modules as state dicts, with tied tensors under each name."""
+    """All components by name; modules as state dicts, with tied tensors under each name."""
     return {name: _state_dict(component) for name, component in components.items()}
 
 

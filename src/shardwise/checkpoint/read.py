@@ -1,4 +1,4 @@
-"""Opening checkpoints, and reading tensors from them with every byte checked."""
+"""Open checkpoints and read tensors from them, checking every byte."""
 
 import contextlib
 import json
@@ -60,7 +60,7 @@ class OpenComponent:
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """The components by name. ``num_readers`` threads may read tensors at once, each its own."""
+    """The components by name. Up to ``num_readers`` threads may read different tensors at once."""
 
     components: Mapping[str, OpenComponent]
     num_readers: int = 1
@@ -71,14 +71,14 @@ class OpenCheckpoint:
 
     @property
     def unchecked(self) -> list[BlockPart]:
-        """The parts of blocks that this rank read in part, and cannot check alone."""
+        """Checksums of partially read blocks, which this rank cannot check alone."""
         return [part for component in self.components.values() for part in component.reader.parts]
 
     def check(self, parts: Iterable[BlockPart]) -> None:
-        """Check the blocks that several ranks have read in part.
+        """Check the blocks that several ranks have each read in part.
 
         Args:
-            parts: ``unchecked`` of all ranks.
+            parts: the ``unchecked`` parts of all ranks.
 
         Raises:
             CheckpointDamaged: names the tensor.
@@ -92,8 +92,8 @@ def open_checkpoint(folder: Folder, cleanup: contextlib.ExitStack) -> OpenCheckp
     """Open the checkpoint in ``folder``; its files stay open until ``cleanup`` ends.
 
     Raises:
-        CheckpointError: there is none.
-        CheckpointDamaged: a file differs from what the manifest says.
+        CheckpointError: there is no checkpoint.
+        CheckpointDamaged: a file differs from its description in the manifest.
     """
     manifest = read_manifest(folder)
     problems = list(file_problems(folder, manifest))
@@ -113,17 +113,17 @@ def read_manifest(folder: Folder) -> Manifest:
     """The manifest of the checkpoint in ``folder``.
 
     Raises:
-        CheckpointError: there is none; says what the folder contains instead.
-        CheckpointNotFound: there is no folder.
+        CheckpointError: there is no checkpoint; states what the folder contains instead.
+        CheckpointNotFound: the folder does not exist.
     """
     if not is_complete(folder):
         kind = CheckpointError if folder.exists() else CheckpointNotFound
-        raise kind(f"{folder}: not a checkpoint: {_what_instead(folder)}")
+        raise kind(f"{folder}: not a checkpoint: {_found_instead(folder)}")
     return Manifest.parse(folder.read(MANIFEST), str(folder / MANIFEST))
 
 
 def file_problems(folder: Folder, manifest: Manifest) -> Iterator[str]:
-    """What is wrong with the files of a checkpoint, their tensors aside: sizes and headers."""
+    """Describe wrong sizes, headers and files of a checkpoint; tensors are not read."""
     sizes = folder.sizes()
     for file in manifest.files:
         names = [spec.name for spec in file.specs]
@@ -148,7 +148,7 @@ def file_problems(folder: Folder, manifest: Manifest) -> Iterator[str]:
 def _head(
     folder: Folder, name: str, num_bytes: int, size: int | None, expected: int
 ) -> bytes | str:
-    """The first bytes of a file, or what is wrong with its size."""
+    """The first bytes of a file, or a description of what is wrong with its size."""
     if size is None:
         return "missing"
     if size != expected:
@@ -156,17 +156,17 @@ def _head(
     return folder.read(name, num_bytes)
 
 
-def _what_instead(folder: Folder) -> str:
+def _found_instead(folder: Folder) -> str:
     if not folder.exists():
         return "no such directory"
     if folder.has(MARKER):
         return "a save that is unfinished or was killed; load an earlier one (sw.latest)"
-    for parent in (folder, folder / "checkpoints"):  # the second is that of a run directory
+    for parent in (folder, folder / "checkpoints"):  # the latter if it is a run directory
         inside = [str(found) for found in complete(parent)]
         if inside:
             return f"it contains checkpoints, such as {inside[-1]} (sw.latest)"
     if checkpoint_files(folder):
-        return f"{MANIFEST} is missing; pass source='hf' to load the weights, unchecked"
+        return f"{MANIFEST} is missing; pass source='hf' to load the weights without checksums"
     return f"{MANIFEST} is missing"
 
 
@@ -174,10 +174,10 @@ def _what_instead(folder: Folder) -> str:
 
 
 class Source(Protocol):
-    """Tensors by name, any bytes of which can be read."""
+    """A source of tensors by name, from which any bytes can be read."""
 
     specs: Mapping[str, Spec]
-    read_bytes: int  # how much to read at once: whole blocks, or equal parts of one
+    read_bytes: int  # bytes to read at once: whole blocks, or equal parts of one
 
     def read(self, name: str, start: int, content: memoryview) -> None:
         """Fill ``content`` with the bytes of a tensor from ``start`` on."""
@@ -190,7 +190,7 @@ class SafetensorsSource:
     def __init__(
         self, folder: Folder, specs: Mapping[str, Spec], locations: Mapping[str, tuple[str, int]]
     ) -> None:
-        """``locations`` has the file of each tensor and the offset in it where it begins."""
+        """``locations`` gives each tensor's file and its offset in the file."""
         self.specs = specs
         self.read_bytes = folder.read_bytes
         self._folder = folder
@@ -202,7 +202,7 @@ class SafetensorsSource:
         if file not in self._files:
             self._files[file] = self._folder.open(file)
         if not self._files[file].read_into(content, offset + start):
-            raise CheckpointDamaged(f"{name}: {self._folder / file} ends before it")
+            raise CheckpointDamaged(f"{name}: {self._folder / file} ends before this tensor does")
 
     def close(self) -> None:
         while self._files:
@@ -210,7 +210,7 @@ class SafetensorsSource:
 
 
 def open_component(folder: Folder, component: Component) -> SafetensorsSource:
-    """The tensors of a component of the checkpoint in ``folder``."""
+    """The source of a component's tensors, in the checkpoint in ``folder``."""
     locations = {
         name: (file.name, offset)
         for file in component.files
@@ -220,7 +220,7 @@ def open_component(folder: Folder, component: Component) -> SafetensorsSource:
 
 
 def open_hf(place: Folder) -> SafetensorsSource:
-    """The tensors of a Hugging Face checkpoint: a directory with safetensors, or one such file.
+    """The source of a Hugging Face checkpoint's tensors: a safetensors file or a directory of them.
 
     Raises:
         CheckpointError: ``place`` is neither.
@@ -260,7 +260,7 @@ def _files_in_index(folder: Folder, index: str) -> list[str]:
 
 
 def _tensors_in(folder: Folder, file: str) -> dict[str, tuple[Spec, int]]:
-    """The tensors of one file, and where each begins."""
+    """The tensors of one file, with their offsets."""
     path = str(folder / file)
     length = int.from_bytes(folder.read(file, 8), "little")
     if length > _MAX_HEADER_BYTES:
@@ -269,7 +269,7 @@ def _tensors_in(folder: Folder, file: str) -> dict[str, tuple[Spec, int]]:
     size = folder.sizes()[file]
     for name, (spec, start) in found.items():
         if 8 + length + start + spec.num_bytes > size:
-            raise CheckpointDamaged(f"{name}: {path} ends before it")
+            raise CheckpointDamaged(f"{name}: {path} ends before this tensor does")
     return {name: (spec, 8 + length + start) for name, (spec, start) in found.items()}
 
 
@@ -277,10 +277,10 @@ def _tensors_in(folder: Folder, file: str) -> dict[str, tuple[Spec, int]]:
 
 
 class Reader:
-    """Reads slices of a source's tensors, and compares them with the checksums of the blocks.
+    """Reads slices of a source's tensors and compares them with the blocks' checksums.
 
-    A block that this rank reads in part can only be checked together with the other ranks: `parts`
-    has the checksums of such parts, for `OpenCheckpoint.check`.
+    A block that this rank reads only in part must be checked together with the other ranks. `parts`
+    collects the checksums of such parts for `OpenCheckpoint.check`.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class Reader:
         sums: Mapping[str, Sequence[int]] | None = None,
         ids: Mapping[str, int] | None = None,
     ) -> None:
-        """Without ``sums`` nothing is checked; ``ids`` are the numbers of the tensors."""
+        """``sums`` are the checksums (None: check nothing), ``ids`` the numbers of the tensors."""
         self.source = source
         self.parts: list[BlockPart] = []
         self.bytes_read = 0
@@ -298,7 +298,7 @@ class Reader:
         self._lock = threading.Lock()
 
     def read(self, name: str, target: TensorSlice) -> None:
-        """Fill ``target`` with elements of a tensor, converted to its dtype.
+        """Fill ``target`` with its elements of the tensor ``name``, converted to its dtype.
 
         Raises:
             CheckpointDamaged: names the tensor.
@@ -318,17 +318,17 @@ class Reader:
             if self._sums is not None:
                 parts += block_parts(self._ids[name], begin, content)
             if not is_direct:
-                place = (begin - start) // spec.itemsize
-                elements[place : place + len(converted)].copy_(converted)
+                first = (begin - start) // spec.itemsize
+                elements[first : first + len(converted)].copy_(converted)
         self.parts += self._check_whole_blocks(name, parts)
         with self._lock:
             self.bytes_read += stop - start
 
     def read_whole(self, name: str) -> Tensor:
-        """A new tensor on the CPU.
+        """Read the whole tensor ``name`` into a new tensor on the CPU.
 
         Raises:
-            CheckpointDamaged: names it.
+            CheckpointDamaged: names the tensor.
         """
         spec = self.source.specs[name]
         whole = torch.empty(spec.shape, dtype=spec.torch_dtype)
@@ -336,10 +336,10 @@ class Reader:
         return whole
 
     def check(self, parts: Mapping[int, Sequence[BlockPart]]) -> None:
-        """Check the blocks that several ranks have read in part.
+        """Check the blocks that several ranks have each read in part.
 
         Args:
-            parts: those of all ranks, by the numbers of the tensors.
+            parts: the parts of all ranks, by tensor number.
 
         Raises:
             CheckpointDamaged: names the tensor.
@@ -349,7 +349,7 @@ class Reader:
                 raise _damaged(name, part.block)  # replicas have read different bytes
 
     def _check_whole_blocks(self, name: str, parts: Sequence[BlockPart]) -> list[BlockPart]:
-        """Compare the checksums of whole blocks; returns the parts of the others."""
+        """Compare the checksums of whole blocks; return the parts of incomplete ones."""
         if self._sums is None or not parts:
             return []
         found = block_sums(parts, self.source.specs[name].num_bytes)

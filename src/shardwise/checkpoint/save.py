@@ -1,4 +1,4 @@
-"""`save`: every rank writes its own bytes of files that all ranks share."""
+"""`save`: every rank writes its own bytes of the shared files."""
 
 import os
 import threading
@@ -45,24 +45,24 @@ def save(
     takes a few megabytes of memory. The files do not depend on the strategy, the number of ranks,
     the units or the granularity. The checkpoint exists once all of it is on disk. If the process is
     killed before that, the directory has no manifest, and the next save to it, or one with
-    ``retention`` next to it, removes what is left. At a URL, each file is sent by one rank, which
-    receives the bytes of the others.
+    ``retention`` next to it, removes its files. At a URL, one rank sends each file, with the bytes
+    it receives from the others.
 
     Args:
         path: a directory that does not exist or contains no checkpoint, or the URL of one, in any
             store that fsspec supports, such as ``"s3://bucket/run/step-100"``. `latest` and
             `Retention` use the number at the end of its name.
         model: sharded by `fully_shard`, between steps; or not sharded, and equal on every rank.
-        optimizer: of the model's parameters; its states are saved by the parameters' names.
+        optimizer: the optimizer of the model's parameters; states are saved by parameter name.
         wait: False returns as soon as this rank's shards are copied to host memory, and writes them
-            during the next steps. Call ``wait()`` of the result before you destroy the process
-            group. The next `save` or `load` of the same model waits for it first. The memory of the
-            copies is kept until a save with ``wait=True`` or a `load`.
+            during the next steps. Call ``wait()`` on the result before you destroy the process
+            group. The next `save` or `load` of the same model first waits for this one. The memory
+            of the copies is kept until a save with ``wait=True`` or a `load`.
         retention: which older checkpoints in the same directory to keep; None keeps all.
         max_file_bytes: a component with more bytes is split into several files.
         state: modules (such as a moving average), optimizers, objects with ``state_dict()``, and
-            plain data (numbers, strings, tensors; lists, tuples and dicts of them). Everything but
-            shards is taken from rank 0.
+            plain data (numbers, strings, tensors; lists, tuples and dicts of them). Everything
+            except shards is saved from rank 0.
 
     Raises:
         CheckpointError: on every rank, with the message of the rank that failed: something cannot
@@ -107,7 +107,7 @@ def save(
 
 
 def _check_unique(components: Mapping[str, Component]) -> None:
-    """Refuse two components that would share a file, as one called "model-00001-of-00002" can."""
+    """Raise if two components would share a file, as one named "model-00001-of-00002" could."""
     owners: dict[str, str] = {}
     for name in sorted(components, key=lambda name: len(components[name].files), reverse=True):
         for file in components[name].files:
@@ -126,22 +126,26 @@ def _write_copies(job: WriteJob, ranks: Coordinator) -> None:
 
 
 class Save:
-    """A checkpoint that is being written, or has been.
+    """A checkpoint that is being written or has been written.
 
     Attributes:
-        path: the absolute path, or the URL.
+        path: the absolute path or the URL.
     """
 
     def __init__(self, path: Path | str, job: Callable[[], None] | None = None) -> None:
-        """``job`` writes it, on a thread that the interpreter waits for; None if it is complete."""
+        """Run ``job``, which writes the checkpoint, on a thread; None if it is already complete.
+
+        The interpreter waits for the thread before it exits.
+        """
         self.path = path
-        self._errors: list[Exception] = []  # not yet raised
+        self._errors: list[Exception] = []  # errors that `wait` has not raised yet
         self._done = threading.Event()
         weakref.finalize(self, _warn, path, self._errors)  # also at the interpreter's exit
         if job is None:
             self._done.set()
             return
-        arguments = (job, self._errors, self._done)  # without this object, so that it can warn
+        # The thread must not refer to this object, whose finalizer warns of an error.
+        arguments = (job, self._errors, self._done)
         threading.Thread(target=_run, args=arguments, name="shardwise-save").start()
 
     def __repr__(self) -> str:
@@ -149,14 +153,14 @@ class Save:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, with or without an error."""
+        """Whether the save has ended, with or without an error."""
         return self._done.is_set()
 
     def wait(self) -> None:
         """Return when the checkpoint is complete.
 
         Raises:
-            CheckpointError: it could not be written; raised once.
+            CheckpointError: the checkpoint could not be written. It is raised only once.
         """
         self._done.wait()
         if self._errors:

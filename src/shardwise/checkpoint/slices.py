@@ -1,4 +1,4 @@
-"""The elements of tensors that one rank writes or reads: runs of the row-major order."""
+"""Slices: the runs of a tensor's row-major elements that one rank writes or reads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -54,11 +54,12 @@ Slices = Mapping[int, TensorSlice]  # by the number of the tensor; see `manifest
 
 
 def slice_to_write(tensor: Tensor, number: int, ranks: DataParallelMesh) -> TensorSlice | None:
-    """The elements that this rank writes of ``tensor``, the ``number``-th of all.
+    """The elements that this rank writes of ``tensor``, the ``number``-th tensor of all.
 
-    Together ``ranks`` write each element once. Replicas divide a shard among them. Rank 0 writes
-    what every rank has, such as buffers. A tensor whose elements here are no run, as with tensor
-    parallelism, is gathered and cut into runs; every rank has to call this then.
+    Together, ``ranks`` write each element once. Replicas divide a shard among themselves. Rank 0
+    writes tensors that every rank has, such as buffers. A tensor whose elements on this rank are
+    not one run, as with tensor parallelism, is gathered and cut into runs. Every rank must then
+    call this.
     """
     if not isinstance(tensor, DTensor):
         return slice_to_read(tensor) if ranks.group_rank == 0 else None
@@ -76,9 +77,9 @@ def slice_to_write(tensor: Tensor, number: int, ranks: DataParallelMesh) -> Tens
 
 
 def slice_to_read(tensor: Tensor) -> TensorSlice:
-    """The elements that this rank reads; they share the memory of ``tensor`` if that is possible.
+    """The elements that this rank reads, in the memory of ``tensor`` if possible.
 
-    If it is not, `assign_slice` copies them into it.
+    Otherwise `assign_slice` copies them into ``tensor`` later.
     """
     part = own_part_of(tensor)
     if part is not None:
@@ -90,9 +91,9 @@ def slice_to_read(tensor: Tensor) -> TensorSlice:
 
 
 def assign_slice(tensor: Tensor, read: TensorSlice) -> None:
-    """Copy what was read of `slice_to_read` into ``tensor``, if that is not its own memory.
+    """Copy ``read``, the filled `slice_to_read`, into ``tensor`` unless they share memory.
 
-    Every rank has to call this if the elements of ``tensor`` on a rank are no run.
+    Every rank must call this if the elements of ``tensor`` on a rank are not one run.
     """
     if not isinstance(tensor, DTensor):
         if not tensor.is_contiguous():
@@ -122,9 +123,9 @@ def _even_run(tensor: DTensor) -> Run:
 
 
 def _part_of_whole(whole: Tensor, tensor: DTensor) -> Tensor:
-    """What this rank stores of ``tensor``, whose elements are ``whole``.
+    """This rank's part of ``tensor``, whose elements are ``whole``.
 
-    `distribute_tensor` (torch 2.13) gives a rank rows of another where strided shards are uneven.
+    `distribute_tensor` (torch 2.13) is wrong for uneven strided shards: a rank gets another's rows.
     """
     dims = zip(tensor.placements, _coordinates(tensor.device_mesh), strict=True)
     # A strided shard cuts what the other mesh dims have cut.
@@ -136,14 +137,14 @@ def _part_of_whole(whole: Tensor, tensor: DTensor) -> Tensor:
 
 
 def _coordinates(mesh: DeviceMesh) -> list[tuple[int, int]]:
-    """The size of each dim of ``mesh``, and the place of this rank in it."""
+    """The size of each dim of ``mesh``, and this rank's index in it."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     return list(zip(mesh.shape, coordinate, strict=True))
 
 
 def _among(ranks: DataParallelMesh, part: OwnPart, tensor: DTensor) -> OwnPart:
-    """``part`` with the replicas in other dims of the mesh than those of ``tensor``."""
+    """``part`` with replicas over the mesh dims that ``tensor`` is not on counted as well."""
     mesh, own = ranks.mesh, tensor.device_mesh
     if mesh is None or mesh.size() == own.size():
         return part
@@ -157,7 +158,7 @@ def _among(ranks: DataParallelMesh, part: OwnPart, tensor: DTensor) -> OwnPart:
 
 
 def bytes_of(elements: Tensor) -> memoryview:
-    """The bytes of ``elements`` [n]: its own memory if it is contiguous and on the CPU."""
+    """The bytes of ``elements`` [n], without a copy if it is contiguous and on the CPU."""
     array: Any = elements.contiguous().cpu().view(torch.uint8).numpy()
     return memoryview(array)
 
@@ -197,12 +198,12 @@ class HostCopies:
         self._free = {number: copy.elements for number, copy in copies.items()}
 
     def clear(self) -> None:
-        """Free the memory that is kept."""
+        """Free the kept memory."""
         self._free = {}
 
 
 def _copied(source: Tensor, memory: Tensor | None) -> Tensor:
-    """A copy under way, in ``memory`` if that fits, and pinned if the source is on a GPU."""
+    """Start a copy of ``source``, into ``memory`` if it fits; pinned if the source is on a GPU."""
     pinned = source.device.type != "cpu"
     fits = (
         memory is not None

@@ -1,9 +1,9 @@
-"""Where checkpoints are stored: local directories, and what `fsspec` reaches by a URL.
+"""Storage for checkpoints: local directories, and any store that `fsspec` reaches by a URL.
 
-The rest of this package reads checkpoints through a `Folder`, which need not exist, and whose
+The rest of this package reads checkpoints through a `Folder`, which need not exist and whose
 content may change at any time. Its methods raise an OSError, or a CheckpointError that names the
-place. Only writing differs: all ranks write to the same local files, whereas a store receives each
-object as a whole from one rank.
+location. Only writing differs: all ranks write to the same local files, whereas a store receives
+each object as a whole from one rank.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
 def folder_at(place: str | os.PathLike[str]) -> "Folder":
-    """The folder at a path or URL, which need not exist. Relative paths are resolved at once.
+    """The folder at a path or URL, which need not exist. Relative paths are resolved immediately.
 
-    Stores take their options, such as credentials, from the configuration of fsspec.
+    Stores take their options, such as credentials, from fsspec's configuration.
 
     Raises:
-        CheckpointError: it is neither, or fsspec cannot open the URL.
+        CheckpointError: ``place`` is neither a path nor a URL, or fsspec cannot open the URL.
     """
     if not isinstance(place, str | os.PathLike) or not isinstance(os.fspath(place), str):
         hint = "; sw.latest found no checkpoint" if place is None else ""
@@ -62,15 +62,15 @@ def folder_at(place: str | os.PathLike[str]) -> "Folder":
 class Folder:
     """The objects of a store whose names begin with ``path``, or a directory of a remote system.
 
-    An object appears as a whole or not at all, so nothing is renamed. fsspec keeps listings in
-    memory; they are dropped before each use.
+    An object appears as a whole or not at all, so nothing is renamed. fsspec caches listings; the
+    cache is dropped before each use.
 
     Attributes:
         store: an ``fsspec.AbstractFileSystem``.
-        path: as the store knows it.
-        url: the path or URL, as users write it.
-        read_bytes: how much to read at once, a power of two.
-        num_readers: how many threads should read at once.
+        path: the path within the store.
+        url: the path or URL as the user wrote it.
+        read_bytes: the number of bytes to read at once, a power of two.
+        num_readers: the number of threads that should read at once.
     """
 
     store: Any
@@ -106,7 +106,7 @@ class Folder:
         return bool(self._entries())
 
     def has(self, name: str) -> bool:
-        """Whether it contains a file of this name."""
+        """Whether the folder contains a file of this name."""
         with errors_at(self / name):
             self.store.invalidate_cache()
             try:
@@ -115,19 +115,19 @@ class Folder:
                 return False
 
     def sizes(self) -> dict[str, int]:
-        """The size in bytes of each file in it, sorted by name."""
+        """The size in bytes of each file in the folder, sorted by name."""
         return {name: x["size"] for name, x in self._entries().items() if x["type"] != "directory"}
 
     def folders(self) -> list[Self]:
-        """The folders in it, sorted by name, symbolic links to directories included."""
+        """The folders in this one, sorted by name, including symbolic links to directories."""
         return [self / name for name, x in self._entries().items() if x["type"] == "directory"]
 
     def link_targets(self) -> set[str]:
-        """The names of entries that symbolic links in it point to."""
+        """The names of entries that symbolic links in the folder point to."""
         return set()
 
     def age_seconds(self, name: str) -> float:  # noqa: ARG002 - an object appears in one piece
-        """The time since a file was last changed; inf if files appear in one piece."""
+        """The time since a file was last changed; inf if files appear as a whole."""
         return math.inf
 
     def read(self, name: str, num_bytes: int | None = None) -> bytes:
@@ -141,7 +141,7 @@ class Folder:
         return StoredFile(self / name)
 
     def create(self, marker: str, content: bytes) -> None:
-        """Create it with one file in it."""
+        """Create the folder with one file, ``marker``, in it."""
         with errors_at(self):
             try:
                 self.store.pipe_file(f"{self.path}/{marker}", content)
@@ -155,13 +155,13 @@ class Folder:
             self.store.pipe_file(f"{self.path}/{name}", content)
 
     def publish(self, name: str, content: bytes, marker: str) -> None:
-        """Create a file at once, in place of ``marker``, after all others are on disk."""
+        """Replace ``marker`` by a file atomically, after all other files are on disk."""
         self.put(name, content)
         with contextlib.suppress(CheckpointError):  # a marker next to a manifest is ignored
             self.remove(marker)
 
     def retract(self, name: str, marker: str) -> None:
-        """Replace a file by ``marker``: the reverse of `publish`."""
+        """Replace a file by ``marker``, the inverse of `publish`."""
         self.put(marker, b"")
         self.remove(name)
 
@@ -171,7 +171,7 @@ class Folder:
             self.store.rm_file(f"{self.path}/{name}")
 
     def remove_all_but(self, name: str) -> None:
-        """Remove every file but one, and all folders."""
+        """Remove all files except one, and all folders."""
         for folder in self.folders():
             folder.remove_all_but("")
             folder.remove_empty()
@@ -180,13 +180,13 @@ class Folder:
                 self.remove(found)
 
     def remove_empty(self) -> None:
-        # Most stores have no directories to remove. At the top this would be the bucket.
+        # Most stores have no directories to remove. At the top level, this would be the bucket.
         if "/" in self.path and not self._entries():
             with contextlib.suppress(Exception):
                 self.store.rmdir(self.path)
 
     def _entries(self) -> Mapping[str, Mapping[str, Any]]:
-        """The ``type`` and the ``size`` of what is in it, by name."""
+        """The ``type`` and ``size`` of each entry of the folder, by name."""
         with errors_at(self):
             self.store.invalidate_cache()
             try:
@@ -199,7 +199,7 @@ class Folder:
 
 
 class StoredFile:
-    """An object, any range of which is one request."""
+    """An object of a store; each range is read with one request."""
 
     def __init__(self, file: Folder) -> None:
         self._file = file
@@ -218,10 +218,10 @@ class StoredFile:
 
 
 class LocalFolder(Folder):
-    """A directory of this machine, or of a file system that is mounted on it.
+    """A directory of this machine, or of a file system mounted on it.
 
-    All ranks write to the same files, which are brought to disk before one is renamed. Symbolic
-    links are followed.
+    All ranks write to the same files, which are synced to disk before the manifest is renamed.
+    Symbolic links are followed.
     """
 
     read_bytes = 256 << 10  # fits in the processor's cache while its checksum is computed
@@ -274,7 +274,7 @@ class LocalFolder(Folder):
         _sync(self.target.parent)
 
     def retract(self, name: str, marker: str) -> None:
-        with contextlib.suppress(FileNotFoundError):  # another process removes it, too
+        with contextlib.suppress(FileNotFoundError):  # another process is also removing it
             (self.target / name).rename(self.target / marker)
             _sync(self.target)
 
@@ -306,7 +306,7 @@ class LocalFolder(Folder):
 
 
 class LocalFile:
-    """A file that is open for reading."""
+    """A local file, open for reading."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY)
@@ -325,7 +325,7 @@ class LocalFile:
 
 
 def _sync(directory: Path) -> None:
-    """Bring the names of its files to disk."""
+    """Sync the names of the directory's files to disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -338,11 +338,11 @@ OpenFile = LocalFile | StoredFile
 
 @contextlib.contextmanager
 def errors_at(place: Folder) -> Iterator[None]:
-    """Turn the errors of a store, each of which has its own, into a CheckpointError."""
+    """Turn a store's errors, whose types differ between stores, into a CheckpointError."""
     try:
         yield
     except Exception as error:
-        if isinstance(place, LocalFolder):  # an OSError, which has the path
+        if isinstance(place, LocalFolder):  # an OSError, which names the path
             raise
         reason = str(error) or "the store gave no reason"
         raise CheckpointError(f"{place}: {type(error).__name__}: {reason}") from error

@@ -1,7 +1,7 @@
 """Nested state as JSON and named tensors, and back.
 
 ``{"lr": 0.1, "ema": [x]}`` becomes the JSON ``{"lr": 0.1, "ema": [{"$tensor": "ema/0"}]}`` and the
-tensor ``ema/0``. Similar marks stand for other types that JSON lacks: tuples, NumPy arrays, and
+tensor ``ema/0``. Similar marks encode other types that JSON lacks: tuples, NumPy arrays, and
 dicts whose keys are not all strings.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["decode", "encode", "tensor_names"]
 
 
 def encode(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
-    """``value`` as JSON. Its tensors are added to ``tensors`` by their path.
+    """Encode ``value`` as JSON and add its tensors to ``tensors``, by path.
 
     Raises:
         CheckpointError: it contains something other than data and tensors; names the path.
@@ -48,10 +48,10 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
 
 
 def decode(encoded: Any, read: Callable[[str], Tensor], path: str = "") -> Any:
-    """The reverse of `encode`; ``read`` returns a tensor by its name.
+    """Decode the result of `encode`; ``read`` returns a tensor by its name.
 
     Raises:
-        ValueError: ``encoded`` is not what `encode` returns; names the path.
+        ValueError: `encode` cannot have returned ``encoded``; names the path.
     """
     if isinstance(encoded, list):
         return [decode(x, read, _join(path, i)) for i, x in enumerate(encoded)]
@@ -69,7 +69,7 @@ def tensor_names(encoded: Any, path: str = "") -> list[str]:
     """The names of the tensors in a tree that was read from a file.
 
     Raises:
-        ValueError: it is not what `encode` returns; names the path.
+        ValueError: `encode` cannot have returned ``encoded``; names the path.
     """
     names: list[str] = []
 
@@ -125,7 +125,7 @@ def _name(path: str, tensor: Tensor, tensors: dict[str, Tensor]) -> str:
 
 
 def _tensor_of(array: np.ndarray[Any, Any], path: str) -> Tensor:
-    """A copy of ``array``, which is often changed in place."""
+    """A copy of ``array``, because programs often change arrays in place."""
     try:
         return torch.from_numpy(array.copy())
     except (TypeError, ValueError) as error:

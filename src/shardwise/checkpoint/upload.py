@@ -1,8 +1,8 @@
-"""Writing to a store that takes whole objects: each file is sent by one rank.
+"""Writing to a store that accepts only whole objects: one rank sends each file.
 
-Files are assigned to ranks. In each round every rank sends the next bytes of its file to the store,
-after it has received those that other ranks hold. So a rank needs a few megabytes for the round,
-plus what fsspec keeps of an upload, however large the file is.
+Files are assigned to ranks. In each round, every rank receives the next bytes of its file from the
+ranks that hold them and sends them to the store. However large the file is, a rank needs a few
+megabytes for the round, plus fsspec's buffer for the upload.
 """
 
 import contextlib
@@ -25,18 +25,18 @@ from shardwise.errors import StepError
 
 __all__ = ["assign_files", "upload"]
 
-# Of a round, over all files. In the worst case one rank holds all of it, twice.
+# Bytes of all files in one round. In the worst case, one rank holds them twice.
 ROUND_BYTES = 4 << 20
-PART_BYTES = 8 << 20  # of an upload; S3 requires at least 5 MiB
+PART_BYTES = 8 << 20  # bytes in one part of an upload; S3 requires at least 5 MiB
 _MAX_PARTS = 9000  # S3 allows 10,000
-_MIN_BYTES = 1 << 16  # of a round, for one file
+_MIN_BYTES = 1 << 16  # minimum bytes of one file in a round
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
     """Bytes ``[start, stop)`` of a tensor, in one block and on one rank."""
 
-    tensor: int  # its number in the checkpoint
+    tensor: int  # number of the tensor in the checkpoint
     start: int
     stop: int
     rank: int
@@ -48,17 +48,17 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What one rank sends in a round: segments of a file in the order of their bytes."""
+    """The segments of a file that one rank sends in a round, in the order of their bytes."""
 
-    file: File | None  # None after the last one
+    file: File | None  # None after the last file
     segments: Sequence[_Segment] = ()
 
 
 def upload(folder: Folder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]:
-    """Send all files of ``job`` but the manifest, and return the checksums of this rank's bytes.
+    """Send all files of ``job`` except the manifest; return the checksums of this rank's bytes.
 
     Raises:
-        CheckpointError: on all ranks, after every upload was given up.
+        CheckpointError: on all ranks, after every upload has been discarded.
     """
     holders = _holders(job.slices, ranks)
     assigned = assign_files(job.files, ranks.size)
@@ -75,7 +75,7 @@ def upload(folder: Folder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]
         return _send(zip_longest(*streams, fillvalue=_Batch(None)), job, uploads, ranks)
     except BaseException as error:
         uploads.discard()
-        # All uploads end before rank 0 removes what was sent; a lost rank cannot be waited for.
+        # All uploads must end before rank 0 removes the files. A lost rank cannot be waited for.
         if isinstance(error, Exception) and not isinstance(error, StepError):
             ranks.all_gather(b"")
         raise
@@ -93,12 +93,12 @@ def assign_files(files: Sequence[File], num_ranks: int) -> list[list[File]]:
 
 
 def _round_bytes(num_files: int) -> int:
-    """The bytes of each of ``num_files`` in a round: a power of two."""
+    """The bytes of each file in a round of ``num_files``, a power of two."""
     return max(_MIN_BYTES, 1 << (ROUND_BYTES // max(1, num_files)).bit_length() - 1)
 
 
 class _Uploads:
-    """The files that this rank sends, one after the other; each appears once it is closed."""
+    """Sends this rank's files one after the other; a file appears once it is closed."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
@@ -106,7 +106,7 @@ class _Uploads:
         self._stream: Any = None  # to the store
 
     def write(self, file: File | None, contents: Iterable[memoryview]) -> None:
-        """Append to ``file``; the one before it is closed first."""
+        """Append to ``file`` after closing the previous one."""
         if file is not self._file:
             self._next(file)
         if file is not None:
@@ -115,11 +115,11 @@ class _Uploads:
                     self._stream.write(content)
 
     def discard(self) -> None:
-        """Give up. Stores that cannot do so keep half a file, which is removed later."""
-        # Without `close` the garbage collector would close it, at an unknown time.
-        for end in ("discard", "close"):
+        """Abort the upload. Stores that cannot abort keep a partial file, removed later."""
+        # Without `close`, the garbage collector would close the stream at an unknown time.
+        for method in ("discard", "close"):
             with contextlib.suppress(Exception):
-                getattr(self._stream, end)()
+                getattr(self._stream, method)()
 
     def _next(self, file: File | None) -> None:
         if self._file is not None:
@@ -127,10 +127,10 @@ class _Uploads:
                 self._stream.close()
         self._file, self._stream = file, None
         if file is not None:
-            place = self.folder / file.name
+            target = self.folder / file.name
             part_bytes = max(PART_BYTES, -(-file.num_bytes // _MAX_PARTS))
-            with errors_at(place):
-                self._stream = self.folder.store.open(place.path, "wb", block_size=part_bytes)
+            with errors_at(target):
+                self._stream = self.folder.store.open(target.path, "wb", block_size=part_bytes)
                 self._stream.write(file.head)
 
 
@@ -140,7 +140,7 @@ def _send(
     uploads: _Uploads,
     ranks: Coordinator,
 ) -> list[BlockPart]:
-    """In each round, every rank sends the batch at its own position."""
+    """Send ``rounds``, in each of which every rank sends the batch at its own index."""
     parts: list[BlockPart] = []
     batch = _Batch(None)
     contents: Iterable[memoryview] = ()
@@ -171,7 +171,7 @@ def _joined(batch: _Batch, own: Slices, rank: int, parts: list[BlockPart]) -> Te
 
 
 def _bytes_by_rank(batch: _Batch, num_ranks: int) -> list[int]:
-    """How many bytes of a batch each rank holds."""
+    """The number of bytes of a batch that each rank holds."""
     sizes = [0] * num_ranks
     for segment in batch.segments:
         sizes[segment.rank] += segment.num_bytes
@@ -179,18 +179,18 @@ def _bytes_by_rank(batch: _Batch, num_ranks: int) -> list[int]:
 
 
 def _in_order(batch: _Batch, received: Iterable[Tensor]) -> Iterator[memoryview]:
-    """The contents of a batch from those of each rank."""
-    rest = [bytes_of(content) for content in received]
+    """The contents of a batch in order, from the bytes ``received`` from each rank."""
+    remaining = [bytes_of(content) for content in received]
     for segment in batch.segments:
-        yield rest[segment.rank][: segment.num_bytes]
-        rest[segment.rank] = rest[segment.rank][segment.num_bytes :]
+        yield remaining[segment.rank][: segment.num_bytes]
+        remaining[segment.rank] = remaining[segment.rank][segment.num_bytes :]
 
 
 _Holders = Mapping[int, Sequence[tuple[int, int, int]]]
 
 
 def _holders(own: Slices, ranks: Coordinator) -> _Holders:
-    """By tensor: the bytes that ranks hold, ``(start, stop, rank)``, in ascending order."""
+    """The bytes that ranks hold of each tensor, as ``(start, stop, rank)`` in ascending order."""
     rows = [(number, held.start_byte, held.stop_byte) for number, held in own.items()]
     holders: dict[int, list[tuple[int, int, int]]] = {}
     for rank, encoded in enumerate(ranks.all_gather(np.array(rows, dtype=np.int64).tobytes())):
@@ -201,7 +201,7 @@ def _holders(own: Slices, ranks: Coordinator) -> _Holders:
 
 
 def _segments(tensors: Iterable[int], holders: _Holders, max_bytes: int) -> Iterator[_Segment]:
-    """The contents of tensors, given by their numbers."""
+    """The segments that make up ``tensors``, given by their numbers."""
     size = min(max_bytes, BLOCK_BYTES)  # both are powers of two
     for number in tensors:
         for start, stop, rank in holders.get(number, ()):
@@ -210,7 +210,7 @@ def _segments(tensors: Iterable[int], holders: _Holders, max_bytes: int) -> Iter
 
 
 def _batches(file: File, segments: Iterable[_Segment], max_bytes: int) -> Iterator[_Batch]:
-    """At least one, although no tensor of the file may have elements."""
+    """The batches of a file; at least one, even if no tensor of the file has elements."""
     batch: list[_Segment] = []
     room = max_bytes
     for segment in segments:

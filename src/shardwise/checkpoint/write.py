@@ -1,4 +1,4 @@
-"""From slices in memory to a complete checkpoint; may run on a thread during training."""
+"""Write slices in memory as a complete checkpoint, possibly on a thread during training."""
 
 import contextlib
 import os
@@ -32,14 +32,14 @@ from shardwise.errors import CheckpointError, StepError
 
 __all__ = ["write"]
 
-_FLUSH_BYTES = 8 << 20  # saves took as long or longer with 1 MiB and with 32 MiB
+_FLUSH_BYTES = 8 << 20  # saves were not faster with 1 MiB or 32 MiB
 
 
 def write(job: WriteJob, ranks: Coordinator) -> None:
     """Write the slices of all ranks; an error on one rank is raised on all.
 
     Raises:
-        CheckpointError: what was written is removed, if that is possible.
+        CheckpointError: a rank failed. Written files are removed if possible.
     """
     owner: Owner | None = None  # on rank 0
     try:
@@ -54,12 +54,12 @@ def write(job: WriteJob, ranks: Coordinator) -> None:
         encoded = ranks.all_gather(encode_parts(own))
         with ranks.raises_together("complete the checkpoint"):
             if owner is not None:
-                parts = [part for one in encoded for part in decode_parts(one)]
+                parts = [part for each in encoded for part in decode_parts(each)]
                 commit(job.folder, _manifest(job, parts).render(), owner)
     except StepError:  # other ranks may still be writing
         raise
     except Exception:
-        with contextlib.suppress(OSError, CheckpointError):  # perhaps for the same reason
+        with contextlib.suppress(OSError, CheckpointError):  # may fail for the same reason
             if owner is not None and is_owned(job.folder, owner):
                 remove_remains(job.folder)
         raise
@@ -79,9 +79,9 @@ def _manifest(job: WriteJob, parts: list[BlockPart]) -> Manifest:
         sums[name] = {}
         for key, spec in component.specs.items():
             found = block_sums(own.get(ids[name, key], ()), spec.num_bytes)
-            whole = [one for one in found if one is not None]
-            assert len(whole) == len(found), f"{key}: the ranks did not write all of it"
-            sums[name][key] = whole
+            known = [crc for crc in found if crc is not None]
+            assert len(known) == len(found), f"{key}: the ranks did not write all of it"
+            sums[name][key] = known
     others = {name: (len(content), crc32(content)) for name, content in job.others.items()}
     return Manifest(job.components, sums, others)
 
@@ -90,7 +90,7 @@ def _manifest(job: WriteJob, parts: list[BlockPart]) -> Manifest:
 
 
 def _write_in_place(folder: LocalFolder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]:
-    """Write this rank's bytes, bring them to disk, and return their checksums."""
+    """Write this rank's bytes, sync them to disk, and return their checksums."""
     parts = _write_slices(folder, job, ranks)
     if ranks.rank == 0:
         heads = {file.name: file.head for file in job.files}
@@ -102,7 +102,7 @@ def _write_in_place(folder: LocalFolder, job: WriteJob, ranks: Coordinator) -> l
 
 def _write_slices(folder: LocalFolder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]:
     parts: list[BlockPart] = []
-    with contextlib.ExitStack() as files:  # which are brought to disk at its end
+    with contextlib.ExitStack() as files:  # syncs them to disk when it closes
         for file in _rotated(job.files, ranks):
             numbers = zip(file.offsets.values(), job.numbers[file.name], strict=True)
             own = [(offset, number) for offset, number in numbers if number in job.slices]
@@ -116,9 +116,9 @@ def _write_slices(folder: LocalFolder, job: WriteJob, ranks: Coordinator) -> lis
 
 
 def _rotated(files: list[File], ranks: Coordinator) -> list[File]:
-    """``files``, where each rank starts with another one.
+    """``files``, rotated so that each rank starts with a different one.
 
-    The system lets one process at a time write to a file.
+    The operating system lets only one process at a time write to a file.
     """
     first = ranks.rank * len(files) // ranks.size
     return files[first:] + files[:first]
@@ -127,7 +127,7 @@ def _rotated(files: list[File], ranks: Coordinator) -> list[File]:
 def _write_slice(
     output: "_FlushedFile", offset: int, own: TensorSlice, tensor: int
 ) -> Iterator[BlockPart]:
-    """Write block by block, so that each is in the processor's cache when it is copied."""
+    """Write block by block, so that each block is in the processor's cache when it is copied."""
     for begin, end in split_at_blocks(own.start_byte, own.stop_byte):
         content = own.bytes_between(begin, end)
         yield BlockPart(tensor, begin, end, crc32(content))
@@ -135,10 +135,10 @@ def _write_slice(
 
 
 class _FlushedFile:
-    """An open file that is written to disk while more is added.
+    """An open file that is flushed to disk while more is written to it.
 
-    By default the system starts much later, and then makes writers wait. fdatasync would start at
-    once, but blocks the caller.
+    By default the system starts flushing much later and then makes writers wait. fdatasync would
+    start at once, but blocks the caller.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -154,9 +154,9 @@ class _FlushedFile:
             self.flush()
 
     def flush(self) -> None:
-        """Start to write to disk, without waiting; fsync reports errors."""
+        """Start writing to disk without waiting; fsync reports errors."""
         for offset, num_bytes in self._waiting:
-            # Linux drops the pages that are on disk, and starts to write those that are not.
+            # Linux drops the pages that are on disk and starts writing those that are not.
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
         self._waiting, self._waiting_bytes = [], 0
@@ -170,10 +170,10 @@ def _write_at(descriptor: int, content: memoryview, offset: int) -> None:
 
 @contextlib.contextmanager
 def _opened(folder: LocalFolder, name: str) -> Iterator[int]:
-    """A file that other ranks write to as well; on disk at the end of the block.
+    """Open a file that other ranks also write to; it is synced to disk at the end of the block.
 
     Raises:
-        OSError: with the path in it.
+        OSError: names the path.
     """
     path = folder.target / name
     try:
