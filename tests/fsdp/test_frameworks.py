@@ -5,6 +5,7 @@ Lightning is no dependency of the tests: ``pip install lightning`` to run its pa
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,18 @@ def test_torch_is_as_it_was_after_the_block() -> None:
             pass
         assert vars(torch.distributed.fsdp)["FSDPModule"] is shardwise.fsdp.FSDPModule
     assert dict(vars(torch.distributed.fsdp)) == before
+
+
+def test_a_module_that_the_block_imports_is_as_it_was_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_framework.py").write_text("from torch.distributed.fsdp import FSDPModule\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with replace_torch_fsdp("late_framework"):
+        framework = importlib.import_module("late_framework")
+        assert vars(framework)["FSDPModule"] is shardwise.fsdp.FSDPModule
+    monkeypatch.delitem(sys.modules, "late_framework")
+    assert vars(framework)["FSDPModule"] is torch.distributed.fsdp.FSDPModule
 
 
 def run(script: str, out: Path, engine: str, *options: str, num_ranks: int = 2) -> Any:

@@ -1,4 +1,4 @@
-"""For frameworks that import PyTorch's FSDP themselves: accelerate, Lightning, torchtitan, ..."""
+"""Support for frameworks that import PyTorch's FSDP themselves: accelerate, Lightning, ..."""
 
 import importlib
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from shardwise.runtime.module import FSDPModule, UnshardHandle
 
 __all__ = ["replace_torch_fsdp"]
 
-# PyTorch's and ours. Option classes and wrap policies are the same in both.
+# PyTorch's objects and ours. Option classes and wrap policies are the same in both.
 _PAIRS: tuple[tuple[Any, Any], ...] = (
     (fsdp.FSDPModule, FSDPModule),
     (fsdp.FullyShardedDataParallel, FullyShardedDataParallel),
@@ -38,21 +38,23 @@ _MODULES = (
 
 @contextmanager
 def replace_torch_fsdp(*modules: str) -> Iterator[None]:
-    """Within the block, code that imports FSDP1 or FSDP2 from PyTorch gets this package's::
+    """Replace PyTorch's FSDP1 and FSDP2 by this package's for code in the block::
 
         with replace_torch_fsdp():
             model, optimizer = accelerator.prepare(model, optimizer)
             ...
 
-    It changes attributes of PyTorch's modules, for all threads of this process, and restores them
-    at the end of the block. Keep it open while the framework trains, saves and loads.
+    This changes attributes of PyTorch's modules, for all threads of this process, and restores them
+    at the end of the block. Keep the block open while the framework trains, saves and loads.
 
     Args:
-        modules: names of modules of the framework that import FSDP when they are imported, such as
-            ``"transformers.distributed.fsdp"``: they have PyTorch's already.
+        modules: names of the framework's modules that import FSDP at their top level, such as
+            ``"transformers.distributed.fsdp"``: they have imported PyTorch's.
     """
+    # A module that is imported after a replacement would keep it when the block ends.
+    imported = [importlib.import_module(name) for name in (*_MODULES, *modules)]
     replaced = []
-    for module in map(importlib.import_module, (*_MODULES, *modules)):
+    for module in imported:
         for name, value in list(vars(module).items()):
             for theirs, ours in _PAIRS:
                 if value is theirs:
