@@ -1,4 +1,4 @@
-"""The drop-in for ``torch.distributed.fsdp``: replace that by ``shardwise.fsdp`` in the imports.
+"""A drop-in for ``torch.distributed.fsdp``: replace it by ``shardwise.fsdp`` in the imports.
 
 FSDP1's options are translated to arguments of `shardwise.fully_shard`, and FSDP2's `fully_shard` is
 that function. The option classes are PyTorch's own. No other package imports this one.
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import (
 )
 
 from shardwise.fsdp import api
-from shardwise.fsdp.api import *  # noqa: F403 (all of them, as in PyTorch)
+from shardwise.fsdp.api import *  # noqa: F403 (all option classes, as in PyTorch)
 from shardwise.fsdp.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardwise.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from shardwise.fsdp.sharded_grad_scaler import ShardedGradScaler

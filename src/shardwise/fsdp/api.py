@@ -1,4 +1,4 @@
-"""FSDP1's option classes: PyTorch's own, so that its objects work here, except for `CPUOffload`."""
+"""FSDP1's option classes. All but `CPUOffload` are PyTorch's own, so that its objects work here."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Buffers and devices of FSDP1 modules, where FSDP1 leaves ignored modules alone."""
+"""Devices and buffers of FSDP1 modules; as in FSDP1, ignored modules are left alone."""
 
 import contextlib
 from collections.abc import Collection, Iterator
@@ -17,7 +17,7 @@ def move(
     ignored_modules: Collection[nn.Module],
     ignored_params: Collection[nn.Parameter],
 ) -> None:
-    """Move parameters and buffers of ``root`` to ``device``, except for those that are ignored."""
+    """Move the parameters and buffers of ``root`` to ``device``, except for ignored ones."""
     ignored = {id(parameter) for parameter in ignored_params}
 
     def moves(tensor: Tensor) -> bool:
@@ -28,13 +28,14 @@ def move(
 
     for module in root.modules():
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if module not in ignored_modules and any(map(moves, own)):  # else they stay the same object
+        # Otherwise the tensors must stay the same objects.
+        if module not in ignored_modules and any(map(moves, own)):
             module._apply(to_device, recurse=False)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
 def left_alone(modules: Collection[nn.Module]) -> Iterator[None]:
-    """Put the buffers of ``modules`` back at the end."""
+    """Restore the buffers of ``modules`` at the end of the block."""
     before = [(module, dict(module._buffers)) for module in modules]
     yield
     for module, buffers in before:
@@ -42,7 +43,7 @@ def left_alone(modules: Collection[nn.Module]) -> Iterator[None]:
 
 
 def buffer_dtypes(root: nn.Module) -> dict[str, torch.dtype]:
-    """The dtypes of the buffers of ``root``, by name; in wrappers those before they were cast."""
+    """The dtypes of the buffers of ``root`` by name, from before wrappers cast them."""
     dtypes = {clean_name(name): buffer.dtype for name, buffer in root.named_buffers()}
     for path, module in root.named_modules():
         for name, dtype in module.__dict__.get("_buffer_dtypes", {}).items():

@@ -1,4 +1,4 @@
-"""FSDP1's communication hooks: functions of the user that reduce the gradients of a unit."""
+"""FSDP1's communication hooks: user functions that reduce the gradients of a unit."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -16,11 +16,11 @@ _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 def register_comm_hook(wrappers: Iterable[Any], state: object, hook: Callable[..., None]) -> None:
-    """Have ``hook`` reduce the gradients of each of ``wrappers``, FSDP1 modules.
+    """Let ``hook`` reduce the gradients of each of ``wrappers``, which are FSDP1 modules.
 
     Raises:
         PlanError: ``hook`` is not callable.
-        WrapperError: a wrapper has a hook already, or a strategy over two axes.
+        WrapperError: a wrapper already has a hook, or a strategy over two axes.
     """
     if not callable(hook):
         raise PlanError(f"register_comm_hook: expected a callable hook, got {hook!r}")
@@ -35,5 +35,5 @@ def register_comm_hook(wrappers: Iterable[Any], state: object, hook: Callable[..
             raise WrapperError("A communication hook is already registered")
     for wrapper in wrappers:
         wrapper._comm_hook, wrapper._comm_hook_state = hook, state
-        if isinstance(wrapper.module, FSDPModule):  # a list of modules is no unit
+        if isinstance(wrapper.module, FSDPModule):  # a wrapped list of modules is not a unit
             settings_of(wrapper.module).reduce_hook = partial(hook, state)

@@ -1,4 +1,4 @@
-"""Shards tensors as parameters are: those that every rank has, or that the first rank sends."""
+"""Shard tensors like parameters: tensors that every rank has, or that the first rank sends."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,11 +20,11 @@ __all__ = ["group_of", "receive", "shard_like"]
 
 
 def shard_like(value: Any, parameter: Tensor) -> Any:
-    """A copy of ``value`` that is sharded as ``parameter``, of which it is a state.
+    """A copy of ``value``, a state of ``parameter``, sharded like the parameter.
 
     Args:
         value: the full tensor, this rank's elements of it [n], a tensor that is sharded in any way
-            (every rank has to call this), or something that is not sharded, such as a number of
+            (every rank must then call this), or a value that is not sharded, such as a number of
             steps.
         parameter: sharded or not.
 
@@ -56,15 +56,15 @@ def shard_like(value: Any, parameter: Tensor) -> Any:
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that share ``model``; None for one rank, or if the model is not sharded."""
+    """The ranks that share ``model``; None for a single rank, or if the model is not sharded."""
     mesh = mesh_of(model.parameters())
     return None if mesh is None else mesh.group
 
 
 def receive(states: Mapping[str, Any] | None, model: nn.Module) -> dict[str, Any]:
-    """The optimizer states of ``model`` that the first of its ranks has, by name.
+    """Receive the optimizer states of ``model``, by name, from the first of its ranks.
 
-    They are sent and sharded one by one, so the other ranks hold one full tensor at a time.
+    States are sent and sharded one by one, so the other ranks hold only one full tensor at a time.
     """
     given = states or {"state": {}, "param_groups": []}
     group = group_of(model)

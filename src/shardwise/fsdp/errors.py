@@ -1,13 +1,13 @@
-"""Errors of the types that programs written for PyTorch's FSDP1 and FSDP2 catch.
+"""Errors with the types that programs written for PyTorch's FSDP1 and FSDP2 catch.
 
 ::
 
     PlanError(ValueError)
-    ├── WrapperError(RuntimeError, AssertionError)   a module that the call is not for
-    ├── StateError(RuntimeError)                     state dicts that do not fit
+    ├── WrapperError(RuntimeError, AssertionError)   the call does not fit the module
+    ├── StateError(RuntimeError)                     state dicts do not fit
     └── UnsupportedError(NotImplementedError)        options or parameters that are not supported
     StepError(RuntimeError)
-    └── InStepError(AssertionError)                  allowed between steps only
+    └── InStepError(AssertionError)                  the call is allowed only between steps
 """
 
 from shardwise.errors import PlanError, StepError
@@ -16,9 +16,9 @@ __all__ = ["InStepError", "StateError", "UnsupportedError", "WrapperError"]
 
 
 class WrapperError(PlanError, RuntimeError, AssertionError):
-    """A call that does not fit the module: of an inner wrapper, of a sharded one, or a second time.
+    """A call on an inner wrapper, on a module that is already sharded, or for a second time.
 
-    PyTorch raises RuntimeErrors in some of these cases, and AssertionErrors in others.
+    PyTorch raises a RuntimeError in some of these cases and an AssertionError in others.
     """
 
 
@@ -31,4 +31,4 @@ class UnsupportedError(PlanError, NotImplementedError):
 
 
 class InStepError(StepError, AssertionError):
-    """A call in a forward or backward that is allowed between steps only."""
+    """A call in a forward or backward that is allowed only between steps."""

@@ -16,19 +16,20 @@ _VARIABLE = "FSDP_USE_FULL_PREC_IN_EVAL"
 
 
 class EvalPrecision:
-    """Changes the dtypes of a model when it goes from training to evaluation and back."""
+    """Changes the dtypes of a model when it switches between training and evaluation."""
 
     def __init__(self) -> None:
         self._is_used = os.environ.get(_VARIABLE) == "1"
-        self._in_training: dict[FSDPModule, MixedPrecisionPolicy] = {}  # of units, in evaluation
+        # During evaluation, the policies that the units have in training.
+        self._in_training: dict[FSDPModule, MixedPrecisionPolicy] = {}
 
     @property
     def is_full(self) -> bool:
-        """Whether the model computes in full precision now, whatever was chosen."""
+        """Whether the model now computes in full precision, regardless of its policies."""
         return bool(self._in_training)
 
     def follow(self, root: nn.Module, *, training: bool) -> None:
-        """Shard ``root`` again if it has the dtypes of the other mode; between steps only."""
+        """Shard ``root`` again if it has the dtypes of the other mode. Call it between steps."""
         if not self._is_used or training != self.is_full:
             return
         if training:
@@ -44,7 +45,7 @@ class EvalPrecision:
 
 
 def _shard_again(root: nn.Module, policies: Mapping[FSDPModule, MixedPrecisionPolicy]) -> None:
-    """Shard ``root`` between steps, with other dtypes for units in it; keeps gradients."""
+    """Shard ``root`` again between steps, with new ``policies`` for its units; keep gradients."""
     runtime = handle_of(root).runtime
     runtime.scheduler.check_idle("units cannot be sharded again in the middle of a step")
     for module, policy in policies.items():

@@ -1,4 +1,4 @@
-"""FSDP2's functions."""
+"""FSDP2's functions: `fully_shard` and its companions."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import update_wrapper
@@ -30,19 +30,20 @@ def fully_shard(
     ignored_params: Collection[nn.Parameter] | None = None,
     **options: Any,
 ) -> M:
-    """`shardwise.fully_shard`, which describes the options, with FSDP2's defaults and refusals.
+    """Shard ``module`` as `shardwise.fully_shard` does, with FSDP2's defaults and errors.
 
-    Parameters are cut along a dim as FSDP2 does (``granularity="dim"``), shards keep the
-    parameter's dtype (there, those of trainable 16-bit parameters are float32), and ranks that
-    built different values are warned of and not refused.
+    See `shardwise.fully_shard` for the options. The defaults differ as follows: parameters are cut
+    along a dim, as in FSDP2 (``granularity="dim"``); shards keep the parameter's dtype, even for
+    trainable 16-bit parameters; and values that differ between ranks cause a warning, not an
+    error.
     """
     modules = module if isinstance(module, Sequence) else (module,)
     if granularity is None:
         dims = options.get("dp_mesh_dims")
-        of_data = mesh
+        data_mesh = mesh
         if dims is not None:
-            of_data = data_parallel_part(mesh, dims.shard_names, dims.replicate_names)
-        check_as_fsdp2(modules, of_data, shard_placement_fn, ignored_params or ())
+            data_mesh = data_parallel_part(mesh, dims.shard_names, dims.replicate_names)
+        check_as_fsdp2(modules, data_mesh, shard_placement_fn, ignored_params or ())
     api.fully_shard(
         module,
         mesh=mesh,
@@ -51,23 +52,23 @@ def fully_shard(
         ignored_params=ignored_params,
         **{"mp_policy": MixedPrecisionPolicy(), "on_different_values": "warn", **options},
     )
-    for one in modules:
-        register_fully_shard(one)
+    for each in modules:
+        register_fully_shard(each)
     return module
 
 
-update_wrapper(fully_shard, api.fully_shard, assigned=())  # its signature
-fully_shard.state = handle_of  # type: ignore[attr-defined]  # as in FSDP2: one for each module
+update_wrapper(fully_shard, api.fully_shard, assigned=())  # copies the signature
+fully_shard.state = handle_of  # type: ignore[attr-defined]  # as in FSDP2: a module's state
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Gather the unit ``module`` around calls of ``module.method_name``, as around its forward.
 
-    As in FSDP2, has no effect on a module that is not a unit.
+    As in FSDP2, this has no effect on a module that is not a unit.
     """
     if isinstance(module, FSDPModule):
         when_sharded(module, lambda: register_forward_method(module, method_name))
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Has no effect: models over the same ranks always share their communicators."""
+    """Do nothing: models over the same ranks always share their communicators."""

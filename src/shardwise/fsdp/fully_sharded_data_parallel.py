@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.api import fully_shard
 from shardwise.fsdp import api, optim_states, state_dict_type as state_dicts
-from shardwise.fsdp.api import *  # noqa: F403 (programs import the options from here, too)
+from shardwise.fsdp.api import *  # noqa: F403 (programs also import the options from here)
 from shardwise.fsdp.buffers import buffer_dtypes, left_alone, move
 from shardwise.fsdp.comm_hooks import register_comm_hook
 from shardwise.fsdp.errors import WrapperError
@@ -50,26 +50,27 @@ class FullyShardedDataParallel(nn.Module):
     """Wraps and shards ``module``.
 
     The module keeps its parameters, as `ShardedTensor`s with the global shape. There are no flat
-    parameters, whatever ``use_orig_params`` says.
+    parameters, regardless of ``use_orig_params``.
 
     Args:
         module: the module to shard. Modules in it that are already wrapped are units of their own.
-        process_group: the ranks; for hybrid strategies a pair (shards, replicas). None for all.
+        process_group: the ranks, or a pair (shards, replicas) for hybrid strategies. None uses all
+            ranks.
         sharding_strategy: None is ``FULL_SHARD``.
         cpu_offload: what to keep in host memory.
         auto_wrap_policy: which modules inside become units; see `shardwise.fsdp.wrap`.
-        backward_prefetch: None turns prefetch off, unless ``forward_prefetch`` is set.
+        backward_prefetch: None turns prefetch off unless ``forward_prefetch`` is set.
         mixed_precision: the dtypes of compute, reductions and buffers.
         ignored_modules: modules to exclude, with all their parameters.
-        param_init_fn: called with each module on the meta device that has parameters or buffers of
-            its own. None calls ``module.to_empty(...)`` and ``module.reset_parameters()``.
+        param_init_fn: called with each module on the meta device that directly holds parameters or
+            buffers. None calls ``module.to_empty(...)`` and ``module.reset_parameters()``.
         device_id: the device to move the module to before it is sharded.
         sync_module_states: broadcast parameters and buffers from the first rank.
         forward_prefetch: turn prefetch on, even if ``backward_prefetch`` is None.
         limit_all_gathers: ignored; the number of gathered units is always limited.
         use_orig_params: ignored.
         ignored_states: parameters or modules to exclude.
-        device_mesh: the ranks, instead of ``process_group``.
+        device_mesh: the ranks; pass it in place of ``process_group``.
 
     Raises:
         PlanError: the options do not fit the module or each other, or are not supported.
@@ -80,7 +81,7 @@ class FullyShardedDataParallel(nn.Module):
     BackwardPrefetch = api.BackwardPrefetch
     MixedPrecision = api.MixedPrecision
     StateDictType = api.StateDictType
-    _has_params = False  # of flat ones, which accelerate asks for with mixed precision
+    _has_params = False  # there are no flat parameters; accelerate reads this with mixed precision
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class FullyShardedDataParallel(nn.Module):
         self._ignored_modules: set[nn.Module] = ignored.modules.union(
             *(inner._ignored_modules for inner in self._wrappers_in(module))
         )
-        self._buffer_dtypes = (  # that state dicts have
+        self._buffer_dtypes = (  # the dtypes of buffers in state dicts
             {} if self.mixed_precision.buffer_dtype is None else buffer_dtypes(module)
         )
         materialize(module, param_init_fn, device, self._ignored_params)
@@ -167,12 +168,12 @@ class FullyShardedDataParallel(nn.Module):
         if isinstance(module, NEVER_CALLED):
             warnings.warn(
                 "FSDP will not all-gather parameters for containers that do not implement forward: "
-                f"{type(module).__name__}, whose parameters belong to the unit around it",
+                f"{type(module).__name__}, whose parameters belong to the unit that contains it",
                 stacklevel=2,
             )
             return
         if isinstance(module, FSDPModule):
-            return  # wrapped before, as to train it; stays sharded as it is
+            return  # wrapped before, for example for training; it stays sharded as it is
         with left_alone(self._ignored_modules):
             fully_shard(
                 module,
@@ -196,21 +197,21 @@ class FullyShardedDataParallel(nn.Module):
         """The wrapped module."""
         module = self._modules[WRAPPED]
         assert module is not None
-        # Activation checkpointing may have wrapped it since.
+        # Activation checkpointing may have wrapped the module since.
         inner: nn.Module = getattr(module, "_checkpoint_wrapped_module", module)
         return inner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":
         """A copy of the model on the same ranks; see `FSDPModule.__deepcopy__`."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
         for shared in (self.process_group, self._inter_node_pg, self._comm_hook_state):
             memo[id(shared)] = shared
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the wrapper, or else of the module."""
+        """An attribute of the wrapper or, if it has none of this name, of the module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -238,7 +239,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The parameters of this unit, those of wrappers inside it excepted."""
+        """The parameters of this unit, without those of wrappers inside it."""
         if not isinstance(self.module, FSDPModule):
             return []
         return [parameter.sharded for parameter in handle_of(self.module).unit.parameters]
@@ -257,7 +258,7 @@ class FullyShardedDataParallel(nn.Module):
     def fsdp_modules(
         module: nn.Module, root_only: bool = False
     ) -> list["FullyShardedDataParallel"]:
-        """The wrappers in ``module``, itself included; with ``root_only``, the outermost ones."""
+        """The wrappers in ``module``, including itself; with ``root_only``, only outermost ones."""
         wrappers = FullyShardedDataParallel._wrappers_in(module)
         return [w for w in wrappers if w.check_is_root()] if root_only else wrappers
 
@@ -269,25 +270,25 @@ class FullyShardedDataParallel(nn.Module):
         """`nn.Module.apply` on full parameters. All ranks must make the same changes.
 
         Raises:
-            WrapperError: the parameters are gathered already.
+            WrapperError: the parameters are already gathered.
         """
         units = [module for module in self.modules() if isinstance(module, FSDPModule)]
         if any(handle_of(unit).runtime.scheduler.is_held for unit in units):
             raise WrapperError(
-                "apply: FSDP modules are expected to be in states between steps, sharded; call it "
-                "outside summon_full_params"
+                "apply: FSDP modules are expected to be in states between steps, with sharded "
+                "parameters; call it outside summon_full_params"
             )
         with summon_full_params(self):
             _apply_inside_out(self, fn)
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters by their names in the module that is not wrapped."""
+        """The parameters, with their names in the unwrapped module."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield clean_name(name), parameter
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The buffers by their names in the module that is not wrapped."""
+        """The buffers, with their names in the unwrapped module."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean_name(name), buffer
 
@@ -326,18 +327,20 @@ class FullyShardedDataParallel(nn.Module):
         return clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have ``hook`` reduce the gradients of every unit, in full.
+        """Let ``hook`` do the whole reduction of the gradients of every unit.
 
         Args:
             state: the first argument of the hook.
-            hook: called as ``hook(state, gradients)`` where parameters are not sharded, and has to
+            hook: if parameters are not sharded, called as ``hook(state, gradients)``; it must
                 reduce ``gradients`` [n] in place. Otherwise called as ``hook(state, gradients,
-                shard)``, and has to write this rank's part of the reduced gradients into ``shard``
-                [n / world_size]. It may replace ``.data`` of both, and has to divide as well.
-                PyTorch has some in a private module of ``torch.distributed.algorithms``.
+                shard)``; it must write this rank's part of the reduced gradients into ``shard``
+                [n / world_size]. It may replace ``.data`` of both, and must also divide by the
+                number of ranks. PyTorch has some hooks in a private module of
+                ``torch.distributed.algorithms``.
 
         Raises:
-            WrapperError: this is not the outermost wrapper, or has a hook, or shards over two axes.
+            WrapperError: this is not the outermost wrapper, already has a hook, or shards over two
+                axes.
         """
         self._root_unit("register_comm_hook can only be called on a root instance.")
         register_comm_hook(self._wrappers_in(self), state, hook)
@@ -351,7 +354,10 @@ class FullyShardedDataParallel(nn.Module):
     get_state_dict_type = staticmethod(state_dicts.get_state_dict_type)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As chosen by `set_state_dict_type`, by default full tensors. All ranks must call it."""
+        """The state dict of the type chosen by `set_state_dict_type`; full tensors by default.
+
+        All ranks must call this.
+        """
         return state_dicts.state_dict_of(self, super().state_dict, *args, **kwargs)
 
     def _load_from_state_dict(
@@ -382,7 +388,7 @@ def _ignored_inside(module: nn.Module) -> list[set[nn.Parameter]]:
 
 
 def _without_peers(strategy: api.ShardingStrategy, ranks: Ranks) -> api.ShardingStrategy:
-    """The strategy that FSDP1 names: on one rank nothing is sharded, of which it warns."""
+    """The strategy that FSDP1 reports; on one rank it warns and switches to ``NO_SHARD``."""
     no_shard = api.ShardingStrategy.NO_SHARD
     if strategy is no_shard or not dist.is_initialized() or not ranks.is_alone:
         return strategy
@@ -394,7 +400,7 @@ def _without_peers(strategy: api.ShardingStrategy, ranks: Ranks) -> api.Sharding
 
 
 def _device_of(module: nn.Module, device: torch.device | None) -> torch.device:
-    """Where ``module`` computes: on ``device``, or where it is, or on this rank's accelerator."""
+    """The device on which ``module`` computes: ``device``, its own, or the default device."""
     own = next((p.device for p in module.parameters() if not p.is_meta), None)
     return device or own or torch.get_default_device()
 
@@ -409,7 +415,7 @@ def _warn_if_on_cpu(states: list[Tensor]) -> None:
 
 
 def _unsharded_states(module: nn.Module, ignored: set[nn.Parameter]) -> list[Tensor]:
-    """What is here of parameters and buffers; with tensor parallelism, of this rank's part."""
+    """The unsharded parameters and buffers; the local tensors of tensor-parallel ones."""
     parameters = [p for p in module.parameters() if p not in ignored]
     states = [t for t in (*parameters, *module.buffers()) if sharding_of(t) is None]
     return [local_of(t) if isinstance(t, DTensor) else t for t in states]

@@ -1,9 +1,9 @@
-"""Optimizer states of FSDP1 programs: this rank's elements, in plain tensors [n].
+"""Optimizer states of FSDP1 programs: this rank's elements as plain tensors [n].
 
-Parameters are DTensors here, and so are the states that optimizers make of them. Programs for
-FSDP1 save ``optimizer.state_dict()`` on each rank, and compare it with the results of FSDP1's
-functions. So the state dicts of an optimizer that steps parameters of an FSDP1 module have plain
-tensors, and ``load_state_dict`` takes them.
+In shardwise, parameters are DTensors, and so are their optimizer states. FSDP1 programs save
+``optimizer.state_dict()`` on each rank and compare it with the results of FSDP1's functions. The
+state dicts of an optimizer that steps parameters of an FSDP1 module therefore contain plain
+tensors, and ``load_state_dict`` accepts them.
 """
 
 import weakref
@@ -21,18 +21,18 @@ from shardwise.tensor.sharding import local_of, sharding_of
 
 __all__ = ["as_dtensor", "as_local", "use_local_states"]
 
-_meshes: weakref.WeakSet[DataParallelMesh] = weakref.WeakSet()  # of FSDP1 modules
-_adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_meshes: weakref.WeakSet[DataParallelMesh] = weakref.WeakSet()  # meshes of FSDP1 modules
+_adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers with local states
 
 
 def use_local_states(mesh: DataParallelMesh) -> None:
-    """Parameters over ``mesh`` are those of an FSDP1 module."""
+    """Use local states for parameters over ``mesh``, which belong to an FSDP1 module."""
     _meshes.add(mesh)
     _watch_optimizers()
 
 
 def as_dtensor(value: Any, parameter: Tensor) -> Any:
-    """``value``, a state of ``parameter``, as a DTensor if it is what this rank has of one."""
+    """``value``, a state of ``parameter``, as a DTensor if it is this rank's part of one."""
     sharding = sharding_of(parameter)
     if sharding is None or type(value) is not Tensor or not value.ndim:
         return value
@@ -40,7 +40,7 @@ def as_dtensor(value: Any, parameter: Tensor) -> Any:
 
 
 def as_local(value: Any) -> Any:
-    """``value`` in the form that the state dict of an optimizer has."""
+    """``value`` as the state dict of an optimizer contains it."""
     is_local = isinstance(value, ShardedTensor) and _is_of_fsdp1(value)
     return local_of(value) if is_local else value
 
@@ -51,7 +51,7 @@ def _watch_optimizers() -> None:
 
 
 def _adopt(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Have ``optimizer`` save and load local states, if it steps parameters of FSDP1 modules."""
+    """Make ``optimizer`` save and load local states if it steps parameters of FSDP1 modules."""
     if optimizer in _adopted or not any(map(_is_of_fsdp1, _parameters_of(optimizer))):
         return
     _adopted.add(optimizer)

@@ -1,4 +1,4 @@
-"""Initialization of modules on the meta device as in FSDP1: module by module, with torch's RNG."""
+"""Initialize modules on the meta device as FSDP1 does: one by one, with torch's generator."""
 
 from collections.abc import Callable, Collection
 

@@ -1,4 +1,4 @@
-"""Optimizer states with names of parameters as keys, and back."""
+"""Conversion of optimizer states to and from parameter names as keys."""
 
 import copy
 import warnings
@@ -48,7 +48,7 @@ def with_keys(states: States, rename: Callable[[Any], Any]) -> States:
 
 
 def by_table(table: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """For `with_keys`; other keys stay as they are."""
+    """A ``rename`` for `with_keys` that looks keys up in ``table`` and keeps unknown ones."""
     return lambda key: table.get(key, key)
 
 
@@ -63,7 +63,7 @@ def collect(
 ) -> States:
     """The states by name, in the order of the model's parameters.
 
-    Full ones are gathered one by one, on every rank.
+    Full states are gathered one by one, on every rank.
     """
     named = _by_name(model, optim, optim.state_dict() if given is None else given)
     parameters: Mapping[Any, Tensor] = clean_names(model)
@@ -81,7 +81,9 @@ def collect(
         if _is_sharded(entries) and name not in shared:
             continue  # the first rank has none
         converted = {
-            key: _apart(convert_for_saving(value, kind, to_cpu=to_cpu and not is_dropped), value)
+            key: _in_own_memory(
+                convert_for_saving(value, kind, to_cpu=to_cpu and not is_dropped), value
+            )
             for key, value in entries.items()
         }
         if not is_dropped:
@@ -89,14 +91,14 @@ def collect(
     return {} if is_dropped else {**named, "state": states}
 
 
-def _apart(converted: Any, value: Any) -> Any:
-    """``converted`` in memory of its own, which the optimizer does not change."""
+def _in_own_memory(converted: Any, value: Any) -> Any:
+    """``converted``, copied if it may share memory that the optimizer changes later."""
     may_share = isinstance(converted, DTensor) or (converted is value and isinstance(value, Tensor))
     return converted.detach().clone() if may_share else converted
 
 
 def _by_name(model: nn.Module, optim: Optimizer, states: States) -> States:
-    """``states`` of ``optim`` with names as keys; a named optimizer has them already."""
+    """``states`` of ``optim`` with clean names as keys; a named optimizer already has names."""
     names = by_table(names_of(model, parameter_groups(optim)))
     renamed = with_keys(states, lambda key: clean_name(key) if isinstance(key, str) else names(key))
     order = {name: position for position, name in enumerate(clean_names(model))}
@@ -108,7 +110,7 @@ def _shared_names(states: Mapping[Any, States], group: dist.ProcessGroup | None)
     """The parameters with sharded states on the first rank.
 
     Raises:
-        StateError: another rank lacks some of these.
+        StateError: another rank lacks some of these states.
     """
     own = {name for name, entries in states.items() if _is_sharded(entries)}
     first: set[Any] = broadcast_object(own, group)
@@ -130,9 +132,9 @@ def _is_sharded(entries: States) -> bool:
 def to_load(
     model: nn.Module, groups: Groups, states: Mapping[str, Any], *, raw_names: bool = False
 ) -> States:
-    """What this rank has of ``states``, with the optimizer's indices as keys.
+    """This rank's part of ``states``, with the optimizer's parameter indices as keys.
 
-    With ``raw_names``, by names that include the prefixes of wrappers.
+    With ``raw_names``, the keys are names that include the prefixes of wrappers.
     """
     own = {
         name: {
@@ -155,9 +157,9 @@ def to_load(
 def _options_of(
     groups: Groups, model: nn.Module, saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The saved options of each group. Groups that share a parameter correspond to each other.
+    """The saved options for each of ``groups``, from the saved group that shares parameters.
 
-    As in FSDP1, their parameters are those that were saved; new ones are left to the user.
+    As in FSDP1, the result lists only parameters that were saved; the user has to add new ones.
     """
     names = {id(parameter): name for name, parameter in clean_names(model).items()}
     ordered = []
@@ -166,8 +168,8 @@ def _options_of(
         same = [options for options in saved if set(options["params"]) & set(members)]
         if not same:
             raise PlanError(
-                f"{', '.join(members)}: expected in a parameter group of the state dict, found in "
-                "none; load the states of an optimizer with the same parameters"
+                f"{', '.join(members)}: expected in a parameter group of the state dict, but found "
+                "in none; load the states of an optimizer with the same parameters"
             )
         known = set(same[0]["params"])
         ordered.append({**same[0], "params": [name for name in members if name in known]})
@@ -179,7 +181,7 @@ def parameter_groups(optim: Optimizer) -> Groups:
 
 
 def groups_for(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> Groups:
-    """The parameters of ``optim``, or of an optimizer that is built from ``optim_input``."""
+    """The parameters of ``optim``, or of an optimizer that was built from ``optim_input``."""
     warn_of_input(optim_input)
     if optim is not None:
         return parameter_groups(optim)
@@ -199,7 +201,7 @@ def warn_of_input(optim_input: Any) -> None:
 
 
 def names_of(model: nn.Module, groups: Groups) -> dict[int, str]:
-    """The name of each parameter of ``model`` in ``groups``, by the optimizer's index."""
+    """The name of each parameter of ``model`` in ``groups``, by the optimizer's parameter index."""
     names = {id(parameter): name for name, parameter in clean_names(model).items()}
     members = [parameter for group in groups for parameter in group]
     return {index: names[id(p)] for index, p in enumerate(members) if id(p) in names}

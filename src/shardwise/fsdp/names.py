@@ -4,7 +4,7 @@ from torch import nn
 
 __all__ = ["WRAPPED", "clean_name", "clean_names"]
 
-WRAPPED = "_fsdp_wrapped_module"  # the same attribute as in FSDP1, which programs access
+WRAPPED = "_fsdp_wrapped_module"  # FSDP1's attribute of this name, which programs access
 _WRAPPER_PREFIXES = (WRAPPED + ".", "_checkpoint_wrapped_module.")
 
 
@@ -15,5 +15,5 @@ def clean_name(name: str) -> str:
 
 
 def clean_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of ``model``, each once."""
+    """The parameters of ``model`` by clean name, each once."""
     return {clean_name(name): parameter for name, parameter in model.named_parameters()}

@@ -1,7 +1,7 @@
-"""FSDP1's functions for optimizer state dicts with the names of parameters as keys.
+"""FSDP1's functions for optimizer state dicts with parameter names as keys.
 
 When saved, states are full, sharded or local tensors, as chosen by `set_state_dict_type`. When
-loaded, the kind of each is recognized by its type and shape.
+loaded, the kind of each state is recognized by its type and shape.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ __all__ = [
     "sharded_optim_state_dict",
 ]
 
-# Arguments called ``group`` are those of PyTorch's signatures; the model has its own ranks.
+# Arguments named ``group`` are ignored; PyTorch's signatures have them. The model knows its ranks.
 
 
 def optim_state_dict(
@@ -47,10 +47,10 @@ def optim_state_dict(
     """The states of ``optim`` in the form chosen by `set_state_dict_type`. All ranks must call it.
 
     Args:
-        model: sharded.
-        optim: of the model's parameters.
-        optim_state_dict: the result of ``optim.state_dict()``, if you have it already; the result
-            has no "param_groups" if this has none.
+        model: a sharded model.
+        optim: the optimizer of the model's parameters.
+        optim_state_dict: the result of ``optim.state_dict()``, if you already have it. If it has
+            no "param_groups", neither has the result.
         group: ignored.
 
     Raises:
@@ -75,7 +75,7 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: Any = None,  # noqa: ARG001
 ) -> States:
-    """Full states on the host, whatever the model's settings."""
+    """Full states in host memory, regardless of the model's settings."""
     warn_of_input(optim_input)
     kind = StateDictType.FULL_STATE_DICT
     return collect(model, optim, None, kind=kind, to_cpu=True, rank0_only=rank0_only)
@@ -86,7 +86,7 @@ def sharded_optim_state_dict(
     optim: Optimizer,
     group: Any = None,  # noqa: ARG001
 ) -> States:
-    """Sharded states, whatever the model's settings."""
+    """Sharded states, regardless of the model's settings."""
     kind = StateDictType.SHARDED_STATE_DICT
     return collect(model, optim, None, kind=kind, to_cpu=False, rank0_only=False)
 
@@ -102,9 +102,10 @@ def optim_state_dict_to_load(
     """Convert the result of `optim_state_dict` to an argument of ``optim.load_state_dict``.
 
     Args:
-        model: sharded.
-        optim: of the model's parameters.
-        optim_state_dict: sent by the first rank if the model's settings say ``rank0_only``.
+        model: a sharded model.
+        optim: the optimizer of the model's parameters.
+        optim_state_dict: the states; only the first rank needs them if the model's settings have
+            ``rank0_only``.
         is_named_optimizer: keep names as keys.
         load_directly: also call ``optim.load_state_dict``.
         group: ignored.
@@ -125,14 +126,14 @@ def shard_full_optim_state_dict(
     optim_input: Any = None,
     optim: Optimizer | None = None,
 ) -> States:
-    """Convert full states that every rank has to an argument of ``optim.load_state_dict``."""
+    """Convert full states, given on every rank, to an argument of ``optim.load_state_dict``."""
     return to_load(model, groups_for(model, optim, optim_input), full_optim_state_dict)
 
 
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: States, model: nn.Module, optim: Optimizer
 ) -> States:
-    """Convert the result of `sharded_optim_state_dict` to one of ``optim.load_state_dict``."""
+    """Convert the result of `sharded_optim_state_dict` for ``optim.load_state_dict``."""
     return to_load(model, parameter_groups(optim), sharded_optim_state_dict)
 
 
@@ -143,9 +144,9 @@ def scatter_full_optim_state_dict(
     optim: Optimizer | None = None,
     group: Any = None,  # noqa: ARG001
 ) -> States:
-    """Convert full states that the first rank has to an argument of ``optim.load_state_dict``.
+    """Convert full states, given on the first rank, to an argument of ``optim.load_state_dict``.
 
-    They are sent one by one, so every other rank holds one full tensor at a time.
+    States are sent one by one, so that every other rank holds only one full tensor at a time.
     """
     states = receive(full_optim_state_dict, model)
     return to_load(model, groups_for(model, optim, optim_input), states)
@@ -158,7 +159,7 @@ def rekey_optim_state_dict(
     optim_input: Any = None,
     optim: Optimizer | None = None,
 ) -> States:
-    """The same states with the names of parameters, or the optimizer's indices of them, as keys."""
+    """The same states with parameter names, or the optimizer's parameter indices, as keys."""
     keys: dict[Any, Any] = names_of(model, groups_for(model, optim, optim_input))
     if optim_state_key_type is OptimStateKeyType.PARAM_ID:
         keys = {name: index for index, name in keys.items()}

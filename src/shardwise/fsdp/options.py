@@ -1,4 +1,4 @@
-"""Translates FSDP1's options to arguments of `shardwise.fully_shard`."""
+"""Translate FSDP1's options to arguments of `shardwise.fully_shard`."""
 
 import math
 import warnings
@@ -34,7 +34,7 @@ __all__ = [
 
 Group = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
-# FSDP1's strategies as the name of a preset and ``reshard_after_forward`` (None: all but the root).
+# FSDP1's strategies: preset name and ``reshard_after_forward`` (None: all units but the root).
 FSDP1_STRATEGIES: dict[ShardingStrategy, tuple[str, bool | None]] = {
     ShardingStrategy.FULL_SHARD: ("fsdp", None),
     ShardingStrategy.SHARD_GRAD_OP: ("fsdp", False),
@@ -46,7 +46,7 @@ FSDP1_STRATEGIES: dict[ShardingStrategy, tuple[str, bool | None]] = {
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that share a model, and what they shard."""
+    """The ranks that share a model, and their sharding strategy."""
 
     mesh: DeviceMesh | None
     strategy: str
@@ -66,7 +66,7 @@ class Ranks:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """FSDP1's ``process_group``: of the ranks, or, if hybrid, of shards and of replicas."""
+        """FSDP1's ``process_group``: one group, or, if hybrid, those of shards and of replicas."""
         if dist.group.WORLD is None:
             return ()
         if self.mesh is not None:
@@ -81,11 +81,11 @@ def resolve_ranks(
     *,
     wraps_by_hand: bool = False,
 ) -> Ranks:
-    """The mesh and the strategy for options of FSDP1.
+    """The mesh and the strategy for FSDP1's options.
 
     Raises:
-        PlanError: both a group and a mesh are given, or the wrong number of groups, or, with
-            ``wraps_by_hand``, none for a hybrid strategy.
+        PlanError: both a group and a mesh are given, or the wrong number of groups; or, with
+            ``wraps_by_hand``, neither is given for a hybrid strategy.
     """
     if process_group is not None and device_mesh is not None:
         raise PlanError("process_group and device_mesh: expected one of them, got both")
@@ -127,7 +127,7 @@ def precision_policy(mixed_precision: MixedPrecision | None) -> MixedPrecisionPo
 
 
 def offload_policy(cpu_offload: CPUOffload | None) -> OffloadPolicy:
-    """The policy for PyTorch's ``CPUOffload`` or for ours, which has one more field."""
+    """The policy for PyTorch's ``CPUOffload``, or for ours, which has one more field."""
     if cpu_offload is None:
         return NO_OFFLOAD
     offload_optimizer = getattr(cpu_offload, "offload_optimizer", False)
@@ -137,7 +137,7 @@ def offload_policy(cpu_offload: CPUOffload | None) -> OffloadPolicy:
 
 
 def resolve_device(device_id: int | torch.device | None) -> torch.device | None:
-    """The device for FSDP1's option, in which an integer is the index of an accelerator."""
+    """The device for FSDP1's ``device_id``; an integer is the index of an accelerator."""
     if device_id is None:
         return None
     if not isinstance(device_id, int):
@@ -162,10 +162,12 @@ def resolve_ignored(
     modules: Iterable[nn.Module] | None,
     states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
 ) -> Ignored:
-    """What ``ignored_modules`` or ``ignored_states`` exclude, with everything inside.
+    """The modules and parameters that ``ignored_modules`` or ``ignored_states`` exclude.
+
+    Modules inside excluded ones are included.
 
     Raises:
-        PlanError: both are given, or one contains something else.
+        PlanError: both are given, or one contains objects of other types.
     """
     if modules is not None and states is not None:
         raise PlanError(
@@ -174,15 +176,15 @@ def resolve_ignored(
         )
     outermost: list[Any] = list(modules or ())
     given: list[Any] = list(states or ())
-    if not all(isinstance(one, nn.Module) for one in outermost):
+    if not all(isinstance(each, nn.Module) for each in outermost):
         raise PlanError(
             "ignored_modules expects nn.Module list elements but got types "
             f"{_types_of(outermost)}; pass parameters as ignored_states"
         )
-    if all(isinstance(one, nn.Module) for one in given):
+    if all(isinstance(each, nn.Module) for each in given):
         outermost += given
         given = []
-    elif not all(isinstance(one, nn.Parameter) for one in given):
+    elif not all(isinstance(each, nn.Parameter) for each in given):
         raise PlanError(
             "ignored_states expects all nn.Parameter or all nn.Module list elements but got types "
             f"{_types_of(given)}; pass the parameters of the modules"
@@ -198,10 +200,10 @@ def _types_of(values: Iterable[object]) -> list[type]:
 
 
 def check_ignored(ignored: Ignored, module: nn.Module, wrapper: type[nn.Module]) -> None:
-    """Refuse to ignore wrapped modules, and warn if all of ``module`` is ignored.
+    """Raise if an ignored module is wrapped, and warn if all of ``module`` is ignored.
 
     Raises:
-        PlanError: names the class of the module that is wrapped.
+        PlanError: names the class of the wrapped module.
     """
     for inner in ignored.modules:
         if isinstance(inner, wrapper):
@@ -220,12 +222,12 @@ def check_ignored(ignored: Ignored, module: nn.Module, wrapper: type[nn.Module])
 def _mesh_of(group: Any) -> DeviceMesh:
     if isinstance(group, dist.ProcessGroup):
         return DeviceMesh.from_group(group, _device_type(group))
-    # An object with the size and this rank alone: the model is built, but cannot run.
+    # An object that has only a size and this rank: the model can be built but not run.
     return mesh_without_groups("cpu", torch.arange(group.size()), None, group.rank())
 
 
 def _first_dim(mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The dim that FSDP1 shards over; along the others are copies, or other parallelism."""
+    """The dim that FSDP1 shards over; the others are for replicas or other parallelism."""
     if mesh is None or mesh.ndim == 1:
         return mesh
     names = mesh.mesh_dim_names
@@ -233,7 +235,7 @@ def _first_dim(mesh: DeviceMesh | None) -> DeviceMesh | None:
 
 
 def _mesh_of_pair(shards: dist.ProcessGroup, replicas: dist.ProcessGroup) -> DeviceMesh:
-    """The mesh of a group of shards and one of replicas, if its ranks are equally spaced."""
+    """The mesh of a group of shards and one of replicas, whose ranks must form a grid."""
     own = dist.get_rank()
     row, column = (dist.get_process_group_ranks(group) for group in (shards, replicas))
     grid = [[rank + first - own for rank in row] for first in column]
@@ -256,7 +258,10 @@ def _device_type(group: dist.ProcessGroup) -> str:
 
 
 def _mesh_of_hosts() -> DeviceMesh | None:
-    """Shards within each host, which has as many ranks as accelerators, or all without any."""
+    """A mesh that shards within each host and replicates between hosts.
+
+    A host has as many ranks as accelerators; without accelerators, it has all ranks.
+    """
     world = dist.group.WORLD
     if world is None:
         return None

@@ -1,4 +1,4 @@
-"""Converts configurations of other libraries to arguments of `shardwise.fully_shard`.
+"""Convert configurations of other libraries to arguments of `shardwise.fully_shard`.
 
 ::
 
@@ -32,13 +32,13 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def options_from_deepspeed(config: Config) -> dict[str, Any]:
-    """The ZeRO stage, dtypes and offloading of a DeepSpeed configuration.
+    """Arguments for the ZeRO stage, dtypes and offloading of a DeepSpeed configuration.
 
     Reads ``zero_optimization`` (``stage``, ``offload_param``, ``offload_optimizer``,
     ``zero_hpz_partition_size``, ``mics_shard_size``), ``bf16`` and ``fp16``.
 
     Args:
-        config: the configuration, or the path of its JSON file.
+        config: the configuration or the path of its JSON file.
 
     Raises:
         PlanError: a setting is not supported; names the key.
@@ -55,13 +55,13 @@ def options_from_deepspeed(config: Config) -> dict[str, Any]:
     low = [_DTYPES[key] for key in _DTYPES if config.get(key, {}).get("enabled")]
     if low:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=low[0])
-    places = {key: zero.get(key, {}).get("device", "none") for key in _OFFLOADS}
-    for key, place in places.items():
-        if place not in ("none", "cpu"):
-            raise PlanError(f"{key}.device={place!r}: expected 'cpu' or 'none'")
-    if "cpu" in places.values():
+    devices = {key: zero.get(key, {}).get("device", "none") for key in _OFFLOADS}
+    for key, device in devices.items():
+        if device not in ("none", "cpu"):
+            raise PlanError(f"{key}.device={device!r}: expected 'cpu' or 'none'")
+    if "cpu" in devices.values():
         pinned = any(zero.get(key, {}).get("pin_memory", True) for key in _OFFLOADS)
-        parameters = places["offload_param"] == "cpu"
+        parameters = devices["offload_param"] == "cpu"
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned, parameters=parameters)
     if zero.get("zero_hpz_partition_size", 1) > 1:
         options["reshard_after_forward"] = zero["zero_hpz_partition_size"]
@@ -71,12 +71,12 @@ def options_from_deepspeed(config: Config) -> dict[str, Any]:
 
 
 def options_from_accelerate(config: Config, model: nn.Module) -> dict[str, Any]:
-    """The ``fsdp_config`` of an accelerate configuration or of transformers' Trainer.
+    """Arguments for the ``fsdp_config`` of an accelerate configuration or of transformers' Trainer.
 
     Args:
-        config: an accelerate configuration, a ``fsdp_config``, or the path of a JSON file with
-            one. Keys may have the prefix ``fsdp_``.
-        model: contains the classes that the configuration names.
+        config: an accelerate configuration, an ``fsdp_config``, or the path of a JSON file with
+            either. Keys may have the prefix ``fsdp_``.
+        model: the model, which contains the classes that the configuration names.
 
     Raises:
         PlanError: a class is not in the model, or a value is not supported; names the key.
@@ -109,12 +109,12 @@ _BY_NUMBER = {str(strategy.value): strategy for strategy in ShardingStrategy}
 
 def _sharding(fsdp: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments for ``sharding_strategy`` (FSDP1) or ``reshard_after_forward`` (FSDP2)."""
-    word = str(fsdp.get("sharding_strategy", fsdp.get("reshard_after_forward", "true"))).upper()
-    if word in ("TRUE", "FALSE"):
-        return {"reshard_after_forward": None if word == "TRUE" else False}
-    strategy = _STRATEGIES.get(word) or _BY_NUMBER.get(word)
+    value = str(fsdp.get("sharding_strategy", fsdp.get("reshard_after_forward", "true"))).upper()
+    if value in ("TRUE", "FALSE"):
+        return {"reshard_after_forward": None if value == "TRUE" else False}
+    strategy = _STRATEGIES.get(value) or _BY_NUMBER.get(value)
     if strategy is None:
-        raise PlanError(f"fsdp_sharding_strategy={word}: expected one of {', '.join(_STRATEGIES)}")
+        raise PlanError(f"fsdp_sharding_strategy={value}: expected one of {', '.join(_STRATEGIES)}")
     preset, reshard = FSDP1_STRATEGIES[strategy]
     return {"strategy": preset, "reshard_after_forward": reshard}
 

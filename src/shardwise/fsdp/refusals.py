@@ -1,7 +1,7 @@
-"""Checks that FSDP2 makes before it shards a module, with exceptions of the same types.
+"""The checks that FSDP2 makes before it shards a module, with exceptions of the same types.
 
-They apply to FSDP2's placements, ``Shard(dim)``. With ``granularity="element"`` the engine shards
-scalars as well, and dimensions that the ranks do not divide.
+They apply to FSDP2's placements, ``Shard(dim)``. With ``granularity="element"``, the engine also
+shards scalars, and dims that are not divisible by the number of ranks.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -28,13 +28,13 @@ def check_as_fsdp2(
     place: Callable[[nn.Parameter], Any] | None,
     ignored: Collection[nn.Parameter],
 ) -> None:
-    """Refuse what FSDP2 refuses.
+    """Raise for modules, parameters, placements and meshes that FSDP2 does not accept.
 
     Raises:
-        PlanError: also of the type that FSDP2 raises.
+        PlanError: it is also of the type that FSDP2 raises.
     """
     _check_mesh(mesh)
-    left_alone = {id(parameter) for parameter in ignored}
+    ignored_ids = {id(parameter) for parameter in ignored}
     for module in modules:
         if isinstance(module, FSDPModule):
             raise WrapperError(
@@ -42,16 +42,16 @@ def check_as_fsdp2(
                 f"{type(module).__name__} is sharded already; shard the root last and once"
             )
         for name, parameter in _unsharded(module):
-            if id(parameter) not in left_alone:
+            if id(parameter) not in ignored_ids:
                 _check_parameter(name, parameter)
                 if place is not None:
                     _check_placement(name, parameter, place(parameter), mesh)
 
 
 def _unsharded(module: object) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that no unit has; nothing of an object that is no module."""
+    """The parameters of ``module`` that are in no unit; none if it is not a module."""
     named = module.named_parameters() if isinstance(module, nn.Module) else ()
-    return ((name, one) for name, one in named if sharding_of(one) is None)
+    return ((name, parameter) for name, parameter in named if sharding_of(parameter) is None)
 
 
 def _check_mesh(mesh: DeviceMesh | None) -> None:

@@ -1,6 +1,6 @@
-"""torch's `ShardedTensor`, of which FSDP1's sharded and local state dicts are made.
+"""torch's `ShardedTensor`, which FSDP1's sharded and local state dicts contain.
 
-FSDP1 with a device mesh has DTensors in their place, as have the parameters here.
+With a device mesh, FSDP1's state dicts contain DTensors instead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ __all__ = ["TorchShardedTensor", "in_chunks", "part_of", "shard_group"]
 
 
 def shard_group(mesh: DataParallelMesh) -> dist.ProcessGroup | None:
-    """The ranks that have the shards of a model between them; all ranks for a replicated one.
+    """The ranks that together hold the shards of a model; all ranks if it is replicated.
 
-    None for a process alone.
+    None for a single process.
     """
     if mesh.group is None or mesh.size in (1, mesh.num_ranks):
         return mesh.group
@@ -32,10 +32,10 @@ def shard_group(mesh: DataParallelMesh) -> dist.ProcessGroup | None:
 
 
 def in_chunks(value: ShardedTensor, *, flattened: bool, to_cpu: bool = False) -> Tensor:
-    """``value`` with a chunk of its first dim on each rank, as by `torch.chunk`.
+    """``value`` as a torch `ShardedTensor` with a chunk of the first dim on each rank.
 
-    It is gathered for that: torch's functions for `ShardedTensor`s expect equal chunks. Scalars
-    and tensors of a process alone are returned whole.
+    The chunks are those of `torch.chunk`, which torch's functions for `ShardedTensor`s expect, so
+    ``value`` is gathered first. Scalars and tensors of a single process are returned whole.
     """
     whole, group = value.full_tensor(), shard_group(value.sharding.mesh)
     whole = whole.view(-1) if flattened else whole
@@ -55,12 +55,12 @@ def in_chunks(value: ShardedTensor, *, flattened: bool, to_cpu: bool = False) ->
 
 
 def part_of(value: TorchShardedTensor, sharding: Sharding) -> Tensor:
-    """What this rank stores of ``value`` if it is sharded as ``sharding`` says.
+    """This rank's part of ``value`` under ``sharding``.
 
-    Every rank has to call this: it gathers ``value``.
+    Every rank must call this, because it gathers ``value``.
 
     Raises:
-        PlanError: its size does not fit, or it has shards on other ranks.
+        PlanError: the size of ``value`` does not fit, or other ranks hold shards of it.
     """
     group, metadata = shard_group(sharding.mesh), value.metadata()
     if metadata.size.numel() != sharding.shape.numel():
@@ -73,7 +73,8 @@ def part_of(value: TorchShardedTensor, sharding: Sharding) -> Tensor:
     if not holders <= members:
         raise PlanError(
             f"{sharding.name}: expected a ShardedTensor of ranks {sorted(members)}, got one of "
-            f"{sorted(holders)}; load it with torch.distributed.checkpoint, or a full state dict"
+            f"ranks {sorted(holders)}; load it with torch.distributed.checkpoint, or load a full "
+            "state dict"
         )
     on_cpu = group is None or backend_of(group, "cpu") is not None
     device = torch.device("cpu") if on_cpu else rank_device(group)
@@ -98,17 +99,17 @@ def _box_in(whole: Tensor, box: ShardMetadata) -> Tensor:
 def _assemble(
     local: Tensor, boxes: Mapping[int, Box], shape: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """The tensor of ``shape`` of which each rank of ``group`` has a box, and this one ``local``."""
+    """The tensor of ``shape`` that consists of each rank's box; ``local`` is this rank's part."""
     shards = {
-        rank: ShardMetadata(list(box.offsets), list(box.sizes), _place(rank, local.device))
+        rank: ShardMetadata(list(box.offsets), list(box.sizes), _location(rank, local.device))
         for rank, box in boxes.items()
     }
     own = shards.get(dist.get_rank())
     return new_sharded_tensor(local, own, list(shards.values()), shape, group)
 
 
-def _place(rank: int, device: torch.device) -> str:
-    """Where ``rank`` has its shard, in the notation of `ShardMetadata`."""
+def _location(rank: int, device: torch.device) -> str:
+    """The location of the shard of ``rank``, in the notation of `ShardMetadata`."""
     if device.type == "cpu":
         return f"rank:{rank}/cpu"
     return f"rank:{rank}/{device.type}:{rank % torch.accelerator.device_count()}"

@@ -1,4 +1,4 @@
-"""State dicts of FSDP1 modules: of full tensors, of chunks of them, or of flattened ones."""
+"""State dicts of FSDP1 modules, with full tensors, chunks of them, or flattened chunks."""
 
 import contextlib
 import warnings
@@ -46,7 +46,7 @@ def set_state_dict_type(
     state_dict_config: api.StateDictConfig | None = None,
     optim_state_dict_config: api.OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Choose the type of the state dicts of the FSDP modules in ``module``.
+    """Choose the type of state dict that the FSDP modules in ``module`` return.
 
     Returns:
         The previous settings.
@@ -78,10 +78,10 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     """The settings of the FSDP modules in ``module``.
 
     Raises:
-        StateError: they differ.
+        StateError: the modules have different settings.
     """
     settings: list[StateDictSettings] = [getattr(m, _SETTINGS) for m in _fsdp_modules(module)]
-    if any(one != settings[0] for one in settings):
+    if any(each != settings[0] for each in settings):
         raise StateError(
             "the FSDP modules of this model have different state dict types; call "
             "set_state_dict_type on the outermost one"
@@ -96,7 +96,7 @@ def state_dict_type(
     state_dict_config: api.StateDictConfig | None = None,
     optim_state_dict_config: api.OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """`set_state_dict_type` for the body of a ``with`` statement."""
+    """Apply `set_state_dict_type` for the body of a ``with`` statement."""
     previous = set_state_dict_type(
         module, state_dict_type, state_dict_config, optim_state_dict_config
     )
@@ -115,7 +115,7 @@ def default_settings() -> StateDictSettings:
 def state_dict_of(
     fsdp_module: Any, state_dict: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """The result of ``state_dict(*args, **kwargs)`` in the form that the settings ask for."""
+    """The result of ``state_dict(*args, **kwargs)``, converted as the settings require."""
     prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
     found = state_dict(*args, **kwargs)
     settings: StateDictSettings = getattr(fsdp_module, _SETTINGS)
@@ -133,7 +133,7 @@ def state_dict_of(
 
 
 def rename_for_loading(fsdp_module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Give the entries of ``fsdp_module`` in ``state_dict`` the names and forms of its parameters.
+    """Convert the entries of ``fsdp_module`` in ``state_dict`` to its parameters' names and shards.
 
     All ranks must call this, with entries in the same order.
     """
@@ -152,13 +152,13 @@ def rename_for_loading(fsdp_module: nn.Module, state_dict: dict[str, Any], prefi
 
 
 def clean_incompatible_keys(_module: nn.Module, incompatible_keys: Any) -> None:
-    """Leave wrappers out of the keys that `load_state_dict` returns."""
+    """Remove wrapper names from the keys that `load_state_dict` returns."""
     for keys in (incompatible_keys.missing_keys, incompatible_keys.unexpected_keys):
         keys[:] = [clean_name(key) for key in keys]
 
 
 def _sharded_as(parameter: nn.Parameter, value: Tensor, *, is_local: bool) -> Tensor:
-    """``value`` as ``parameter`` is sharded, if it has its shape; torch refuses others."""
+    """``value`` sharded like ``parameter`` if the shapes fit; torch raises for other values."""
     sharding = sharding_of(parameter)
     if sharding is None or sharding.describes(value):
         return value
@@ -167,10 +167,10 @@ def _sharded_as(parameter: nn.Parameter, value: Tensor, *, is_local: bool) -> Te
 
 
 def convert_for_saving(value: Any, kind: StateDictType, *, to_cpu: bool) -> Any:
-    """``value`` as state dicts of ``kind`` hold it. All ranks must call this.
+    """``value`` in the form that state dicts of ``kind`` contain. All ranks must call this.
 
     Raises:
-        StateError: flattened, for DTensors of a model with a device mesh.
+        StateError: ``kind`` is flattened and the model has a device mesh.
     """
     if not isinstance(value, DTensor):
         return value.cpu() if to_cpu and isinstance(value, Tensor) else value

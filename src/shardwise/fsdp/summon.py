@@ -31,14 +31,14 @@ def summon_full_params(
         module: contains an FSDP module, or is part of one.
         recurse: ignored; all parameters of a model are gathered together.
         writeback: keep changes, which must be the same on every rank.
-        rank0_only: full parameters are needed on rank 0 only; the other ranks gather them, too.
-        offload_to_cpu: refused for parameters on an accelerator.
-        with_grads: gather gradients as well; ``writeback`` applies to them, too.
+        rank0_only: full parameters are needed only on rank 0; the other ranks gather them anyway.
+        offload_to_cpu: not supported for parameters on an accelerator.
+        with_grads: also gather gradients; ``writeback`` applies to them as well.
 
     Raises:
         UnsupportedError: flags contradict each other or are not supported.
         InStepError: a forward, a backward or another `summon_full_params` is under way.
-        StateError: a parameter was replaced by one of another shape, dtype or device.
+        StateError: a parameter was replaced by one with another shape, dtype or device.
     """
     parameters = clean_names(module)
     _check_flags(parameters, writeback, rank0_only, offload_to_cpu, with_grads)
@@ -104,13 +104,13 @@ def _full_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 def _full_gradient(gradient: DTensor) -> Tensor:
-    """All of ``gradient``; a replicated one itself, so that changes in place persist."""
+    """The full ``gradient``; a replicated one is not copied, so in-place changes persist."""
     is_replicated = all(placement.is_replicate() for placement in gradient.placements)
     local = gradient.to_local()
     return local.view(gradient.shape) if is_replicated else gradient.full_tensor()
 
 
 def _unit_per_model(module: nn.Module) -> list[nn.Module]:
-    """One unit of each sharded model in ``module``; the units of a model share a ledger."""
+    """One unit of each sharded model in ``module``; units of the same model share a ledger."""
     units = [m for m in module.modules() if isinstance(m, FSDPModule)]
     return list({id(ledger(unit)): unit for unit in units}.values())

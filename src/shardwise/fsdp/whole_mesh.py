@@ -1,8 +1,9 @@
-"""FSDP1's sharded state dicts on a mesh of more dims than data parallelism has.
+"""FSDP1's sharded state dicts on a mesh that has more dims than data parallelism uses.
 
-A parameter is on the dims of the mesh that it is distributed over. In the state dict all are on the
-mesh with both dims, replicated over the other. There the first dim cuts a tensor before the second;
-the parameters of tensor parallelism are cut in the other order, which is what `_StridedShard` says.
+The mesh of a parameter has only the dims that it is distributed over. In the state dict, every
+tensor is on the mesh with both dims, and replicated over a dim that the parameter lacks. There, the
+first dim cuts a tensor before the second. Tensor-parallel parameters are cut in the opposite order,
+which `_StridedShard` expresses.
 """
 
 from collections.abc import Sequence
@@ -16,24 +17,24 @@ from shardwise.tensor.sharding import local_of
 
 __all__ = ["as_parameter", "on_whole_mesh"]
 
-_NUM_DIMS = 2  # of data and of tensor parallelism; there may be others outside, as of pipelines
+_NUM_DIMS = 2  # data and tensor parallelism; the job may have others, such as pipelines
 
 
 def on_whole_mesh(tensor: DTensor) -> DTensor:
-    """``tensor`` on the root of its mesh; every rank has to call this."""
+    """``tensor`` on the root of its mesh; every rank must call this."""
     mesh = root_mesh(tensor.device_mesh)
     if mesh.ndim != _NUM_DIMS or mesh.mesh_dim_names is None:
         return tensor
     placements = _on(mesh, tensor)
     whole = _from_local(local_of(tensor), mesh, placements, tensor)
-    in_order = [Shard(one.dim) if is_strided_shard(one) else one for one in placements]
+    in_order = [Shard(p.dim) if is_strided_shard(p) else p for p in placements]
     return whole.redistribute(placements=in_order)
 
 
 def as_parameter(value: Tensor, parameter: DTensor) -> DTensor:
-    """A copy of ``value``, whole or sharded in any way, that is distributed as ``parameter``.
+    """A copy of ``value``, whole or sharded in any way, distributed like ``parameter``.
 
-    Every rank has to call this.
+    Every rank must call this.
     """
     mesh, placements = parameter.device_mesh, parameter.placements
     if isinstance(value, DTensor) and value.device_mesh == root_mesh(mesh):
@@ -46,7 +47,7 @@ def as_parameter(value: Tensor, parameter: DTensor) -> DTensor:
 
 
 def _on(mesh: DeviceMesh, tensor: DTensor) -> list[Placement]:
-    """The placements of ``tensor``, whose mesh has some of the dims of ``mesh``."""
+    """The placements of ``tensor`` on ``mesh``, whose dims include those of the tensor's mesh."""
     names = tensor.device_mesh.mesh_dim_names or ()
     placements = dict(zip(names, tensor.placements, strict=True))
     return [placements.get(name, Replicate()) for name in mesh.mesh_dim_names or ()]

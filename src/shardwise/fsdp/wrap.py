@@ -2,7 +2,7 @@
 
 A policy function is called as ``policy(module=, recurse=, nonwrapped_numel=)``: with
 ``recurse=True`` before the children are visited ("visit them?") and with ``recurse=False`` after
-that ("wrap this module?"). `shardwise.fully_shard` takes the same policies as ``units``.
+that ("wrap this module?"). `shardwise.fully_shard` accepts the same policies as ``units``.
 """
 
 import warnings
@@ -50,7 +50,7 @@ Policy = Callable[..., bool]
 
 
 class CustomPolicy(TorchCustomPolicy):
-    """PyTorch's policy, which is also callable, so that it can be passed as ``units``."""
+    """PyTorch's policy, made callable so that it can be passed as ``units``."""
 
     def __call__(self, module: nn.Module, recurse: bool, *_args: Any, **_kwargs: Any) -> bool:
         return recurse or bool(self._lambda_fn(module))
@@ -66,7 +66,7 @@ def wrap_children(
 ) -> None:
     """Wrap the modules inside ``root`` that ``policy`` chooses, innermost first.
 
-    Modules that mixed precision leaves in full precision are wrapped, too, without it.
+    Modules that mixed precision leaves in full precision are also wrapped, without mixed precision.
 
     Raises:
         PlanError: ``root`` contains a module that is already wrapped.
@@ -81,15 +81,15 @@ def wrap_children(
     _keep_full_precision(full_precision)
     without = {"mixed_precision": None}
     if isinstance(policy, _Policy):
-        # These policies choose modules, and options for each, before any module is wrapped. The
-        # only interface for that is private.
+        # These policies choose modules and options for each before any module is wrapped, which
+        # only a private method does.
         chosen = policy._run_policy(root, set(ignored_modules), dict(options))
         chosen |= {m: {**chosen.get(m, options), **without} for m in full_precision}
         _wrap_chosen(root, chosen, wrapper)
         return
     if full_precision:
-        apart = partial(_wrap_module_cls_individually, module_classes=classes)
-        policy = partial(_or_policy, policies=[policy, apart])
+        by_class = partial(_wrap_module_cls_individually, module_classes=classes)
+        policy = partial(_or_policy, policies=[policy, by_class])
 
     def wrap_one(module: nn.Module) -> nn.Module:
         return wrapper(module, **{**options, **(without if module in full_precision else {})})
@@ -104,7 +104,7 @@ def _full_precision_classes(options: Mapping[str, Any]) -> tuple[type[nn.Module]
 
 
 def _keep_full_precision(modules: Collection[nn.Module]) -> None:
-    """Cast inputs and outputs of ``modules``."""
+    """Cast the inputs and outputs of ``modules``, so that they compute in full precision."""
     if not modules:
         return
     classes = sorted({type(module).__name__ for module in modules})
@@ -149,7 +149,7 @@ def _wrap_recursively(
     *,
     is_root: bool = False,
 ) -> tuple[nn.Module, int]:
-    """``module``, wrapped if ``policy`` chooses it, and the number of wrapped elements in it."""
+    """Wrap ``module`` if ``policy`` chooses it; return it and its number of wrapped elements."""
     modules, parameters = ignored
     total = sum(p.numel() for p in module.parameters() if id(p) not in parameters)
     if not policy(module=module, recurse=True, nonwrapped_numel=total):
