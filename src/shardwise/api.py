@@ -188,7 +188,10 @@ def _check_module(module: object) -> None:
         kind = type(module).__name__
         raise PlanError(f"fully_shard takes a torch.nn.Module or a list of them, got {kind}")
     if isinstance(module, FSDPModule):
-        raise PlanError(f"{module._get_name()} is sharded already; shard the root last and once")
+        raise PlanError(
+            f"{module._get_name()} is sharded already; call fully_shard once for each module, and "
+            "for the root last"
+        )
     if torch.is_inference_mode_enabled():
         raise PlanError(
             "fully_shard was called under torch.inference_mode, whose tensors cannot be trained "
@@ -436,7 +439,7 @@ def _choice_within(mesh: DataParallelMesh, name: str, handle: Handle) -> UnitCho
         return choice
     if handle.unit.settings.gradient_divisor is None:
         raise PlanError(
-            f"{name} is a unit inside one with ranks and a divisor of its own; also call "
+            f"{name} is a unit inside one that has its own ranks and gradient divisor; also call "
             "set_gradient_divide_factor on it before fully_shard of the module around both"
         )
     strategy = handle.runtime.plan.strategy if choice.ranks is None else choice.ranks.strategy

@@ -159,9 +159,9 @@ def _from_codebook(*, signed: bool) -> Callable[[Tensor], Tensor]:
 def dynamic_codebook(*, signed: bool) -> tuple[float, ...]:
     """The 256 numbers of dynamic quantization, in ascending order.
 
-    In a byte, the number of leading zeros is the power of ten and a one ends them. The remaining
-    bits are a linear fraction from 0.1 to 1, with one bit fewer if there is a sign. 0 and 1 are
-    also in the codebook.
+    The leading zero bits of a byte give the power of ten, and a one bit ends them. The remaining
+    bits are a linear fraction from 0.1 to 1; a sign takes one of them. 0 and 1 are also in the
+    codebook.
     """
     numbers = [0.0, 1.0]
     for zeros in range(7):

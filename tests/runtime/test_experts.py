@@ -312,7 +312,7 @@ def test_a_unit_inside_experts_needs_a_divisor_too() -> None:
     model: Any = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 2))
     sw.fully_shard(model[0], mesh=mesh["efsdp"], units=nn.Linear)
     model[0].set_gradient_divide_factor(4)
-    with pytest.raises(sw.PlanError, match=r"0\.0 is a unit inside one with ranks and a divisor"):
+    with pytest.raises(sw.PlanError, match=r"0\.0 is a unit inside one that has its own ranks and"):
         sw.fully_shard(model)
 
 

@@ -39,7 +39,7 @@ _MAX_NAME_BYTES = 200  # file systems allow 255
 
 
 def check_kinds(action: str, model: object, optimizer: object) -> None:
-    """Raise if ``model`` is not a module (such as a state dict) or ``optimizer`` is no optimizer.
+    """Raise if ``model`` is not a module, but a state dict for example, or similarly ``optimizer``.
 
     Raises:
         CheckpointError: states what to pass.

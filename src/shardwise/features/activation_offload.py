@@ -154,7 +154,7 @@ class _Moved:
             self._copied_back = self._mover.copy_back(self._copy, self._work)
 
     def take(self) -> Tensor:
-        """The tensor on the device. Also prefetches the one moved before, which comes next."""
+        """Return the tensor on the device, and prefetch the one that backward needs next."""
         self.prefetch()
         previous = self._previous()
         if previous is not None:
