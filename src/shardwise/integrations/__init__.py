@@ -1,4 +1,4 @@
-"""Sharded models in other libraries' training loops; a module for each library, which it imports.
+"""Sharded models in other libraries' training loops, with one module for each library.
 
-Nothing else in the package imports these modules.
+Each module imports its library, so nothing else in the package imports these modules.
 """

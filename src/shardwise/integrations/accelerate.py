@@ -1,15 +1,16 @@
-"""accelerate's `Accelerator`, with shardwise in the place of DDP::
+"""accelerate's `Accelerator`, with shardwise instead of DDP::
 
     from shardwise.integrations.accelerate import Accelerator
 
     accelerator = Accelerator(fully_shard={"units": Block}, gradient_accumulation_steps=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-Nothing else changes: ``accumulate``, ``clip_grad_norm_``, ``save_state``, ``load_state`` and
-``save_model`` are accelerate's own.
+The rest of the program stays the same: ``accumulate``, ``clip_grad_norm_``, ``save_state``,
+``load_state`` and ``save_model`` work as in accelerate.
 """
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator, Mapping, MutableSequence
 from pathlib import Path
@@ -45,14 +46,14 @@ _OPTIMIZERS = "sharded_optimizers"
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """`accelerate.Accelerator` that shards models.
 
-    `prepare` shards the models that it is given, and gives their parameters to the optimizers. One
-    that is sharded already stays as it is. ``save_state`` writes the weights as accelerate does,
-    and the states of optimizers in shards, which any number of ranks can load.
+    `prepare` shards its models, unless they are sharded already, and gives the sharded parameters
+    to the optimizers. ``save_state`` writes the weights as accelerate does, and the states of
+    optimizers in shards, which any number of ranks can load.
 
     Args:
         fully_shard: arguments of `sw.fully_shard`. Without ``mp_policy``, units compute in the
             dtype of accelerate's ``mixed_precision``, and reduce in float32.
-        options: of `accelerate.Accelerator`; no other plugin that shards.
+        options: arguments of `accelerate.Accelerator`, without another plugin that shards.
     """
 
     def __init__(
@@ -70,21 +71,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def prepare(self, *args: Any, **options: Any) -> Any:
         """As in `accelerate.Accelerator`; pass an optimizer together with its model, or later."""
-        optimizers = [one for one in args if isinstance(one, Optimizer)]
-        for model in (one for one in args if isinstance(one, nn.Module)):
+        optimizers = [value for value in args if isinstance(value, Optimizer)]
+        for model in (value for value in args if isinstance(value, nn.Module)):
             names = {id(p): name for name, p in model.named_parameters()}
             if not isinstance(model, FSDPModule):
                 shard(model, **self.shard_options)
                 _switch_parameters(optimizers, names, dict(model.named_parameters()))
             self.sharded[model] = []
-        for model, own in self.sharded.items():
+        for model, model_optimizers in self.sharded.items():
             ids = {id(parameter) for parameter in model.parameters()}
-            own += [one for one in optimizers if _parameter_ids(one) & ids]
+            model_optimizers += [opt for opt in optimizers if _parameter_ids(opt) & ids]
         return super().prepare(*args, **options)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Keep whole gradients, and reduce none, in the block."""
+        """Keep whole gradients inside the block, and do not reduce them."""
         if not isinstance(model, FSDPModule):
             with super().no_sync(model):
                 yield
@@ -96,14 +97,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             model.set_requires_gradient_sync(True)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Whole tensors in the host memory of rank 0; empty on other ranks, all of which call."""
+        """Return whole tensors in host memory on rank 0, and nothing on other ranks.
+
+        Every rank must call this.
+        """
         if isinstance(model, FSDPModule):
             return full_state_dict(model)
         return super().get_state_dict(model, unwrap)
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, **options: Any) -> Any:
         """As in `accelerate.Accelerator`."""
-        with self._states_apart():
+        with self._without_optimizer_states():
             directory = super().save_state(output_dir, **options)
         for index, (model, optimizers) in enumerate(self.sharded.items()):
             save_optimizers(Path(directory) / f"{_OPTIMIZERS}_{index}", model, optimizers)
@@ -111,13 +115,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
         """As in `accelerate.Accelerator`."""
-        with self._states_apart():
+        with self._without_optimizer_states():
             super().load_state(input_dir, **options)
         for index, (model, optimizers) in enumerate(self.sharded.items()):
             load_optimizers(self.loaded_from / f"{_OPTIMIZERS}_{index}", model, optimizers)
 
     def _load_models(self, models: MutableSequence[nn.Module], directory: str) -> None:
-        """Load those that are sharded, and have accelerate load no model."""
+        """Load the sharded models, and prevent accelerate from loading them."""
         self.loaded_from = Path(directory)
         for index, model in enumerate(models):
             suffix = f"_{index}." if index else "."
@@ -131,10 +135,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         models.clear()
 
     @contextlib.contextmanager
-    def _states_apart(self) -> Iterator[None]:
-        """Have accelerate save and load no states of optimizers of sharded models."""
+    def _without_optimizer_states(self) -> Iterator[None]:
+        """Prevent accelerate from saving and loading the optimizer states of sharded models."""
         with contextlib.ExitStack() as stack:
-            for optimizer in (one for own in self.sharded.values() for one in own):
+            for optimizer in itertools.chain(*self.sharded.values()):
                 groups = optimizer.state_dict()["param_groups"]
                 empty = {"state": {}, "param_groups": groups}
                 hooks = (
@@ -153,12 +157,12 @@ def _parameter_ids(optimizer: Optimizer) -> set[int]:
 def _switch_parameters(
     optimizers: list[Optimizer], names: Mapping[int, str], parameters: Mapping[str, nn.Parameter]
 ) -> None:
-    """Give ``parameters`` to optimizers that were built from others with the same ``names``."""
+    """Replace the parameters in optimizers by the ``parameters`` with the same ``names``."""
     for optimizer in optimizers:
         if any(id(parameter) in names for parameter in optimizer.state):
             raise PlanError(
-                f"{type(optimizer).__name__} has taken steps with parameters that were not sharded "
-                "yet; call `prepare` before the first step"
+                f"{type(optimizer).__name__} has taken steps before its parameters were sharded; "
+                "call `prepare` before the first step"
             )
         for group in optimizer.param_groups:
             group["params"] = [

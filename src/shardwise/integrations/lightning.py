@@ -4,8 +4,8 @@
 
     trainer = lightning.Trainer(strategy=Strategy(units=Block), devices=2)
 
-Checkpoints are Lightning's own: directories that any number of ranks can load, and that
-``python -m lightning.fabric.utilities.consolidate_checkpoint DIR`` turns into one file.
+Checkpoints are Lightning's own: directories that any number of ranks can load.
+``python -m lightning.fabric.utilities.consolidate_checkpoint DIR`` converts one to a single file.
 """
 
 from typing import Any
@@ -27,11 +27,11 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class Strategy(ModelParallelStrategy):  # type: ignore[misc]
-    """Shards the `LightningModule` before its optimizers are built.
+    """A strategy that shards the `LightningModule` before its optimizers are built.
 
     Args:
-        timeout: of the process group; None takes Lightning's.
-        options: of `sw.fully_shard`.
+        timeout: timeout of the process group; None uses Lightning's.
+        options: arguments of `sw.fully_shard`.
     """
 
     def __init__(self, *, timeout: Any = None, **options: Any) -> None:
@@ -44,23 +44,23 @@ class Strategy(ModelParallelStrategy):  # type: ignore[misc]
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the module, and set the rest up as strategies without a mesh do."""
+        """Shard the module, then set up the rest like strategies without a mesh."""
         module = self.lightning_module
         if not isinstance(module, FSDPModule):
             fully_shard(module, **self.shard_options)
-            for name in _STEPS:  # which Lightning calls, and not forward
+            for name in _STEPS:  # Lightning calls these methods instead of forward
                 if getattr(type(module), name) is not getattr(LightningModule, name):
                     register_forward_method(module, name)
         super(ModelParallelStrategy, self).setup(trainer)
 
 
 class FabricStrategy(FabricModelParallel):  # type: ignore[misc]
-    """Shards modules in ``fabric.setup``.
+    """A strategy that shards modules in ``fabric.setup``.
 
     Build optimizers from the module that ``fabric.setup`` returns.
 
     Args:
-        options: of `sw.fully_shard`.
+        options: arguments of `sw.fully_shard`.
     """
 
     def __init__(self, **options: Any) -> None:

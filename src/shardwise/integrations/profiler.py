@@ -1,4 +1,4 @@
-"""Units as ranges in the traces of ``torch.profiler``."""
+"""Shows units as ranges in the traces of ``torch.profiler``."""
 
 import contextlib
 import threading
@@ -17,14 +17,14 @@ __all__ = ["unit_ranges"]
 
 @contextlib.contextmanager
 def unit_ranges(model: nn.Module) -> Iterator[None]:
-    """Have a profiler that runs in the block show what the units of ``model`` do::
+    """Add the work of each unit of ``model`` to the trace of a profiler that runs in the block::
 
         with unit_ranges(model), torch.profiler.profile() as profile:
             model(batch).sum().backward()
 
     ``forward layers.0`` contains the operators of that forward. ``backward layers.0`` ends where
-    the backward of the next unit begins. Gathers, waits and reductions are marks without duration,
-    where they were launched; `sw.record` measures them.
+    the backward of the next unit begins. Gathers, waits and reductions are marks without duration
+    at their launch; `sw.record` measures them.
     """
     runtime = runtime_of_root(model)
     labels = [unit.label for unit in runtime.plan.units]
@@ -55,7 +55,7 @@ def _name_forward(module: nn.Module, label: str, hooks: contextlib.ExitStack) ->
 class _Ranges(LedgerReader):
     def __init__(self, labels: list[str]) -> None:
         self._labels = labels
-        self._backward: tuple[int, record_function] | None = None  # with its thread
+        self._backward: tuple[int, record_function] | None = None  # thread, and open range
 
     def appended(self, record: Record) -> None:
         kind, name = record.event.kind, describe(record.event, self._labels)
@@ -72,17 +72,17 @@ class _Ranges(LedgerReader):
         self._end_backward()
 
     def _end_backward(self) -> None:
-        """Only on the thread where it began, as the profiler wants it."""
+        """End the range, but only on the thread where it began, as the profiler requires."""
         if self._backward is not None and self._backward[0] == threading.get_ident():
             _end(self._backward[1])
         self._backward = None
 
 
 def _begin(name: str) -> record_function:
-    shown = record_function(name)
-    shown.__enter__()  # type: ignore[no-untyped-call]
-    return shown
+    span = record_function(name)
+    span.__enter__()  # type: ignore[no-untyped-call]
+    return span
 
 
-def _end(shown: record_function) -> None:
-    shown.__exit__(None, None, None)
+def _end(span: record_function) -> None:
+    span.__exit__(None, None, None)

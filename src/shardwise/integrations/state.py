@@ -1,4 +1,4 @@
-"""State of sharded models in the forms in which frameworks save it. Every rank must call these."""
+"""Saves and loads sharded models in the formats of frameworks. Every rank must call these."""
 
 import os
 from collections import OrderedDict
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of ``model`` in whole tensors in host memory on rank 0; empty on other ranks.
+    """Return the state dict of ``model`` as whole host tensors on rank 0; empty on other ranks.
 
     Tensors are gathered one at a time. Tied parameters share one tensor.
     """
@@ -39,7 +39,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load whole tensors, which every rank has; only one name of tied parameters is needed."""
+    """Load whole tensors that every rank has. For tied parameters, one of the names suffices."""
     whole = dict(state)
     for pair in _tied_names(model).items():
         for name, other in (pair, reversed(pair)):
@@ -61,7 +61,7 @@ def save_optimizers(
 ) -> None:
     """Write the states of ``optimizers`` to ``directory``, in the format of torch's DCP.
 
-    Each rank writes its own shards, known by the names of parameters.
+    Each rank writes its own shards under the names of the parameters.
     """
     state_dict_saver.save(_states(model, optimizers), checkpoint_id=directory)
 
@@ -69,7 +69,7 @@ def save_optimizers(
 def load_optimizers(
     directory: str | os.PathLike[str], model: nn.Module, optimizers: Collection[Optimizer]
 ) -> None:
-    """Read what `save_optimizers` wrote, on any number of ranks."""
+    """Read states that `save_optimizers` wrote, on any number of ranks."""
     states = _states(model, optimizers)
     state_dict_loader.load(states, checkpoint_id=directory)
     for optimizer, state in zip(optimizers, states.values(), strict=True):

@@ -1,12 +1,12 @@
 """transformers' `Trainer` for sharded models.
 
-`Trainer` takes the place of transformers' own::
+`Trainer` replaces transformers' own::
 
     from shardwise.integrations.transformers import Trainer
 
     trainer = Trainer(model=model, args=arguments, fully_shard={"units": LlamaDecoderLayer})
 
-For other trainers, mix `ShardedTrainer` in::
+For other trainers, use `ShardedTrainer` as a mix-in::
 
     class Trainer(ShardedTrainer, trl.SFTTrainer): ...
 """
@@ -41,16 +41,17 @@ _SCHEDULER = "scheduler.pt"
 
 
 class ShardedTrainer:
-    """Mixed into a trainer class in front of it: its saves and resumes are those of all ranks.
+    """A mix-in with which all ranks save and resume together; the first base of a trainer class.
 
-    Checkpoints have the weights as ``from_pretrained`` reads them, and the optimizer's states in
-    shards (a directory of ``torch.distributed.checkpoint``), which any number of ranks can load.
+    Checkpoints contain the weights in the format of ``from_pretrained``, and the optimizer's
+    states in shards (a directory of ``torch.distributed.checkpoint``), which any number of ranks
+    can load.
 
     Args:
-        fully_shard: arguments of `sw.fully_shard`, which is called when the trainer has prepared
-            the model: after it has added adapters, or changed dtypes. None: the model is sharded
-            already, as one has to be that does not fit a single device.
-        options: of the trainer class.
+        fully_shard: arguments of `sw.fully_shard`, which is called after the trainer has prepared
+            the model, that is, added adapters or changed dtypes. None: the model is sharded
+            already, which is necessary if it does not fit on a single device.
+        options: arguments of the trainer class.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class ShardedTrainer:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model to ``output_dir``; every rank must call this.
 
-        In the directory of a checkpoint, also write the states of optimizer, schedule and random
-        generators.
+        If ``output_dir`` is the directory of a checkpoint, also write the states of the optimizer,
+        the schedule and the random generators.
         """
         trainer: Any = self
         directory = Path(output_dir or trainer.args.output_dir)
@@ -111,7 +112,7 @@ class Trainer(ShardedTrainer, transformers.Trainer):  # type: ignore[misc]
 
 
 class _ResumeCallback(transformers.TrainerCallback):  # type: ignore[misc]
-    """Loads what the `Trainer` itself does not: it has the weights and the random states."""
+    """Loads optimizer and schedule; the `Trainer` itself loads weights and random states."""
 
     directory: Path | None = None
 
@@ -128,7 +129,7 @@ class _ResumeCallback(transformers.TrainerCallback):  # type: ignore[misc]
 def _load_adapter(
     model: Any, directory: str, adapter_name: str = "default", *args: Any, **kwargs: Any
 ) -> Any:
-    """Read an adapter that the sharded ``model`` has into its shards, which peft does not know."""
+    """Read an adapter into the shards of ``model``, which peft itself cannot do."""
     if adapter_name not in model.peft_config:
         return type(model).load_adapter(model, directory, adapter_name, *args, **kwargs)
     weights = peft.load_peft_weights(directory, device="cpu")
@@ -144,7 +145,7 @@ def _rank() -> int:
 
 
 def _random_states() -> dict[str, Any]:
-    """In the form that the `Trainer` reads."""
+    """The random states in the format that the `Trainer` reads."""
     states = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),

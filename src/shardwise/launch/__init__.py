@@ -1,1 +1,1 @@
-"""Ranks and their failures: joining a launcher's ranks, or starting local ones."""
+"""Joins the ranks of a launcher or starts local ranks, and reports their failures."""

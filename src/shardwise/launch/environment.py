@@ -11,17 +11,18 @@ __all__ = ["RankEnv", "read_rank_env"]
 
 @dataclass(frozen=True, slots=True)
 class RankEnv:
-    """This process among the ranks that a launcher started."""
+    """The position of this process among the ranks that a launcher started."""
 
     rank: int
     world_size: int
-    local_rank: int  # on this machine
-    local_world_size: int  # on this machine; 0 where the launcher does not set it
-    # Where rank 0 listens, if a launcher does not set MASTER_ADDR and MASTER_PORT but implies them.
+    local_rank: int  # rank on this machine
+    local_world_size: int  # number of ranks on this machine; 0 if the launcher does not set it
+    # Host and port of rank 0, if the launcher implies them but does not set MASTER_ADDR and
+    # MASTER_PORT.
     master: tuple[str, str] | None = None
 
     def check_nproc(self, nproc: int | None) -> None:
-        """Reject ``--nproc`` where it contradicts the launcher.
+        """Raise an error if ``--nproc`` contradicts the launcher.
 
         Raises:
             ConfigError: ``nproc`` is not None and not the world size.
@@ -41,13 +42,15 @@ class _Names:
     local_world_size: str
 
 
-# torchrun's names, which most other launchers use too.
+# The names that torchrun and most other launchers use.
 _TORCH = _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _SLURM = _Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 
 
 def read_rank_env(environment: Mapping[str, str]) -> RankEnv | None:
-    """Read RANK and WORLD_SIZE, or a SLURM step of several tasks; None without a launcher.
+    """Read RANK and WORLD_SIZE, or the variables of a SLURM step with several tasks.
+
+    Returns None if no launcher started this process.
 
     Raises:
         ConfigError: a variable is missing or not valid.
@@ -89,7 +92,7 @@ def _read(environment: Mapping[str, str], names: _Names) -> RankEnv:
 
 
 def _slurm_master(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """The first machine of a step, ``gpu-04`` of ``gpu-[04-07,9]``, and a port of the job."""
+    """The first host of a step (``gpu-04`` of ``gpu-[04-07,9]``), and a port from the job id."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     first = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
     job = environment.get("SLURM_JOB_ID", "")

@@ -1,4 +1,4 @@
-"""Which rank failed first, and why."""
+"""Finds the rank that failed first, and its error."""
 
 import json
 import signal
@@ -12,15 +12,15 @@ __all__ = ["first_failure"]
 
 
 def first_failure(error: ChildFailedError, logs: Path) -> RankError:
-    """The error of the rank that failed first.
+    """Return the error of the rank that failed first.
 
-    The launcher reports the rank whose exit it saw first. That may be another one: every rank that
-    waits for a failed rank fails too. The times of the files that ranks write when they raise
-    give the order.
+    The launcher reports the rank whose exit it saw first. This may be a different rank, because
+    every rank that waits for a failed rank fails too. The order is given by the modification times
+    of the files that ranks write when they raise.
 
     Args:
         error: raised by the launcher.
-        logs: its log directory, with files <logs>/.../<rank>/error.json.
+        logs: the launcher's log directory, with files <logs>/.../<rank>/error.json.
     """
     files = sorted(logs.glob("**/error.json"), key=lambda file: file.stat().st_mtime_ns)
     rank, failure = error.get_first_failure()

@@ -1,4 +1,4 @@
-"""Local ranks, started by torch's elastic launcher."""
+"""Starts local ranks with torch's elastic launcher."""
 
 import logging
 import os
@@ -24,7 +24,8 @@ __all__ = ["check_num_ranks", "run_on_local_ranks"]
 
 _LAUNCHER_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 
-STOP_SECONDS = 600  # after a signal, for a checkpoint; a second signal kills the ranks at once
+# Time for a checkpoint after a signal; a second signal kills the ranks at once.
+STOP_SECONDS = 600
 
 Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
@@ -33,17 +34,18 @@ T = TypeVar("T")
 def run_on_local_ranks(
     num_ranks: int, function: Callable[[World, *Arguments], T], *args: *Arguments
 ) -> list[T]:
-    """Call ``function(world, *args)`` in ``num_ranks`` new processes; the results, by rank.
+    """Call ``function(world, *args)`` in ``num_ranks`` new processes; return the results by rank.
 
     Args:
-        num_ranks: on this machine, 1 or more.
-        function: defined at module level; it, its arguments and its results are pickled.
-        args: for the function.
+        num_ranks: number of ranks on this machine, 1 or more.
+        function: defined at module level, because the function, its arguments and its results are
+            pickled.
+        args: arguments of the function.
 
     Raises:
         RankError: a rank raised or died; the others were stopped.
-        KeyboardInterrupt: SIGINT.
-        SystemExit: another signal.
+        KeyboardInterrupt: SIGINT stopped the ranks.
+        SystemExit: another signal stopped the ranks.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as logs, _quiet_launcher():
         launch = elastic_launch(_launch_config(num_ranks, Path(logs)), _run_rank)
@@ -59,10 +61,10 @@ def run_on_local_ranks(
 
 
 def check_num_ranks(num_ranks: int, option: str) -> None:
-    """Reject a number of local ranks that this machine cannot start.
+    """Raise an error if this machine cannot start ``num_ranks`` local ranks.
 
     Raises:
-        ConfigError: names the ``option`` that asks for them.
+        ConfigError: names the ``option`` that sets the number.
     """
     if num_ranks < 1:
         raise ConfigError(f"{option}: expected 1 or more ranks")
@@ -73,7 +75,7 @@ def check_num_ranks(num_ranks: int, option: str) -> None:
 
 def _run_rank(function: Callable[..., T], *args: object) -> T:
     """The entry point of a rank; the launcher calls it in a new process."""
-    # The launcher stops ranks. Python's handler would only run once a wait in Gloo is over.
+    # The launcher stops ranks. Python's handler would only run after a wait in Gloo has ended.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     env = read_rank_env(os.environ)
     assert env is not None

@@ -1,9 +1,9 @@
-"""A store without keys of an earlier attempt.
+"""A store that hides the keys of earlier attempts.
 
 torchrun keeps one store for all restarts of a job, and the ranks of the last attempt left their
-addresses in it. A rank that reads those waits for a process that is gone (seen with Gloo: both
-ranks of a restart waited minutes to connect). The restart count cannot serve as a prefix: it does
-not count restarts that follow a change of membership.
+addresses in it. A rank that reads these addresses waits for a process that no longer exists (with
+Gloo, both ranks of a restart waited minutes to connect). The restart count cannot serve as a
+prefix, because it does not count restarts that follow a change of membership.
 """
 
 import time
@@ -19,8 +19,8 @@ POLL_SECONDS = 0.01
 def fresh_store(store: Store, rank: int, world_size: int, timeout_seconds: float = 600.0) -> Store:
     """Agree with all ranks of this attempt on a new prefix in ``store``.
 
-    Each rank asks with a token of its own. Rank 0 answers every token that it finds, including
-    those of earlier attempts, until all ranks have acknowledged.
+    Each rank publishes a token of its own. Rank 0 answers every token that it finds, including
+    those of earlier attempts, until all ranks have acknowledged the prefix.
 
     Raises:
         TimeoutError: names the ranks that did not join.

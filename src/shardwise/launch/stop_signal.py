@@ -9,23 +9,23 @@ from types import FrameType
 
 __all__ = ["StopSignal"]
 
-# SIGUSR1 is what schedulers are asked to send before the end of a job (`sbatch --signal=USR1@300`).
+# Job schedulers can send SIGUSR1 before the end of a job (`sbatch --signal=USR1@300`).
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# A terminal sends Ctrl-C to all of its processes, and a launcher passes it on to its ranks: a
-# second signal within this time is the same request.
+# A terminal sends Ctrl-C to all of its processes, and a launcher forwards it to its ranks, so a
+# second signal within this time belongs to the same request.
 SAME_SIGNAL_SECONDS = 1.0
 
 
 class StopSignal:
-    """Notes the first of `STOP_SIGNALS`; a later one ends the process at once."""
+    """Records the first of `STOP_SIGNALS` to arrive; a later one ends the process at once."""
 
     def __init__(self) -> None:
-        self.number = 0  # of the signal; 0 is none
+        self.number = 0  # number of the signal; 0 if none has arrived
         self._time = 0.0
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle the signals within the context; no effect outside the main thread."""
+        """Handle the signals inside the block; no effect outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

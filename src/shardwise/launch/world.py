@@ -1,4 +1,4 @@
-"""The process group of a command, and how its ranks agree on errors and decisions."""
+"""The process group of a command, through which its ranks agree on errors and decisions."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ CONFIG_EXIT_CODE = 2
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """All ranks of a command, seen from one of them. Its methods are collectives."""
+    """All ranks of a command, as seen by one of them. Every rank must call its methods."""
 
     rank: int
     size: int
@@ -35,7 +35,7 @@ class World:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """The ``value`` of every rank, by rank."""
+        """Return the ``value`` of every rank, by rank."""
         values: list[T] = [value] * self.size
         dist.all_gather_object(values, value)
         return values
@@ -44,8 +44,8 @@ class World:
         """Call ``validate`` on every rank and return its result.
 
         Raises:
-            ConfigError: on rank 0, with the ConfigErrors and PlanErrors of all ranks in one.
-            SystemExit: with code 2, on the other ranks if any rank failed.
+            ConfigError: on rank 0, with the ConfigErrors and PlanErrors of all ranks combined.
+            SystemExit: with code 2, on the other ranks, if any rank failed.
         """
         results: list[T] = []
         problem = ""
@@ -63,7 +63,7 @@ class World:
 
         Raises:
             ConfigError: on rank 0, from ``decide``.
-            SystemExit: with code 2, on the other ranks if ``decide`` raised a ConfigError.
+            SystemExit: with code 2, on the other ranks, if ``decide`` raised a ConfigError.
         """
         message: list[Any] = [None, ""]  # the result and the problem
         if self.is_first:
@@ -78,7 +78,7 @@ class World:
         return cast("T", result)
 
     def _reject(self, problem: str) -> NoReturn:
-        """Rank 0 raises and so prints ``problem``, once for all ranks."""
+        """Raise ``problem`` on rank 0 only, so that it is printed once."""
         if self.is_first:
             raise ConfigError(problem)
         raise SystemExit(CONFIG_EXIT_CODE)
@@ -88,12 +88,12 @@ class World:
 def join_world(env: RankEnv) -> Iterator[World]:
     """Initialize the default process group: NCCL between GPUs, Gloo between CPUs.
 
-    It is destroyed at the end, but not after an error: that would wait for ranks that may be gone.
-    A ConfigError or a SystemExit is raised on all ranks, so they destroy it; a group that is left
-    to the end of the interpreter can abort it (SIGABRT).
+    The group is destroyed at the end of the block, but not after an error, because this would wait
+    for ranks that may no longer run. A ConfigError or a SystemExit is raised on all ranks, so they
+    destroy the group: one that still exists when the interpreter exits can abort it (SIGABRT).
     """
     _share_cores(env)
-    os.environ.setdefault("LOCAL_RANK", str(env.local_rank))  # SLURM has another name for it
+    os.environ.setdefault("LOCAL_RANK", str(env.local_rank))  # SLURM uses another name
     if env.master is not None:
         for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), env.master, strict=True):
             os.environ.setdefault(name, value)
@@ -115,7 +115,7 @@ def join_world(env: RankEnv) -> Iterator[World]:
 
 
 def _merge(problems: list[str]) -> str:
-    """One message: each problem once, with the ranks that have it unless all have it."""
+    """One message with each problem once, and its ranks unless all ranks have it."""
     ranks: dict[str, list[int]] = {}
     for rank, problem in enumerate(problems):
         ranks.setdefault(problem, []).append(rank)
