@@ -168,7 +168,7 @@ def predict(case: Case, calibrations: Sequence[RanksCalibration]) -> tuple[Figur
     seconds = [step_time(plan, workload, one, configuration).seconds for one in machines]
     figures: Figures = {"live_peak": live_bytes(memory, plan.world_size)}
     if case.accumulation == 1:
-        figures["sent_bytes"] = sent_bytes(plan)
+        figures["sent_bytes"] = sent_bytes(plan).total
     return figures, seconds
 
 

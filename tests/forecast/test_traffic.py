@@ -50,7 +50,11 @@ def test_a_step_sends_what_the_plan_says(name: str, strategy: str, options: dict
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-    assert traffic.sent_bytes == sent_bytes(runtime_of_root(model).plan)
+    planned = sent_bytes(runtime_of_root(model).plan)
+    assert sw.ledger(model).sent_bytes() == planned, "on each axis"
+    assert traffic.sent_bytes == planned.total
+    is_sent = planned.shard > 0, planned.replicate > 0
+    assert is_sent == (strategy != "ddp", strategy in ("ddp", "hsdp", "hfsdp"))
 
 
 @on_ranks(2, thorough=(4,))
@@ -58,4 +62,4 @@ def test_large_all_reduces_are_cut() -> None:
     model = sw.fully_shard(torch.nn.Linear(101, 191), strategy="ddp")
     with watch_traffic(model) as traffic:
         model(torch.ones(2, 101)).sum().backward()
-    assert traffic.sent_bytes == sent_bytes(runtime_of_root(model).plan)
+    assert traffic.sent_bytes == sent_bytes(runtime_of_root(model).plan).total

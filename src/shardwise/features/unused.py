@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwise.errors import StepError
 from shardwise.runtime.gradients import GradientBuffer
+from shardwise.runtime.ledger import note_sent
 from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
@@ -61,6 +62,7 @@ class UsedParameterSync:
         self._pending = None
         if links.num_ranks > 1 and self._own:
             self._pending = links.reduce.all_reduce_max(self._flags, links.world, label)
+            note_sent(self._gradients[0].mesh, self._pending)
 
     def wait(self, links: Communicator) -> list[bool]:
         """Whether any rank used each parameter."""
@@ -101,7 +103,9 @@ def check_all_used(
     missing = [p.sharded.requires_grad and not is_used for p, is_used in pairs]
     flags = _flags([*used, *missing], device)
     if links.num_ranks > 1 and used:
-        links.wait(links.reduce.all_reduce_max(flags, links.world, "agree on unused parameters"))
+        pending = links.reduce.all_reduce_max(flags, links.world, "agree on unused parameters")
+        note_sent(parameters[0].sharding.mesh, pending)
+        links.wait(pending)
     used_anywhere, missing_anywhere = flags.bool().view(2, -1).tolist()
     # `autograd.grad` with respect to other tensors uses no parameter, which is not a mistake.
     if any(used_anywhere) and any(missing_anywhere):

@@ -1,100 +1,104 @@
-"""The bytes that a rank sends in a step, from the plan.
+"""The bytes that a rank sends in a step, by axis of the mesh, from the plan.
 
-They are those that ranks on CPUs count (`HostCollectives.sent`): each rank sends its part of a
-gather, and its addend of a sum, to every other rank of the group. On a ring of GPUs each of them
-sends as much.
+They are those that the ledger counts (`Ledger.sent_bytes`), and ranks on CPUs send
+(`HostCollectives.sent`): each rank sends its part of a gather, and its addend of a sum, to every
+other rank of the group. On a ring of GPUs each of them sends as much.
 """
 
+from collections.abc import Iterator
+
 from shardwise.blockwise import Blocks
+from shardwise.plan.axes import AxisBytes
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.plan.wire import Wire
 from shardwise.schedule.events import EventKind
 from shardwise.schedule.sequencer import schedule
-from shardwise.transport.host.peers import INLINE_BYTES
+from shardwise.transport.host.collectives import all_reduce_bytes
 
 __all__ = ["sent_bytes"]
 
 
-def sent_bytes(plan: Plan) -> int:
+def sent_bytes(plan: Plan) -> AxisBytes:
     """What each rank sends in a step of one micro-batch, as it runs from the second on.
 
     It includes the flags by which ranks agree on the parameters that none of them used, a byte for
-    each parameter, as `fully_shard` with ``unused="none"`` has it.
+    each parameter, as `fully_shard` with ``unused="none"`` has it. An optimizer of owners, such as
+    `Muon`, sends what its `sent_bytes` says on top.
     """
-    ranks = plan.num_ranks
-    trained = [spec for unit in plan.units for spec in unit.parameters if spec.trainable]
-    total, in_subgroup = len(trained) * (ranks - 1), set[int]()
+    row, replicas = _row(plan, plan.world_size), plan.replicas
+    trained = sum(spec.trainable for unit in plan.units for spec in unit.parameters)
+    total = AxisBytes(trained * (row - 1), trained * row * (replicas - 1))
+    in_subgroup = set[int]()
     for event in schedule(plan):
         unit = plan.units[event.unit]
         match event.kind:
             case EventKind.GATHER if event.unit in in_subgroup:
-                total += _gather(event.bytes, unit.subgroup)
+                total += AxisBytes(event.bytes // unit.subgroup * (unit.subgroup - 1))
             case EventKind.GATHER:
-                total += _gather_of_shards(unit, _shards(plan, unit))
+                total += _gather_of_shards(plan, unit)
             case EventKind.RESHARD_TO_SUBGROUP:
                 in_subgroup.add(event.unit)
                 if unit.two_level_gather:
-                    total += _gather_of_shards(unit, plan.replicas)
+                    total += AxisBytes(replicate=_slot_bytes(unit) * (replicas - 1))
             case EventKind.FREE_SUBGROUP:
                 in_subgroup.discard(event.unit)
             case EventKind.REDUCE:
-                total += sum(_reduction(plan, unit, one) for one in unit.trainable_layouts)
+                for layout in unit.trainable_layouts:
+                    total += _reduction(plan, unit, layout)
     return total
 
 
-def _shards(plan: Plan, unit: UnitPlan) -> int:
-    return unit.num_shards or plan.world_size
+def _row(plan: Plan, num_shards: int) -> int:
+    """Ranks of a row of the mesh."""
+    return num_shards // plan.replicas if plan.strategy.is_two_level else num_shards
 
 
-def _gather(num_bytes: int, ranks: int) -> int:
-    return num_bytes // ranks * (ranks - 1)
+def _gather_of_shards(plan: Plan, unit: UnitPlan) -> AxisBytes:
+    """Among all ranks whose shards make the unit: with two levels, those of several rows."""
+    num_shards = unit.num_shards or plan.world_size
+    row, slot = _row(plan, num_shards), _slot_bytes(unit)
+    return AxisBytes(slot * (row - 1), slot * (num_shards - row))
 
 
-def _gather_of_shards(unit: UnitPlan, ranks: int) -> int:
+def _slot_bytes(unit: UnitPlan) -> int:
+    """What one rank's shards take on their way."""
     slots = 0
     for layout in unit.layouts:
         if layout.needs_gather:
             exact, blocks = layout.gathered_bytes // layout.world_size, unit.gathers(layout)
             slots += exact if blocks is None else blocks.num_bytes(layout.shard_elements)
-    return slots * (ranks - 1)
+    return slots
 
 
-def _reduction(plan: Plan, unit: UnitPlan, layout: Layout) -> int:
+def _reduction(plan: Plan, unit: UnitPlan, layout: Layout) -> AxisBytes:
     """A reduce-scatter over a row of the mesh, and then over its columns or an all-reduce."""
-    ranks, replicas = _shards(plan, unit), plan.replicas
+    row, replicas = _row(plan, unit.num_shards or plan.world_size), plan.replicas
     is_two_level = plan.strategy.is_two_level
-    row = ranks // replicas if is_two_level else ranks
     if (blocks := unit.reduces(layout)) is not None:
-        return _quantized(blocks, unit.wire, layout.num_elements, row, replicas, is_two_level)
+        return AxisBytes(
+            *_quantized(blocks, unit.wire, layout.num_elements, row, replicas, is_two_level)
+        )
     own = layout.reduced_bytes // row
-    over_row = own * (row - 1)
-    if is_two_level:
-        return over_row + _gather(own, replicas)
-    return over_row + _all_reduce(own, layout.cast.reduce_itemsize, replicas)
+    over_columns = (
+        own // replicas
+        if is_two_level
+        else all_reduce_bytes(own, layout.cast.reduce_itemsize, replicas)
+    )
+    return AxisBytes(own * (row - 1), over_columns * (replicas - 1))
 
 
 def _quantized(
     blocks: Blocks, wire: Wire, num_elements: int, row: int, replicas: int, is_two_level: bool
-) -> int:
-    """What `QuantizedSums` sends."""
-    size, total = num_elements, 0
+) -> Iterator[int]:
+    """What `QuantizedSums` sends in the row, and in the column."""
+    size = num_elements
     for ranks, is_scattered in ((row, True), (replicas, is_two_level)):
         near = ranks if size < num_elements else min(wire.ranks_per_host or ranks, ranks)
         whole = size
         slot = -(-size // ranks)
-        for among, elements in ((near, slot * ranks // near), (ranks // near, slot)):
-            total += blocks.num_bytes(elements) * (among - 1)
+        hops = [(near, slot * ranks // near), (ranks // near, slot)]
+        hops += [] if is_scattered else [(ranks, slot)]
+        yield sum(blocks.num_bytes(elements) * (among - 1) for among, elements in hops)
         size = slot if is_scattered else whole
-        total += 0 if is_scattered else blocks.num_bytes(slot) * (ranks - 1)
-    return total
-
-
-def _all_reduce(num_bytes: int, itemsize: int, ranks: int) -> int:
-    """A reduce-scatter and a gather; what is small or left over goes to every rank whole."""
-    if num_bytes <= INLINE_BYTES:
-        return num_bytes * (ranks - 1)
-    part = num_bytes // itemsize // ranks * itemsize
-    rest = num_bytes - part * ranks
-    return (2 * part + rest) * (ranks - 1)

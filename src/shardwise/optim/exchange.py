@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from shardwise.optim.matrices import Matrices
-from shardwise.optim.owners import Job, assign_owners, in_batches
+from shardwise.optim.owners import Job, OwnedJobs, between
+from shardwise.plan.axes import AxisBytes
+from shardwise.runtime.ledger import note_sent
 from shardwise.tensor.sharding import Sharding, sharding_of
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import Collectives, Communicator, communicator
 
 __all__ = ["MatrixExchange", "Member", "Steps"]
 
-BATCH_BYTES = 1 << 24  # of matrices that an owner works on while the next ones are exchanged
 _Pieces = Mapping[int, Sequence[Tensor]]  # by rank
 
 
@@ -97,10 +98,10 @@ class MatrixExchange:
         self.mesh = None if sharding is None else sharding.mesh
         self.rank = 0 if self.mesh is None else self.mesh.group_rank
         replicas = ((0,),) if self.mesh is None else self.mesh.replicas
-        self._replica_of = {rank: ranks for ranks in replicas for rank in ranks}
-        self._shard_of = {rank: i for ranks in replicas for i, rank in enumerate(ranks)}
-        shards = [self._shard_of[rank] for rank in sorted(self._shard_of)]
-        self.owners = assign_owners([member.job for member in self.members], shards)
+        num_rows = 1 if self.mesh is None else self.mesh.size // self.mesh.row.size
+        jobs = tuple(member.job for member in self.members)
+        self.jobs = OwnedJobs(jobs, replicas, num_rows, dtype.itemsize)
+        self.owners = self.jobs.owners
         # Of states that are on owners as a whole.
         self.flat_mesh = None if self.mesh is None else self.mesh.cut_over_all()
         self._batches: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
@@ -109,21 +110,12 @@ class MatrixExchange:
         """The members that are worked on at a time, of those at ``indices``."""
         key = tuple(indices)
         if key not in self._batches:
-            jobs = [self.members[index].job for index in key]
-            owners = [self.owners[index] for index in key]
-            found = in_batches(jobs, owners, -(-BATCH_BYTES // self.dtype.itemsize))
-            self._batches[key] = [tuple(key[i] for i in batch) for batch in found]
+            self._batches[key] = self.jobs.batches(key)
         return self._batches[key]
 
-    def sent_bytes(self, indices: Sequence[int], rank: int | None = None) -> int:
+    def sent_bytes(self, indices: Sequence[int], rank: int | None = None) -> AxisBytes:
         """What ``rank``, or else this one, sends in a step of the members at ``indices``."""
-        own = self.rank if rank is None else rank
-        total = 0
-        for batch in self.batches(indices):
-            for flows in (self._to_owners(batch), self._to_all(batch)):
-                elements = _between(flows)
-                total += sum(n for (source, _), n in elements.items() if source == own)
-        return total * self.dtype.itemsize
+        return self.jobs.sent_bytes(self.batches(indices), self.rank if rank is None else rank)
 
     @contextlib.contextmanager
     def step(self, indices: Sequence[int], steps: Steps) -> Iterator[None]:
@@ -196,17 +188,9 @@ class MatrixExchange:
             direction = steps.direction(index)
             if owner == self.rank:
                 own[index] = direction
-            elif owner in self._replica_of[self.rank]:
+            elif owner in self.jobs.replica_of[self.rank]:
                 sent.setdefault(owner, []).append(direction)
-        return self._send(queue, self._to_owners(batch), sent, f"collect {label}"), own
-
-    def _to_owners(self, batch: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Source, destination and number of elements."""
-        for index in batch:
-            owner = self.owners[index]
-            for rank in self._replica_of[owner]:
-                if rank != owner:
-                    yield rank, owner, self.members[index].job.parts[self._shard_of[rank]]
+        return self._send(queue, self.jobs.to_owners(batch), sent, f"collect {label}"), own
 
     def _assembled(
         self, batch: Sequence[int], messages: _Messages, own: Mapping[int, Tensor]
@@ -217,8 +201,8 @@ class MatrixExchange:
             if self.owners[index] != self.rank:
                 continue
             member, pieces = self.members[index], dict[int, Tensor]()
-            for rank in self._replica_of[self.rank]:
-                size = member.job.parts[self._shard_of[rank]]
+            for rank in self.jobs.replica_of[self.rank]:
+                size = member.job.parts[self.jobs.shard_of[rank]]
                 if rank != self.rank and size:
                     start = read[rank]
                     pieces[rank] = messages.received[rank][start : start + size]
@@ -231,7 +215,7 @@ class MatrixExchange:
             return own.to(self.device, self.dtype).reshape(member.matrices.shape)
         whole = torch.empty(member.matrices.shape, dtype=self.dtype, device=self.device)
         for rank, piece in (*others.items(), (self.rank, own)):
-            part = member.part(whole, self._shard_of[rank])
+            part = member.part(whole, self.jobs.shard_of[rank])
             part.copy_(piece.view(part.shape))
         return whole
 
@@ -243,19 +227,11 @@ class MatrixExchange:
         sent: dict[int, list[Tensor]] = {}
         for index in batch:
             if index in updates:
-                for rank, shard in self._shard_of.items():
+                for rank, shard in self.jobs.shard_of.items():
                     if rank != self.rank:
                         part = self.members[index].part(updates[index], shard)
                         sent.setdefault(rank, []).append(part)
-        return self._send(queue, self._to_all(batch), sent, f"return {label}")
-
-    def _to_all(self, batch: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Source, destination and number of elements."""
-        for index in batch:
-            owner = self.owners[index]
-            for rank, shard in self._shard_of.items():
-                if rank != owner:
-                    yield owner, rank, self.members[index].job.parts[shard]
+        return self._send(queue, self.jobs.to_all(batch), sent, f"return {label}")
 
     def _apply(
         self,
@@ -267,7 +243,7 @@ class MatrixExchange:
     ) -> None:
         _finish(messages, links)
         read = dict.fromkeys(messages.received, 0)
-        shard = self._shard_of[self.rank]
+        shard = self.jobs.shard_of[self.rank]
         for index in batch:
             member, owner = self.members[index], self.owners[index]
             size = member.job.parts[shard]
@@ -290,7 +266,7 @@ class MatrixExchange:
         label: str,
     ) -> _Messages:
         """Exchange parts with the ranks that have some for this one, or receive some from it."""
-        elements = _between(flows)
+        elements = between(flows)
         if not elements:  # on no rank
             return _Messages(None, {}, {})
         sent: dict[int, Tensor] = {}
@@ -308,18 +284,9 @@ class MatrixExchange:
                 sent[rank][start : start + piece.numel()].copy_(piece.reshape(-1))
                 start += piece.numel()
         pairs = {rank: (sent[rank], received[rank]) for rank in sorted(sent)}
-        return _Messages(queue.exchange(pairs, label), sent, received)
-
-
-def _between(flows: Iterator[tuple[int, int, int]]) -> dict[tuple[int, int], int]:
-    """Elements from rank to rank, 1 at least in both directions of each pair that has any."""
-    elements: dict[tuple[int, int], int] = {}
-    for source, destination, size in flows:
-        if size:
-            for pair in ((source, destination), (destination, source)):
-                elements.setdefault(pair, 0)
-            elements[source, destination] += size
-    return {pair: max(1, size) for pair, size in elements.items()}
+        work = queue.exchange(pairs, label)
+        note_sent(self.mesh, work, after_backward=True)
+        return _Messages(work, sent, received)
 
 
 def _finish(messages: _Messages, links: Communicator) -> None:

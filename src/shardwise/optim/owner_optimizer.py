@@ -14,6 +14,7 @@ from torch.optim.adamw import adamw
 from shardwise.errors import PlanError
 from shardwise.optim.exchange import MatrixExchange, Member, Steps
 from shardwise.optim.matrices import Matrices
+from shardwise.plan.axes import NOTHING, AxisBytes
 from shardwise.tensor.sharding import ExtendedSharding, local_of, sharding_of
 
 __all__ = ["OwnerOptimizer"]
@@ -85,10 +86,11 @@ class OwnerOptimizer(Optimizer):
             for member, owner in zip(exchange.members, exchange.owners, strict=True)
         }
 
-    def sent_bytes(self, rank: int | None = None) -> int:
+    def sent_bytes(self, rank: int | None = None) -> AxisBytes:
         """What this rank, or ``rank``, sends in a step in which all matrices have gradients."""
         return sum(
-            exchange.sent_bytes(range(len(exchange.members)), rank) for exchange in self._plan()
+            (exchange.sent_bytes(range(len(exchange.members)), rank) for exchange in self._plan()),
+            start=NOTHING,
         )
 
     def load_state_dict(self, state_dict: Any) -> None:

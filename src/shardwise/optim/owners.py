@@ -7,12 +7,17 @@ need not be sent. Balancing whole matrices over ranks is the longest-processing-
 arXiv 2502.16982) divide the work of such optimizers over ranks, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-__all__ = ["Job", "assign_owners", "in_batches"]
+from shardwise.plan.axes import AxisBytes
+
+__all__ = ["Job", "OwnedJobs", "assign_owners", "between", "in_batches"]
 
 SLACK = 0.1
+BATCH_BYTES = 1 << 24  # of matrices that an owner works on while the next ones are exchanged
+_Flow = tuple[int, int, int]  # source, destination and number of elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,88 @@ class Job:
     @property
     def num_elements(self) -> int:
         return sum(self.parts)
+
+
+@dataclass(frozen=True)
+class OwnedJobs:
+    """Jobs with their owners, and what ranks send each other for them.
+
+    Args:
+        jobs: the same on all ranks, in the same order.
+        replicas: the ranks of each replica of the model, by shard.
+        num_rows: rows of the mesh that the ranks of a replica are in: several with two levels of
+            sharding, where the ranks of a column have neighboring shards.
+        itemsize: bytes of an element that is sent.
+    """
+
+    jobs: tuple[Job, ...]
+    replicas: tuple[tuple[int, ...], ...]
+    num_rows: int
+    itemsize: int
+
+    @cached_property
+    def shard_of(self) -> dict[int, int]:
+        """The shard that each rank holds."""
+        return {rank: i for ranks in self.replicas for i, rank in enumerate(ranks)}
+
+    @cached_property
+    def replica_of(self) -> dict[int, tuple[int, ...]]:
+        """The ranks of each rank's replica."""
+        return {rank: ranks for ranks in self.replicas for rank in ranks}
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        return assign_owners(self.jobs, [self.shard_of[rank] for rank in sorted(self.shard_of)])
+
+    def batches(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
+        """The jobs that are worked on at a time, of those at ``indices``."""
+        jobs = [self.jobs[index] for index in indices]
+        owners = [self.owners[index] for index in indices]
+        found = in_batches(jobs, owners, -(-BATCH_BYTES // self.itemsize))
+        return [tuple(indices[i] for i in batch) for batch in found]
+
+    def to_owners(self, batch: Sequence[int]) -> Iterator[_Flow]:
+        """The parts of matrices."""
+        for index in batch:
+            owner = self.owners[index]
+            for rank in self.replica_of[owner]:
+                if rank != owner:
+                    yield rank, owner, self.jobs[index].parts[self.shard_of[rank]]
+
+    def to_all(self, batch: Sequence[int]) -> Iterator[_Flow]:
+        """The parts of updates."""
+        for index in batch:
+            owner = self.owners[index]
+            for rank, shard in self.shard_of.items():
+                if rank != owner:
+                    yield owner, rank, self.jobs[index].parts[shard]
+
+    def sent_bytes(self, batches: Sequence[Sequence[int]], rank: int) -> AxisBytes:
+        """What ``rank`` sends in a step of these batches."""
+        in_row = elsewhere = 0
+        for batch in batches:
+            for flows in (self.to_owners(batch), self.to_all(batch)):
+                for (source, destination), elements in between(flows).items():
+                    if source == rank and self._row(destination) == self._row(rank):
+                        in_row += elements
+                    elif source == rank:
+                        elsewhere += elements
+        return AxisBytes(in_row * self.itemsize, elsewhere * self.itemsize)
+
+    def _row(self, rank: int) -> tuple[int, int]:
+        """A row of the mesh: by the first rank of its replica, and the row within that."""
+        return self.replica_of[rank][0], self.shard_of[rank] % self.num_rows
+
+
+def between(flows: Iterator[_Flow]) -> dict[tuple[int, int], int]:
+    """Elements from rank to rank, 1 at least in both directions of each pair that has any."""
+    elements: dict[tuple[int, int], int] = {}
+    for source, destination, size in flows:
+        if size:
+            for pair in ((source, destination), (destination, source)):
+                elements.setdefault(pair, 0)
+            elements[source, destination] += size
+    return {pair: max(1, size) for pair, size in elements.items()}
 
 
 def assign_owners(jobs: Sequence[Job], shard_of: Sequence[int]) -> tuple[int, ...]:

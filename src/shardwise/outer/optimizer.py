@@ -28,6 +28,7 @@ from shardwise.outer.exchange import Decision, Exchange, Progress
 from shardwise.outer.fragments import Fragment, fragments_of
 from shardwise.outer.packing import mean_of, pack
 from shardwise.outer.replica import ANCHOR, Known, agree, decode_state, encode_state
+from shardwise.plan.axes import AxisBytes
 from shardwise.plan.outer import Outer
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import Sharding, local_of, sharding_of
@@ -184,9 +185,10 @@ class OuterOptimizer(Optimizer):
         fragment = self.fragments[number]
         difference = fragment.flat([self._anchor(p) - local_of(p) for p in fragment.parameters])
         packed = pack(difference, self.outer.dtype, self.outer.block)
-        sent_bytes = self.exchange.sent_bytes
+        before = self.exchange.sent_bytes
         self.exchange.send(number, packed, self._checksum(fragment.parameters))
-        self._runtime.scheduler.ledger.outer_bytes += self.exchange.sent_bytes - sent_bytes
+        sent = AxisBytes(outer=self.exchange.sent_bytes - before)
+        self._runtime.scheduler.ledger.add_sent(sent, after_backward=True)
 
     def _apply_decided(self, number: int, seconds: float | None = None) -> bool:
         """Apply what was decided; False if this replica has taken another one's state instead."""

@@ -87,6 +87,8 @@ class Runtime:
         move_buffers(root, device)
         held_memory = HeldMemory(root, plan, self.units, self.pools)
         self.scheduler = Scheduler(plan, self.units, mesh, device, observer, held_memory)
+        meshes = {flat.mesh for unit in self.units for flat in unit.flats}
+        self.scheduler.ledger.note_traffic_of({mesh, *own_meshes.values(), *meshes})
         self._frozen = [
             parameter
             for unit in self.units

@@ -75,7 +75,7 @@ class GradientBuffer:
         self._waits = plan.has_child_units and not plan.holds_gradients
         self.used = [False] * len(layout.extents)  # whether autograd gave them a gradient
         self._layout = layout
-        self._mesh = mesh
+        self.mesh = mesh
         pool = pools.outer_gradients if plan.has_child_units else pools.gradients
         self._own_pool = pool
         self._settings = settings
@@ -136,7 +136,7 @@ class GradientBuffer:
     @property
     def _divisors(self) -> tuple[float, float]:
         """Of gradients before the sum over ranks, and of the sum."""
-        divisor = self._settings.gradient_divisor or self._mesh.num_ranks
+        divisor = self._settings.gradient_divisor or self.mesh.num_ranks
         if self._settings.reduce_hook is not None:
             divisor = 1.0
         before = _divisor_before_the_sum(self._buffer.flat.dtype, divisor)
@@ -219,14 +219,14 @@ class GradientBuffer:
         carried, self._partial = self._partial, None
         if carried is not None:
             self._scratch.append(carried.untyped_storage())
-        flat, row = self._buffer.flat, self._mesh.row
-        stages = self._mesh.reduction if all_reduces else self._mesh.reduction[:1]
+        flat, row = self._buffer.flat, self.mesh.row
+        stages = self.mesh.reduction if all_reduces else self.mesh.reduction[:1]
         out = self._target() if all_reduces else None
         is_cast = out is not None and out.dtype != flat.dtype
         stays_in_flat = self._pool is not self._own_pool
         if out is None:
             inner = self._partial = self._allocate_tensor(len(flat) // row.size, flat.dtype, "rows")
-        elif is_cast or stays_in_flat or self._mesh.is_two_level:
+        elif is_cast or stays_in_flat or self.mesh.is_two_level:
             inner = flat.view(row.size, -1)[row.index]
         else:
             inner = out
@@ -242,7 +242,7 @@ class GradientBuffer:
         """Have ``hook`` reduce the buffer, padding included."""
         flat = self._buffer.flat.detach()  # whose `.data` it may replace
         _zero_padding(flat, self._layout)
-        if self._mesh.size == 1:
+        if self.mesh.size == 1:
             reduced = flat
             hook(flat)
         else:

@@ -2,16 +2,36 @@
 
 import contextlib
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import SupportsFloat
 
+from shardwise.plan.axes import NOTHING, AxisBytes
 from shardwise.runtime.records import Record
 from shardwise.schedule.events import GATHERS, Event, EventKind, describe
+from shardwise.tensor.mesh import DataParallelMesh
+from shardwise.transport.api import Work
 
-__all__ = ["Ledger", "LedgerReader", "Record"]
+__all__ = ["Ledger", "LedgerReader", "Record", "note_sent"]
 
 _MAX_RECORDS = 1 << 14  # of forwards that wait for their backward: more than 100 layers x 32 passes
+
+
+_ledgers: "weakref.WeakKeyDictionary[DataParallelMesh, Ledger]" = weakref.WeakKeyDictionary()
+
+
+def note_sent(mesh: DataParallelMesh | None, work: Work, *, after_backward: bool = False) -> None:
+    """Have the ledger of the model on ``mesh`` count ``work``, which no event of it launched.
+
+    Args:
+        mesh: of a parameter or a unit; that of a model has a ledger.
+        work: a collective that was launched.
+        after_backward: it belongs to the step whose backward has ended last.
+    """
+    ledger = None if mesh is None else _ledgers.get(mesh)
+    if ledger is not None and mesh is not None:
+        ledger.add_sent(mesh.axis_bytes([work]), after_backward=after_backward)
 
 
 class LedgerReader:
@@ -53,9 +73,10 @@ class Ledger:
         self._labels = labels  # of the plan's units
         self.clock = clock
         self.readers: list[LedgerReader] = []
+        self.outer_bytes = 0  # of all differences that this rank has sent to other replicas
         self.updates = 0  # forwards before which parameters had changed
-        self.outer_bytes = 0  # of differences that this rank has sent to other replicas
         self._steps: deque[list[Record]] = deque([[]], maxlen=max_steps)
+        self._sent = deque([NOTHING], maxlen=max_steps)  # outside of events, by step
         self._step = 0
         self._gathered_bytes = 0
         self._peak_gathered_bytes = 0
@@ -113,12 +134,14 @@ class Ledger:
             reader.step_ended(self._step, self._steps[-1])
         self._step += 1
         self._steps.append([])
+        self._sent.append(NOTHING)
         self._forward = slice(0, 0)
 
     def abandon_step(self) -> None:
         """The step under way raised: everything was freed, and its records mean little."""
         self._gathered_bytes = 0
         self._steps[-1].clear()
+        self._sent[-1] = NOTHING
         self._forward = slice(0, 0)
         for reader in self.readers:
             reader.step_abandoned()
@@ -129,6 +152,10 @@ class Ledger:
         Raises:
             IndexError: the step is too old, or has not been.
         """
+        return list(self._steps[self._position(step)])
+
+    def _position(self, step: int) -> int:
+        """Of a step among those that are kept."""
         wanted = self._step - 1 if step == -1 else step
         position = wanted - (self._step - len(self._steps) + 1)
         if step == -1 and not self._step:
@@ -136,7 +163,7 @@ class Ledger:
         if wanted < 0 or not 0 <= position < len(self._steps):
             kept = f"{self._step - len(self._steps) + 1} to {self._step}"
             raise IndexError(f"step {wanted} is not in the ledger, which keeps steps {kept}")
-        return list(self._steps[position])
+        return position
 
     def events(self, step: int = -1) -> list[Event]:
         """The events of a step, in order; see `records`."""
@@ -145,6 +172,28 @@ class Ledger:
     def names(self, step: int = -1) -> list[str]:
         """The events of a step as text, such as ``gather layers.0``; see `records`."""
         return [describe(event, self._labels) for event in self.events(step)]
+
+    def sent_bytes(self, step: int = -1) -> AxisBytes:
+        """What this rank has sent in a step, by axis of the mesh; see `records`.
+
+        Gathers, reductions, the flags of unused parameters, what an optimizer such as `Muon` moves
+        to and from owners after the step's backward, and the differences of `sw.Outer`. Norms of
+        gradients, votes of `sw.transaction` and checkpoints are left out.
+        """
+        position = self._position(step)
+        sent = (record.sent for record in self._steps[position])
+        return sum(sent, start=self._sent[position])
+
+    def add_sent(self, sent: AxisBytes, *, after_backward: bool) -> None:
+        """Count bytes that no event of the step under way, or of the last one, has sent."""
+        is_of_last = after_backward and len(self._sent) > 1
+        self._sent[-2 if is_of_last else -1] += sent
+        self.outer_bytes += sent.outer
+
+    def note_traffic_of(self, meshes: Iterable[DataParallelMesh]) -> None:
+        """Count what `note_sent` is told of these."""
+        for mesh in meshes:
+            _ledgers[mesh] = self
 
     @property
     def gathered_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import SupportsFloat
 
+from shardwise.plan.axes import NOTHING, AxisBytes
 from shardwise.schedule.events import Event
 from shardwise.transport.api import Work
 
@@ -22,6 +23,7 @@ class Record:
     began: SupportsFloat
     ended: SupportsFloat = 0.0
     works: tuple[Work, ...] = ()  # the communication that it launched
+    sent: AxisBytes = NOTHING  # what this rank sends in it
 
     @property
     def seconds(self) -> float:

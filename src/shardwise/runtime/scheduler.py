@@ -401,7 +401,9 @@ class Scheduler:
             for event in events:
                 record = Record(event, self.ledger.step, now)
                 if event.kind is not EventKind.FORWARD:  # which the caller runs
-                    record.works = self._do(event.kind, self.units[event.unit])
+                    unit = self.units[event.unit]
+                    if works := self._do(event.kind, unit):
+                        record.works, record.sent = works, unit.mesh.axis_bytes(works)
                     now = clock()
                 record.ended = now
                 self.ledger.append(record)

@@ -268,6 +268,11 @@ class Unit:
     def gradients(self) -> Iterator[GradientBuffer]:
         return (flat.gradients for flat in self.flats if flat.gradients is not None)
 
+    @property
+    def mesh(self) -> DataParallelMesh:
+        """Its ranks, as numbered in collectives; of a unit with parameters."""
+        return self.flats[0].mesh
+
     # -- parameters ------------------------------------------------------------------------------
 
     def launch_gather(self, collectives: Collectives) -> tuple[Work, ...]:

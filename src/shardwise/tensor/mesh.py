@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._private import flat_mesh, joined_mesh, mesh_without_groups
 from shardwise.errors import PlanError
+from shardwise.plan.axes import AxisBytes
 from shardwise.plan.strategy import STRATEGIES, Strategy
-from shardwise.transport.api import Operation, RankGroup, Stage
+from shardwise.transport.api import Operation, RankGroup, Stage, Work
 from shardwise.transport.process_group import (
     accelerator_type,
     backend_of,
@@ -117,6 +118,19 @@ class DataParallelMesh:
             return (over_row,)
         in_column = Operation.REDUCE_SCATTER if self.is_two_level else Operation.ALL_REDUCE
         return over_row, Stage(in_column, self.column)
+
+    def axis_bytes(self, works: Iterable[Work]) -> AxisBytes:
+        """What this rank sends in collectives of these ranks."""
+        in_row = elsewhere = 0
+        for ranks, num_bytes in (sent for work in works for sent in work.sent):
+            near = sum(rank in self._ranks_of_row for rank in ranks)
+            in_row += (near - 1) * num_bytes
+            elsewhere += (len(ranks) - near) * num_bytes
+        return AxisBytes(in_row, elsewhere)
+
+    @cached_property
+    def _ranks_of_row(self) -> frozenset[int]:
+        return frozenset(self.row.ranks)
 
     def subgroup(self, size: int) -> RankGroup:
         """The group of ``size`` neighboring ranks in the row that contains this rank."""

@@ -4,17 +4,27 @@ import hashlib
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import SupportsFloat
+from typing import NamedTuple, SupportsFloat
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["CollectiveId", "Hop", "Operation", "RankGroup", "Reduction", "Stage", "Step", "Work"]
+__all__ = [
+    "CollectiveId",
+    "Hop",
+    "Operation",
+    "RankGroup",
+    "Reduction",
+    "Sent",
+    "Stage",
+    "Step",
+    "Work",
+]
 
 
 class Operation(StrEnum):
@@ -126,6 +136,13 @@ class Hop:
 Step = Hop | Callable[[], None]  # of one collective of several
 
 
+class Sent(NamedTuple):
+    """What a rank sends in an exchange: ``num_bytes`` to each of ``ranks`` but itself."""
+
+    ranks: tuple[int, ...]
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class CollectiveId:
     """One collective: the ``number``-th of its queue, among ``ranks``.
@@ -147,6 +164,13 @@ class CollectiveId:
             return self.slot_bytes, self.slot_bytes
         return next(((to, back) for other, to, back in self.pairs if other == rank), (0, 0))
 
+    def sent_by(self, rank: int) -> Iterator[Sent]:
+        """What ``rank``, this one, sends."""
+        if not self.pairs:
+            yield Sent(self.ranks, self.slot_bytes)
+        for other, num_bytes, _ in self.pairs:
+            yield Sent((rank, other), num_bytes)
+
     @property
     def tag(self) -> int:
         """The same on all ranks, and different for different collectives."""
@@ -165,6 +189,7 @@ class Work:
         self, collective: CollectiveId | None = None, job: Callable[[], None] | None = None
     ) -> None:
         self.collective = collective  # that it ends with
+        self.sent: tuple[Sent, ...] = ()  # by its exchanges
         self._job = job  # until it has run
         self.times: tuple[SupportsFloat, SupportsFloat] = (0.0, 0.0)
         self.error: BaseException | None = None

@@ -32,6 +32,7 @@ from shardwise.transport.api import (
     Operation,
     RankGroup,
     Reduction,
+    Sent,
     Step,
     Work,
 )
@@ -40,6 +41,7 @@ from shardwise.transport.device import DeviceStream, DeviceWork, copy_scaled_, o
 from shardwise.transport.health.flight_record import PREFIX_VARIABLE, write_flight_record
 from shardwise.transport.health.history import History
 from shardwise.transport.health.status import QueueState
+from shardwise.transport.host.collectives import all_reduce_bytes
 from shardwise.transport.host.shared_memory import SharedRange
 from shardwise.transport.registered_memory import MemoryKind
 
@@ -168,7 +170,13 @@ class ProcessGroupCollectives:
             if out is not None:
                 copy_scaled_(out, total, scale)
         work.times = began, work.times[1]
-        return self._noted(work, label, inner.nbytes, rest[-1].group)
+        stage = rest[-1]
+        num_bytes = inner.nbytes // stage.group.size
+        if stage.operation is Operation.ALL_REDUCE:
+            num_bytes = all_reduce_bytes(inner.nbytes, inner.itemsize, stage.group.size)
+        self._noted(work, label, num_bytes, stage.group)
+        work.sent = (Sent(first.group.ranks, inner.nbytes), *work.sent)
+        return work
 
     def relay(self, steps: Sequence[Step], label: str) -> Work:
         """Run ``steps`` in order, each with what the ones before have left."""
@@ -179,7 +187,9 @@ class ProcessGroupCollectives:
                     self._run_hop(step)
                 else:
                     step()
-        return self._noted(work, label, hops[-1].row_bytes, hops[-1].group)
+        self._noted(work, label, hops[-1].row_bytes, hops[-1].group)
+        work.sent = tuple(Sent(hop.group.ranks, hop.row_bytes) for hop in hops)
+        return work
 
     def _run_hop(self, hop: Hop) -> None:
         sent, rows = hop.prepare(self._device)
@@ -258,7 +268,10 @@ class ProcessGroupCollectives:
                 )
                 dist.all_to_all(received, sent, group=self._process_group(world))
         # Ranks send different amounts, and what is noted is compared between them.
-        return self._noted(work, label, 0, world)
+        self._noted(work, label, 0, world)
+        own = world.own_rank
+        work.sent = tuple(Sent((own, rank), sent.nbytes) for rank, (sent, _) in pairs.items())
+        return work
 
     def _last_sum(self, reduction: Reduction) -> tuple[Any, float]:
         """How the last stage sums, and what is left to multiply its result by.
@@ -300,6 +313,7 @@ class ProcessGroupCollectives:
 
     def _noted(self, work: DeviceWork, label: str, num_bytes: int, group: RankGroup) -> Work:
         """``work``, which others can see until the device has done it."""
+        work.sent = (Sent(group.ranks, num_bytes),)
         if self.is_monitored:
             self._issued += 1
             work.collective = CollectiveId(self._issued, label, num_bytes, group.ranks)

@@ -8,7 +8,7 @@ instead of mixing their numbers.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -32,10 +32,21 @@ from shardwise.transport.host.point_to_point import PointToPoint
 from shardwise.transport.host.shared_memory import Place, SharedRange
 from shardwise.transport.host.sums import Finish, Run, Summation
 
-__all__ = ["HostCollectives"]
+__all__ = ["HostCollectives", "all_reduce_bytes"]
 
 
 _Exchange = tuple[CollectiveId, Run]  # one of a collective
+
+
+def all_reduce_bytes(num_bytes: int, itemsize: int, ranks: int) -> int:
+    """What a rank sends to each other one in an all-reduce: a reduce-scatter and a gather.
+
+    What is small or left over goes to every rank whole.
+    """
+    if num_bytes <= INLINE_BYTES:
+        return num_bytes
+    part = num_bytes // itemsize // ranks * itemsize
+    return 2 * part + num_bytes - part * ranks
 
 
 class HostCollectives:
@@ -134,7 +145,7 @@ class HostCollectives:
                 else:
                     step()
 
-        return self.stream.submit(job, ids[-1])
+        return self._sending(self.stream.submit(job, ids[-1]), ids)
 
     # -- the queue -------------------------------------------------------------------------------
 
@@ -163,7 +174,12 @@ class HostCollectives:
             if finish is not None:
                 finish()
 
-        return self.stream.submit(job, exchanges[-1][0])
+        collectives = [collective for collective, _ in exchanges]
+        return self._sending(self.stream.submit(job, collectives[-1]), collectives)
+
+    def _sending(self, work: Work, collectives: Iterable[CollectiveId]) -> Work:
+        work.sent = tuple(one for each in collectives for one in each.sent_by(self._own))
+        return work
 
     def _perform(self, collective: CollectiveId, run: Run) -> None:
         self._begin(collective)
