@@ -2,6 +2,7 @@
 
 import copy
 from collections import UserDict
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
+from shardwise.runtime.engine import HANDLE
+from shardwise.runtime.nested import tensors_left_in
 from tests.models import WIDTH, Block, Gpt, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
@@ -417,6 +420,15 @@ def test_a_loss_in_an_attribute() -> None:
 
 
 @on_ranks(2)
+def test_a_configuration_is_searched_for_tensors_without_reading_attributes() -> None:
+    model = sw.fully_shard(Configured(), units=Auxiliary)
+    left = torch.ones(1)
+    vars(model.config)["width"] = [left]
+    assert any(tensor is left for tensor in tensors_left_in(model, HANDLE))
+    model.loss(torch.randn(4, WIDTH)).backward()  # type: ignore[no-untyped-call]
+
+
+@on_ranks(2)
 def test_a_forward_that_takes_gradients_itself() -> None:
     torch.manual_seed(0)
     reference = Forces().double()
@@ -519,6 +531,28 @@ class WithAuxiliary(nn.Module):
             assert isinstance(layer, Auxiliary)
             loss = loss + layer.losses[0]
         return loss
+
+
+@dataclass
+class Guarded:
+    """A configuration whose attribute cannot be read, as some of transformers."""
+
+    width: int = WIDTH
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "width":
+            raise RuntimeError("which width?")
+        return super().__getattribute__(name)
+
+
+class Configured(WithAuxiliary):
+    """All of its modules hold one configuration, which then gets a loss, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Guarded()
+        for module in self.modules():
+            module.config = self.config  # type: ignore[assignment]
 
 
 class Forces(Stack):

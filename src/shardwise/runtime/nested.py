@@ -15,23 +15,26 @@ _FIRST_PARTS = 64
 _LEAVES = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, nn.Module)
 
 
-def tensors_left_in(module: nn.Module, mark: str) -> Iterator[Tensor]:
+def tensors_left_in(module: nn.Module, mark: str, seen: set[int] | None = None) -> Iterator[Tensor]:
     """Tensors in attributes of ``module`` and of modules inside it, except those of other units.
 
     A unit has an attribute named ``mark``, and others that begin with it are the engine's.
 
     Tensors may be buffers, or up to three containers or objects deep in an attribute. Of long
     containers that begin with something else only the first parts are looked at: this runs at every
-    call, and modules hold vocabularies, too.
+    call, and modules hold vocabularies, too. ``seen`` has the ids of attributes that were searched,
+    since all modules of a model may hold one configuration.
     """
+    seen = set() if seen is None else seen
     yield from (buffer for buffer in module._buffers.values() if buffer is not None)
     for name, value in vars(module).items():
         is_own = name in _OF_EVERY_MODULE or name.startswith(mark)
-        if not is_own and not isinstance(value, _LEAVES):
+        if not is_own and id(value) not in seen and not isinstance(value, _LEAVES):
+            seen.add(id(value))
             yield from _tensors_within(value, depth=3)
     for child in module.children():
         if mark not in vars(child):
-            yield from tensors_left_in(child, mark)
+            yield from tensors_left_in(child, mark, seen)
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
@@ -67,7 +70,10 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from value.values()
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif isinstance(value, type):
+        return
+    elif hasattr(value, "__dict__"):
+        if not callable(value) or dataclasses.is_dataclass(value):
+            yield from vars(value).values()  # getattr could run the code of a property, and raise
+    elif dataclasses.is_dataclass(value):  # with slots
         yield from (getattr(value, field.name, None) for field in dataclasses.fields(value))
-    elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-        yield from vars(value).values()
