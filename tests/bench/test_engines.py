@@ -15,6 +15,8 @@ from shardwise.bench.measure import inspect_engine, measure_steps
 from shardwise.bench.options import SIZES, BenchOptions, Setting, read_shape
 from shardwise.bench.traffic import watch_traffic
 from shardwise.bench.work import gpt_work, tiny_work
+from shardwise.blockwise import Blocks
+from shardwise.errors import ConfigError
 from shardwise.launch.world import World
 from shardwise.train.model import GPT, Shape
 from tests.ranks import on_ranks
@@ -77,7 +79,8 @@ def test_engines_have_the_same_losses(names: list[str], dtype: str, tolerance: f
 def test_rows_that_round_or_update_otherwise() -> None:
     """They train, and their losses are near those of the base."""
     names = [name for name in ON_2_RANKS if not ENGINES[name].is_exact]
-    assert names == ["shardwise-fsdp-wire", "shardwise-fsdp-muon", "shardwise-fsdp-adam8bit"]
+    kinds = ("wire", "muon", "adam8bit", "outer")
+    assert names == [f"shardwise-fsdp-{kind}" for kind in kinds]
     found = losses_of("fp32", ["ddp", *names])
     base = found.pop("ddp")
     for name, losses in found.items():
@@ -125,6 +128,17 @@ def test_traffic_calculated_by_hand() -> None:
 
 
 @on_ranks(2)
+def test_replicas_send_half_of_their_parameters_in_4_bits() -> None:
+    """The row synchronizes one of two fragments in each step: a block, alone or with the root."""
+    found = inspect_engine(this_rank(), setting(2), "shardwise-fsdp-outer")
+    assert found["sent_bytes"] == found["outer_bytes"]  # each of two ranks is a replica
+    block = 12 * 16 * 16 + 2 * 16
+    sizes = block, PARAMETERS - block
+    assert found["outer_bytes"] in {Blocks("int4", 128).num_bytes(size) for size in sizes}
+    assert inspect_engine(this_rank(), setting(2), "shardwise-fsdp")["outer_bytes"] == 0
+
+
+@on_ranks(2)
 def test_copies_on_the_threads_of_the_engine_count() -> None:
     model = sw.fully_shard(nn.Linear(64, 64, bias=False))
     with watch_traffic(model) as traffic, torch.no_grad():
@@ -147,6 +161,8 @@ def test_the_options_choose_the_rows() -> None:
     assert "shardwise-hsdp" in choose_engines(BenchOptions(ranks=4, full=True))
     assert "shardwise-hsdp" not in choose_engines(BenchOptions(ranks=2, full=True))
     assert "shardwise-fsdp-transaction" not in choose_engines(BenchOptions(full=True))
+    with pytest.raises(ConfigError, match="fsdp-outer: needs 2 ranks or more, an even number"):
+        choose_engines(BenchOptions(ranks=3, ours=("fsdp-outer",)))
 
 
 def test_the_default_is_fast() -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.bench import baselines
@@ -44,14 +45,15 @@ class Engine:
     by_default: bool = True  # with --full, and without it if it `is_quick`
     is_quick: bool = False
     least_ranks: int = 2
+    in_two_halves: bool = False  # of an even number of ranks
 
     @property
     def is_ours(self) -> bool:
         return self.name.startswith(OURS)
 
     def suits(self, ranks: int) -> bool:
-        """Whether it can run on this number; two-level strategies need an even one."""
-        return ranks >= self.least_ranks and (self.least_ranks == 2 or ranks % 2 == 0)  # noqa: PLR2004
+        """Whether it can run on this number of ranks."""
+        return ranks >= self.least_ranks and not (self.in_two_halves and ranks % 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +66,41 @@ class Ours:
     granularity: Literal["element", "row", "dim"] = "element"
     wire: sw.Wire = field(default_factory=sw.Wire)
     optimizer: Literal["adamw", "adam8bit", "muon"] = "adamw"
+    outer: sw.Outer | None = None  # between two replicas of half the ranks
 
     @property
     def is_exact(self) -> bool:
-        return self.optimizer == "adamw" and self.wire == sw.Wire()
+        return self.optimizer == "adamw" and self.wire == sw.Wire() and self.outer is None
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.strategy in {"hsdp", "hfsdp"}
 
     def __call__(self, work: Work) -> Trainee:
         half = torch.bfloat16
         policy = sw.MixedPrecisionPolicy(half, half) if work.bf16 else sw.MixedPrecisionPolicy()
-        is_hybrid = self.strategy in {"hsdp", "hfsdp"}
+        half_the_ranks = dist.get_world_size() // 2
+        mesh = None
+        if self.outer is not None:
+            names = ("replicate", "shard")
+            mesh = init_device_mesh("cpu", (2, half_the_ranks), mesh_dim_names=names)
         model = sw.fully_shard(
             work.make(),
             units=work.block,
             strategy=self.strategy,
             prefetch=self.prefetch,
             granularity=self.granularity,
-            sharding_factor=dist.get_world_size() // 2 if is_hybrid else None,
+            sharding_factor=half_the_ranks if self.is_hybrid else None,
+            mesh=None if mesh is None else mesh["shard"],
             mp_policy=policy,
             wire=self.wire,
         )
         kind = _InTransactions if self.transaction else Trainee
-        return kind(work, model, _OPTIMIZERS[self.optimizer](model))
+        optimizer = _OPTIMIZERS[self.optimizer](model)
+        if self.outer is not None and mesh is not None:
+            group = mesh.get_group("replicate")
+            sw.outer_optimizer(model, optimizer, self.outer, group=group)
+        return kind(work, model, optimizer)
 
 
 _OPTIMIZERS: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -107,10 +123,12 @@ def _ours(name: str, start: Ours, *, by_default: bool = True) -> Engine:
         family=name,
         start=start,
         is_exact=start.is_exact,
-        keeps_whole=start.strategy in {"ddp", "zero1", "zero2"},
+        # With two ranks, each is a replica.
+        keeps_whole=start.strategy in {"ddp", "zero1", "zero2"} or start.outer is not None,
         by_default=by_default,
         is_quick=name in {"zero2", "fsdp", "fsdp-dim"},
-        least_ranks=4 if start.strategy in {"hsdp", "hfsdp"} else 2,
+        least_ranks=4 if start.is_hybrid else 2,
+        in_two_halves=start.is_hybrid or start.outer is not None,
     )
 
 
@@ -140,6 +158,8 @@ _ROWS = (
     _ours("fsdp-wire", Ours("fsdp", wire=sw.Wire("int8", "int4")), by_default=False),
     _ours("fsdp-muon", Ours("fsdp", optimizer="muon"), by_default=False),
     _ours("fsdp-adam8bit", Ours("fsdp", granularity="row", optimizer="adam8bit"), by_default=False),
+    # Each step synchronizes one of two fragments, so all steps cost about the same.
+    _ours("fsdp-outer", Ours("fsdp", outer=sw.Outer(every=2, fragments=2)), by_default=False),
     _ours("fsdp-transaction", Ours("fsdp", transaction=True), by_default=False),
 )
 _ALONE = (

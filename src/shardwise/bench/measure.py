@@ -110,16 +110,22 @@ def inspect_engine(world: World, setting: Setting, name: str) -> Figures:
     with Peak(allocated_bytes, SAMPLE_SECONDS) as live:
         trainee = _train(work, name, world)
     live_peak = live.bytes + _shared_after_barrier().share - before.share
+    outer_bytes = _outer_bytes(trainee.model)
     with watch_traffic(trainee.model) as traffic:
         trainee.step(work.batch(0, world.rank))
     dist.barrier()
     return {
         "copied_bytes": traffic.copied_bytes,
         "sent_bytes": traffic.sent_bytes,
+        "outer_bytes": _outer_bytes(trainee.model) - outer_bytes,
         "num_collectives": traffic.num_collectives,
         "live_peak": live_peak,
         "resident_peak": resident_peak,
     }
+
+
+def _outer_bytes(model: nn.Module) -> int:
+    return sw.ledger(model).outer_bytes if isinstance(model, sw.FSDPModule) else 0
 
 
 def measure_resident_peak(

@@ -190,6 +190,7 @@ def _tables(compared: Comparison) -> dict[str, tuple[Column, ...]]:
             ("copied", "copied_bytes", _bytes),
             ("collectives", "num_collectives", "{:.0f}".format),
             ("sent", "sent_bytes", _bytes),
+            ("between replicas", "outer_bytes", _bytes),
         ),
         "peak memory per rank above that before the model was made; trimmed: malloc's threshold at "
         "64 KB": (

@@ -29,7 +29,7 @@ def bench(
             metavar="NAME,NAME",
             help="Strategies: zero2, fsdp, fsdp-dim with FSDP2's placements (default: these), ddp, "
             "zero1, hsdp, hfsdp, fsdp-no-prefetch, fsdp-wire, fsdp-muon, fsdp-adam8bit, "
-            "fsdp-transaction.",
+            "fsdp-outer, fsdp-transaction.",
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="Number of measured rounds.")] = 8,
