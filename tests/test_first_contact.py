@@ -178,7 +178,7 @@ def test_what_is_printed_is_readable(tmp_path: Path) -> None:
 
 # -- the memory of a parameter ---------------------------------------------------------------------
 
-WAYS_OUT = r"`with sw\.gathered\(model\):`, or with sw\.save, which"
+WAYS_OUT = r"`with sw\.gathered\(model\):`, or use sw\.save, which"
 ACCESSES: dict[str, Callable[[nn.Module, Path], Any]] = {
     "torch.save": lambda model, path: torch.save(model.state_dict(), path),
     "safetensors": lambda model, path: save_file(model.state_dict(), path),

@@ -129,5 +129,5 @@ def test_a_rank_cannot_save_alone_by_safetensors(tmp_path: Path) -> None:
         lambda: safetensors.torch.save(model.state_dict()),
     ]
     for save in savers:
-        with pytest.raises(ShardedTensorError, match=r"0\.weight: .* or with sw\.save"):
+        with pytest.raises(ShardedTensorError, match=r"0\.weight: .* or use sw\.save"):
             save()
