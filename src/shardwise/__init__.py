@@ -1,7 +1,7 @@
 """Fully Sharded Data Parallel for PyTorch; ``import shardwise as sw`` and `sw.fully_shard`.
 
-`__all__` has what most programs use. The other names of `shardwise.public`, exceptions among them,
-are public, too.
+`__all__` contains the names that most programs use. The other names of `shardwise.public`,
+including the exceptions, are public as well.
 """
 
 from importlib import import_module

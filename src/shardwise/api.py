@@ -79,7 +79,7 @@ def fully_shard(
 
     Args:
         module: the model, with the same values on every rank, or on the meta device; or a list of
-            modules, each of which becomes a unit of its own.
+            modules, each of which becomes a separate unit.
         mesh: a one-dimensional mesh, or a two-dimensional one, (outer, inner), for strategies over
             two axes. None uses all ranks, or this process alone without a process group.
         strategy: what is sharded over which mesh axis: the name of a row of
@@ -109,8 +109,8 @@ def fully_shard(
             gradients while they travel between ranks.
         unused: the gradient of a parameter that no rank used in a step: ``"none"`` leaves it None,
             as one process would; ``"zeros"`` fills it with zeros and saves a small exchange
-            between ranks. ``"error"`` raises a `StepError` on every rank at the end of backward
-            if any rank computed no gradient for a parameter; the message names both.
+            between ranks. ``"error"`` raises a `StepError` on every rank at the end of backward if
+            any rank computed no gradient for a parameter; the message names rank and parameter.
         init: how to initialize a model on the meta device; the values do not depend on the number
             of ranks. Units are materialized, initialized and sharded one after the other, so peak
             memory is the shards and one unit. With ``units``, None is ``Initialization(seed=0)``.

@@ -39,7 +39,7 @@ _MAX_NAME_BYTES = 200  # file systems allow 255
 
 
 def check_kinds(action: str, model: object, optimizer: object) -> None:
-    """Raise if ``model`` is not a module, but a state dict for example, or similarly ``optimizer``.
+    """Raise if ``model`` or ``optimizer`` is of another kind, such as a state dict or a name.
 
     Raises:
         CheckpointError: states what to pass.
@@ -93,7 +93,7 @@ def collect(
 
 
 def _check_name(name: str) -> None:
-    """Raise if ``name``, of a component, cannot be part of a file name.
+    """Raise if the component name ``name`` cannot be part of a file name.
 
     Raises:
         CheckpointError: names the component.

@@ -116,9 +116,9 @@ class _Mover:
         self._last = weakref.ref(moved)
         return moved
 
-    def finish(self, num_left: int = 0) -> None:
-        """Make later work wait for all copies to the host except the last ``num_left``."""
-        while len(self._leaving) > num_left:
+    def finish(self, num_remaining: int = 0) -> None:
+        """Make later work wait for all copies to the host except the last ``num_remaining``."""
+        while len(self._leaving) > num_remaining:
             _, work = self._leaving.popleft()
             work.wait_on_device()
 

@@ -31,7 +31,7 @@ __all__ = [
 Unused = Literal["none", "zeros", "error"]
 UNUSED: tuple[str, ...] = get_args(Unused)
 
-_MOST_SHOWN = 20
+_MAX_SHOWN = 20
 
 
 def gradients_of(units: Iterable[Unit]) -> list[GradientBuffer]:
@@ -136,8 +136,8 @@ def _unused_error(parameters: Sequence[FSDPParameter], missing: Tensor) -> StepE
         for parameter, by_rank in zip(parameters, by_parameter, strict=True)
         if any(by_rank)
     ]
-    if len(lines) > _MOST_SHOWN:
-        lines = [*lines[:_MOST_SHOWN], f"  and {len(lines) - _MOST_SHOWN} more"]
+    if len(lines) > _MAX_SHOWN:
+        lines = [*lines[:_MAX_SHOWN], f"  and {len(lines) - _MAX_SHOWN} more"]
     return StepError(
         "parameters that require gradients got none in this backward (unused='error'):\n"
         + "\n".join(lines)
@@ -150,8 +150,8 @@ def _shown(by_rank: Sequence[bool]) -> str:
     missing = [str(rank) for rank, is_missing in enumerate(by_rank) if is_missing]
     if len(missing) == len(by_rank):
         return "every rank"
-    more = f" and {len(missing) - _MOST_SHOWN} more" if len(missing) > _MOST_SHOWN else ""
-    return f"rank{'s' * (len(missing) > 1)} {', '.join(missing[:_MOST_SHOWN])}{more}"
+    more = f" and {len(missing) - _MAX_SHOWN} more" if len(missing) > _MAX_SHOWN else ""
+    return f"rank{'s' * (len(missing) > 1)} {', '.join(missing[:_MAX_SHOWN])}{more}"
 
 
 class UnusedParameters(StepObserver):

@@ -60,7 +60,7 @@ def part_of(value: TorchShardedTensor, sharding: Sharding) -> Tensor:
     Every rank must call this, because it gathers ``value``.
 
     Raises:
-        PlanError: the size of ``value`` does not fit, or other ranks hold shards of it.
+        PlanError: the size of ``value`` does not fit, or ranks outside the group hold shards of it.
     """
     group, metadata = shard_group(sharding.mesh), value.metadata()
     if metadata.size.numel() != sharding.shape.numel():

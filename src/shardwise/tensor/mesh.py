@@ -271,7 +271,7 @@ def _join_launched_ranks() -> None:
     """Initialize the process group under torchrun, as torch's fully_shard does.
 
     Raises:
-        PlanError: another launcher started several processes, each of which would be alone.
+        PlanError: another launcher started several processes, which would not be connected.
     """
     several = [name for name in _NUM_PROCESSES if os.environ.get(name, "1") not in ("", "0", "1")]
     if "WORLD_SIZE" in several and "RANK" in os.environ:
@@ -279,7 +279,7 @@ def _join_launched_ranks() -> None:
     elif several:
         raise PlanError(
             f"{several[0]}={os.environ[several[0]]}: a launcher started several processes, and "
-            "without a process group each would train a model of its own; start them with "
+            "without a process group each would train a separate model; start them with "
             "torchrun, or call torch.distributed.init_process_group before fully_shard"
         )
 
