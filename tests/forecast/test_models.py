@@ -94,7 +94,7 @@ def test_blocks_have_words_of_their_own() -> None:
         for words in ("none", ("none", "full") * 3, "full")
     )
     assert flops(full) - flops(every_other) == flops(every_other) - flops(plain)
-    with pytest.raises(ConfigError, match="a word for each of the 6 blocks, got 2"):
+    with pytest.raises(ConfigError, match="a mode for each of the 6 blocks, got 2"):
         workload_of(model, replace(SMALL, checkpointing=("none", "full")))
 
 

@@ -123,7 +123,7 @@ def read(tmp_path: Path, changes: dict[str, Any]) -> Any:
         ("micro_batch", 2.5, "valid integer"),
         ("global_batch", 511, "= 512, got 511"),
         ("activation_checkpointing", "some", "got 'some'"),
-        ("outcome", "oom", "expected null for a run that is out of memory"),
+        ("outcome", "oom", "expected null for a run that ran out of memory"),
         ("measured.mfu", 50.0, "less than or equal to 1, got 50.0"),
         ("measured.tokens_per_s_per_gpu", -1, "greater than 0, got -1"),
         ("measured.tokens_per_s_per_gpu", float("nan"), "finite number"),
@@ -148,7 +148,7 @@ def test_a_missing_field_and_a_repeated_row_are_errors(tmp_path: Path) -> None:
     del row["micro_batch"]
     with pytest.raises(ConfigError, match="micro_batch: field required, got nothing"):
         read_rows(write(tmp_path, row))
-    with pytest.raises(ConfigError, match="id: row 0 has the same one"):
+    with pytest.raises(ConfigError, match="id: row 0 has the same id"):
         read_rows(write(tmp_path, ROW, ROW))
     with pytest.raises(ConfigError, match="row 'number 0'"):
         read_rows(write(tmp_path, row_with({"id": ""})))
@@ -204,7 +204,7 @@ def test_what_frameworks_imply(tmp_path: Path) -> None:
     [
         ({"config_complete": False}, "not complete"),
         ({"adapter": "LoRA"}, "adapters"),
-        ({"precision": "fp8"}, "8 bits"),
+        ({"precision": "fp8"}, "8-bit"),
         ({"gpus": None}, "not published"),
     ],
 )

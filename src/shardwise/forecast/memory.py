@@ -1,17 +1,17 @@
-"""Memory of parameters and gradients on one rank, between steps and at the peak of one.
+"""Memory of parameters and gradients on one rank, between steps and at the peak of a step.
 
-The figures come from a replay of `schedule`, which is what the engine runs. Two blocks in a root::
+The figures come from a replay of `schedule`, which the engine also runs. For two blocks in a root::
 
     between steps   shards
     forward         + root, block 0, block 1
     backward        + root, two blocks, and for each of two reductions: its buffer and output
-                    + gradient shards of what was reduced
+                    + gradient shards of the units reduced so far
                     + gradients of the root, which wait until its own backward ends
     update          + gradient shards
 
-With offload, shards and their gradients are on the host, which keeps both from step to step, and
-reduced gradients leave the device one unit later. Activations, other tensors that autograd keeps,
-optimizer states and the model's buffers are not included.
+With offload, shards and their gradients stay on the host from step to step, and reduced gradients
+leave the device one unit later. Activations, other tensors that autograd keeps, optimizer states
+and the model's buffers are not included.
 """
 
 from dataclasses import dataclass
@@ -26,17 +26,18 @@ __all__ = ["MemoryReplay", "ReplayOptions", "StepMemory", "step_memory"]
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes of parameters and gradients on one rank: of its device, unless named host or total."""
+    """Bytes of parameters and gradients on one rank's device, unless named host or total."""
 
-    # With gradients if the step adds to them or they keep their memory, and with what a wire keeps.
+    # Includes gradients if the step accumulates into them or they keep their memory, and the
+    # rounding errors that a quantized wire keeps.
     between_steps_bytes: int
     gradient_bytes: int  # after backward, on device and host
-    transient_bytes: int  # peak of what a step allocates and frees, without gradient shards
+    transient_bytes: int  # peak of memory allocated and freed in a step, without gradient shards
     peak_bytes: int
     peak_event: str  # the first event at the peak, such as "gather layers.0"
     host_bytes: int = 0  # offloaded shards and gradients
     host_peak_bytes: int = 0
-    total_peak_bytes: int = 0  # device and host together, for a CPU that is both
+    total_peak_bytes: int = 0  # device and host together, for ranks on a CPU
 
 
 def step_memory(
@@ -50,16 +51,16 @@ def step_memory(
     """Predict the memory of one training step of ``plan``, from the second step on.
 
     All gradients of a unit with child units are assumed to wait for the end of its backward. The
-    peak is therefore exact if its layers come after the last child unit, and too high by the
-    gradients of layers before the first, such as an embedding that is not tied.
+    peak is therefore exact if the unit's own layers come after its last child unit. It is too high
+    by the gradients of layers before the first child unit, such as an embedding that is not tied.
 
     Args:
-        plan: of the model.
-        accumulates: the step adds to gradients of earlier backwards.
-        unreduced: those are whole on every rank, because they have not been reduced.
-        steps_in_backward: gradient shards live from a unit's reduction to its step, as with
-            `sw.optimizer_in_backward`.
-        on_cpu: gradients that are reduced in place keep their memory, as they do on a CPU.
+        plan: the plan of the model.
+        accumulates: whether the step adds to gradients of earlier backwards.
+        unreduced: whether these gradients are whole on every rank because they were not reduced.
+        steps_in_backward: whether gradient shards live only from a unit's reduction to its step, as
+            with `sw.optimizer_in_backward`.
+        on_cpu: whether gradients that are reduced in place keep their memory, as on a CPU.
     """
     options = ReplayOptions(accumulates, unreduced, steps_in_backward, on_cpu)
     replay = MemoryReplay(plan, options)
@@ -95,19 +96,19 @@ class MemoryReplay:
     """Counts allocated bytes event by event.
 
     Attributes:
-        base: of shards, and of gradients and their rounding (`Wire.error_feedback`) that are there
-            between steps.
-        gathered: of gathered units, and of shards within a subgroup.
-        reducing: of gradients that have not been reduced, and of the buffers of reductions.
-        peak: the most that was allocated so far.
-        event_peak: the most that was allocated during the last event.
+        base: bytes between steps: shards, and kept gradients with their rounding errors
+            (`Wire.error_feedback`).
+        gathered: bytes of gathered units and of shards within a subgroup.
+        reducing: bytes of gradients before their reduction and of reduce buffers.
+        peak: the most bytes allocated so far.
+        event_peak: the most bytes allocated during the last event.
     """
 
     def __init__(self, plan: Plan, options: ReplayOptions) -> None:
         self._plan = plan
         self._options = options
         self._pending = _PendingOffload(0, 0)
-        self._new_shards = 0  # gradient shards that were not there before, and are now
+        self._new_shards = 0  # bytes of gradient shards allocated in this step
         kept = [_resident_bytes(unit, options) for unit in plan.units]
         self.host = sum(k for k, unit in zip(kept, plan.units, strict=True) if unit.offload)
         copies = sum(unit.device_copy_bytes for unit in plan.units)
@@ -117,7 +118,7 @@ class MemoryReplay:
         self._kept_gradients = self.base - shards - copies
         if plan.world_size * plan.replicas > 1:
             self.base += sum(unit.feedback_bytes for unit in plan.units)
-        # From earlier backwards of the step: whole gradients, and shards within the subgroup.
+        # Left by earlier backwards of the step: whole gradients, and shards within the subgroup.
         self._carried = (
             sum(u.kept_bytes for u in plan.units if u.two_level_gather) * options.unreduced
         )
@@ -143,7 +144,7 @@ class MemoryReplay:
         return self._kept_gradients + self._new_shards
 
     def apply(self, event: Event) -> bool:
-        """Apply an event; returns whether it raises the peak."""
+        """Apply an event; return whether it raises the peak."""
         unit, options = self._plan.units[event.unit], self._options
         gradients = _gradient_bytes(unit, options)
         before, self.event_peak = self.peak, 0
@@ -194,8 +195,8 @@ class MemoryReplay:
         self.total_peak = max(self.total_peak, allocated + self.host + self._pending.host)
 
     def check_end(self) -> None:
-        left = self.base + self._carried + self._pending.device + self._new_shards
-        assert self.allocated == left, "a step frees everything but shards"
+        remaining = self.base + self._carried + self._pending.device + self._new_shards
+        assert self.allocated == remaining, "a step frees everything but shards"
 
     def _offload(self, following: "_PendingOffload") -> None:
         self.reducing += following.device - self._pending.device
@@ -209,9 +210,9 @@ class MemoryReplay:
 
 
 def _resident_bytes(unit: UnitPlan, options: ReplayOptions) -> int:
-    """Allocated between steps."""
-    stays = (options.accumulates or unit.offload is not None) and not options.steps_in_backward
-    gradients = unit.gradient_shard_bytes if stays else _permanent_bytes(unit, options)
+    """Return the bytes of a unit that are allocated between steps."""
+    is_kept = (options.accumulates or unit.offload is not None) and not options.steps_in_backward
+    gradients = unit.gradient_shard_bytes if is_kept else _permanent_bytes(unit, options)
     return unit.shard_bytes + gradients
 
 
@@ -219,9 +220,9 @@ def _resident_bytes(unit: UnitPlan, options: ReplayOptions) -> int:
 class _Gradients:
     """The gradients of a unit before their reduction, in bytes."""
 
-    produced: int  # by its backward
-    in_buffer: int  # of these, in the reduce buffer
-    buffer: int  # the reduce buffer, unless it is permanent
+    produced: int  # produced by its backward
+    in_buffer: int  # part of these that is in the reduce buffer
+    buffer: int  # size of the reduce buffer, unless it is permanent
 
 
 def _gradient_bytes(unit: UnitPlan, options: ReplayOptions) -> _Gradients:
@@ -239,7 +240,7 @@ def _gradient_bytes(unit: UnitPlan, options: ReplayOptions) -> _Gradients:
 
 
 def _in_place_bytes(unit: UnitPlan, options: ReplayOptions) -> int:
-    """Gradient shards in the memory of the reduce buffer, where a shard is the whole."""
+    """Return the bytes of gradient shards that are the reduce buffer itself."""
     is_elsewhere = unit.has_child_units or unit.holds_gradients or unit.offload is not None
     if is_elsewhere or options.accumulates or options.steps_in_backward:
         return 0
@@ -247,16 +248,16 @@ def _in_place_bytes(unit: UnitPlan, options: ReplayOptions) -> int:
 
 
 def _permanent_bytes(unit: UnitPlan, options: ReplayOptions) -> int:
-    """Of these, those that keep their memory from step to step."""
+    """Return the part of `_in_place_bytes` that keeps its memory from step to step."""
     return _in_place_bytes(unit, options) if options.on_cpu else 0
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingOffload:
-    """Reduced gradients that are copied to the host while the next unit is reduced, in bytes."""
+    """Bytes of reduced gradients that are copied to the host while the next unit is reduced."""
 
     device: int
-    host: int  # a staging buffer, if they are added to others or not kept
+    host: int  # staging buffer, if the gradients are accumulated or not kept
 
 
 def _pending_offload(unit: UnitPlan, options: ReplayOptions) -> _PendingOffload:
@@ -270,7 +271,7 @@ def _pending_offload(unit: UnitPlan, options: ReplayOptions) -> _PendingOffload:
 
 
 def _output_bytes(unit: UnitPlan, options: ReplayOptions) -> int:
-    """What reductions write to that is not the gradients."""
+    """Return the bytes of reduction outputs that are not the gradients themselves."""
     return sum(
         layout.shard_elements * layout.cast.reduce_itemsize  # cast during the copy to the host
         if layout.is_offloaded

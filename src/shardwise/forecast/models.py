@@ -1,4 +1,4 @@
-"""Models by name, by a Hugging Face configuration, or by a function that builds a module."""
+"""Models to forecast: by name, from a Hugging Face configuration, or from the user's function."""
 
 import importlib
 import inspect
@@ -36,28 +36,28 @@ class Model:
     """A model whose training is forecast."""
 
     name: str
-    shape: Shape | None = None  # of a built-in model, or one like it
-    factory: Callable[[], nn.Module] | None = None  # of any other, called under ``device("meta")``
+    shape: Shape | None = None  # for built-in models and similar ones
+    factory: Callable[[], nn.Module] | None = None  # builds other models under ``device("meta")``
 
     def is_built_in(self, configuration: Configuration) -> bool:
-        """Whether `build` takes the shape: it does where several ranks share the model."""
+        """Whether `build` uses the shape: always for several model-parallel ranks."""
         return self.factory is None or (
             self.shape is not None and not _degrees(configuration, 0).is_one
         )
 
     def build(self, configuration: Configuration, stage: int = 0) -> nn.Module:
-        """What one rank computes with, on the meta device, in the dtype of its shards.
+        """Build one rank's part of the model on the meta device, in the dtype of its shards.
 
         Args:
             configuration: how the model is trained.
-            stage: of the pipeline.
+            stage: pipeline stage.
 
         Raises:
-            ConfigError: the model cannot be divided so.
+            ConfigError: the model cannot be divided in this way.
         """
         degrees = _degrees(configuration, stage)
         if not self.is_built_in(configuration):
-            module = self._made(degrees)
+            module = self._from_factory(degrees)
         else:
             assert self.shape is not None
             positions = self.shape.positions and max(self.shape.positions, configuration.sequence)
@@ -65,12 +65,12 @@ class Model:
             module = build(shape, attention=configuration.attention, degrees=degrees)
         return module.to(configuration.master_dtype).train()
 
-    def _made(self, degrees: Degrees) -> nn.Module:
+    def _from_factory(self, degrees: Degrees) -> nn.Module:
         if not degrees.is_one:
             raise ConfigError(
                 f"model {self.name!r} cannot be divided: {degrees}; only built-in models and "
-                "those of Hugging Face that are like GPT-2 or Llama can, so use tensor=1, "
-                "context=1, expert=1 and pipeline=1"
+                "Hugging Face models like GPT-2 or Llama can, so use tensor=1, context=1, expert=1 "
+                "and pipeline=1"
             )
         assert self.factory is not None
         with torch.device("meta"):
@@ -78,12 +78,12 @@ class Model:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Those of the whole model, tied ones counted once."""
-        return sum(one.numel() for one in self.build(Configuration(sequence=1)).parameters())
+        """Number of parameters of the whole model; tied parameters count once."""
+        return sum(p.numel() for p in self.build(Configuration(sequence=1)).parameters())
 
     @cached_property
     def layers(self) -> int:
-        """Blocks of all its stacks."""
+        """Number of blocks in all stacks."""
         return sum(len(stack.kinds) for stack in find_stacks(self.build(Configuration())))
 
 
@@ -101,15 +101,15 @@ def _degrees(configuration: Configuration, stage: int) -> Degrees:
 
 
 def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> Workload:
-    """What a rank of a pipeline's stage computes in one micro-batch of ``model``."""
+    """Trace what one rank of a pipeline stage computes in one micro-batch of ``model``."""
     module = model.build(configuration, stage)
     names = choose_units(module, "auto")
-    words = _words(configuration, names[1:])
+    modes = _checkpointing_modes(configuration, names[1:])
     orders: dict[str, list[int]] = {}
     chosen: dict[str, list[int]] = {}
-    traced = dict(zip(names, names, strict=True))  # by the name in the whole model
+    traced = dict(zip(names, names, strict=True))  # name in the whole model -> name when traced
     for stack in find_stacks(module):
-        kinds = [(kind, words[name]) for kind, name in zip(stack.kinds, stack.blocks, strict=True)]
+        kinds = [(kind, modes[name]) for kind, name in zip(stack.kinds, stack.blocks, strict=True)]
         chosen[stack.name], orders[stack.name] = sample_of(kinds)
         for name in stack.blocks:
             del traced[name]
@@ -124,7 +124,7 @@ def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> W
         loss=None if model.is_built_in(configuration) else _loss_of_logits,
         autocast=configuration.compute_dtype if configuration.autocast else None,
         precision=precision,
-        checkpointing={traced[name]: word for name, word in words.items() if name in traced},
+        checkpointing={traced[name]: mode for name, mode in modes.items() if name in traced},
         is_stage=stage < configuration.pipeline - 1,
     )
     tokens = configuration.micro_batch * configuration.sequence // configuration.context
@@ -134,22 +134,22 @@ def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> W
     return workload
 
 
-def _words(configuration: Configuration, blocks: list[str]) -> dict[str, str]:
-    words = configuration.checkpointing
-    if isinstance(words, str):
-        return dict.fromkeys(blocks, words)
-    if len(words) != len(blocks):
+def _checkpointing_modes(configuration: Configuration, blocks: list[str]) -> dict[str, str]:
+    modes = configuration.checkpointing
+    if isinstance(modes, str):
+        return dict.fromkeys(blocks, modes)
+    if len(modes) != len(blocks):
         raise ConfigError(
-            f"checkpointing: expected a word for each of the {len(blocks)} blocks, got {len(words)}"
+            f"checkpointing: expected a mode for each of the {len(blocks)} blocks, got {len(modes)}"
         )
-    return dict(zip(blocks, words, strict=True))
+    return dict(zip(blocks, modes, strict=True))
 
 
 _Batch = Mapping[str, Any] | tuple[Any, ...]
 
 
 def _batch_of(module: nn.Module, configuration: Configuration, stage: int) -> _Batch:
-    """Arguments of the module's forward: tokens, and what they predict if it takes that."""
+    """Return the arguments of the module's forward: tokens, and targets if it takes them."""
     batch, time = configuration.micro_batch, configuration.sequence // configuration.context
     if configuration.sequence % (configuration.context * configuration.tensor):
         raise ConfigError(
@@ -161,14 +161,14 @@ def _batch_of(module: nn.Module, configuration: Configuration, stage: int) -> _B
         size, dtype = _boundary(module, configuration), configuration.compute_dtype
         return torch.empty(size, dtype=dtype, device="meta", requires_grad=True), tokens
     parameters = inspect.signature(module.forward).parameters
-    if "labels" in parameters:  # of Hugging Face
+    if "labels" in parameters:  # a Hugging Face model
         return {"input_ids": tokens, "labels": tokens, "use_cache": False}
-    required = [one for one in parameters.values() if one.default is inspect.Parameter.empty]
+    required = [p for p in parameters.values() if p.default is inspect.Parameter.empty]
     return (tokens,) * min(max(len(required), 1), 2)
 
 
 def _boundary(module: nn.Module, configuration: Configuration) -> tuple[int, int, int]:
-    """The shape of the activations between stages: [sequences, tokens, width]."""
+    """Return the shape of the activations between stages: [sequences, tokens, width]."""
     assert isinstance(module, Transformer)
     ranks = configuration.context * module.degrees.sequence_ranks
     return configuration.micro_batch, configuration.sequence // ranks, module.shape.hidden
@@ -181,7 +181,7 @@ def _sent_bytes(module: nn.Module, configuration: Configuration) -> int:
 
 
 def _loss_of_logits(output: Any) -> Any:
-    """The loss that a module returned, or that of the logits that it returned."""
+    """Return the loss in a module's output, or compute it from the logits."""
     output = getattr(output, "loss", output)
     if not isinstance(output, Tensor) or not output.dim():
         return output
@@ -194,19 +194,19 @@ def _loss_of_logits(output: Any) -> Any:
 
 
 def known_models() -> dict[str, Shape]:
-    """The shapes that are built in."""
+    """Return the built-in shapes by name."""
     text = resources.files("shardwise.forecast").joinpath("models.json").read_text("utf-8")
     return {name: Shape(**fields) for name, fields in json.loads(text).items()}
 
 
 def resolve_model(name: str) -> Model:
-    """The model that ``name`` is for.
+    """Find the model called ``name``.
 
     Args:
-        name: a built-in model ("llama-3-8b"), the path of a Hugging Face ``config.json`` or of its
-            directory, or "package.module:function" for a function that returns a module. A module
-            takes tokens [batch, time], and targets of that shape if it takes two arguments; it
-            returns the loss, or logits.
+        name: a built-in model ("llama-3-8b"), the path of a Hugging Face ``config.json`` or its
+            directory, or "package.module:function" for a function that returns a module. The module
+            takes tokens [batch, time], and targets of that shape if it takes two arguments. It
+            returns the loss or logits.
 
     Raises:
         ConfigError: there is no such model, file or function.
@@ -217,7 +217,7 @@ def resolve_model(name: str) -> Model:
     if ":" in name:
         return Model(name, factory=_function(name))
     known = known_models()
-    by_key = {_key(one): one for one in known}
+    by_key = {_key(known_name): known_name for known_name in known}
     key = _key(name.rpartition("/")[2])
     for spelled in (key, *(key.replace(*pair) for pair in _SAME_SHAPE)):
         if spelled in by_key:
@@ -228,7 +228,7 @@ def resolve_model(name: str) -> Model:
     )
 
 
-# Names of other models of the same shape.
+# Replacements in names of models that have the same shape.
 _SAME_SHAPE = (
     ("metallama", "llama"),
     ("llama3.1", "llama3"),
@@ -239,7 +239,7 @@ _SAME_SHAPE = (
 
 
 def _key(name: str) -> str:
-    """A name without what people write in different ways."""
+    """Normalize a name: lower case, without separators and the suffix "-hf"."""
     return re.sub("[-_ ]", "", name.lower().removesuffix("-hf"))
 
 

@@ -1,7 +1,7 @@
-"""Published measurements: a file of rows, each a training run with what it reached.
+"""Published measurements: a file of rows, each a training run and its results.
 
-A file is ``{"schema": ..., "about": ..., "rows": [...]}``. Every row is validated before any is
-predicted, so that nonsense is an error and not a number.
+A file is ``{"schema": ..., "about": ..., "rows": [...]}``. All rows are validated before any is
+predicted, so that invalid rows are errors and not wrong numbers.
 """
 
 import json
@@ -27,7 +27,7 @@ class _Strict(BaseModel):
 
 
 class Shape(_Strict):
-    """``model`` of a row; None is not published."""
+    """``model`` of a row; None if not published."""
 
     name: _Text
     arch: Literal["gpt", "llama", "t5", "bert", "moe", "vit"]
@@ -65,7 +65,7 @@ class Network(_Strict):
 
 
 class Measured(_Strict):
-    """What a run reached."""
+    """The results of a run."""
 
     tokens_per_s_per_gpu: _Positive | None
     step_s: _Positive | None
@@ -77,7 +77,7 @@ class Measured(_Strict):
 
 
 class Definition(_Strict):
-    """How FLOPs and memory of a row were counted."""
+    """How the FLOPs and memory of a row were counted."""
 
     flops_formula: str | None
     includes_recompute: bool | None
@@ -118,7 +118,7 @@ class Row(_Strict):
 
     @property
     def data_parallel(self) -> int:
-        """Groups of ranks that train on their own sequences; all sizes have to be known."""
+        """Groups of ranks that train on their own sequences; all sizes must be known."""
         assert self.gpus is not None
         return self.gpus // (self.strategy.tp * self.strategy.pp * self.strategy.cp)
 
@@ -128,17 +128,17 @@ class Row(_Strict):
         return self.attention.startswith("unfused")
 
     def cluster(self) -> Cluster:
-        """Where it ran, with the usual network where none was published."""
+        """Return the cluster that it ran on, with the usual network if none was published."""
         assert self.gpus is not None
         network = self.interconnect.inter_node_gbps_per_node
         return Cluster.of(self.gpu, self.gpus, self.gpus_per_node, network)
 
 
 def read_rows(path: Path) -> tuple[Row, ...]:
-    """All rows of a file.
+    """Read all rows of a file.
 
     Raises:
-        ConfigError: the file cannot be read, or a field of a row makes no sense.
+        ConfigError: the file cannot be read, or a field of a row is invalid.
     """
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["rows"]
@@ -153,7 +153,7 @@ def read_rows(path: Path) -> tuple[Row, ...]:
     first: dict[str, int] = {}
     for number, row in enumerate(rows):
         if row.id in first:
-            _refuse(row.id, "id", f"row {first[row.id]} has the same one; each needs its own")
+            _refuse(row.id, "id", f"row {first[row.id]} has the same id; expected a unique id")
         first[row.id] = number
     return rows
 
@@ -175,12 +175,12 @@ def _shown(error: Mapping[str, Any]) -> str:
     return "nothing" if error["type"] == "missing" else repr(error["input"])[:80]
 
 
-def _refuse(row: str, field: str, what: str) -> NoReturn:
-    raise ConfigError(f"row {row!r}: {field}: {what}")
+def _refuse(row: str, field: str, problem: str) -> NoReturn:
+    raise ConfigError(f"row {row!r}: {field}: {problem}")
 
 
 def _check(row: Row) -> None:
-    """Refuse fields that contradict each other."""
+    """Raise if fields contradict each other."""
     try:
         accelerator(row.gpu)
     except ConfigError as error:
@@ -252,7 +252,7 @@ def _check_measured(row: Row) -> None:
     found = row.measured
     reached = [name for name in Measured.model_fields if getattr(found, name) is not None]
     if row.outcome == "oom" and reached:
-        _refuse(row.id, f"measured.{reached[0]}", "expected null for a run that is out of memory")
+        _refuse(row.id, f"measured.{reached[0]}", "expected null for a run that ran out of memory")
     known = None not in (row.micro_batch, row.grad_accumulation, row.model.seq, row.gpus)
     if found.step_s is None or found.tokens_per_s_per_gpu is None or not known:
         return
@@ -262,16 +262,16 @@ def _check_measured(row: Row) -> None:
         _refuse(
             row.id,
             "measured.step_s",
-            f"{tokens} tokens in {found.step_s} s are {rate:.0f} tokens/s a GPU, but "
+            f"{tokens} tokens in {found.step_s} s are {rate:.0f} tokens/s per GPU, but "
             f"tokens_per_s_per_gpu is {found.tokens_per_s_per_gpu:.0f}",
         )
 
 
-_CONSISTENT = 3.0  # published step times are of other steps than the throughput, or rounded
+_CONSISTENT = 3.0  # factor; published step times are rounded or from other steps
 
 
 def tokens_of(row: Row) -> int:
-    """Tokens of a step, over all ranks; a row with its batch."""
+    """Return the tokens per step over all ranks, for a row with a known batch."""
     assert row.micro_batch is not None
     assert row.grad_accumulation is not None
     assert row.model.seq is not None

@@ -1,4 +1,4 @@
-"""Activation checkpointing of chosen modules, with PyTorch's own."""
+"""Activation checkpointing of chosen modules with PyTorch's implementation."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,9 +15,9 @@ from torch.utils.checkpoint import (
 from shardwise.errors import PlanError
 from shardwise.forecast.recorder import COLLECTIVES
 
-__all__ = ["WORDS", "checkpoint_blocks"]
+__all__ = ["MODES", "checkpoint_blocks"]
 
-WORDS = ("none", "full", "selective", "products")
+MODES = ("none", "full", "selective", "products")
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default}
@@ -30,39 +30,40 @@ _KEPT = {
 }
 
 
-def checkpoint_blocks(model: nn.Module, words: Mapping[str, str]) -> None:
-    """Have the modules named in ``words`` keep less of their activations for backward.
+def checkpoint_blocks(model: nn.Module, modes: Mapping[str, str]) -> None:
+    """Make the modules named in ``modes`` keep fewer activations for backward.
 
-    The words are:
+    The modes are:
 
-    - "none": all is kept,
-    - "full": only the inputs; the rest is computed again,
-    - "selective": also the results of every second matrix product, of attention and of
-      reduce-scatters and all-to-alls, as torchtitan's "op" policy does,
-    - "products": also the results of all matrix products and of attention.
+    - "none": keep all activations,
+    - "full": keep only the inputs, and recompute the rest,
+    - "selective": also keep the results of every second matrix product, of attention, and of
+      reduce-scatters and all-to-alls, like torchtitan's "op" policy,
+    - "products": also keep the results of all matrix products and of attention.
 
     Raises:
-        PlanError: there is no such module, or no such word.
+        PlanError: there is no such mode.
+        AttributeError: there is no such module.
     """
-    for name, word in words.items():
-        if word not in WORDS:
-            raise PlanError(f"checkpointing of {name}: {word!r}: expected one of {WORDS}")
-        if word != "none":
-            _checkpoint(model.get_submodule(name), word)
+    for name, mode in modes.items():
+        if mode not in MODES:
+            raise PlanError(f"checkpointing of {name}: {mode!r}: expected one of {MODES}")
+        if mode != "none":
+            _checkpoint(model.get_submodule(name), mode)
 
 
-def _checkpoint(module: nn.Module, word: str) -> None:
+def _checkpoint(module: nn.Module, mode: str) -> None:
     """Run the module's calls, with its hooks, in a checkpoint."""
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if word != "full":
-        options["context_fn"] = partial(_contexts, every=2 if word == "selective" else 1)
-    of_class = type(module)
+    if mode != "full":
+        options["context_fn"] = partial(_contexts, every=2 if mode == "selective" else 1)
+    base = type(module)
 
-    class Checkpointed(of_class):  # type: ignore[valid-type, misc]
+    class Checkpointed(base):  # type: ignore[valid-type, misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return checkpoint(super().__call__, *args, **options, **kwargs)
 
-    Checkpointed.__name__ = of_class.__name__
+    Checkpointed.__name__ = base.__name__
     module.__class__ = Checkpointed
 
 
@@ -71,8 +72,8 @@ def _contexts(every: int) -> Any:
 
 
 def _policy(every: int) -> Callable[..., CheckpointPolicy]:
-    """Keep attention, and the first of each ``every`` matrix products."""
-    num_products = {False: 0, True: 0}  # of the forward, and of the recomputation
+    """Keep the results of attention and of the first of each ``every`` matrix products."""
+    num_products = {False: 0, True: 0}  # count in the forward, and in the recomputation
 
     def policy(context: Any, func: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
         is_kept_collective = func.namespace == COLLECTIVES and args[1] != "all_gather"

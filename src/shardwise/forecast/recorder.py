@@ -1,4 +1,4 @@
-"""Records the operations that run on fake tensors, and the memory that their results take."""
+"""Records the operations that run on fake tensors, and the memory of their results."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -15,33 +15,34 @@ from shardwise.schedule.events import EventKind
 
 __all__ = ["COLLECTIVES", "Recorder"]
 
-COLLECTIVES = "shardwise_forecast"  # namespace of the operators that stand for collectives
+COLLECTIVES = "shardwise_forecast"  # namespace of the operators that represent collectives
 
-# Allocate without a kernel, or read from tensors what is known without one.
+# Operators that launch no kernel.
 _WITHOUT_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
-# Read rows that are chosen, not the whole tensor.
+# Operators that read selected rows, not the whole tensor.
 _GATHERS = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts storages that are allocated while it is active, until they are freed."""
+    """Counts the storages that are allocated while it is active, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.segments: list[Segment] = []
         self.in_backward = False
-        self.in_unit = False  # in the forward of one
+        self.in_unit = False  # in the forward of a unit
         self._event: tuple[EventKind, int] | None = None
         self._operations: list[Operation] = []
         self._start = self._peak = self._allocated = 0
         self._storages: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}  # by id
         self._num_storages = 0
-        self._sum: tuple[int, int] | None = None  # of gradients: see `_end_sum`
-        self._least_peak = 0  # where embeddings add rows: see `Segment.added_rows_bytes`
-        self._rows = 0, 0  # the last gradient of an embedding, and that peak before it
+        self._sum: tuple[int, int] | None = None  # last sum of gradients; see `_end_sum`
+        # The peak if embeddings add rows in place; see `Segment.added_rows_bytes`.
+        self._least_peak = 0
+        self._rows = 0, 0  # the storage of the last embedding gradient, and that peak before it
 
     def begin(self, kind: EventKind, unit: int) -> None:
-        """The forward or backward of a unit begins; what ran since the last such event ends."""
+        """Begin the forward or backward of a unit, which ends the previous segment."""
         self.end()
         self._event = kind, unit
 
@@ -111,24 +112,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 reads=tuple(reads),
                 writes=tuple(writes),
                 is_causal=kind is Kind.ATTENTION and _is_causal(func, args, kwargs),
-                # Autograd records nothing during a backward, except what is computed again.
+                # During backward, grad mode is enabled only for recomputation.
                 is_recomputed=self.in_backward and (self.in_unit or torch.is_grad_enabled()),
                 axis=args[2] if kind is Kind.COLLECTIVE else "",
             )
         )
 
     def _end_sum(self) -> None:
-        """Count the result of autograd's last sum of gradients, unless it was in place.
+        """Count the result of autograd's last sum of gradients, unless the sum was in place.
 
-        Autograd adds the second gradient of a tensor to the first if nothing else has that one.
-        While operations are recorded it never does, but then the first is freed right after.
+        Autograd adds the second gradient of a tensor to the first one in place if nothing else
+        refers to the first. While operations are recorded, it never adds in place, but frees the
+        first gradient right after the sum.
         """
         if self._sum is not None and self._sum[0] in self._storages:
             self._raise_peak(self._sum[1])
         self._sum = None
 
     def _number_of(self, tensor: Tensor, *, is_counted: bool = True) -> int:
-        """The number of the storage of ``tensor``, which is counted if it is new."""
+        """Return the number of the storage of ``tensor``, and count the storage if it is new."""
         storage = tensor.untyped_storage()
         key = id(storage)
         known = self._storages.get(key)
@@ -156,7 +158,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Of the elements of a tensor; those that it repeats (as after ``expand``) count once."""
+    """Return the bytes of a tensor's elements; repeated elements (``expand``) count once."""
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= size if stride else 1
@@ -165,14 +167,14 @@ def _num_bytes(tensor: Tensor) -> int:
 
 def _itemsize(inputs: list[Tensor], outputs: list[Tensor]) -> int:
     tensors = [*inputs, *outputs]
-    floating = (one for one in tensors if one.is_floating_point())
+    floating = (tensor for tensor in tensors if tensor.is_floating_point())
     return next(floating, tensors[0]).element_size()
 
 
 @cache
 def _named(func: OpOverload) -> tuple[str, bool]:
-    """The name of an operator without that of its overload, and whether it works in place."""
-    _, name, overload = str(func).split(".")  # as "aten.mul_.Tensor"
+    """Return the name of an operator without its overload, and whether it works in place."""
+    _, name, overload = str(func).split(".")  # such as "aten.mul_.Tensor"
     return name, name.endswith("_") or overload.endswith("out")
 
 
@@ -217,7 +219,7 @@ def _bmm(left: Tensor, right: Tensor) -> _Shape:
 
 
 def _grouped_mm(left: Tensor, right: Tensor, offsets: Tensor) -> _Shape:
-    """Rows of each group by a matrix of its own, or columns by rows; groups of equal size."""
+    """Return the shape of a grouped product, which is assumed to have groups of equal size."""
     groups = offsets.shape[0]
     if right.dim() == 2:  # noqa: PLR2004
         return groups, left.shape[0], right.shape[1], left.shape[1] // groups
@@ -241,7 +243,10 @@ def _attention_shape(name: str, args: tuple[Any, ...]) -> _Shape:
 
 
 def _attention_flops(name: str, shape: _Shape) -> int:
-    """Two products forward; backward, five: the scores once more, and two for each product."""
+    """Return the FLOPs of two products in forward, or of five in backward.
+
+    Backward recomputes the scores, and has two products for each product of forward.
+    """
     batch, heads, queries, keys, head_dim = shape
     products = 5 if "backward" in name else 2
     return products * 2 * batch * heads * queries * keys * head_dim

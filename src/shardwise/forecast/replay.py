@@ -1,8 +1,8 @@
-"""A step on a clock: the schedule that the engine runs, with given durations.
+"""Replays a step: the schedule that the engine runs, with given durations.
 
-Each rank has one stream that computes, one of gathers and one of reductions. A collective begins
-when every rank has launched it and the one before it on its stream has ended. Ranks run the same
-units in the same order, and each computes as long as it does.
+Each rank has one stream for compute, one for gathers and one for reductions. A collective begins
+when every rank has launched it and the previous one on its stream has ended. All ranks run the same
+units in the same order, but their compute may take different times.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ class _Unit(ScheduledUnit, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Compute that begins with the forward or the backward of a unit, and lasts until the next."""
+    """Compute from the start of a unit's forward or backward to the start of the next one."""
 
     kind: EventKind  # FORWARD or BACKWARD
     unit: int
@@ -33,39 +33,39 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank computes from one update of the parameters to the next."""
+    """The compute of one rank from one update of the parameters to the next."""
 
-    passes: tuple[tuple[Part, ...], ...]  # one for each micro-batch
-    outside_seconds: float = 0.0  # data, optimizer and what else is not in a pass
+    passes: tuple[tuple[Part, ...], ...]  # one per micro-batch
+    outside_seconds: float = 0.0  # data, optimizer and other work outside the passes
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """How long the events of a unit take, in seconds."""
+    """Durations of the events of a unit, in seconds."""
 
-    transfer: Callable[[EventKind, int], float]  # a collective, once every rank has launched it
-    launch: Callable[[EventKind, int], float] = lambda _kind, _unit: 0.0  # of compute's stream
-    interference: float = 0.0  # by how much compute slows down while a collective runs
+    transfer: Callable[[EventKind, int], float]  # a collective, from the last rank's launch
+    launch: Callable[[EventKind, int], float] = lambda _kind, _unit: 0.0  # on the compute stream
+    interference: float = 0.0  # relative slowdown of compute while a collective runs
     has_one_link: bool = False  # gathers and reductions take turns
 
 
 @dataclass(frozen=True, slots=True)
 class TimedEvent:
-    """An event that was replayed; times as those of a `Record`."""
+    """A replayed event, with times as in `Record`."""
 
     event: Event
     step: int
     began: float
     ended: float
-    span: tuple[float, float] | None = None  # of its collective, from the launch on this rank
+    span: tuple[float, float] | None = None  # its collective, from the launch on this rank
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One update, replayed."""
+    """A replayed update."""
 
-    seconds: float  # of the slowest rank
-    exposed_seconds: tuple[float, ...]  # by rank: compute waited for collectives
+    seconds: float  # time of the slowest rank
+    exposed_seconds: tuple[float, ...]  # time that compute waited for collectives, by rank
     peak_gathered_bytes: int
     events: tuple[tuple[TimedEvent, ...], ...]  # by rank
 
@@ -85,15 +85,15 @@ def replay(
     holds_gradients: bool = False,
     unreduced: Collection[tuple[int, int]] = (),
 ) -> Replayed:
-    """Replay one update on all ranks, as it runs from the second on.
+    """Replay one update on all ranks, which is the second or a later one.
 
     Args:
-        units: of the plan.
-        programs: of each rank; they differ in durations alone.
-        costs: how long events take.
-        prefetch: how many units are gathered ahead.
-        holds_gradients: only the last pass reduces gradients.
-        unreduced: passes, and units whose gradients are not reduced in them.
+        units: the units of the plan.
+        programs: the compute of each rank; ranks differ only in durations.
+        costs: durations of events.
+        prefetch: number of units gathered ahead.
+        holds_gradients: whether only the last pass reduces gradients.
+        unreduced: pairs of a pass and a unit whose gradients are not reduced in it.
     """
     passes = programs[0].passes
     order = batches(
@@ -102,7 +102,7 @@ def replay(
     shared = _Collectives(len(programs), costs)
     ranks = [_Rank(rank, program, order, costs, shared) for rank, program in enumerate(programs)]
     running = [(rank, rank.run()) for rank in ranks]
-    while running:  # each goes on until it waits for a collective that some rank has not launched
+    while running:  # each rank runs until it waits for a collective that is not launched everywhere
         running = [(rank, run) for rank, run in running if next(run, "ended") != "ended"]
     gathered = peak = 0
     for _, _, events in order:
@@ -124,7 +124,7 @@ _STREAMS = {
 }
 _WAITS_FOR = {EventKind.WAIT: EventKind.GATHER, EventKind.FINISH_REDUCE: EventKind.REDUCE}
 
-# The number of a pass, that of a part in it, and the events before that part; -1: after the last.
+# (pass, part, events before that part); part -1: events after the last part.
 Batch = tuple[int, int, list[Event]]
 
 
@@ -136,19 +136,19 @@ def batches(
     holds_gradients: bool = False,
     unreduced: Collection[tuple[int, int]] = (),
 ) -> list[Batch]:
-    """The events of one update, from the second one on; arguments as those of `replay`."""
+    """Return the events of the second or a later update; arguments as in `replay`."""
     settings = [UnitSettings() for _ in units]
     sequencer = Sequencer(_Schedule(units, prefetch), settings)
-    found: list[Batch] = []
-    for _ in range(2):
-        found.clear()
+    order: list[Batch] = []
+    for _ in range(2):  # the second update is in the steady state
+        order.clear()
         for number, parts in enumerate(passes):
             is_last = number == len(passes) - 1
-            for unit, chosen in enumerate(settings):
+            for unit, unit_settings in enumerate(settings):
                 reduces = is_last or not holds_gradients
-                chosen.reduce_grads = reduces and (number, unit) not in unreduced
-            found += _events_of_pass(units, sequencer, number, parts)
-    return found
+                unit_settings.reduce_grads = reduces and (number, unit) not in unreduced
+            order += _events_of_pass(units, sequencer, number, parts)
+    return order
 
 
 def _events_of_pass(
@@ -160,7 +160,7 @@ def _events_of_pass(
     in_backward = False
 
     def leave(until: int | None) -> list[Event]:
-        """Units that do not enclose ``until`` have computed."""
+        """Exit the units that do not enclose ``until``."""
         events: list[Event] = []
         enclosing = _enclosing(units, until)
         while stack and stack[-1].unit not in enclosing:
@@ -186,7 +186,7 @@ def _events_of_pass(
 
 
 def _enclosing(units: Sequence[_Unit], unit: int | None) -> set[int]:
-    """The units around ``unit``."""
+    """Return the units that enclose ``unit``."""
     found: set[int] = set()
     while unit is not None and (unit := units[unit].parent) is not None:
         found.add(unit)
@@ -195,12 +195,12 @@ def _enclosing(units: Sequence[_Unit], unit: int | None) -> set[int]:
 
 @dataclass
 class _Collective:
-    launched: list[float] = field(default_factory=list)  # by the ranks that have
+    launched: list[float] = field(default_factory=list)  # launch times, in order of launch
     ended: float = 0.0
 
 
 class _Collectives:
-    """The collectives of an update, each the n-th of its stream."""
+    """The collectives of an update, numbered by stream."""
 
     def __init__(self, num_ranks: int, costs: Costs) -> None:
         self._num_ranks = num_ranks
@@ -210,26 +210,26 @@ class _Collectives:
         self._spans: list[tuple[float, float]] = []  # of all collectives whose end is known
 
     def launch(self, event: Event, number: int, now: float) -> _Collective:
-        """One rank launches the ``number``-th collective of its stream."""
+        """Launch the ``number``-th collective of a stream on one rank."""
         stream = _STREAMS[event.kind]
         if number == len(self._all[stream]):
             self._all[stream].append(_Collective())
-        one = self._all[stream][number]
-        one.launched.append(now)
-        if self.is_launched(one):
+        collective = self._all[stream][number]
+        collective.launched.append(now)
+        if self.is_launched(collective):
             link = None if self._costs.has_one_link else stream
-            began = max(*one.launched, self._free_at[link], now)
-            one.ended = began + self._costs.transfer(event.kind, event.unit)
-            self._free_at[link] = one.ended
-            self._spans.append((began, one.ended))
-        return one
+            began = max(*collective.launched, self._free_at[link], now)
+            collective.ended = began + self._costs.transfer(event.kind, event.unit)
+            self._free_at[link] = collective.ended
+            self._spans.append((began, collective.ended))
+        return collective
 
-    def is_launched(self, one: _Collective) -> bool:
-        """Whether every rank has launched it, so that its end is known."""
-        return len(one.launched) == self._num_ranks
+    def is_launched(self, collective: _Collective) -> bool:
+        """Whether every rank has launched the collective, so that its end is known."""
+        return len(collective.launched) == self._num_ranks
 
     def compute(self, now: float, seconds: float) -> float:
-        """When compute ends that would take ``seconds`` from ``now`` on if no collective ran."""
+        """Return the end of compute that takes ``seconds`` from ``now`` on without interference."""
         slowed = 1.0 + self._costs.interference
         if self._num_ranks == 1:
             self._spans = [span for span in self._spans if span[1] > now]
@@ -260,35 +260,35 @@ class _Rank:
         self.exposed = 0.0
 
     def run(self) -> Iterator[None]:
-        """Go on to the end; yields where another rank has to go on first."""
+        """Run to the end; yield whenever another rank must run first."""
         numbers: defaultdict[EventKind, int] = defaultdict(int)
         pending: dict[tuple[EventKind, int], _Collective] = {}
         for number, index, events in self._order:
             for event in events:
-                began, one = self.now, None
+                began, collective = self.now, None
                 self.now += self._costs.launch(event.kind, event.unit)
                 stream = _STREAMS.get(event.kind)
                 if stream is not None:
-                    one = self._shared.launch(event, numbers[stream], self.now)
+                    collective = self._shared.launch(event, numbers[stream], self.now)
                     numbers[stream] += 1
-                    pending[stream, event.unit] = one
+                    pending[stream, event.unit] = collective
                 elif event.kind in _WAITS_FOR:
                     awaited = pending.pop((_WAITS_FOR[event.kind], event.unit))
                     while not self._shared.is_launched(awaited):
                         yield
                     self.exposed += max(0.0, awaited.ended - self.now)
                     self.now = max(self.now, awaited.ended)
-                self._timed.append((TimedEvent(event, number, began, self.now), one))
+                self._timed.append((TimedEvent(event, number, began, self.now), collective))
             if index >= 0:
                 seconds = self._program.passes[number][index].seconds
                 self.now = self._shared.compute(self.now, seconds)
         self.now += self._program.outside_seconds
 
     def finished(self) -> Iterator[TimedEvent]:
-        """All events, those that launched a collective with its span."""
-        for timed, one in self._timed:
-            if one is None:
+        """Yield all events; those that launched a collective have its span."""
+        for timed, collective in self._timed:
+            if collective is None:
                 yield timed
             else:
-                span = (timed.ended, one.ended)
+                span = (timed.ended, collective.ended)
                 yield TimedEvent(timed.event, timed.step, timed.began, timed.ended, span)

@@ -1,9 +1,9 @@
-"""The configuration that a published row describes, and what is assumed where it says nothing.
+"""The configuration of a published row. Where the row does not say, these assumptions apply:
 
-- Gradients are reduced in the dtype of compute unless the row names float32.
-- XLA compiles, and so do fused kernels of norms as far as a forecast can tell.
-- "Every n-th block" is checkpointed: every second one.
-- Learned positions are those of the sequence.
+- Gradients are reduced in the compute dtype unless the row names float32.
+- XLA and fused norm kernels count as compiled.
+- "Every n-th block" means that every second block is checkpointed.
+- There are as many learned positions as tokens in a sequence.
 - The loss takes logits in float32, except in stacks whose code takes them in 16 bits.
 - Tensor parallelism splits the sequence and the vocabulary, except in stacks whose code does not.
 """
@@ -27,23 +27,23 @@ __all__ = ["UnscoredError", "checkpointings_of", "configuration_of", "is_flash1"
 
 
 class UnscoredError(ShardwiseError):
-    """Why a row is not predicted."""
+    """A row cannot be predicted; the message says why."""
 
 
-# The kernels before FlashAttention-2: stacks whose published runs are from before its release, or
-# that pinned version 1 then.
+# Stacks whose published runs used kernels before FlashAttention-2, because they are older than its
+# release or pinned version 1.
 _FLASH1_STACKS = ("llm-foundry",)
-# The loss takes logits as they come: fused kernels of FlashAttention and Liger, and plain
+# Stacks whose loss takes 16-bit logits: fused kernels of FlashAttention and Liger, and plain
 # F.cross_entropy (KempnerForge, scripts/train.py at commit 01b461a, of the published runs).
 _NARROW_LOSS_STACKS = ("llm-foundry", "Liger", "KempnerForge")
-# The training loop has the logits in a variable until the next forward (the same file).
+# Stacks whose training loop has the logits in a variable until the next forward (same file).
 _LOGITS_IN_LOOP_STACKS = ("KempnerForge",)
-# The head is split and its logits are gathered for the loss; the embedding is whole on each rank
-# (kempnerforge/distributed/tensor_parallel.py).
+# Stacks that split the head, gather its logits for the loss, and keep the whole embedding on each
+# rank (kempnerforge/distributed/tensor_parallel.py).
 _GATHERED_LOGITS_STACKS = ("KempnerForge",)
 _COMPILERS = ("XLA", "JAX")
 _SKIPS = "skips gradient sync between micro-batches"
-_MINGPT_DROPOUT = 0.1  # of embeddings, attention and both residuals, by default
+_MINGPT_DROPOUT = 0.1  # default for embeddings, attention and both residuals
 _STRATEGIES = {
     "full_shard": "fsdp",
     "zero3": "fsdp",
@@ -64,19 +64,19 @@ _OPTIMIZERS: dict[str, tuple[Optimizer, OptimizerLoop]] = {
 
 
 def is_flash1(row: Row) -> bool:
-    """Whether attention kernels are those before FlashAttention-2."""
+    """Whether attention kernels are older than FlashAttention-2."""
     return any(name in row.framework for name in _FLASH1_STACKS)
 
 
 def shape_of(row: Row) -> Shape:
-    """The model.
+    """Return the shape of the row's model.
 
     Raises:
-        UnscoredError: it is not known, or not one of those that are built.
+        UnscoredError: the shape is not published, or the architecture is not supported.
     """
     model = row.model
     if model.arch not in ("gpt", "llama"):
-        raise UnscoredError(f"a {model.arch} is not built from a shape")
+        raise UnscoredError(f"a {model.arch} cannot be built from a shape")
     sizes = (model.layers, model.hidden, model.heads, model.kv_heads, model.ffn, model.vocab)
     if None in (*sizes, model.seq):
         raise UnscoredError("the shape of the model or its sequence is not published")
@@ -102,17 +102,17 @@ def _has_narrow_loss(row: Row) -> bool:
 
 
 def configuration_of(row: Row) -> Configuration:
-    """How it was trained; checkpointing is "none" where that is not published.
+    """Return how the model was trained; checkpointing is "none" if it is not published.
 
     Raises:
-        UnscoredError: something that matters is not published or not modelled.
+        UnscoredError: a required setting is not published, or not modelled.
     """
     if not row.config_complete:
         raise UnscoredError("its configuration is not complete")
     if row.adapter:
         raise UnscoredError(f"adapters are not modelled ({row.adapter})")
     if "fp8" in row.precision or "float8" in row.precision:
-        raise UnscoredError(f"products in 8 bits are not modelled ({row.precision})")
+        raise UnscoredError(f"8-bit matrix products are not modelled ({row.precision})")
     sharding = row.strategy
     if row.gpus is None or row.micro_batch is None or sharding.shard_group is None:
         raise UnscoredError("the number of GPUs, the sharding or the batch is not published")
@@ -155,9 +155,9 @@ def configuration_of(row: Row) -> Configuration:
 
 
 def checkpointings_of(row: Row) -> list[Checkpointing | tuple[Checkpointing, ...]]:
-    """Its checkpointing; where it is not published, all of them from the least to the most.
+    """Return the possible checkpointing modes of the row, from the least recomputation to the most.
 
-    A run without a published choice is taken to use the least that fits.
+    If the mode is not published, the run is assumed to use the first one that fits.
     """
     if row.activation_checkpointing is None:
         return ["none", "products", "selective", "full"]
@@ -186,7 +186,10 @@ def _stack_of(framework: str) -> Stack:
 
 
 def _with_precision(configuration: Configuration, row: Row) -> Configuration:
-    """The dtypes that its text means; FSDP gathers in the dtype of compute even with autocast."""
+    """Set the dtypes that the row's text describes.
+
+    FSDP gathers parameters in the compute dtype even with autocast.
+    """
     precision = row.precision
     half = torch.float16 if precision.startswith("fp16") else torch.bfloat16
     if precision.startswith("fp32"):

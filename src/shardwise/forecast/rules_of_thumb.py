@@ -1,4 +1,4 @@
-"""What people compute on the back of an envelope, as something to compare a forecast with."""
+"""Common rules of thumb, as baselines for a forecast."""
 
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
@@ -38,12 +38,12 @@ RULES = _Rules()
 
 
 def six_nd_tokens(device: Accelerator, num_parameters: int) -> float:
-    """Tokens per second at 6 FLOPs for each parameter and token."""
+    """Return tokens per second at 6 FLOPs per parameter and token."""
     return _ASSUMED_MFU * device.peak_flops / (6 * num_parameters)
 
 
 def roofline_tokens(device: Accelerator, workload: Workload) -> float:
-    """Tokens per second if each operation ran at the peak, or at the bandwidth of the memory."""
+    """Return tokens per second if each operation ran at peak FLOPs or full memory bandwidth."""
     seconds = sum(
         max(operation.flops / device.peak_flops, operation.num_bytes / device.memory_bandwidth)
         for segment in workload.segments
@@ -55,10 +55,10 @@ def roofline_tokens(device: Accelerator, workload: Workload) -> float:
 def memory_rule(
     num_parameters: int, largest_layer: int, configuration: Configuration
 ) -> Iterator[tuple[str, float]]:
-    """Bytes of a GPU by estimators that know neither activations nor gathered units.
+    """Yield bytes per GPU according to estimators that ignore activations and gathered units.
 
     Args:
-        num_parameters: of the model.
+        num_parameters: parameters of the model.
         largest_layer: parameters of the largest module without submodules.
         configuration: how the model is trained.
     """
@@ -72,19 +72,19 @@ def memory_rule(
 
 
 def accelerate_bytes(num_parameters: int, dtype: torch.dtype) -> float:
-    """What ``accelerate estimate-memory`` (1.15) prints as "Training using Adam".
+    """Return what ``accelerate estimate-memory`` (1.15) prints as "Training using Adam".
 
-    The largest of its parts: in float32 the step, with parameters, gradients and two states; with
+    That is its largest part: in float32 the step, with parameters, gradients and two states; with
     mixed precision the two states alone.
     """
     return (16.0 if dtype == torch.float32 else 8.0) * num_parameters
 
 
 def deepspeed_stage2_bytes(num_parameters: int, ranks: int) -> float:
-    """``estimate_zero2_model_states_mem_needs`` of DeepSpeed (0.17), without offload."""
+    """Return DeepSpeed's (0.17) ``estimate_zero2_model_states_mem_needs`` without offload."""
     return 2.0 * num_parameters + 18.0 * num_parameters / ranks
 
 
 def deepspeed_stage3_bytes(num_parameters: int, largest_layer: int, ranks: int) -> float:
-    """``estimate_zero3_model_states_mem_needs`` of DeepSpeed (0.17), without offload."""
+    """Return DeepSpeed's (0.17) ``estimate_zero3_model_states_mem_needs`` without offload."""
     return 4.0 * largest_layer + 18.0 * num_parameters / ranks

@@ -1,13 +1,13 @@
-"""What each rank writes and reads of a checkpoint: from the plan, for any number of ranks.
+"""Plans checkpoints: the bytes that each rank writes and reads, for any number of ranks.
 
-`shardwise.save` and `load` derive every byte range from the layout, so no rank needs to know what
-another one does, and a plan for thousands of ranks takes seconds in one process, without a process
-group. Each rank writes its own ranges of files that depend on the model and the optimizer alone::
+`shardwise.save` and `load` derive every byte range from the layout, so ranks need not know each
+other's ranges, and one process can plan for thousands of ranks in seconds without a process group.
+Each rank writes its own ranges of files that depend only on the model and the optimizer::
 
     model-00001-of-00002.safetensors   | head | a: rank 0 | a: rank 1 | b: rank 1 | b: rank 2 | ...
                                          rank 0
 
-A load on another number of ranks reads the same files: plan it with the other ranks' `Plan`.
+A load on another number of ranks reads the same files. Plan it with the `Plan` of those ranks.
 """
 
 import copy
@@ -36,12 +36,12 @@ from shardwise.plan.plan import Plan
 __all__ = ["CheckpointPlan", "FileRange", "Storage", "Traffic", "save_plan"]
 
 _Integers = NDArray[np.int64]  # [ranks]
-_SUM_BYTES = 32  # of each checksum that ranks exchange after a save; see `checksums.encode_parts`
+_SUM_BYTES = 32  # per checksum that ranks exchange after a save; see `checksums.encode_parts`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """Bytes per second of a shared file system; None: not the limit."""
+    """Bytes per second of a shared file system; None: unlimited."""
 
     per_rank: float | None = None
     per_node: float | None = None
@@ -51,7 +51,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Consecutive bytes of a file, all of one tensor."""
+    """Consecutive bytes of one tensor in a file."""
 
     file: str
     offset: int
@@ -61,21 +61,21 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What ranks write or read, by rank: tensors, and ``others`` (headers, indices, manifest)."""
+    """What ranks write or read, by rank."""
 
     tensor_bytes: _Integers
-    other_bytes: _Integers
+    other_bytes: _Integers  # headers, indices and manifest
     num_ranges: _Integers
-    num_files: _Integers  # that a rank opens
-    num_blocks: _Integers  # blocks that a rank has bytes of; each has a checksum
-    ranks_per_file: int  # at most
+    num_files: _Integers  # files that a rank opens
+    num_blocks: _Integers  # checksum blocks that a rank has bytes of
+    ranks_per_file: int  # maximum
 
     @property
     def num_bytes(self) -> _Integers:
         return self.tensor_bytes + self.other_bytes
 
     def seconds(self, storage: Storage) -> float:
-        """How long ``storage`` takes, if every rank begins at once."""
+        """Return how long ``storage`` takes if all ranks begin at once."""
         by_rank = self.num_bytes
         nodes = np.add.reduceat(by_rank, np.arange(0, len(by_rank), storage.ranks_per_node))
         limits = (
@@ -88,29 +88,29 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor of the checkpoint: its place in a file and which rank has what of it."""
+    """A tensor of the checkpoint: its place in a file, and the elements of each rank."""
 
     spec: Spec
     number: int
     file: int
     offset: int
-    starts: Callable[[], _Integers] | None  # None: every rank has all of it
-    is_run: bool = True  # otherwise it is gathered, as its elements on a rank are no run
+    starts: Callable[[], _Integers] | None  # first element by shard; None: all ranks have all
+    is_run: bool = True  # False: a rank's elements are not contiguous, so a save gathers it
 
 
 class CheckpointPlan:
     """The files of a checkpoint, and what each rank of a plan writes to them and reads from them.
 
     Attributes:
-        files: the safetensors files, in their order.
-        other_files: the size of each of the others: the manifest, and indices of split components.
-        num_ranks: of the plan.
+        files: the safetensors files in order.
+        other_files: sizes of the other files: the manifest, and indices of split components.
+        num_ranks: number of ranks of the plan.
     """
 
     def __init__(
         self, components: Mapping[str, Component], owners: Mapping[tuple[str, str], str], plan: Plan
     ) -> None:
-        """``owners`` has the parameter as which a tensor is sharded, by component and name."""
+        """``owners`` maps (component, tensor) to the parameter that the tensor is sharded like."""
         self.num_ranks = plan.num_ranks
         self.files = [file for part in components.values() for file in part.files]
         self.other_files = _other_files(components)
@@ -128,46 +128,49 @@ class CheckpointPlan:
 
     @property
     def gathered(self) -> list[str]:
-        """Tensors that a save gathers, because their elements on a rank are no run."""
+        """Tensors that a save gathers, because a rank's elements are not contiguous."""
         return [entry.spec.name for entry in self._entries if not entry.is_run]
 
     @property
     def exchanged_bytes(self) -> int:
-        """Checksums that each rank receives at the end of a save: its only exchange that grows."""
+        """Bytes of checksums that each rank receives at the end of a save.
+
+        No other exchange of a save grows with the checkpoint.
+        """
         return int(self.save.num_blocks.max()) * _SUM_BYTES * self.num_ranks
 
     @cached_property
     def save(self) -> Traffic:
-        """What ranks write; replicas divide shards, and rank 0 writes all that is no tensor."""
+        """What ranks write. Replicas divide shards, and rank 0 writes all bytes but tensors."""
         others = np.zeros(self.num_ranks, np.int64)
         others[0] = self.num_bytes - self.tensor_bytes
         return self._traffic(self._written, others)
 
     @cached_property
     def load(self) -> Traffic:
-        """What ranks read: their own elements, and all that is no tensor."""
+        """What ranks read: their own elements, and all bytes that are not tensors."""
         others = np.full(self.num_ranks, self.num_bytes - self.tensor_bytes)
         return self._traffic(self._read, others)
 
     def writes(self, rank: int) -> list[FileRange]:
-        """What ``rank`` writes of tensors."""
+        """Return the ranges of tensors that ``rank`` writes."""
         return list(self._ranges(self._written, rank))
 
     def reads(self, rank: int) -> list[FileRange]:
-        """What ``rank`` reads of tensors."""
+        """Return the ranges of tensors that ``rank`` reads."""
         return list(self._ranges(self._read, rank))
 
     def uploads(self) -> _Integers:
-        """Bytes that each rank sends to a store of whole objects, which takes a file from one."""
+        """Return the bytes that each rank uploads to a store that takes whole files."""
         assigned = assign_files(self.files, self.num_ranks)
         return np.array([sum(file.num_bytes for file in files) for files in assigned])
 
     # -- elements --------------------------------------------------------------------------------
 
     def _written(self, entry: _Entry) -> tuple[_Integers, _Integers]:
-        """The first element that each rank writes, and the number of elements.
+        """Return the first element that each rank writes, and the number of elements.
 
-        As `checkpoint.slices.slice_to_write`, for all ranks at once.
+        It is `checkpoint.slices.slice_to_write` for all ranks at once.
         """
         start, length = self._read(entry)
         if entry.starts is None:
@@ -181,7 +184,7 @@ class CheckpointPlan:
         return start + np.where(is_small, 0, first), np.where(is_small, whole, stop - first)
 
     def _read(self, entry: _Entry) -> tuple[_Integers, _Integers]:
-        """The first element that each rank has, and the number of elements."""
+        """Return the first element that each rank has, and the number of elements."""
         num_elements = entry.spec.num_elements
         if entry.starts is None:
             return np.zeros(self.num_ranks, np.int64), np.full(self.num_ranks, num_elements)
@@ -262,7 +265,7 @@ class _Ranks:
     def starts(
         self, layout: Layout, extent: ParameterExtent
     ) -> tuple[Callable[[], _Integers], bool]:
-        """What returns the first element of each shard; whether shards are runs."""
+        """Return a function for the first element of each shard, and whether shards are runs."""
         shape = extent.parameter.shape
         if not isinstance(layout, ChunkedLayout):
             return lambda: self._starts_of_runs(layout, extent), True
@@ -271,12 +274,12 @@ class _Ranks:
         return lambda: self._even_starts(prod(shape)), False
 
     def _starts_of_runs(self, layout: Layout, extent: ParameterExtent) -> _Integers:
-        """As `Layout.run`."""
+        """`Layout.run` for all shards."""
         starts = np.arange(self.num_shards) * layout.shard_elements - extent.offset
         return starts.clip(0, extent.parameter.num_elements)
 
     def _even_starts(self, num_elements: int) -> _Integers:
-        """The first element that each rank writes of a tensor that is gathered."""
+        """Return the first element that each rank writes of a gathered tensor."""
         outer = _starts_of_chunks(num_elements, self.num_replicas)
         lengths = np.diff(outer, append=num_elements)
         inner = [_starts_of_chunks(int(length), self.num_shards) for length in lengths]
@@ -284,15 +287,15 @@ class _Ranks:
 
 
 def _starts_of_chunks(size: int, num_chunks: int) -> _Integers:
-    """As `plan.chunks.chunk_of`."""
+    """`plan.chunks.chunk_of` for all chunks."""
     return np.minimum(np.arange(num_chunks) * -(-size // num_chunks), size)
 
 
 def _extents_of(plan: Plan) -> dict[str, tuple[Layout, ParameterExtent]]:
-    """By every name of a parameter: where it is.
+    """Map every name of a parameter to its layout and extent.
 
     Raises:
-        PlanError: a unit is sharded over other ranks than the model.
+        PlanError: a unit is not sharded over the same ranks as the model.
     """
     found: dict[str, tuple[Layout, ParameterExtent]] = {}
     for unit in plan.units:
@@ -300,7 +303,7 @@ def _extents_of(plan: Plan) -> dict[str, tuple[Layout, ParameterExtent]]:
             if layout.world_size != plan.world_size:
                 raise PlanError(
                     f"{unit.label} is sharded over {layout.world_size} ranks, and the model over "
-                    f"{plan.world_size}; a checkpoint is planned for a model with one mesh"
+                    f"{plan.world_size}; checkpoints can be planned only for models with one mesh"
                 )
             for extent in layout.extents:
                 found |= dict.fromkeys(extent.parameter.names, (layout, extent))
@@ -308,13 +311,13 @@ def _extents_of(plan: Plan) -> dict[str, tuple[Layout, ParameterExtent]]:
 
 
 def _other_files(components: Mapping[str, Component]) -> dict[str, int]:
-    """The sizes of the manifest and of the indices."""
+    """Return the sizes of the manifest and the indices."""
     indices = {
         f"{name}.safetensors.index.json": len(index_of(part.files))
         for name, part in components.items()
         if len(part.files) > 1
     }
-    sums = {  # of the size of those that a save computes
+    sums = {  # as many as a save computes
         name: {key: [0] * -(-spec.num_bytes // BLOCK_BYTES) for key, spec in part.specs.items()}
         for name, part in components.items()
     }
@@ -332,19 +335,19 @@ def save_plan(
     optimizer: Callable[[nn.Module], Optimizer] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> CheckpointPlan:
-    """Plan ``shardwise.save(path, model=..., optimizer=...)`` and the load of it.
+    """Plan ``shardwise.save(path, model=..., optimizer=...)`` and the corresponding load.
 
     Args:
-        module: of which ``plan`` is, on any device, such as meta; not sharded. It is not changed.
-        plan: of `make_plan`, for any number of ranks.
+        module: the planned module, not sharded, on any device, such as meta. It is not changed.
+        plan: the result of `make_plan`, for any number of ranks.
         optimizer: builds the optimizer of a module, as in
             ``lambda module: torch.optim.AdamW(module.parameters())``. It takes a step on the meta
-            device, so that it has its states. None: the model alone is saved.
+            device to create its states. None: only the model is saved.
         max_file_bytes: as in `shardwise.save`.
 
     Raises:
         CheckpointError: a tensor cannot be saved.
-        PlanError: the optimizer cannot take a step on the meta device; a unit has a mesh of its
+        PlanError: the optimizer cannot take a step on the meta device, or a unit has a mesh of its
             own.
     """
     extents = _extents_of(plan)
@@ -366,7 +369,7 @@ def save_plan(
 
 
 def _on_meta(module: nn.Module, dtypes: Mapping[str, str]) -> nn.Module:
-    """A copy on the meta device, with parameters in the dtypes of their shards."""
+    """Copy ``module`` to the meta device, with parameters in the dtypes of their shards."""
     memo: dict[int, Any] = {}
     for name, parameter in module.named_parameters():
         dtype = getattr(torch, dtypes[name]) if name in dtypes else parameter.dtype
@@ -388,13 +391,13 @@ def _stepped(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     except RuntimeError as error:
         raise PlanError(
             f"{type(optimizer).__name__} cannot take a step on the meta device, so its states are "
-            f"unknown ({error}); pass optimizer=None to plan the model alone"
+            f"unknown ({error}); pass optimizer=None to plan only the model"
         ) from error
     return optimizer
 
 
 def _states_like_parameters(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, str]:
-    """By id: the parameter as which a state is sharded. As in torch, "step" never is."""
+    """Map the id of a state to the parameter that it is sharded like; "step" is never sharded."""
     return {
         id(value): names[id(parameter)]
         for parameter, state in optimizer.state.items()

@@ -1,4 +1,4 @@
-"""How the throughput of a configuration scales with the number of devices."""
+"""Scaling curves: throughput of a configuration by number of devices."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from shardwise.forecast.machine import Group
 __all__ = ["MAX_DEVICES", "Curve", "Gather", "scaling_curves"]
 
 MAX_DEVICES = 16_384
-LINEAR = 0.95  # of the best throughput of a device: less is a bend
+LINEAR = 0.95  # share of the best throughput per device below which a curve bends
 _HYBRID = "hsdp"
 
 
@@ -21,29 +21,30 @@ class Gather:
 
     num_bytes: int
     seconds: float
-    latency_seconds: float  # of these, for hops between ranks
+    latency_seconds: float  # part of ``seconds``: hops between ranks
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Forecasts on more and more devices, each of which computes as much as on the first."""
+    """Forecasts on increasing numbers of devices with constant work per device."""
 
     label: str
     points: tuple[Forecast, ...]
-    gathers: tuple[Gather, ...]  # of the points
+    gathers: tuple[Gather, ...]  # one per point
 
     @property
     def bend(self) -> tuple[Forecast, Forecast] | None:
-        """The best point for a device, and the first after it that is less than linear."""
+        """The point with the best throughput per device, and the first later one below linear."""
         best = max(self.points, key=_per_device)
         after = self.points[self.points.index(best) :]
         return next(
-            ((best, one) for one in after if _per_device(one) < LINEAR * _per_device(best)), None
+            ((best, point) for point in after if _per_device(point) < LINEAR * _per_device(best)),
+            None,
         )
 
 
-def _per_device(one: Forecast) -> float:
-    return one.tokens_per_second / one.cluster.num_devices
+def _per_device(forecast: Forecast) -> float:
+    return forecast.tokens_per_second / forecast.cluster.num_devices
 
 
 def scaling_curves(
@@ -51,7 +52,7 @@ def scaling_curves(
     configuration: Configuration,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Curve]:
-    """The configuration, and its shards replicated instead of cut smaller, up to `MAX_DEVICES`.
+    """Forecast a configuration on up to `MAX_DEVICES`, sharded over all or with replicated shards.
 
     The batch grows with the number of devices. Sizes on which it does not fit are left out.
     """
@@ -70,7 +71,7 @@ def scaling_curves(
         shardings[configuration.strategy] = lambda ranks: replace(configuration, replicas=ranks)
     curves = []
     for label, at in shardings.items():
-        progress(f"scaling of {label}")
+        progress(f"scaling: {label}")
         found = list(_points(forecaster, configuration.model_parallel, at))
         if len(found) > 1:
             points, gathers = zip(*found, strict=True)

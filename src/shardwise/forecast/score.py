@@ -1,7 +1,7 @@
-"""Predictions of published measurements, and how far off they are.
+"""Predictions of published measurements, and their errors.
 
-A quarter of the rows, drawn by their names, is held out: no constant of the package was fitted on
-them. Errors are relative, of the throughput and of the peak of memory as the row defines them.
+A quarter of the rows, selected by a hash of their names, is held out: no constant of the package
+was fitted on them. Errors are relative, for throughput and peak memory as each row defines them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,49 +32,49 @@ from shardwise.plan.plan import Plan
 __all__ = ["Errors", "Prediction", "Score", "is_held_out", "score"]
 
 _SEED = "2026"
-_HELD_OUT = 4  # one row in so many
+_HELD_OUT = 4  # one row in four is held out
 _GIB = 1 << 30
 _TERA = 1e12
-_CLOSE = 0.2  # of the throughput
-_MEMORY_CLOSE = 0.15
+_CLOSE = 0.2  # relative error of the throughput
+_MEMORY_CLOSE = 0.15  # relative error of the memory
 
 
 def is_held_out(row: Row) -> bool:
-    """Whether no constant was fitted on the row."""
+    """Whether the row is held out: no constant was fitted on it."""
     return int(sha256((_SEED + row.id).encode()).hexdigest(), 16) % _HELD_OUT == 0
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted of a row, in the units of the row."""
+    """The prediction of a row, in the row's units."""
 
     row: Row
-    reason: str = ""  # why it is not predicted
+    reason: str = ""  # why the row is not predicted
     time: StepTime | None = None
     memory: Certificate | None = None
     peers: tuple[tuple[str, float], ...] = ()  # errors of rules of thumb, by name
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one device."""
+        """Throughput per device."""
         assert self.time is not None
         return self.time.tokens_per_second
 
     @property
     def tflops(self) -> float:
-        """As the row counts FLOPs."""
+        """TFLOP/s per device, with FLOPs counted as in the row."""
         return self.tokens_per_second * _flops_per_token(self.row) / _TERA
 
     @property
     def mfu(self) -> float:
-        """As the row counts FLOPs, for the peak that it states."""
+        """MFU, with FLOPs counted as in the row and relative to the peak that it states."""
         stated = self.row.definition.peak_tflops_used
         peak = self.row.cluster().accelerator.peak_flops / _TERA
         return self.tflops / (stated or peak)
 
     @cached_property
     def error(self) -> float | None:
-        """Of the throughput; None if nothing was measured."""
+        """Error of the throughput; None if it was not measured."""
         measured = measured_tokens(self.row)
         if self.time is None or measured is None:
             return None
@@ -82,7 +82,7 @@ class Prediction:
 
     @property
     def memory_bytes(self) -> int:
-        """In the metric of the row."""
+        """Memory in the metric of the row."""
         assert self.memory is not None
         metric = self.row.definition.memory_metric or ""
         if "allocated" in metric or "active" in metric:
@@ -91,7 +91,7 @@ class Prediction:
 
     @cached_property
     def memory_error(self) -> float | None:
-        """Of the peak of memory; None if nothing was measured."""
+        """Error of the peak memory; None if it was not measured."""
         measured = self.row.measured.peak_mem_gib
         if self.memory is None or measured is None:
             return None
@@ -99,20 +99,20 @@ class Prediction:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it is predicted to fit; None if it is not predicted."""
+        """Whether the run is predicted to fit; None if it is not predicted."""
         if self.memory is None:
             return None
         return self.memory.device_bytes <= self.row.cluster().accelerator.memory_bytes
 
     @property
     def counts(self) -> bool:
-        """Whether it is among the rows on which the forecast is judged."""
+        """Whether the row counts in the summary of errors."""
         return self.row.scope == "core" and not self.row.is_legacy
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors of some rows."""
+    """The relative errors of some rows."""
 
     name: str
     values: tuple[float, ...]
@@ -120,39 +120,39 @@ class Errors:
 
     @property
     def median(self) -> float:
-        """Of their sizes."""
+        """Median of the absolute errors."""
         return median(map(abs, self.values))
 
     @property
     def bias(self) -> float:
-        """The median with its sign: above 0, too much is predicted."""
+        """Median of the signed errors; above 0 if predictions are too high."""
         return median(self.values)
 
     @property
     def share_close(self) -> float:
-        """Of rows within ``close``."""
+        """Share of rows with an error of at most ``close``."""
         return sum(abs(value) <= self.close for value in self.values) / len(self.values)
 
 
 @dataclass(frozen=True)
 class Score:
-    """All rows of a file."""
+    """The predictions of all rows of a file."""
 
     predictions: tuple[Prediction, ...]
 
     def throughput(self, name: str, which: Callable[[Prediction], bool]) -> Errors | None:
-        """Errors of the throughput of some rows; None if there are none."""
+        """Return throughput errors of some rows; None if there are none."""
         values = [one.error for one in self.predictions if one.error is not None and which(one)]
         return Errors(name, tuple(values)) if values else None
 
     def memory(self, name: str, which: Callable[[Prediction], bool]) -> Errors | None:
-        """Errors of the peak of memory of some rows; None if there are none."""
+        """Return peak-memory errors of some rows; None if there are none."""
         found = [one for one in self.predictions if one.memory_error is not None and which(one)]
         values = tuple(one.memory_error for one in found if one.memory_error is not None)
         return Errors(name, values, _MEMORY_CLOSE) if values else None
 
     def families(self, which: Callable[[Prediction], bool]) -> list[Errors]:
-        """Errors of the throughput by family, the worst first."""
+        """Return throughput errors by family, the worst first."""
         names = dict.fromkeys(one.row.family for one in self.predictions if which(one))
         found = (
             self.throughput(name, lambda one, name=name: which(one) and one.row.family == name)  # type: ignore[misc]
@@ -162,17 +162,17 @@ class Score:
 
     @property
     def verdicts(self) -> tuple[int, int]:
-        """How many of the core rows are rightly predicted to fit or not, and of how many."""
+        """Number of core rows whose fit is predicted correctly, and number of core rows."""
         known = [one for one in self.predictions if one.counts and one.fits is not None]
         return sum(one.fits == (one.row.outcome == "ok") for one in known), len(known)
 
     def peer(self, rule: str) -> Errors | None:
-        """Errors of a rule of thumb on the core rows."""
+        """Return the errors of a rule of thumb on the core rows."""
         values = tuple(dict(one.peers)[rule] for one in self.predictions if rule in dict(one.peers))
         return Errors(rule, values) if values else None
 
     def text(self) -> str:
-        """Errors of core rows by family, of other rows, and of rules of thumb."""
+        """Format errors of core rows by family, of other rows, and of rules of thumb."""
         return "\n".join(_lines(self))
 
 
@@ -184,7 +184,7 @@ def score(path: Path, *, progress: Callable[[Row], None] = lambda _row: None) ->
         progress: called before each row.
 
     Raises:
-        ConfigError: a row makes no sense.
+        ConfigError: a row is invalid.
     """
     predictor = _Predictor()
     found = []
@@ -195,7 +195,7 @@ def score(path: Path, *, progress: Callable[[Row], None] = lambda _row: None) ->
 
 
 class _Predictor:
-    """Plans and traces that rows share are made once."""
+    """Predicts rows, with cached plans and traces."""
 
     def __init__(self) -> None:
         self._workloads: dict[object, Workload] = {}
@@ -209,8 +209,8 @@ class _Predictor:
 
     def _predicted(self, row: Row, configuration: Configuration, model: Model) -> Prediction:
         plan = self._plan(model, configuration)
-        for words in checkpointings_of(row):
-            configuration = replace(configuration, checkpointing=words)
+        for checkpointing in checkpointings_of(row):
+            configuration = replace(configuration, checkpointing=checkpointing)
             workload = self._workload(model, configuration)
             memory = memory_certificate(plan, workload, configuration)
             if memory.device_bytes <= row.cluster().accelerator.memory_bytes:
@@ -231,7 +231,7 @@ class _Predictor:
         if key not in self._workloads:
             try:
                 self._workloads[key] = workload_of(model, configuration)
-            except RuntimeError as error:  # of torch: say of which row, and go on with others
+            except RuntimeError as error:  # raised by torch; the other rows are still predicted
                 raise UnscoredError(f"it cannot be traced: {str(error).splitlines()[0]}") from error
         return self._workloads[key]
 
@@ -240,7 +240,7 @@ class _Predictor:
 
 
 def measured_tokens(row: Row) -> float | None:
-    """Tokens per second of one GPU, from whatever the row has."""
+    """Return tokens per second per GPU, measured directly or derived from TFLOP/s."""
     found = row.measured
     if found.tokens_per_s_per_gpu is not None:
         return found.tokens_per_s_per_gpu
@@ -250,7 +250,11 @@ def measured_tokens(row: Row) -> float | None:
 
 
 def _flops_per_token(row: Row) -> float:
-    """As the row counts them: with or without recomputation, the causal half, or embeddings."""
+    """Return FLOPs per token as the row counts them.
+
+    Rows differ in whether they count recomputation, all or the causal half of attention, and
+    embeddings.
+    """
     model, definition = row.model, row.definition
     layers, hidden, sequence = model.layers or 0, model.hidden or 0, model.seq or 0
     formula = definition.flops_formula or ""
@@ -308,7 +312,7 @@ def _lines(score: Score) -> Iterable[str]:
         yield _line(memory)
     right, known = score.verdicts
     if known:
-        yield f"right verdicts whether it fits: {right} of {known}"
+        yield f"correct predictions of whether a run fits: {right} of {known}"
     yield ""
     yield "Rules of thumb on the same rows"
     for rule in RULES.all():

@@ -1,4 +1,4 @@
-"""Which configuration is best: memory first, which is cheap to predict, then time of what fits."""
+"""Searches for the best configuration: predicts memory first, and time only for what fits."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,20 +12,20 @@ from shardwise.forecast.hardware import Cluster
 
 __all__ = ["Progress", "Ranking", "best_alternatives", "frontier", "search"]
 
-REFINED = 4  # of the best candidates, which are tried with another prefetch
+REFINED = 4  # number of best candidates that are also tried with a larger prefetch
 PREFETCHES = (2, 3)
-WORTHWHILE = 1.001  # times as fast, to gather further ahead
+WORTHWHILE = 1.001  # minimum speedup for a larger prefetch
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """What a search has found, best first."""
+    """The result of a search, best first."""
 
     goal: Goal
     fitting: tuple[Forecast, ...]
-    too_large: tuple[Forecast, ...]  # without times, the smallest first
+    too_large: tuple[Forecast, ...]  # without times, smallest first
     num_compared: int
 
     @property
@@ -36,31 +36,31 @@ class Ranking:
 def search(forecaster: Forecaster, goal: Goal, progress: Progress = lambda _: None) -> Ranking:
     """Compare the configurations of a model on a cluster.
 
-    Micro-batches above the first that does not fit are left out. What lacks memory is tried with
-    more and more on the host; the objective "memory" tries that for everything.
+    Micro-batches above the first that does not fit are skipped. Candidates that do not fit are
+    tried again with more and more on the host. The objective "memory" tries this for all of them.
 
     Args:
-        forecaster: of the model and the cluster.
-        goal: what to train, and what may be chosen.
-        progress: called with what is being done.
+        forecaster: predicts steps of the model on the cluster.
+        goal: what to train and which configurations to try.
+        progress: called with a description of the work under way.
 
     Raises:
-        ConfigError: no configuration divides the ranks and the batch.
+        ConfigError: no configuration divides the ranks and the batch evenly.
         PlanError: the model cannot be divided in that way.
     """
     fitting: list[Forecast] = []
     too_large: list[Forecast] = []
-    for one in _clusters(forecaster, goal):
-        fits, others = _of_cluster(one, goal, progress)
+    for on_cluster in _clusters(forecaster, goal):
+        fits, misfits = _search_cluster(on_cluster, goal, progress)
         fitting += fits
-        too_large += others
+        too_large += misfits
     fitting.sort(key=_key(goal))
     too_large.sort(key=lambda one: one.missing_bytes)
     return Ranking(goal, tuple(fitting), tuple(too_large), len(fitting) + len(too_large))
 
 
 def _clusters(forecaster: Forecaster, goal: Goal) -> Iterator[Forecaster]:
-    """All of the cluster; halves of it as well where a token's price is what counts."""
+    """Yield a forecaster for the cluster and, for the objective "cost", for halves of it."""
     yield forecaster
     num_devices = forecaster.cluster.num_devices
     while goal.objective == "cost" and num_devices > forecaster.cluster.devices_per_node:
@@ -68,7 +68,7 @@ def _clusters(forecaster: Forecaster, goal: Goal) -> Iterator[Forecaster]:
         yield forecaster.with_devices(num_devices)
 
 
-def _of_cluster(
+def _search_cluster(
     forecaster: Forecaster, goal: Goal, progress: Progress
 ) -> tuple[list[Forecast], list[Forecast]]:
     cluster = forecaster.cluster
@@ -80,15 +80,15 @@ def _of_cluster(
         progress(f"memory of {number} of {len(groups)} ways to shard on {_named(cluster)}")
         try:
             found = list(_until_too_large(forecaster, group))
-        except (PlanError, ConfigError) as error:  # the model does not divide by a degree
+        except (PlanError, ConfigError) as error:  # a degree does not divide the model
             problem = error
             continue
         in_memory += [one for one in found if one.fits]
         too_large += [one for one in found if not one.fits]
     if problem is not None and not in_memory and not too_large:
         raise problem
-    tight = in_memory + too_large if goal.objective == "memory" else too_large
-    in_memory += [one for short in tight for one in _offloaded(forecaster, goal, short)]
+    to_offload = in_memory + too_large if goal.objective == "memory" else too_large
+    in_memory += [one for base in to_offload for one in _offloaded(forecaster, goal, base)]
     timed = []
     for number, one in enumerate(in_memory, start=1):
         progress(f"time of {number} of {len(in_memory)} configurations that fit {_named(cluster)}")
@@ -104,7 +104,7 @@ def _named(cluster: Cluster) -> str:
 
 
 def _by_micro_batch(candidates: Iterable[Configuration]) -> list[list[Configuration]]:
-    """Groups that differ in the micro-batch alone, from the smallest."""
+    """Group candidates that differ only in the micro-batch, which ascends within a group."""
     groups: dict[Configuration, list[Configuration]] = {}
     for one in candidates:
         groups.setdefault(replace(one, micro_batch=1, accumulation=1), []).append(one)
@@ -112,7 +112,7 @@ def _by_micro_batch(candidates: Iterable[Configuration]) -> list[list[Configurat
 
 
 def _until_too_large(forecaster: Forecaster, group: Iterable[Configuration]) -> Iterator[Forecast]:
-    """The memory of what fits, and of the first that does not."""
+    """Yield the memory of the candidates up to the first that does not fit."""
     for configuration in group:
         found = forecaster.memory(configuration)
         yield found
@@ -120,16 +120,16 @@ def _until_too_large(forecaster: Forecaster, group: Iterable[Configuration]) -> 
             return
 
 
-def _offloaded(forecaster: Forecaster, goal: Goal, short: Forecast) -> Iterator[Forecast]:
-    """Variants that fit with something on the host: the first one, or all for least memory."""
-    held = short.memory.peak
-    for configuration in offloaded(goal, short.configuration):
+def _offloaded(forecaster: Forecaster, goal: Goal, base: Forecast) -> Iterator[Forecast]:
+    """Yield the first variant that fits with offload, or all for the objective "memory"."""
+    held = base.memory.peak
+    for configuration in offloaded(goal, base.configuration):
         saved = held.activations if configuration.activation_offload else 0
         if configuration.offload != "none":
             saved += held.optimizer + held.gradients
         if configuration.offload == "parameters":
             saved += held.parameters
-        if saved < short.missing_bytes:
+        if saved < base.missing_bytes:
             continue
         found = forecaster.memory(configuration)
         if found.fits:
@@ -150,7 +150,7 @@ def _refined(forecaster: Forecaster, one: Forecast) -> Iterator[Forecast]:
 
 
 def _key(goal: Goal) -> Callable[[Forecast], Any]:
-    """Best first; of equal ones, that with less memory."""
+    """Return a sort key, best first; ties are broken by less memory or more speed."""
     match goal.objective:
         case "memory":
             return lambda one: (one.missing_bytes, -one.tokens_per_second)
@@ -161,7 +161,7 @@ def _key(goal: Goal) -> Callable[[Forecast], Any]:
 
 
 def best_alternatives(ranking: Ranking, fields: Sequence[str]) -> list[Forecast]:
-    """For each field, the best candidate of each other value that it has; each once."""
+    """For each field, return the best candidate with each value that the winner does not have."""
     found: list[Forecast] = []
     for field in fields:
         seen = {getattr(ranking.winner.configuration, field)}
@@ -174,7 +174,7 @@ def best_alternatives(ranking: Ranking, fields: Sequence[str]) -> list[Forecast]
 
 
 def frontier(ranking: Ranking) -> list[Forecast]:
-    """Candidates for which no other one is faster with less memory, the fastest first."""
+    """Return the candidates such that no other is both faster and smaller, fastest first."""
     found: list[Forecast] = []
     by_speed = lambda one: (one.gpu_hours(1.0), one.missing_bytes)  # noqa: E731
     for one in sorted(ranking.fitting, key=by_speed):

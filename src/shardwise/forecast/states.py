@@ -1,4 +1,4 @@
-"""The states of an optimizer on one rank, in bytes."""
+"""Bytes of the optimizer states on one rank."""
 
 from collections.abc import Iterator
 from math import prod
@@ -9,9 +9,9 @@ from shardwise.plan.plan import Plan
 
 __all__ = ["state_bytes", "trained_layouts"]
 
-# Blocks of the 8-bit optimizers have one scale in float32.
+# Blocks of the 8-bit optimizers have one float32 scale each.
 _BLOCK_ELEMENTS = 256
-# Of an optimizer: bytes of states for each element, in multiples of its dtype and in bytes.
+# State per element: number of values of the parameter's dtype, and additional bytes.
 _STATES = {
     "adamw": (2, 0.0),
     "adamw8bit": (0, 2 * (1 + 4 / _BLOCK_ELEMENTS)),
@@ -22,7 +22,7 @@ _STATES = {
 
 
 def state_bytes(plan: Plan, configuration: Configuration, offloaded: bool | None) -> int:
-    """Of the layouts of `trained_layouts`."""
+    """Return the bytes of the states for the layouts of `trained_layouts`."""
     total = 0
     for layout in trained_layouts(plan, offloaded):
         match configuration.optimizer:
@@ -37,7 +37,7 @@ def state_bytes(plan: Plan, configuration: Configuration, offloaded: bool | None
 
 
 def _of_matrices_bytes(plan: Plan, layout: Layout, optimizer: str) -> int:
-    """A momentum of each hidden matrix, or SOAP's states on its owner; of all else, AdamW's."""
+    """Return bytes of Muon's momentum or SOAP's states of matrices, and AdamW's of the rest."""
     outside = {id(one) for unit in plan.units if unit.has_child_units for one in unit.layouts}
     total = 0.0
     for one in layout.extents:
@@ -46,14 +46,14 @@ def _of_matrices_bytes(plan: Plan, layout: Layout, optimizer: str) -> int:
             total += 2 * here
         elif optimizer == "muon":
             total += here
-        else:  # two moments, and for both sides a covariance and its basis; balanced over ranks
+        else:  # SOAP's two moments, and a covariance and its basis per side; balanced over ranks
             stack, m, n = (1, shape[0], prod(shape[1:])) if len(shape) != 3 else shape  # noqa: PLR2004
             total += 2 * stack * (m * n + m * m + n * n) * layout.itemsize / plan.num_ranks
     return round(total)
 
 
 def _factored_bytes(layout: Layout, shape: tuple[int, ...]) -> int:
-    """A mean for each row of this rank and each column, of matrices; otherwise one an element."""
+    """Return Adafactor's means: per row and column of a matrix, or per element of a vector."""
     if len(shape) < 2:  # noqa: PLR2004 - a vector has no columns
         return prod(shape) * layout.itemsize // layout.world_size
     rows, columns = prod(shape[:-1]), shape[-1]
@@ -61,7 +61,7 @@ def _factored_bytes(layout: Layout, shape: tuple[int, ...]) -> int:
 
 
 def trained_layouts(plan: Plan, offloaded: bool | None) -> Iterator[Layout]:
-    """Layouts with states; all of them, or only those that are on the host or are not."""
+    """Yield layouts with states: all (None), those on the host (True) or on the device (False)."""
     for unit in plan.units:
         for layout in unit.trainable_layouts:
             if offloaded is None or layout.is_offloaded is offloaded:

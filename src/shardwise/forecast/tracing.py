@@ -1,13 +1,13 @@
-"""Runs a module once on fake tensors, and records what a rank computes and keeps.
+"""Runs a module once on fake tensors, and records what a rank computes and keeps in memory.
 
-The module runs as it is: its own forward, autograd's backward, PyTorch's activation checkpointing,
-and the schedule's events where the engine has them. Nothing is allocated and nothing computed.
+The module runs unchanged: its own forward, autograd's backward, PyTorch's activation checkpointing,
+and the schedule's events in the same places as in the engine. No data is allocated or computed.
 
-Fake tensors are on the CPU, because autograd needs the driver of any other device. What GPUs do
-otherwise is repeated here: attention is one fused operation even with dropout or a mask, dropout
-keeps a mask of one byte an element, and autocast computes norms, softmax and losses in float32.
-A mask of as many queries as keys is taken for a causal one: libraries make one where they cannot
-look at values.
+Fake tensors are on the CPU, because autograd needs the driver of any other device. Differences on
+GPUs are emulated: attention is one fused operation even with dropout or a mask, dropout keeps a
+mask of one byte per element, and autocast computes norms, softmax and losses in float32. A mask
+with as many queries as keys counts as causal, because libraries make a causal mask explicit if they
+cannot inspect its values.
 """
 
 import copy
@@ -50,22 +50,21 @@ def trace(
     """Run forward and backward of ``module`` on fake tensors.
 
     Args:
-        module: on any device, also "meta"; it is left as it is.
-        batch: arguments of its forward, by position or by name. Of tensors only shape and dtype
-            matter; the first one has a row for each sequence. Those that require gradients count
-            as activations.
-        units: names of the units, as those of a plan; the root need not be named.
-        loss: turns the module's output into a scalar; None if the output is one, or has one as
-            its attribute "loss".
-        autocast: the dtype of ``torch.autocast``; None for none.
-        precision: the dtypes of parameters, and casts between units, as with `sw.fully_shard`.
-        checkpointing: for names of modules, what of their activations is kept for backward, as in
-            `checkpoint_blocks`.
-        is_stage: the module returns activations for the next stage of a pipeline; backward begins
-            with their gradients.
+        module: the module, on any device, including "meta". It is not changed.
+        batch: arguments of its forward, by position or by name. Only the shape and dtype of tensors
+            matter. The first tensor has a row for each sequence. Tensors that require gradients
+            count as activations.
+        units: names of the units, as in a plan; the root may be omitted.
+        loss: turns the module's output into a scalar; None: the output is a scalar, or its
+            attribute "loss" is.
+        autocast: the dtype of ``torch.autocast``; None: no autocast.
+        precision: dtypes of parameters and casts between units, as for `sw.fully_shard`.
+        checkpointing: module name -> mode of `checkpoint_blocks`.
+        is_stage: whether the module returns activations for the next pipeline stage. Backward then
+            begins with their gradients.
 
     Raises:
-        PlanError: a unit or a module to checkpoint does not exist, or there is no loss.
+        PlanError: a unit does not exist, or the output has no scalar loss.
     """
     names = ("", *(name for name in units if name))
     recorder = Recorder()
@@ -93,13 +92,13 @@ def trace(
 
 
 def _run(calls: "_Calls", model: nn.Module, inputs: list[Any], loss: Loss | None) -> int:
-    """Forward and backward; returns how many segments forward has.
+    """Run forward and backward; return the number of forward segments.
 
-    ``inputs`` has the only reference to the batch, and is emptied.
+    ``inputs`` has the only reference to the batch and is emptied.
     """
     recorder = calls.recorder
     value = _loss(recorder, model, inputs.pop(), loss)
-    forward_segments = len(recorder.segments) + 1  # the last one has not ended
+    forward_segments = len(recorder.segments) + 1  # the last segment has not ended yet
     recorder.in_backward = True
     run_backward(value)
     calls.finish_backward()
@@ -109,7 +108,7 @@ def _run(calls: "_Calls", model: nn.Module, inputs: list[Any], loss: Loss | None
 
 
 def _loss(recorder: Recorder, model: nn.Module, batch: Any, loss: Loss | None) -> Tensor:
-    recorder.exclude(one for one in _tensors(batch) if not one.requires_grad)
+    recorder.exclude(tensor for tensor in _tensors(batch) if not tensor.requires_grad)
     output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
     value = output if loss is None else loss(output)
     value = getattr(value, "loss", value)
@@ -153,7 +152,7 @@ def _fake_input(tensor: Tensor) -> Tensor:
 def _fake_copy(
     module: nn.Module, precision: MixedPrecisionPolicy
 ) -> tuple[nn.Module, list[Tensor]]:
-    """A copy of ``module``, with parameters as they are while gathered, and its tensors."""
+    """Copy ``module`` with fake parameters as gathered; return the copy and its tensors."""
     tensors: dict[int, Any] = {}
     for owner in module.modules():
         for parameter in owner.parameters(recurse=False):
@@ -161,8 +160,8 @@ def _fake_copy(
             dtype = kept if cast is None else getattr(torch, cast.compute_dtype)
             fake = nn.Parameter(_fake(parameter, dtype), parameter.requires_grad)
             tensors.setdefault(id(parameter), fake)
-        others = (*owner.buffers(recurse=False), *vars(owner).values())
-        for tensor in others:
+        attributes = (*owner.buffers(recurse=False), *vars(owner).values())
+        for tensor in attributes:
             if isinstance(tensor, Tensor):
                 tensors.setdefault(id(tensor), _fake(tensor))
     model = copy.deepcopy(module, dict(tensors))
@@ -173,7 +172,7 @@ def _fake_copy(
 
 
 def _take_gradient_of(leaf: Tensor) -> None:
-    """Drop its gradient when it is complete: the engine moves it to a buffer of its own."""
+    """Drop the gradient of ``leaf`` when it is complete: the engine moves it to a buffer."""
     if leaf.requires_grad:
         leaf.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
 
@@ -182,7 +181,7 @@ def _drop_gradient(leaf: Tensor) -> None:
     leaf.grad = None
 
 
-# -- the events that the engine has --------------------------------------------------------------
+# -- the events of the engine --------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -190,13 +189,13 @@ class _Call:
     """One forward of a unit."""
 
     unit: int
-    siblings: "list[_Call]"  # of the same pass, by the end of their forward
-    is_visited: bool = False  # by backward
+    siblings: "list[_Call]"  # calls of the same pass, by the end of their forward
+    is_visited: bool = False  # whether backward has reached it
 
 
 @dataclass
 class _Calls:
-    """The calls of units; as `Sequencer` has them."""
+    """The calls of units, tracked like `Sequencer` does."""
 
     recorder: Recorder
     precision: MixedPrecisionPolicy
@@ -247,7 +246,7 @@ class _Calls:
                 return
 
 
-# -- what a GPU does otherwise -------------------------------------------------------------------
+# -- differences on a GPU ------------------------------------------------------------------------
 
 _IN_FLOAT32 = {
     F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.cross_entropy, F.nll_loss, F.mse_loss,
@@ -260,9 +259,9 @@ _IN_FLOAT32 = {
 
 
 class _AsOnGPU(TorchFunctionMode):
-    """Has functions compute as they do on a GPU.
+    """Makes functions compute as on a GPU.
 
-    Autocast of PyTorch has another list of functions in float32 for a CPU.
+    PyTorch's autocast has a different list of float32 functions for CPUs.
     """
 
     def __init__(self, *, autocasts: bool) -> None:

@@ -1,8 +1,8 @@
-"""The bytes that a rank sends in a step, by axis of the mesh, from the plan.
+"""The bytes that a rank sends per step, by axis of the mesh, derived from the plan.
 
-They are those that the ledger counts (`Ledger.sent_bytes`), and ranks on CPUs send
+They equal the ledger's counter (`Ledger.sent_bytes`) and that of ranks on CPUs
 (`HostCollectives.sent`): each rank sends its part of a gather, and its addend of a sum, to every
-other rank of the group. On a ring of GPUs each of them sends as much.
+other rank of the group. On a ring of GPUs, each rank sends the same number of bytes.
 """
 
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ __all__ = ["sent_bytes"]
 
 
 def sent_bytes(plan: Plan) -> AxisBytes:
-    """What each rank sends in a step of one micro-batch, as it runs from the second on.
+    """Return what each rank sends in a step of one micro-batch, from the second step on.
 
-    It includes the flags by which ranks agree on the parameters that none of them used, a byte for
-    each parameter, as `fully_shard` with ``unused="none"`` has it. An optimizer of owners, such as
-    `Muon`, sends what its `sent_bytes` says on top.
+    The result includes the flags with which ranks agree on parameters that no rank used: one byte
+    per parameter, as in `fully_shard` with ``unused="none"``. An owner optimizer, such as `Muon`,
+    additionally sends its own `sent_bytes`.
     """
     row, replicas = _row(plan, plan.world_size), plan.replicas
     trained = sum(spec.trainable for unit in plan.units for spec in unit.parameters)
@@ -73,7 +73,7 @@ def _slot_bytes(unit: UnitPlan) -> int:
 
 
 def _reduction(plan: Plan, unit: UnitPlan, layout: Layout) -> AxisBytes:
-    """A reduce-scatter over a row of the mesh, and then over its columns or an all-reduce."""
+    """Count a reduce-scatter over a mesh row, then a reduce-scatter or all-reduce over columns."""
     row, replicas = _row(plan, unit.num_shards or plan.world_size), plan.replicas
     is_two_level = plan.strategy.is_two_level
     if (blocks := unit.reduces(layout)) is not None:
@@ -92,7 +92,7 @@ def _reduction(plan: Plan, unit: UnitPlan, layout: Layout) -> AxisBytes:
 def _quantized(
     blocks: Blocks, wire: Wire, num_elements: int, row: int, replicas: int, is_two_level: bool
 ) -> Iterator[int]:
-    """What `QuantizedSums` sends in the row, and in the column."""
+    """Count what `QuantizedSums` sends along the row and along the column."""
     size = num_elements
     for ranks, is_scattered in ((row, True), (replicas, is_two_level)):
         near = ranks if size < num_elements else min(wire.ranks_per_host or ranks, ranks)

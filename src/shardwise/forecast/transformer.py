@@ -1,9 +1,9 @@
-"""Transformers by their shape, as published frameworks run them, for a forecast.
+"""Transformers to forecast, built from a shape and written as published frameworks run them.
 
-The modules are never trained. What matters is which operations they run and what autograd keeps:
-GPT's blocks have layer norms, one projection for queries, keys and values, and a perceptron with
-GELU; Llama's have RMS norms in float32, rotary positions, grouped queries and SwiGLU. The loss is
-part of the model, and takes logits in float32.
+The modules are never trained. They run the same operations, and autograd keeps the same tensors.
+GPT's blocks have layer norms, one projection for queries, keys and values, and an MLP with GELU.
+Llama's have RMS norms in float32, rotary positions, grouped queries and SwiGLU. The loss is part of
+the model and takes float32 logits.
 """
 
 import math
@@ -35,16 +35,16 @@ class Shape:
     kv_heads: int = 0  # 0: as many as heads
     ffn: int = 0  # 0: 4 * hidden
     head_dim: int = 0  # 0: hidden / heads
-    positions: int = 0  # learned ones; 0: none, or rotary ones
+    positions: int = 0  # learned positions; 0: none, or rotary positions
     tied_embeddings: bool = False
-    has_bias: bool = False  # everywhere
+    has_bias: bool = False  # in all layers
     has_qkv_bias: bool = False  # in the projections to queries, keys and values
-    has_qk_norm: bool = False  # of queries and keys, head by head
-    experts: int = 0  # 0: a perceptron for all tokens
-    active_experts: int = 2  # for each token
+    has_qk_norm: bool = False  # norms of queries and keys, per head
+    experts: int = 0  # 0: one MLP for all tokens
+    active_experts: int = 2  # per token
     dropout: float = 0.0
-    loss: Literal["float32", "compute", "fused"] = "float32"  # as in `_loss`
-    keeps_logits: bool = False  # the training loop has them until backward
+    loss: Literal["float32", "compute", "fused"] = "float32"  # see `_loss`
+    keeps_logits: bool = False  # whether the training loop keeps the logits until backward
 
     def __post_init__(self) -> None:
         for name, default in (
@@ -65,11 +65,10 @@ _ARCHITECTURES = ("gpt", "llama", "t5")
 
 
 def build(shape: Shape, *, attention: Attention = "flash", degrees: Degrees = _ALONE) -> nn.Module:
-    """What one rank has of the transformer, on the meta device.
+    """Build one rank's part of the transformer on the meta device.
 
     Its blocks are ``layers.0``, ``layers.1``, ... With ``attention="math"``, attention and GELU are
-    as minGPT writes them. A stage of a pipeline that is not the first takes what the one before it
-    returns.
+    written as in minGPT. A pipeline stage after the first takes the output of the previous stage.
 
     Raises:
         ConfigError: the degrees do not divide the shape.
@@ -82,16 +81,16 @@ def build(shape: Shape, *, attention: Attention = "flash", degrees: Degrees = _A
 
 class _Linear(nn.Linear):
     def reset_parameters(self) -> None:
-        """Take no time: there is nothing to initialize on the meta device."""
+        """Do nothing, which is faster: there is nothing to initialize on the meta device."""
 
 
 class _Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """As above."""
+        """Do nothing, as in `_Linear`."""
 
 
 class Transformer(nn.Module):
-    """Tokens and the tokens to predict in, their loss out."""
+    """A GPT or Llama that takes tokens and targets and returns the loss."""
 
     def __init__(self, shape: Shape, attention: Attention, degrees: Degrees) -> None:
         super().__init__()
@@ -112,7 +111,7 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """[batch, time] tokens and targets to a scalar."""
+        """Compute the scalar loss of [batch, time] tokens and targets."""
         if self.degrees.is_first:
             x = self._embed(x)
         time = x.shape[1] * self.degrees.sequence_ranks
@@ -130,7 +129,7 @@ class Transformer(nn.Module):
     def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
         x = self.degrees.gather_sequence(self.norm(x))
         logits = self.degrees.gather_logits(self.head(x), self.shape.vocab)
-        if self.shape.keeps_logits:  # as long as the graph before them
+        if self.shape.keeps_logits:  # alive as long as the graph before them
             x.register_hook(partial(_same, logits.detach()))  # type: ignore[no-untyped-call]
         return _loss(self.shape, logits, targets)
 
@@ -140,10 +139,11 @@ def _same(_kept: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _loss(shape: Shape, logits: Tensor, targets: Tensor) -> Tensor:
-    """The cross-entropy of [batch, time, vocab] logits.
+    """Compute the cross-entropy of [batch, time, vocab] logits.
 
-    It is that of PyTorch, for logits in float32 or as they come, or a kernel that reads the logits
-    once and writes their gradient once, as those of FlashAttention and Liger.
+    "float32" and "compute" use PyTorch's function on logits in float32 or in the compute dtype.
+    "fused" is a kernel that reads the logits once and writes their gradient once, as in
+    FlashAttention and Liger.
     """
     logits, targets = logits.flatten(0, 1), targets.flatten()
     if shape.loss == "fused":
@@ -153,7 +153,7 @@ def _loss(shape: Shape, logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class _FusedLoss(torch.autograd.Function):
-    """With the memory and the traffic of a fused kernel, not its values."""
+    """Has the memory and memory traffic of a fused kernel, but not its values."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class _FusedLoss(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each added to its own input."""
+    """Attention and an MLP, both with a residual connection."""
 
     def __init__(self, shape: Shape, attention: Attention, degrees: Degrees) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Block(nn.Module):
         self.attention_norm = _norm(shape)
         self.attention = SelfAttention(shape, attention, degrees)
         self.mlp_norm = _norm(shape)
-        self.mlp = _perceptron(shape, attention, degrees)
+        self.mlp = _mlp(shape, attention, degrees)
 
     def forward(self, x: Tensor, rotations: Tensor | None) -> Tensor:
         gather, scatter = self.degrees.gather_sequence, self.degrees.scatter_sequence
@@ -186,14 +186,14 @@ class Block(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Causal attention, with one projection of queries, keys and values in a GPT."""
+    """Causal attention. A GPT has one projection for queries, keys and values."""
 
     def __init__(self, shape: Shape, attention: Attention, degrees: Degrees) -> None:
         super().__init__()
         self.shape = shape
         self.attend = _attention(shape, attention, degrees.context)
         heads = degrees.share("heads", shape.heads)
-        kv_heads = max(shape.kv_heads // degrees.tensor, 1)  # ranks may have the same ones
+        kv_heads = max(shape.kv_heads // degrees.tensor, 1)  # several ranks may share a head
         self.widths = [n * shape.head_dim for n in (heads, kv_heads, kv_heads)]
         self.is_fused = shape.arch == "gpt"
         has_bias = shape.has_bias or shape.has_qkv_bias
@@ -248,7 +248,7 @@ def _attend_unfused(dropout: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.dropout(weights, dropout) @ v
 
 
-def _perceptron(shape: Shape, attention: Attention, degrees: Degrees) -> nn.Module:
+def _mlp(shape: Shape, attention: Attention, degrees: Degrees) -> nn.Module:
     width = degrees.share("ffn", shape.ffn)
     if shape.experts:
         return Experts(shape, width, degrees)
@@ -270,7 +270,7 @@ class MLP(nn.Module):
 
 
 def _gelu_unfused(x: Tensor) -> Tensor:
-    """With tanh, as minGPT writes it."""
+    """GELU with tanh, written as in minGPT."""
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
@@ -286,7 +286,7 @@ class SwiGLU(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU for each token by some of many experts, which get equally many tokens each."""
+    """A mixture of SwiGLU experts with equally many tokens each."""
 
     def __init__(self, shape: Shape, width: int, degrees: Degrees) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ class Experts(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """In float32, with the result scaled in the dtype of the input."""
+    """RMS norm in float32; the result is scaled in the dtype of the input."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -335,7 +335,7 @@ def _norm(shape: Shape) -> nn.Module:
 
 
 def _rotations(shape: Shape, time: int, x: Tensor) -> Tensor:
-    """Cosines and sines of the positions' angles, [2, time, head_dim]."""
+    """Return cosines and sines of the positions' angles, [2, time, head_dim]."""
     speeds = torch.arange(0, shape.head_dim, 2, device=x.device) / -shape.head_dim
     angles = torch.outer(torch.arange(time, device=x.device), 10_000.0**speeds)
     angles = torch.cat([angles, angles], 1)
@@ -350,11 +350,11 @@ def _rotate(x: Tensor, rotations: Tensor) -> Tensor:
 
 # -- T5 ------------------------------------------------------------------------------------------
 
-_BUCKETS = 32  # of relative positions
+_BUCKETS = 32  # buckets of relative positions
 
 
 class T5(nn.Module):
-    """An encoder and a decoder; the same tokens go into both, so each takes ``layers`` blocks.
+    """An encoder and a decoder with ``layers`` blocks each.
 
     Attention is written with matrix products, because a bias of relative positions is added.
     """

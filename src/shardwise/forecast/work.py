@@ -1,7 +1,7 @@
-"""What one rank computes in one micro-batch: operations, and the activations alive around them.
+"""The work of one rank in one micro-batch: operations, and the activations that are alive.
 
-A `Workload` comes from `trace`. It says nothing about a machine, so it is turned into seconds by a
-machine model, and it holds neither parameters nor their gradients, which follow from the plan.
+`trace` makes a `Workload`. It is independent of the machine; a machine model converts it to
+seconds. It has neither parameters nor their gradients, which follow from the plan.
 """
 
 from collections.abc import Sequence
@@ -14,41 +14,41 @@ __all__ = ["Kind", "Operation", "Segment", "Workload"]
 
 
 class Kind(StrEnum):
-    """What limits an operation."""
+    """Kinds of operations, by what limits them."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
     MEMORY = "memory"  # element-wise operations, reductions, copies
-    COLLECTIVE = "collective"  # of tensor, context or expert parallelism
+    COLLECTIVE = "collective"  # collectives of tensor, context or expert parallelism
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
     """A kernel that a rank launches."""
 
-    name: str  # as "mm", "scaled_dot_product_attention", "native_layer_norm", "all_reduce"
+    name: str  # such as "mm", "scaled_dot_product_attention", "native_layer_norm", "all_reduce"
     kind: Kind
-    flops: int  # 2*m*n*k of a product; of attention: as if it were not causal; otherwise 0
+    flops: int  # 2*m*n*k for a product; for attention as if not causal; otherwise 0
     shape: tuple[int, ...]  # (batch, m, n, k), (batch, heads, queries, keys, head_dim), or ()
-    itemsize: int  # of the dtype that it computes in
-    reads: tuple[tuple[int, int], ...]  # number of the storage and bytes of each tensor
+    itemsize: int  # bytes of the compute dtype
+    reads: tuple[tuple[int, int], ...]  # (storage number, bytes) of each tensor
     writes: tuple[tuple[int, int], ...]
     is_causal: bool = False
-    is_recomputed: bool = False  # within the backward pass, by activation checkpointing
-    axis: str = ""  # of a collective: "tensor", "context" or "expert"
+    is_recomputed: bool = False  # during backward, by activation checkpointing
+    axis: str = ""  # for collectives: "tensor", "context" or "expert"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it reads and writes."""
+        """Bytes read and written."""
         return sum(size for _, size in self.reads) + sum(size for _, size in self.writes)
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Compute from the forward or backward of a unit to the next such event.
+    """Compute from the start of a unit's forward or backward to the next such event.
 
-    Bytes are of activations: memory that the pass allocates and that is neither the batch nor a
-    parameter, nor a gradient that was added to its parameter.
+    Bytes count activations: all memory that the pass allocates, except the batch, parameters and
+    accumulated gradients of parameters.
     """
 
     kind: EventKind  # FORWARD or BACKWARD; a FORWARD within the backward pass is a recomputation
@@ -57,12 +57,12 @@ class Segment:
     start_bytes: int
     peak_bytes: int
     end_bytes: int
-    # Less at the peak where an embedding adds its rows to the gradient of the head that shares its
-    # weight, as the engine has it on a CPU, and makes no gradient of its own.
+    # Reduction of the peak if an embedding adds its rows to the gradient of the tied head, as the
+    # engine does on a CPU, instead of making a gradient of its own.
     added_rows_bytes: int = 0
 
     def shifted(self, unit: int, num_bytes: int) -> "Segment":
-        """The same compute in another unit, with ``num_bytes`` more allocated around it."""
+        """Return the same compute in another unit, with ``num_bytes`` more allocated throughout."""
         return replace(
             self,
             unit=unit,
@@ -74,27 +74,26 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One micro-batch of one rank."""
+    """The work of one rank in one micro-batch."""
 
     units: tuple[str, ...]  # names; the first is "", the root
     segments: tuple[Segment, ...]
-    forward_segments: int  # those of the forward pass come first
+    forward_segments: int  # number of segments in the forward pass, which come first
     sequences: int
     tokens: int
-    sent_bytes: int = 0  # from a stage of a pipeline to the next one
+    sent_bytes: int = 0  # sent from a pipeline stage to the next one
 
     def repeated(self, stack: str, blocks: Sequence[int]) -> "Workload":
-        """The workload of a deeper model, made of the blocks of this one.
+        """Return the workload of a deeper model that consists of copies of this one's blocks.
 
-        ``blocks`` names the block of this workload that stands at each place: with
-        ``repeated("layers", [0, 1, 1, 1, 2])`` a model of three blocks becomes one of five. The
-        first and the last block should stay in their places, because what follows the last block
-        outside of it is among its segments. The copies of a block share its operations, and so
-        the numbers of their storages.
+        For example, ``repeated("layers", [0, 1, 1, 1, 2])`` turns a model of three blocks into one
+        of five. The first and the last block should keep their places, because the segments of the
+        last block include the work after it. Copies of a block share its operations, including
+        their storage numbers.
 
         Args:
-            stack: name of the module that holds the blocks, as "layers".
-            blocks: a block of this workload for each block of the result.
+            stack: name of the module that contains the blocks, such as "layers".
+            blocks: for each block of the result, the number of a block of this workload.
         """
         return _Repetition(self, stack, blocks).result()
 
@@ -124,7 +123,7 @@ class _Repetition:
         )
 
     def _units(self) -> tuple[list[str], dict[tuple[int, int], int]]:
-        """Names of the result's units; the index of a source's unit at a place (or at -1)."""
+        """Return the result's unit names, and the index of each (source unit, place or -1)."""
         names: list[str] = []
         index: dict[tuple[int, int], int] = {}
         is_placed = False
@@ -147,24 +146,29 @@ class _Repetition:
     def _pass(
         self, segments: Sequence[Segment], places: Sequence[int], added: int
     ) -> tuple[list[Segment], int]:
-        """The segments of one pass, which starts with ``added`` bytes more than in the source.
+        """Repeat the segments of one pass, which starts ``added`` bytes higher than the source.
 
-        Returns them and how many bytes more it ends with.
+        Returns:
+            The segments, and by how many bytes more than the source the pass ends.
         """
-        own = [index for index, one in enumerate(segments) if self._block_of[one.unit] is not None]
-        if not own:
-            return [self._moved(one, -1, added) for one in segments], added
-        first, last = own[0], own[-1]
+        in_blocks = [
+            index
+            for index, segment in enumerate(segments)
+            if self._block_of[segment.unit] is not None
+        ]
+        if not in_blocks:
+            return [self._moved(segment, -1, added) for segment in segments], added
+        first, last = in_blocks[0], in_blocks[-1]
         runs = self._runs(segments[first : last + 1])
         order = [runs[self._blocks[place]] for place in places]
-        result = [self._moved(one, -1, added) for one in segments[:first]]
-        more, end = added, added + order[0][0].start_bytes
+        result = [self._moved(segment, -1, added) for segment in segments[:first]]
+        offset, end = added, added + order[0][0].start_bytes
         for place, run in zip(places, order, strict=True):
-            more = end - run[0].start_bytes
-            result += [self._moved(one, place, more) for one in run]
+            offset = end - run[0].start_bytes
+            result += [self._moved(segment, place, offset) for segment in run]
             end = result[-1].end_bytes
-        result += [self._moved(one, -1, more) for one in segments[last + 1 :]]
-        return result, more
+        result += [self._moved(segment, -1, offset) for segment in segments[last + 1 :]]
+        return result, offset
 
     def _runs(self, segments: Sequence[Segment]) -> dict[int, list[Segment]]:
         runs: dict[int, list[Segment]] = {}
@@ -180,7 +184,7 @@ class _Repetition:
 
 
 def _block_of(unit: str, stack: str) -> int | None:
-    """The number of the block of ``stack`` that a unit belongs to."""
+    """Return the number of the block of ``stack`` that a unit belongs to, or None."""
     if not unit.startswith(f"{stack}."):
         return None
     number = unit[len(stack) + 1 :].split(".", maxsplit=1)[0]
