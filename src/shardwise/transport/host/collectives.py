@@ -9,7 +9,6 @@ instead of mixing their numbers.
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -86,7 +85,7 @@ class HostCollectives:
         gather = self._gathering(flat, group)
         slot_bytes = flat.nbytes // group.size
         if shared is None or group.size == 1 or not self.point_to_point.host.can_share(group.ranks):
-            return self._submit([self._exchange(label, group, slot_bytes, gather)], fill)
+            return self._submit([(self._next_id(label, group, slot_bytes), gather)], fill)
 
         def run(tag: int) -> None:
             if self._fill_shared(group, shared, fill, label, tag):
@@ -94,16 +93,14 @@ class HostCollectives:
             else:
                 gather(tag)
 
-        return self._submit([self._exchange(label, group, slot_bytes, run, is_shared=True)])
+        return self._submit([(self._next_id(label, group, slot_bytes, is_shared=True), run)])
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
         """As `ProcessGroupCollectives.exchange`."""
         group = RankGroup(tuple(sorted({*pairs, self._own})), self._own)
-        collective, run = self._exchange(
-            label, group, 0, partial(self.point_to_point.exchange, pairs)
-        )
         sizes = tuple((rank, sent.nbytes, into.nbytes) for rank, (sent, into) in pairs.items())
-        return self._submit([(replace(collective, pairs=sizes), run)])
+        collective = self._next_id(label, group, 0, pairs=sizes)
+        return self._submit([(collective, partial(self.point_to_point.exchange, pairs))])
 
     def reduce(self, reduction: Reduction, label: str) -> Work:
         """As `ProcessGroupCollectives.reduce`, in the order of the ranks."""
@@ -129,7 +126,7 @@ class HostCollectives:
         """As `ProcessGroupCollectives.all_reduce_max`; for few values."""
         rows = values.repeat(group.size, 1)  # [ranks, n]
         gather = self._gathering(rows.view(-1), group)
-        exchange = self._exchange(label, group, values.nbytes, gather)
+        exchange = self._next_id(label, group, values.nbytes), gather
         return self._submit([exchange], finish=lambda: torch.amax(rows, 0, out=values))
 
     def relay(self, steps: Sequence[Step], label: str) -> Work:
@@ -149,16 +146,17 @@ class HostCollectives:
 
     # -- the queue -------------------------------------------------------------------------------
 
-    def _exchange(
-        self, label: str, group: RankGroup, slot_bytes: int, run: Run, *, is_shared: bool = False
-    ) -> _Exchange:
-        return self._next_id(label, group, slot_bytes, is_shared=is_shared), run
-
     def _next_id(
-        self, label: str, group: RankGroup, slot_bytes: int, *, is_shared: bool = False
+        self,
+        label: str,
+        group: RankGroup,
+        slot_bytes: int,
+        *,
+        is_shared: bool = False,
+        pairs: tuple[tuple[int, int, int], ...] = (),
     ) -> CollectiveId:
         self._issued += 1
-        return CollectiveId(self._issued, label, slot_bytes, group.ranks, is_shared)
+        return CollectiveId(self._issued, label, slot_bytes, group.ranks, is_shared, pairs)
 
     def _submit(
         self,
@@ -285,7 +283,7 @@ class HostCollectives:
         rows = cut.view(group.size, size)
         own = rows[group.index]
         yield self._sum(label, group, rows, own, Finish(None, own, scale))
-        yield self._exchange(label, group, own.nbytes, self._gathering(cut, group))
+        yield self._next_id(label, group, own.nbytes), self._gathering(cut, group)
         if rest.numel():
             yield sum_whole(rest)
 
@@ -294,7 +292,7 @@ class HostCollectives:
     ) -> _Exchange:
         """Leave in ``total`` [S] the sum of this rank's row of all ranks' ``rows`` [ranks, S]."""
         run = self._sums.prepare(group, rows.unbind(), total, finish)
-        return self._exchange(label, group, total.nbytes, run)
+        return self._next_id(label, group, total.nbytes), run
 
     # -- coming back into step -------------------------------------------------------------------
 
