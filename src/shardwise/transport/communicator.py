@@ -24,7 +24,6 @@ from shardwise.transport.device import ThreadStream, is_accelerator
 from shardwise.transport.health.comparison import Comparison
 from shardwise.transport.health.history import History
 from shardwise.transport.health.monitor import (
-    PATIENCE_VARIABLE,
     POLL_SECONDS,
     Heartbeat,
     Monitor,
@@ -38,6 +37,7 @@ from shardwise.transport.process_group import ProcessGroupCollectives, backend_o
 
 __all__ = ["POLL_SECONDS", "Collectives", "Communicator", "communicator", "make_collectives"]
 
+_PATIENCE_VARIABLE = "SHARDWISE_PATIENCE_SECONDS"
 RECENT_UNITS = 64  # a rank stalls a few units after it took another way than the others
 # Looks at a device that has not come any further before it counts as stuck: a kernel takes long.
 _DEVICE_GRACE = 2
@@ -394,11 +394,10 @@ def _shown(error: BaseException) -> str:
 
 
 def _default_patience(device: torch.device) -> Patience:
-    patience = Patience()
-    if is_accelerator(device):
-        patience = Patience(silent_seconds=_DEVICE_SILENT_SECONDS)
-    seconds = float(os.environ.get(PATIENCE_VARIABLE, patience.say_seconds))
-    return patience.scaled(seconds / patience.say_seconds)
+    usual = Patience()
+    silent = _DEVICE_SILENT_SECONDS if is_accelerator(device) else usual.silent_seconds
+    say = float(os.environ.get(_PATIENCE_VARIABLE, usual.say_seconds))
+    return Patience(silent_seconds=silent * say / usual.say_seconds, say_seconds=say)
 
 
 def _store(patience: Patience) -> Store:

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +24,6 @@ from shardwise.transport.health.history import Mark
 from shardwise.transport.health.status import Report, table, verdict
 
 __all__ = [
-    "PATIENCE_VARIABLE",
     "POLL_SECONDS",
     "Heartbeat",
     "Monitor",
@@ -32,7 +31,6 @@ __all__ = [
     "describe_elsewhere",
 ]
 
-PATIENCE_VARIABLE = "SHARDWISE_PATIENCE_SECONDS"
 POLL_SECONDS = 1.0
 _MEET_SECONDS = 0.01
 
@@ -46,14 +44,6 @@ class Patience:
     # A call into C that holds Python's lock for so long is taken for a rank that is stopped.
     silent_seconds: float = 10.0
     say_seconds: float = 15.0  # until a rank that waits says for whom; then twice as long each time
-
-    def scaled(self, factor: float) -> "Patience":
-        """With other times until an error or a warning."""
-        return replace(
-            self,
-            silent_seconds=factor * self.silent_seconds,
-            say_seconds=factor * self.say_seconds,
-        )
 
 
 @dataclass(frozen=True, slots=True)
