@@ -17,7 +17,7 @@ from math import prod
 from shardwise.plan.granularity import Dim
 from shardwise.plan.layout import Layout, ParameterExtent, ParameterSpec, Run, alignment_of, lay_out
 
-__all__ = ["ChunkedLayout", "chunk_of", "chunk_shape", "lay_out_chunks"]
+__all__ = ["ChunkedLayout", "chunk_dim", "chunk_of", "chunk_shape", "lay_out_chunks"]
 
 
 def chunk_of(size: int, world_size: int, rank: int) -> Run:
@@ -26,9 +26,15 @@ def chunk_of(size: int, world_size: int, rank: int) -> Run:
     return Run(min(rank * length, size), min((rank + 1) * length, size))
 
 
+def chunk_dim(parameter: ParameterSpec) -> int:
+    """The dim along which ``parameter`` is cut."""
+    assert isinstance(parameter.granularity, Dim)
+    return parameter.granularity.dim
+
+
 def chunk_shape(parameter: ParameterSpec, world_size: int, rank: int) -> tuple[int, ...]:
     """The shape of ``rank``'s chunk of ``parameter``."""
-    dim = _dim_of(parameter)
+    dim = chunk_dim(parameter)
     shape = list(parameter.shape)
     shape[dim] = len(chunk_of(shape[dim], world_size, rank))
     return tuple(shape)
@@ -60,7 +66,7 @@ class ChunkedLayout(Layout):
     def run(self, extent: ParameterExtent, rank: int) -> Run:
         """The elements that ``rank`` owns; of dims other than the first they are no run."""
         parameter = extent.parameter
-        assert _dim_of(parameter) == 0, f"{parameter.name}: a chunk of dim 1 or more is no run"
+        assert chunk_dim(parameter) == 0, f"{parameter.name}: a chunk of dim 1 or more is no run"
         rows, row = chunk_of(parameter.shape[0], self.world_size, rank), prod(parameter.shape[1:])
         return Run(rows.start * row, rows.stop * row)
 
@@ -85,8 +91,3 @@ def lay_out_chunks(parameters: Sequence[ParameterSpec], world_size: int) -> tupl
         slot = prod(chunk_shape(parameter, world_size, 0))
         end = -(-(end + slot) // alignment) * alignment
     return (ChunkedLayout(tuple(extents), world_size, end),)
-
-
-def _dim_of(parameter: ParameterSpec) -> int:
-    assert isinstance(parameter.granularity, Dim)
-    return parameter.granularity.dim

@@ -7,8 +7,7 @@ from itertools import chain
 from torch import Tensor
 
 from shardwise._private import foreach_copy_
-from shardwise.plan.chunks import ChunkedLayout, chunk_of
-from shardwise.plan.granularity import Dim
+from shardwise.plan.chunks import ChunkedLayout, chunk_dim, chunk_of
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.runtime.memory import FlatBuffer, Pool
 
@@ -86,8 +85,7 @@ class ChunkedBuffer:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The chunks of full length [ranks, *chunk], and the last one, which may be shorter."""
         spec, shards = extent.parameter, self.flat.view(self.layout.world_size, -1)
-        assert isinstance(spec.granularity, Dim)
-        dim = spec.granularity.dim
+        dim = chunk_dim(spec)
         parameter = self._whole.flat[whole.offset : whole.stop].view(spec.shape)
         length = len(chunk_of(spec.shape[dim], self.layout.world_size, 0))
         num_full, rest = divmod(spec.shape[dim], max(1, length))

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import PlanError
-from shardwise.plan.chunks import chunk_shape
-from shardwise.plan.granularity import Dim
+from shardwise.plan.chunks import chunk_dim, chunk_shape
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.runtime import hooks
 from shardwise.runtime.memory import aligned
@@ -195,8 +194,7 @@ class _Extension:
         self._precision = precision
         self._device = device
         layout, spec = parameter.sharding.layout, parameter.sharding.extent.parameter
-        assert isinstance(spec.granularity, Dim)
-        self._dim = spec.granularity.dim
+        self._dim = chunk_dim(spec)
         self._size = torch.Size(spec.shape)
         self._stride = torch.empty(self._size, device="meta").stride()
         self._chunk_shape = chunk_shape(spec, mesh.size, 0)

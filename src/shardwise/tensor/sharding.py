@@ -20,8 +20,7 @@ from shardwise._private import (
     new_dtensor,
     strided_shard,
 )
-from shardwise.plan.chunks import chunk_of, chunk_shape
-from shardwise.plan.granularity import Dim
+from shardwise.plan.chunks import chunk_dim, chunk_of, chunk_shape
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.tensor.mesh import DataParallelMesh
 
@@ -263,9 +262,7 @@ class ChunkSharding(Sharding):
 
     @property
     def _dim(self) -> int:
-        granularity = self.extent.parameter.granularity
-        assert isinstance(granularity, Dim)
-        return granularity.dim
+        return chunk_dim(self.extent.parameter)
 
     @property
     def _inner_placement(self) -> Placement:
