@@ -1,6 +1,7 @@
 """Puts the buffers of all collectives of a model into memory that their backend has registered."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 from shardwise.errors import PlanError
 from shardwise.plan.wire import EXACT
@@ -44,8 +45,7 @@ def use_memory(
             "they send is encoded elsewhere; leave the call out, or the wire"
         )
     check_memory(kind, mesh.world, pools.device)
-    flats = [flat for unit in units for flat in unit.flats]
-    if any(flat.mesh.shards != mesh.shards for flat in flats):
+    if any(flat.mesh.shards != mesh.shards for unit in units for flat in unit.flats):
         raise PlanError(
             "units with other ranks than the model (experts) cannot have the memory of their "
             f"collectives in {kind} memory; leave the call out"
@@ -57,8 +57,8 @@ def use_memory(
         for queue, group in ((links.gather, mesh.shards), (links.reduce, reduced))
     ]
     pools.use(kind, *allocators)
-    for flat in flats:
-        flat.use_memory_of(None if kind is MemoryKind.OWN else pools.registered_gradients)
+    for gradients in chain.from_iterable(unit.gradients for unit in units):
+        gradients.use_memory_of(None if kind is MemoryKind.OWN else pools.registered_gradients)
     plan_memory(units, events())
 
 

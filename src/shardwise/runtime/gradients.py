@@ -180,7 +180,7 @@ class GradientBuffer:
         """Take the gradients that are on dense parameters."""
         for position, parameter in enumerate(self.parameters):
             if parameter.dense.grad is not None:
-                self.write(position, self.parameters[position].take_gradient())
+                self.write(position, parameter.take_gradient())
 
     def write(self, position: int, gradient: Tensor) -> None:
         """Put a gradient into its place in the buffer, divided as far as is done here."""

@@ -25,7 +25,7 @@ from shardwise.plan.units import UnitPlan
 from shardwise.runtime import hooks
 from shardwise.runtime.chunked_buffer import ChunkedBuffer, flat_buffer
 from shardwise.runtime.gradients import GradientBuffer
-from shardwise.runtime.memory import Arena, FlatBuffer, Pool, Pools
+from shardwise.runtime.memory import FlatBuffer, Pool, Pools
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.schedule.events import Event, EventKind
@@ -103,11 +103,6 @@ class FlatParameters:
         """What gathered parameters take now, those that are held between steps included."""
         buffers = (self.buffer, self._held)
         return sum(one.num_bytes for one in buffers if one is not None and one.is_acquired)
-
-    def use_memory_of(self, pool: Arena | None) -> None:
-        """Between steps: have reductions work in memory of ``pool``, or as in the beginning."""
-        if self.gradients is not None:
-            self.gradients.use_memory_of(pool)
 
     def listen(self, position: int, callback: Callable[[], None]) -> None:
         """Call ``callback`` for each gradient that autograd has put on a dense parameter."""
