@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._private import pytree
 from shardwise.errors import PlanError
+from shardwise.fsdp.collectives import broadcast_object, broadcast_tensors
 from shardwise.fsdp.names import clean_names
 from shardwise.fsdp.sharded_tensors import TorchShardedTensor, part_of
 from shardwise.fsdp.whole_mesh import as_parameter
 from shardwise.tensor.sharding import local_of, mesh_of, sharding_of
-from shardwise.transport.process_group import broadcast_object, broadcast_tensors
 
 __all__ = ["group_of", "receive", "shard_like"]
 

@@ -17,6 +17,7 @@ from shardwise.api import fully_shard
 from shardwise.fsdp import api, optim_states, state_dict_type as state_dicts
 from shardwise.fsdp.api import *  # noqa: F403 (programs also import the options from here)
 from shardwise.fsdp.buffers import buffer_dtypes, left_alone, move
+from shardwise.fsdp.collectives import broadcast_tensors
 from shardwise.fsdp.comm_hooks import register_comm_hook
 from shardwise.fsdp.errors import WrapperError
 from shardwise.fsdp.eval_precision import EvalPrecision
@@ -40,7 +41,6 @@ from shardwise.plan.units import NEVER_CALLED
 from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.module import FSDPModule, handle_of
 from shardwise.tensor.sharding import local_of, sharding_of
-from shardwise.transport.process_group import broadcast_tensors
 
 __all__ = ["FullyShardedDataParallel"]
 __all__ += api.__all__

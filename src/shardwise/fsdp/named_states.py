@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from shardwise.errors import PlanError
 from shardwise.fsdp.api import StateDictType
+from shardwise.fsdp.collectives import broadcast_object, gather_objects
 from shardwise.fsdp.distribute import group_of, shard_like
 from shardwise.fsdp.errors import StateError
 from shardwise.fsdp.local_states import as_dtensor, as_local
 from shardwise.fsdp.names import clean_name, clean_names
 from shardwise.fsdp.state_dict_type import convert_for_saving
 from shardwise.runtime.optimizers import current
-from shardwise.transport.process_group import broadcast_object, gather_objects
 
 __all__ = [
     "States",

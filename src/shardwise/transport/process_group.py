@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,6 @@ __all__ = [
     "accelerator_type",
     "backend_of",
     "backends_of",
-    "broadcast_object",
-    "broadcast_tensors",
-    "gather_objects",
-    "join_parts",
     "new_group",
     "rank_device",
 ]
@@ -417,40 +413,3 @@ def new_group(
         return new_nccl_group(ranks, name, timeout, without_kernels=without_kernels)
     backend = backend or dist.get_backend_config(parent)
     return new_registered_group(ranks, backend, name, timeout, without_kernels=without_kernels)
-
-
-def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Give every rank the values that the first of ``group`` has; between steps only."""
-    if group is None or dist.get_backend(group) == "fake":
-        return
-    with torch.no_grad():
-        for tensor in tensors:
-            dense = tensor.detach().contiguous()
-            dist.broadcast(dense, group=group, group_src=0)
-            tensor.copy_(dense)
-
-
-def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """The value that the first rank of ``group`` passes, pickled, on every rank."""
-    values = [value]
-    if group is not None and dist.get_backend(group) != "fake":
-        dist.broadcast_object_list(values, group=group, group_src=0)
-    return values[0]
-
-
-def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """What each rank of ``group`` passes, pickled, on every rank."""
-    if group is None or dist.get_backend(group) == "fake":
-        return [value]
-    values = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def join_parts(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Give every rank of ``group`` all elements, of which it has some; the others are zeros there.
-
-    The bytes are summed, so every value stays as it is, negative zeros and NaNs included.
-    """
-    if group is not None and dist.get_backend(group) != "fake":
-        dist.all_reduce(tensor.view(-1).view(torch.uint8), group=group)
