@@ -81,7 +81,7 @@ class MemoryMeter:
         """Measure the bytes held now."""
         pools = self._pools
         shards = sum(map(self._gradient_bytes_of, self._flats))
-        buffers = pools.gradients.allocated_bytes + pools.outer_gradients.allocated_bytes
+        buffers = pools.of_gradients.allocated_bytes
         if self._saved is not None:
             activations = self._saved.num_bytes
         else:

@@ -78,7 +78,7 @@ class Stepper(StepObserver):
     def step(self, unit: Unit, links: Communicator) -> None:
         """Step ``unit`` and free its gradients."""
         if self._unused == "zeros":
-            settle(unit.gradients, repeat(True))
+            settle(gradients_of([unit]), repeat(True))
         else:
             self._syncs[unit][-1].settle(links)
             del self._syncs[unit]  # only now: if the wait raises, they are still in flight
@@ -95,8 +95,8 @@ class Stepper(StepObserver):
             used_here = [u for unit in units for u in used.get(unit, _used_of(unit))]
             check_all_used(parameters, used_here, backward.links, self._device)
         for unit in late if self._unused == "zeros" else ():
-            for gradients in unit.gradients:
-                gradients.shard.fill_with_zeros()
+            for gradients in gradients_of([unit]):
+                gradients.fill_with_zeros()
                 gradients.forget()
             self._update(unit)  # one at a time: the optimizer steps everything with a gradient
         self._stepped.clear()
@@ -118,8 +118,8 @@ class Stepper(StepObserver):
                 with self._without_others():
                     self._step(with_gradients)
         finally:
-            for gradients in unit.gradients:
-                gradients.shard.drop()
+            for gradients in gradients_of([unit]):
+                gradients.drop()
 
     @contextlib.contextmanager
     def _without_others(self) -> Iterator[None]:
@@ -136,4 +136,4 @@ class Stepper(StepObserver):
 
 
 def _used_of(unit: Unit) -> list[bool]:
-    return [used for gradients in unit.gradients for used in gradients.used]
+    return [used for gradients in gradients_of([unit]) for used in gradients.used]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import StepError
-from shardwise.runtime.gradients import GradientBuffer
+from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.ledger import note_sent
 from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.parameters import FSDPParameter
@@ -34,11 +34,11 @@ UNUSED: tuple[str, ...] = get_args(Unused)
 _MAX_SHOWN = 20
 
 
-def gradients_of(units: Iterable[Unit]) -> list[GradientBuffer]:
-    return [gradients for unit in units for gradients in unit.gradients]
+def gradients_of(units: Iterable[Unit]) -> list[GradientShard]:
+    return [gradients.shard for unit in units for gradients in unit.gradients]
 
 
-def settle(gradients: Iterable[GradientBuffer], used_anywhere: Iterable[bool]) -> None:
+def settle(gradients: Iterable[GradientShard], used_anywhere: Iterable[bool]) -> None:
     """Settle ``gradients``: parameters that no rank used keep the gradient that they had."""
     flags = iter(used_anywhere)
     for each in gradients:
@@ -179,7 +179,7 @@ class UnusedParameters(StepObserver):
         if self.mode == "zeros" or not backward.complete:
             for each in gradients:
                 if backward.complete:
-                    each.shard.fill_with_zeros()
+                    each.fill_with_zeros()
                 each.forget()
             return
         if self.mode == "error":

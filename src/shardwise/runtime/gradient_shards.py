@@ -14,6 +14,7 @@ from shardwise.runtime.hooks import apply_gradient_hooks, run_accumulated_hooks
 from shardwise.runtime.memory import Pool, is_shared
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
+from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.transport.device import DeviceWork, copy_scaled_
 
 __all__ = ["GradientShard"]
@@ -31,7 +32,7 @@ class GradientShard:
         self,
         layout: Layout,
         parameters: Sequence[FSDPParameter],
-        rank: int,
+        mesh: DataParallelMesh,
         pool: Pool,
         settings: UnitSettings,
         offloader: HostOffloader | None,
@@ -39,17 +40,21 @@ class GradientShard:
         keeps_memory: bool,
     ) -> None:
         self.parameters = parameters
+        self.mesh = mesh
         self.offloader = offloader
         self.dtype: torch.dtype = getattr(torch, layout.gradient_dtype)
         self.scale = 1.0  # of the sums, to make averages of them
         self._settings = settings
         self._layout = layout
-        self._own = layout.slices_of_shard(rank)
+        self._own = layout.slices_of_shard(mesh.rank)
         self._pool = self.reduce_pool = pool  # the second has what is copied to the host
         self._keeps_memory = keeps_memory or offloader is not None
         self._is_stepped = False  # in backward: then gradients are dropped there, by `drop`
+        # Of this backward: whether autograd gave each parameter a gradient, and where it was the
+        # first. What waits for a later reduction is kept until that.
+        self.used = [False] * len(layout.extents)
+        self._fresh: list[int] = []
         self._is_handed_over = False
-        self._fresh: list[int] = []  # positions whose .grad was None before this backward
         # [S], until it is handed over; if it is kept, until somebody holds the last .grad
         self.current: Tensor | None = None
         self._offload: _PendingOffload | None = None
@@ -111,17 +116,17 @@ class GradientShard:
         self._hand_over(arrived)
         self._end_offload()
 
-    def settle(self, used_anywhere: Sequence[bool]) -> bool:
-        """Take back the gradients of parameters that no rank used; whether any were handed over."""
+    def settle(self, used_anywhere: Sequence[bool]) -> None:
+        """A parameter that no rank used keeps the gradient it had, which may be None."""
         if not self._is_handed_over:
-            return False
+            return
         for position in self._fresh:
             if not used_anywhere[position]:
                 self.parameters[position].sharded.grad = None
         for parameter, used in zip(self.parameters, used_anywhere, strict=True):
             if used and parameter.sharded.requires_grad:
                 run_accumulated_hooks(parameter.sharded)
-        return True
+        self.forget()
 
     def fill_with_zeros(self) -> None:
         """Where there is no gradient, as in a unit that did not run."""
@@ -129,11 +134,11 @@ class GradientShard:
             if parameter.sharded.requires_grad and parameter.sharded.grad is None:
                 parameter.sharded.grad = torch.zeros_like(parameter.sharded, dtype=self.dtype)
 
-    def forget(self) -> bool:
-        """The backward is over; whether its gradients were handed over."""
-        was_handed_over, self._is_handed_over = self._is_handed_over, False
-        self._fresh = []
-        return was_handed_over
+    def forget(self) -> None:
+        """The backward is over; what it left unreduced, and of which parameters, stays."""
+        if self._is_handed_over:
+            self.used = [False] * len(self.used)
+        self._is_handed_over, self._fresh = False, []
 
     def step_in_backward(self, is_stepped: bool) -> None:
         """Whether gradients, of which there are none now, live until `drop`, in a pool's memory."""
@@ -156,7 +161,8 @@ class GradientShard:
         if self._offload is not None:
             self._offload.work.synchronize()
             self._end_offload()
-        self.forget()
+        self.used = [False] * len(self.used)
+        self._is_handed_over, self._fresh = False, []
         if self._is_stepped:
             self.drop()
         elif self.offloader is None:

@@ -73,9 +73,8 @@ class GradientBuffer:
         self._owns_buffer = plan.holds_gradients
         # In ``.grad`` until the reduction: there is no buffer while child units compute.
         self._waits = plan.has_child_units and not plan.holds_gradients
-        self.used = [False] * len(layout.extents)  # whether autograd gave them a gradient
         self._layout = layout
-        self.mesh = mesh
+        self._mesh = mesh
         pool = pools.outer_gradients if plan.has_child_units else pools.gradients
         self._own_pool = pool
         self._settings = settings
@@ -89,7 +88,7 @@ class GradientBuffer:
         self.shard = GradientShard(
             layout,
             parameters,
-            mesh.rank,
+            mesh,
             pool,
             settings,
             offloader,
@@ -136,7 +135,7 @@ class GradientBuffer:
     @property
     def _divisors(self) -> tuple[float, float]:
         """Of gradients before the sum over ranks, and of the sum."""
-        divisor = self._settings.gradient_divisor or self.mesh.num_ranks
+        divisor = self._settings.gradient_divisor or self._mesh.num_ranks
         if self._settings.reduce_hook is not None:
             divisor = 1.0
         before = _divisor_before_the_sum(self._buffer.flat.dtype, divisor)
@@ -172,7 +171,7 @@ class GradientBuffer:
 
     def accept(self, position: int) -> None:
         """Autograd has put a gradient on a dense parameter: take it, now or when it is reduced."""
-        self.used[position] = True
+        self.shard.used[position] = True
         if not self._waits:
             self.write(position, self.parameters[position].take_gradient())
 
@@ -219,14 +218,14 @@ class GradientBuffer:
         carried, self._partial = self._partial, None
         if carried is not None:
             self._scratch.append(carried.untyped_storage())
-        flat, row = self._buffer.flat, self.mesh.row
-        stages = self.mesh.reduction if all_reduces else self.mesh.reduction[:1]
+        flat, row = self._buffer.flat, self._mesh.row
+        stages = self._mesh.reduction if all_reduces else self._mesh.reduction[:1]
         out = self._target() if all_reduces else None
         is_cast = out is not None and out.dtype != flat.dtype
         stays_in_flat = self._pool is not self._own_pool
         if out is None:
             inner = self._partial = self._allocate_tensor(len(flat) // row.size, flat.dtype, "rows")
-        elif is_cast or stays_in_flat or self.mesh.is_two_level:
+        elif is_cast or stays_in_flat or self._mesh.is_two_level:
             inner = flat.view(row.size, -1)[row.index]
         else:
             inner = out
@@ -242,7 +241,7 @@ class GradientBuffer:
         """Have ``hook`` reduce the buffer, padding included."""
         flat = self._buffer.flat.detach()  # whose `.data` it may replace
         _zero_padding(flat, self._layout)
-        if self.mesh.size == 1:
+        if self._mesh.size == 1:
             reduced = flat
             hook(flat)
         else:
@@ -267,16 +266,6 @@ class GradientBuffer:
             self.shard.finish_offload()
             self._move(GradientState.IDLE)
 
-    def settle(self, used_anywhere: Sequence[bool]) -> None:
-        """A parameter that no rank used keeps the gradient it had, which may be None."""
-        if self.shard.settle(used_anywhere):
-            self.forget()
-
-    def forget(self) -> None:
-        """The backward is over; what it left unreduced, and of which parameters, stays."""
-        if self.shard.forget():
-            self.used = [False] * len(self.used)
-
     def discard(self) -> None:
         """Drop everything that is under way, after an error."""
         self._written = [False] * len(self._written)
@@ -290,7 +279,6 @@ class GradientBuffer:
         if self._quantized is not None:
             self._quantized.residual = None
         self.shard.discard()
-        self.used = [False] * len(self.used)
         self.state = GradientState.IDLE
 
     def _fill(self) -> None:

@@ -96,8 +96,7 @@ class HeldMemory:
         pools = self._pools
         yield _Row("shards", self._here(flat.shard for unit in self._units for flat in unit.flats))
         yield _Row("gathered units", sum(n for n, _ in gathered), remark if gathered else "")
-        of_gradients = (pools.gradients, pools.outer_gradients, pools.registered_gradients)
-        whole = sum(pool.allocated_bytes for pool in of_gradients)
+        whole = pools.of_gradients.allocated_bytes
         whole += sum(unit.plan.gradient_bytes for unit in self._units if unit.plan.holds_gradients)
         yield _Row("gradients before reduction", whole)
         yield _Row("gradients", self._here(p.grad for p in sharded))

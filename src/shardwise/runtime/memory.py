@@ -319,11 +319,11 @@ class Pools:
         can_share = is_offered and CAN_SWAP and not is_accelerator(device)
         self.gathered = Arena(device, shared=SharedMemory() if can_share else None)
         self.own = Arena(device)
-        self._of_gradients = PeakCounter()
-        self.gradients = Pool(device, keep=False, together=self._of_gradients)
-        self.outer_gradients = Pool(device, keep=False, together=self._of_gradients)
+        self.of_gradients = PeakCounter()
+        self.gradients = Pool(device, keep=False, together=self.of_gradients)
+        self.outer_gradients = Pool(device, keep=False, together=self.of_gradients)
         # Of both, where a backend registers it: it is held all the time.
-        self.registered_gradients = Arena(device, together=self._of_gradients)
+        self.registered_gradients = Arena(device, together=self.of_gradients)
         self.kind = MemoryKind.OWN
 
     def __iter__(self) -> Iterator[Pool]:
@@ -346,7 +346,7 @@ class Pools:
     def peak_bytes(self) -> int:
         """The most that was allocated for parameters, and the most for gradients."""
         of_parameters = self.gathered.peak_bytes + self.own.peak_bytes
-        return of_parameters + self._of_gradients.peak_bytes
+        return of_parameters + self.of_gradients.peak_bytes
 
 
 class FlatBuffer:
