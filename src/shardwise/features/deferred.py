@@ -4,9 +4,9 @@ Parameters become DTensors on the meta device immediately. The engine takes over
 parameters get storage; each rank allocates its own shards only.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from shardwise.errors import NotMaterialized
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import keeps_its_class, named_parameters
-from shardwise.runtime.attach import owner_of, show_as_sharded
+from shardwise.runtime.attach import owner_of, put_sharded, stored_part_of
 from shardwise.runtime.module import FSDPModule
 from shardwise.tensor.mesh import DataParallelMesh
-
-if TYPE_CHECKING:
-    from shardwise.tensor.sharding import Sharding
+from shardwise.tensor.sharded_tensor import sharding_for
+from shardwise.tensor.sharding import Sharding, sharding_of
 
 __all__ = ["defer", "is_deferred", "when_sharded"]
 
@@ -35,7 +34,7 @@ def is_deferred(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> bo
 
 def defer(module: nn.Module, shard: Callable[[], None], plan: Plan, mesh: DataParallelMesh) -> None:
     """Make the parameters of ``module`` DTensors now, and call ``shard`` once they have storage."""
-    module.__dict__[_SHARDINGS] = show_as_sharded(module, plan, mesh)
+    module.__dict__[_SHARDINGS] = _show_as_sharded(module, plan, mesh)
     module.__dict__[_SHARD] = shard
     module.__class__ = _deferred_class(type(module))  # type: ignore[arg-type]
 
@@ -92,6 +91,26 @@ class Deferred(FSDPModule):
             if shard is not None:
                 inner.__class__ = type(inner).__bases__[1]
                 shard()
+
+
+def _show_as_sharded(root: nn.Module, plan: Plan, mesh: DataParallelMesh) -> Mapping[str, Sharding]:
+    """Make the parameters of ``root``, on the meta device, DTensors there; how, by name."""
+    shown: dict[str, Sharding] = {}
+    extents = [
+        (unit, one, extent) for unit in plan.units for one in unit.layouts for extent in one.extents
+    ]
+    for unit, layout, extent in extents:
+        original = root.get_parameter(extent.parameter.name)
+        sharding = sharding_of(original)
+        if sharding is None:  # of a unit inside it otherwise
+            sharding = sharding_for(unit, layout, extent, mesh, original)
+            if layout.is_extended:
+                empty = stored_part_of(original, sharding)
+            else:
+                empty = sharding.empty(getattr(torch, layout.dtype), torch.device("meta"))
+            put_sharded(root, original, sharding, empty)
+        shown.update(dict.fromkeys(extent.parameter.names, sharding))
+    return shown
 
 
 def _first_on_meta(root: nn.Module) -> list[str]:

@@ -1,7 +1,7 @@
 """Putting shards in the place of parameters: what `fully_shard` does to a model once."""
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise.tensor.operations  # noqa: F401 - what can be done with shards
 from shardwise.errors import PlanError
-from shardwise.plan.plan import Plan, UnitSettings
+from shardwise.plan.plan import UnitSettings
 from shardwise.plan.units import UnitPlan, keeps_its_class, named_parameters
 from shardwise.runtime import optimizers
 from shardwise.runtime.checks import is_on_meta
@@ -29,9 +29,10 @@ __all__ = [
     "make_unit",
     "move_buffers",
     "owner_of",
+    "put_sharded",
     "replace_parameter",
     "settings_of",
-    "show_as_sharded",
+    "stored_part_of",
 ]
 
 _CLASS = "_shardwise_class"  # that a sharded parameter has while its unit computes
@@ -129,7 +130,7 @@ def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) ->
     with torch.no_grad():
         local.copy_(_own_part_of(original, sharding))  # a cast, where the shard is a master
     kind, attributes = _class_of(original)
-    owners, sharded = _put_sharded(root, original, sharding, sharding.wrap(local))
+    owners, sharded = put_sharded(root, original, sharding, sharding.wrap(local))
     trainable = sharding.extent.parameter.trainable
     dense = nn.Parameter(sharding.dense(view), requires_grad=trainable)
     if kind is not None:
@@ -154,13 +155,14 @@ def _class_of(original: nn.Parameter) -> tuple[type | None, dict[str, Any]]:
 def _manage_extended(root: nn.Module, sharding: Sharding) -> FSDPParameter:
     """Replace a parameter of ``root`` by this rank's part of it, a tensor of its class."""
     original = root.get_parameter(sharding.name)
-    stored = _stored_part_of(original, sharding)
-    owners, sharded = _put_sharded(root, original, sharding, stored)
+    stored = stored_part_of(original, sharding)
+    owners, sharded = put_sharded(root, original, sharding, stored)
     dense = nn.Parameter(torch.empty(0), requires_grad=False)  # until the class makes one
     return FSDPParameter(sharding, sharded, local_of(sharded), dense, owners)
 
 
-def _stored_part_of(original: nn.Parameter, sharding: Sharding) -> DTensor:
+def stored_part_of(original: nn.Parameter, sharding: Sharding) -> DTensor:
+    """What this rank stores of ``original``, whose class says what is gathered of it."""
     assert isinstance(sharding, ExtendedSharding)
     before = sharding_of(original)
     if before is None:
@@ -170,7 +172,7 @@ def _stored_part_of(original: nn.Parameter, sharding: Sharding) -> DTensor:
     return sharding.wrap(local_of(original))
 
 
-def _put_sharded(
+def put_sharded(
     root: nn.Module, original: nn.Parameter, sharding: Sharding, payload: Tensor
 ) -> tuple[list[ParameterOwner], nn.Parameter]:
     """Have modules hold ``payload`` in the place of ``original``: which, and as what."""
@@ -183,26 +185,6 @@ def _put_sharded(
     if sharded is not original and not (isinstance(original, DTensor) or keeps_its_class(original)):
         optimizers.replace(original, sharded)
     return owners, sharded
-
-
-def show_as_sharded(root: nn.Module, plan: Plan, mesh: DataParallelMesh) -> Mapping[str, Sharding]:
-    """Make the parameters of ``root``, on the meta device, DTensors there; how, by name."""
-    shown: dict[str, Sharding] = {}
-    extents = [
-        (unit, one, extent) for unit in plan.units for one in unit.layouts for extent in one.extents
-    ]
-    for unit, layout, extent in extents:
-        original = root.get_parameter(extent.parameter.name)
-        sharding = sharding_of(original)
-        if sharding is None:  # of a unit inside it otherwise
-            sharding = sharding_for(unit, layout, extent, mesh, original)
-            if layout.is_extended:
-                empty = _stored_part_of(original, sharding)
-            else:
-                empty = sharding.empty(getattr(torch, layout.dtype), torch.device("meta"))
-            _put_sharded(root, original, sharding, empty)
-        shown.update(dict.fromkeys(extent.parameter.names, sharding))
-    return shown
 
 
 def owner_of(root: nn.Module, name: str) -> ParameterOwner:
