@@ -15,10 +15,10 @@ from typing import Any
 
 from benchmarks import make_parser
 from shardwise.bench import harness
+from shardwise.features.padding import REPORT_THRESHOLD, explain_padding
 from shardwise.plan.granularity import Granularity, block
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out, lay_out_in_buffers
 from shardwise.plan.packing import pack
-from shardwise.plan.padding import REPORT_THRESHOLD, explain_padding
 
 Shapes = Mapping[str, tuple[int, ...]]
 RANKS = (8, 64, 512, 1024)

@@ -16,12 +16,12 @@ from shardwise.errors import PlanError
 from shardwise.features import fused_wgrad
 from shardwise.features.deferred import defer, is_deferred
 from shardwise.features.initialize import Initialization, Materializer
+from shardwise.features.padding import padding_report
 from shardwise.features.pretrained import saving_methods
 from shardwise.features.unused import UNUSED, Unused, UnusedParameters
 from shardwise.plan.granularity import Dim, Granularities, Granularity, Granularizer
 from shardwise.plan.layout import ParameterSpec
 from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy, as_offload_policy
-from shardwise.plan.padding import padding_report
 from shardwise.plan.plan import Plan, UnitChoice, UnitRanks, make_plan
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy, as_precision_policy
 from shardwise.plan.strategy import Strategy, resolve_strategy

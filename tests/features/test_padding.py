@@ -8,9 +8,9 @@ import torch
 from benchmarks.padding import BLOCKS, GRANULARITIES, RANKS, as_specs, measure
 from torch import nn
 
+from shardwise.features.padding import explain_padding, padding_report
 from shardwise.plan.granularity import Granularity
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out, lay_out_in_buffers
-from shardwise.plan.padding import explain_padding, padding_report
 from shardwise.plan.plan import make_plan
 from tests.covering import covered_first
 
