@@ -71,7 +71,7 @@ class ParameterSpec:
     trainable: bool
     granularity: Granularity = "element"
     cast: Cast | None = None
-    is_extended: bool = False  # its class says what is gathered of it, as FSDP2's extensions do
+    is_extended: bool = False  # its class defines FSDP2's all-gather extensions
 
     def __post_init__(self) -> None:
         assert self.names, "a parameter has a name"
@@ -179,7 +179,7 @@ class Layout:
 
     @property
     def is_extended(self) -> bool:
-        """Whether the classes of its parameters say what is gathered of them."""
+        """Whether the classes of its parameters define all-gather extensions."""
         return self.extents[0].parameter.is_extended
 
     @cached_property

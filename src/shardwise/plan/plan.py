@@ -115,16 +115,16 @@ class UnitChoice:
 class UnitSettings:
     """What a user may change of a unit at any time.
 
-    Its module keeps them, for the unit is made anew when the module around it is sharded.
+    The module keeps them, because sharding the module around it makes a new unit.
     """
 
     reshard_after_forward: bool | None = None  # None: as planned
-    # Or not before a backward that reduces its gradients, after which an optimizer may step.
+    # False: only after a backward that reduces its gradients, because an optimizer may step then.
     reshard_after_backward: bool = True
-    reduce_grads: bool = True  # in backward, or a later one does
-    all_reduce_grads: bool = True  # over the outer axis, or a later backward does
+    reduce_grads: bool = True  # in this backward; False: in a later one
+    all_reduce_grads: bool = True  # over the outer axis, too; False: in a later backward
     gradient_divisor: float | None = None  # of sums over ranks; None: the number of ranks
-    only_sums: bool = False  # the backend multiplies no sum, even if it can
+    only_sums: bool = False  # sums are divided in a separate pass, not by the backend
     collective_memory: str = "own"  # a `MemoryKind`; of the whole model
     # Called as hook(gradients), or as hook(gradients, shard) where parameters are sharded, with
     # sums: reduces the gradients of this rank into its last argument, in the transport's place.

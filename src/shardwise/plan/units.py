@@ -50,7 +50,7 @@ class UnitOptions:
     subgroup: int = 0  # ranks among which it is gathered again; 0: all that shard it
     two_level_gather: bool = False  # and for forward too, after one gather over the outer axis
     num_shards: int | None = None  # None: as the model
-    holds_gradients: bool = False  # has room of its own for unsharded gradients all the time
+    holds_gradients: bool = False  # keeps memory for unsharded gradients between steps
     precision: MixedPrecisionPolicy = AS_IT_CAME
     offload: CPUOffloadPolicy | None = None  # shards and their gradients are on the host
     wire: Wire = EXACT
@@ -267,7 +267,7 @@ def _classes(root: nn.Module, name: object) -> set[Any]:
     """Those of ``root``'s modules that have this name; or ``name`` itself, if it is no text."""
     if not isinstance(name, str):
         return {name}
-    # A sharded module has a class of its own, and the name of the user's.
+    # The class of a sharded module is generated; `_get_name` is that of the user's class.
     names = {module: str(module._get_name()) for module in root.modules()}  # type: ignore[no-untyped-call]
     found = {type(module) for module in names if name in (names[module], type(module).__name__)}
     if not found:
@@ -320,7 +320,7 @@ def _repeated_blocks(module: nn.Module) -> set[nn.Module]:
     """Outermost children of a container that share their class with a sibling."""
     blocks: set[nn.Module] = set()
     is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-    # By name: every parametrized module has a class of its own.
+    # By name, because each parametrized module has a generated class.
     siblings = Counter(type(child).__qualname__ for child in module.children())
     for child in module.children():
         repeated = is_container and siblings[type(child).__qualname__] > 1
@@ -388,7 +388,7 @@ def _owned_parameters(
 def keeps_its_class(parameter: Tensor) -> bool:
     """Whether a rank stores a tensor of the class of ``parameter``, as of torchao's.
 
-    Such a class says by FSDP2's extensions what is gathered of it, or wraps other tensors.
+    Such a class defines FSDP2's all-gather extensions, or wraps other tensors.
     """
     kind = type(getattr(parameter, "_local_tensor", parameter))
     return any(hasattr(kind, name) for name in ("fsdp_pre_all_gather", "__tensor_flatten__"))

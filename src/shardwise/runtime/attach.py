@@ -119,7 +119,7 @@ def make_unit(
 
 
 def settings_of(module: nn.Module) -> UnitSettings:
-    """What is set of the unit ``module``, which may not be sharded yet."""
+    """The settings of the unit ``module``, which may not be sharded yet."""
     settings: UnitSettings = module.__dict__.setdefault(_SETTINGS, UnitSettings())
     return settings
 
@@ -162,7 +162,7 @@ def _manage_extended(root: nn.Module, sharding: Sharding) -> FSDPParameter:
 
 
 def stored_part_of(original: nn.Parameter, sharding: Sharding) -> DTensor:
-    """What this rank stores of ``original``, whose class says what is gathered of it."""
+    """This rank's part of ``original``, whose class defines what is gathered."""
     assert isinstance(sharding, ExtendedSharding)
     before = sharding_of(original)
     if before is None:
@@ -175,7 +175,7 @@ def stored_part_of(original: nn.Parameter, sharding: Sharding) -> DTensor:
 def put_sharded(
     root: nn.Module, original: nn.Parameter, sharding: Sharding, payload: Tensor
 ) -> tuple[list[ParameterOwner], nn.Parameter]:
-    """Have modules hold ``payload`` in the place of ``original``: which, and as what."""
+    """Have modules hold ``payload`` instead of ``original``; returns them and their parameter."""
     optimizers.watch_optimizers()
     owners = [owner_of(root, name) for name in sharding.extent.parameter.names]
     sharded = replace_parameter(original, payload)

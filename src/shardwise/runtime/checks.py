@@ -185,7 +185,7 @@ def checksum(tensor: Tensor) -> Tensor:
     integers = flat.view(integer)
     if integers.device.type != "cpu":
         return integers.sum(dtype=torch.int64)
-    # On the CPU torch's sum into another dtype copies what it sums. Even in chunks, such copies
+    # On the CPU torch's sum into another dtype copies its input. Even in chunks, such copies
     # leave holes in the heap that the next does not fit into: of a start on the meta device, on
     # one rank in four, by the size of a unit for each unit. NumPy's needs a few kilobytes.
     return torch.tensor(integers.numpy().sum(dtype=np.int64))

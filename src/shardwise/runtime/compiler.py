@@ -14,7 +14,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def break_graph(function: F) -> F:
-    """Run ``function`` as it is and compile what it calls."""
+    """Run ``function`` uncompiled, and compile the functions that it calls."""
     skip = eval_frame._FrameExecStrategy(
         eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
     )

@@ -46,7 +46,7 @@ _NUM_ARGUMENTS = 5  # of fsdp_pre_all_gather; with one, it takes the mesh alone
 
 
 class ExtendedParameters(FlatParameters):
-    """Parameters of one dtype that are gathered as their classes say."""
+    """Parameters of one dtype whose classes define what is gathered."""
 
     def _allocate(self) -> None:
         self._flat: Tensor | None = None  # uint8 [world_size * B], from the gather to its end
@@ -83,7 +83,7 @@ class ExtendedParameters(FlatParameters):
         return collectives.all_gather(flat, shards, label, fill)
 
     def finish_gather(self) -> None:
-        """Make the dense parameters of what was gathered."""
+        """Make the dense parameters from the gathered inputs."""
         assert self._flat is not None
         num_ranks = self.mesh.shards.size
         slots = self._flat.view(num_ranks, len(self._flat) // num_ranks)
@@ -168,7 +168,7 @@ class _Output:
         self._dim = of.dim
         *outer, last = of.shape
         self._slot_shape = (*outer, last * of.tensor.itemsize)  # in bytes
-        # `.data`: a version counter of its own, so autograd does not see that it is filled again.
+        # `.data` has its own version counter, so autograd does not see that it is filled again.
         self._bytes = self.tensor.view(torch.uint8).data
 
     def fill(self, slots: Tensor, offset: int) -> None:
@@ -180,7 +180,7 @@ class _Output:
 
 
 class _Extension:
-    """One parameter: its inputs, its outputs, and what its class made of them."""
+    """One parameter: its inputs and outputs, and the tensors that its class made from them."""
 
     def __init__(
         self,

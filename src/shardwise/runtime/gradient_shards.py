@@ -47,13 +47,12 @@ class GradientShard:
         self._settings = settings
         self._layout = layout
         self._own = layout.slices_of_shard(mesh.rank)
-        self._pool = self.reduce_pool = pool  # the second has what is copied to the host
+        self._pool = self.reduce_pool = pool  # the second is for sums that are copied to the host
         self._keeps_memory = keeps_memory or offloader is not None
         self._is_stepped = False  # in backward: then gradients are dropped there, by `drop`
-        # Of this backward: whether autograd gave each parameter a gradient, and where it was the
-        # first. What waits for a later reduction is kept until that.
+        # Whether autograd gave each parameter a gradient, since the last ones were handed over.
         self.used = [False] * len(layout.extents)
-        self._fresh: list[int] = []
+        self._fresh: list[int] = []  # positions whose .grad was None before this backward
         self._is_handed_over = False
         # [S], until it is handed over; if it is kept, until somebody holds the last .grad
         self.current: Tensor | None = None
@@ -108,7 +107,7 @@ class GradientShard:
         return True
 
     def finish_offload(self) -> None:
-        """Hand over what has arrived at the host."""
+        """Hand over gradients that have arrived at the host."""
         assert self._offload is not None
         self._offload.work.synchronize()
         arrived = self._offload.arrived
@@ -135,7 +134,7 @@ class GradientShard:
                 parameter.sharded.grad = torch.zeros_like(parameter.sharded, dtype=self.dtype)
 
     def forget(self) -> None:
-        """The backward is over; what it left unreduced, and of which parameters, stays."""
+        """The backward is over; ``used`` is kept if its gradients wait for a later reduction."""
         if self._is_handed_over:
             self.used = [False] * len(self.used)
         self._is_handed_over, self._fresh = False, []
@@ -157,7 +156,7 @@ class GradientShard:
             part_with(memory.untyped_storage())
 
     def discard(self) -> None:
-        """Drop what is under way, after an error."""
+        """Drop all gradients under way, after an error."""
         if self._offload is not None:
             self._offload.work.synchronize()
             self._end_offload()

@@ -142,7 +142,7 @@ class GradientBuffer:
         return before, divisor / before
 
     def claim(self, position: int, *, in_slot: bool) -> tuple[Tensor, bool] | None:
-        """Where to compute a gradient, and whether to add it to what is there; None for anywhere.
+        """Where to compute a gradient, and whether to add it to an earlier one; None for anywhere.
 
         The gradient may be computed in its place in the buffer, where `write` finds it, if that is
         empty and all uses of the parameter are added there (``in_slot``). One that waits while
@@ -153,7 +153,7 @@ class GradientBuffer:
             return None
         if position in self._claimed:
             before = self._claimed[position]()
-            # If it was added to a gradient from elsewhere, it is held no more, or by a user alone.
+            # If autograd added it to another gradient, it holds it no longer; a user may.
             if before is None or num_tensor_references(before) != 2:  # noqa: PLR2004
                 return None
             return before, True
@@ -162,7 +162,7 @@ class GradientBuffer:
         fits = parameter.dense.dtype == view.dtype and not self._written[position]
         if fits and in_slot and (dominates or not self._waits):
             self._fill()
-            place = view.detach()  # a tensor of its own, or autograd would copy it
+            place = view.detach()  # a new tensor, or autograd would copy it
             self._aliases.append(weakref.ref(place))
         else:
             place = torch.empty_like(parameter.dense)
@@ -182,7 +182,7 @@ class GradientBuffer:
                 self.write(position, parameter.take_gradient())
 
     def write(self, position: int, gradient: Tensor) -> None:
-        """Put a gradient into its place in the buffer, divided as far as is done here."""
+        """Write a gradient into its extent of the buffer, divided by the divisor before the sum."""
         self._fill()
         view = self._buffer.views[position]
         scale = 1.0 / self._divisors[0]
@@ -200,7 +200,7 @@ class GradientBuffer:
         self._written[position] = True
 
     def launch_reduce(self, collectives: Collectives, label: str) -> Work:
-        """Reduce what was written; places that nothing was written to count as zeros."""
+        """Reduce the buffer; extents that were not written count as zeros."""
         self.write_kept()
         self._fill()
         for position, view in enumerate(self._buffer.views):
@@ -261,7 +261,7 @@ class GradientBuffer:
         self._free_scratch()
 
     def finish_offload(self) -> None:
-        """Hand over what has arrived at the host."""
+        """Hand over gradients that have arrived at the host."""
         if self.state is GradientState.OFFLOADING:
             self.shard.finish_offload()
             self._move(GradientState.IDLE)
@@ -316,7 +316,7 @@ class GradientBuffer:
                 gradient.data = gradient.clone()
 
     def _target(self) -> Tensor:
-        """Where to reduce to [S]: what will be the gradients, or memory to add to them from."""
+        """Where to reduce to [S]: the memory of the gradients, or scratch that is added to them."""
         size, flat = self._layout.shard_elements, self._buffer.flat
         if self._is_in_place and self.shard.is_empty:
             self._reduced = self.shard.current  # which has its memory back when the buffer closes
@@ -357,7 +357,7 @@ def _divisor_before_the_sum(dtype: torch.dtype, divisor: float) -> float:
 
 
 def _zero_padding(flat: Tensor, layout: Layout) -> None:
-    """Fill what belongs to no parameter."""
+    """Fill the padding with zeros."""
     for rank, shard in enumerate(flat.view(layout.world_size, -1)):
         end = 0
         for extent in layout.extents:

@@ -1,4 +1,4 @@
-"""Who holds what when memory runs out, and what would free some of it: a note on the error."""
+"""Adds a note to an out-of-memory error: what holds memory, and what would free some of it."""
 
 import errno
 import gc
@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What one kind of tensors takes of the device."""
+    """The device memory of one kind of tensors."""
 
     kind: str
     num_bytes: int
@@ -43,7 +43,7 @@ class _Row:
 
 
 class HeldMemory:
-    """The memory of one model on this rank: looked at only when an allocation has failed."""
+    """The memory of one model on this rank; it is measured only after a failed allocation."""
 
     def __init__(self, root: nn.Module, plan: Plan, units: Sequence[Unit], pools: Pools) -> None:
         self._root = weakref.ref(root)
@@ -60,7 +60,7 @@ class HeldMemory:
             self._num_failures = num_allocation_failures(self._pools.device)
 
     def remember(self, where: str) -> None:
-        """Backward failed in an operator, whose exception only its caller will see.
+        """Backward failed in an operator, and only the caller of backward gets its exception.
 
         On an accelerator the allocator says whether memory was the reason; this then warns.
         """
@@ -75,7 +75,7 @@ class HeldMemory:
         self._seen = None
 
     def table(self, where: str) -> str:
-        """Who holds what on the device, and what would free some of it; ``where`` this rank is."""
+        """What holds device memory ``where`` this rank is, and what would free some of it."""
         rows = list(self._rows())
         if is_accelerator(self._pools.device):
             others = allocated_bytes(self._pools.device) - sum(row.num_bytes for row in rows)

@@ -1,6 +1,6 @@
 """The hooks on autograd's nodes and on gradients of parameters.
 
-What each of them rests on:
+How each event is noticed:
 
 - *A unit's call* is seen by overriding ``__call__`` in a class made for the module, so that an
   exception is seen as well and no order among forward hooks matters.
@@ -72,7 +72,7 @@ def watch_outputs(
 
 
 def _uses_trainable(module: nn.Module) -> bool:
-    """Whether a parameter in it is, be it of this unit, of one inside it or around it."""
+    """Whether a parameter of ``module`` is trainable, in whichever unit."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Memory of a step without an allocator: flat buffers over pools.
+"""Flat buffers, and the pools that give them memory.
 
 A `FlatBuffer` is one Storage object for life, and tensors that view it. Its memory is swapped in
 from a pool and out again, so everything that holds a view (a parameter, or what autograd saved)
@@ -56,7 +56,7 @@ class Pool:
     """Blocks of memory of one device, which are used again.
 
     It never holds more than was once allocated at the same time: the blocks that were idle longest
-    make room. A pool that is not to ``keep`` its memory has no more idle than allocated.
+    make room. Without ``keep``, a pool has no more idle than allocated memory.
     All sizes are rounded up to a multiple of 64 bytes.
     """
 
@@ -126,7 +126,7 @@ class Pool:
     def allocate_tensor(self, num_elements: int, dtype: torch.dtype, owner: str = "") -> Tensor:
         """A tensor [num_elements] in memory of the pool; free its storage."""
         storage = self.allocate(num_elements * dtype.itemsize, owner)
-        # A collective writes to it, on a thread of its own.
+        # Another thread writes to it, that of a collective.
         with torch.inference_mode(mode=False):
             return torch.empty(0, dtype=dtype, device=self.device).set_(
                 storage, 0, (num_elements,), (1,)
@@ -166,7 +166,7 @@ class Pool:
         if self.allocator is not None:
             return self.allocator(num_bytes, what)
         if self._is_pinned:
-            # On the CPU, whatever torch's default device is.
+            # On the CPU, even if torch's default device is another.
             block = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             return block.untyped_storage()
         return _allocate(num_bytes, self.device)
@@ -182,9 +182,9 @@ class Pool:
 class Arena(Pool):
     """One piece of memory in which each owner has an offset, planned from the schedule.
 
-    An allocation that the plan does not have gets a block of its own. Then, when all is free the
-    next time, offsets are planned anew, for what really was allocated together. So a step that
-    repeats allocates nothing. Other ranks may write to ``shared`` memory once it was freed.
+    An allocation that was not planned gets a separate block. When everything is free the next time,
+    offsets are planned again, from the observed allocations. So a step that repeats allocates
+    nothing. Other ranks may write to ``shared`` memory once it was freed.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Arena(Pool):
         self._num_steps = 0  # from a moment with nothing allocated to the next one
         self._whole: torch.UntypedStorage | None = None  # of the plan's extent
         self._ranges: dict[str, torch.UntypedStorage] = {}  # parts of it, by owner
-        self._alive: dict[int, str] = {}  # owners, by the address of what they were given
+        self._alive: dict[int, str] = {}  # owners, by the address of their memory
 
     @property
     def held_bytes(self) -> int:
@@ -235,7 +235,7 @@ class Arena(Pool):
         offset = self._plan.observe(owner, aligned(num_bytes), self._alive.values())
         if self._plan is not self._observed:
             self._observed.observe(owner, aligned(num_bytes), self._alive.values())
-        # Without swapping, buffers get their memory from the allocator all the same.
+        # Without swapping, buffers get their memory from the allocator anyway.
         if offset is None or not CAN_SWAP:
             storage = self._allocate_block(aligned(num_bytes), owner)
         else:
@@ -274,7 +274,7 @@ class Arena(Pool):
 
     def _place(self) -> None:
         """Plan offsets in no more bytes than are ever allocated together (and 1/64)."""
-        if self.peak_bytes:  # steps are not what was planned
+        if self.peak_bytes:  # steps differ from the plan
             self._plan = self._observed
         most = self.peak_bytes or self._planned_bytes
         self._plan.update(most, int(most * _SLACK))
@@ -286,7 +286,7 @@ class Arena(Pool):
     def _range(self, owner: str, offset: int, num_bytes: int) -> torch.UntypedStorage:
         if self._whole is None:
             self._whole = self._new_block(self._plan.extent, f"offsets {self._plan.offsets}")
-        if owner not in self._ranges:  # a Storage of its own, which keeps the whole alive
+        if owner not in self._ranges:  # a separate Storage, which keeps the whole alive
             part: Any = self._whole[offset : offset + num_bytes]
             self._ranges[owner] = part
         return self._ranges[owner]
@@ -352,8 +352,8 @@ class Pools:
 class FlatBuffer:
     """The flat buffer of a layout: ``flat`` [world_size * S] and one view for each parameter.
 
-    ``flat`` and the views may be kept for ever and read between `acquire` and `release`; with
-    ``owns_memory`` they may be read at any time, and neither is called.
+    ``flat`` and the views stay the same objects. They may be read between `acquire` and `release`;
+    with ``owns_memory`` at any time, and neither is called.
     """
 
     def __init__(
@@ -384,8 +384,8 @@ class FlatBuffer:
         self.flat = torch.empty(0, dtype=of, device=storage.device).set_(
             storage, 0, (layout.num_elements,), (1,)
         )
-        # `.data`: a version counter of its own, so refilling the buffer does not look to autograd
-        # like a change of what it saved; and no reference to `flat`.
+        # `.data` has its own version counter, so autograd does not see that the buffer is filled
+        # again, and no reference to `flat`.
         in_chunks = isinstance(layout, ChunkedLayout)
         self.views = () if in_chunks else tuple(self._view(extent) for extent in layout.extents)
         self._storage = storage
@@ -417,10 +417,10 @@ class FlatBuffer:
         _swap(self._storage, self._memory)
 
     def unpack(self) -> None:
-        """Have the views show what was gathered: they do."""
+        """Have the views show the gathered values: they do."""
 
     def pack(self) -> None:
-        """Have ``flat`` hold what the views show: it does."""
+        """Have ``flat`` hold the values of the views: it does."""
 
     def shared_range(self) -> SharedRange | None:
         """What lets ranks gather the buffer in shared memory; None if they cannot."""

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _NO_BACKEND = "is not supported; choose a backend by the process group of the mesh"
-# Methods of a unit's class by name, each with what is called in its place, made of the method.
+# By name of a method of a unit's class: a function that wraps the method.
 MethodWrappers = frozenset[tuple[str, Callable[[Callable[..., Any]], Callable[..., Any]]]]
 
 _METHODS = "_shardwise_methods"  # the `MethodWrappers` of a class
@@ -169,7 +169,7 @@ class FSDPModule(nn.Module):
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A sharded copy of its own; the root of the model has to be in what is copied."""
+        """A sharded copy; the copied modules must include the root of the model."""
         handle = handle_of(self)
         runtime = handle.runtime
         if handle.index == 0:
@@ -295,7 +295,7 @@ class FSDPModule(nn.Module):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Have the backend sum this unit's gradients, and divide them in a pass of its own.
+        """Have the backend sum this unit's gradients, and divide them in a separate pass.
 
         By default NCCL divides by powers of two, which gives the same bits.
         """
@@ -479,6 +479,6 @@ def _settings_in(module: nn.Module, recurse: bool) -> list[UnitSettings]:
 
 
 def runtimes_in(module: nn.Module) -> list[Runtime]:
-    """What runs the units in ``module``: several, if some of them are models of their own."""
+    """The runtimes of the units in ``module``: several if it contains separate models."""
     handle_of(module)
     return list(dict.fromkeys(handle_of(unit).runtime for unit in _units_in(module, recurse=True)))

@@ -45,5 +45,5 @@ class StepObserver:
         """All reduced gradients are with the parameters."""
 
     def failed(self) -> Sequence[object]:
-        """The step raised; returns what holds memory that other ranks may still write to."""
+        """The step raised; returns objects that own memory which other ranks may still write to."""
         return ()

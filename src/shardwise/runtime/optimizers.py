@@ -1,4 +1,4 @@
-"""What every optimizer's step is looked at for: replaced parameters, and no gradient at all.
+"""Hooks on every optimizer's step: for replaced parameters, and for steps without gradients.
 
 A DTensor cannot take the place of a plain tensor in the same object, so the module has a new
 parameter. The old one, which somebody may hold from before `fully_shard`, has no memory any more.

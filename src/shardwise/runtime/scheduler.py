@@ -60,8 +60,8 @@ class Scheduler:
         self._finishing: int | None = None  # the task that has ended last
         self._abandoning = threading.RLock()  # held while a graph task that died is cleaned up
         self._is_broken = False  # an event failed, so units are not where the sequencer has them
-        # After an exception, until `recover`: units with communication under way, and what holds
-        # memory that other ranks may still write to.
+        # After an exception, until `recover`: units with communication under way, and objects that
+        # own memory which other ranks may still write to.
         self._in_flight: list[Unit] = []
         self._exchanges: list[object] = []
         self._offloading: Unit | None = None
@@ -156,7 +156,7 @@ class Scheduler:
     def join_backward(self, task: int) -> None:
         """Graph task ``task`` has reached something of this model, perhaps to recompute it.
 
-        It may have others inside it.
+        Graph tasks may be nested.
         """
         if task in self._tasks:
             return
@@ -309,7 +309,7 @@ class Scheduler:
 
     @contextlib.contextmanager
     def gathered(self, *, write_back: bool) -> Iterator[None]:
-        """Keep every unit gathered, in tensors of its own; see `module.gathered`."""
+        """Keep every unit gathered, in separate tensors; see `module.gathered`."""
         self.check_idle("parameters cannot be gathered in the middle of a step")
         with self.guarded():
             self.recover()
@@ -344,7 +344,7 @@ class Scheduler:
     # -- errors ----------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """After an exception: bring the ranks back into step and free what was left behind."""
+        """After an exception: bring the ranks back into step, and free what is left of the step."""
         self._links.recover()
         for unit in self._in_flight:  # the ranks are back in step, so all of it ends
             unit.quiesce(time.monotonic() + POLL_SECONDS)
@@ -366,7 +366,7 @@ class Scheduler:
         self._offloading = None
         self._is_broken = False
         self._exchanges += self.observer.failed()
-        # What all ranks launched ends in a moment; what only some did never will.
+        # Collectives that all ranks launched end in a moment; the others never will.
         patience = 0.0 if isinstance(error, StepError) else POLL_SECONDS
         until = time.monotonic() + patience
         for unit in self.units:
@@ -381,7 +381,7 @@ class Scheduler:
         self.ledger.abandon_step()
 
     def explain(self, error: BaseException) -> None:
-        """Add who holds what to an ``error`` of an allocation that failed."""
+        """Note on an ``error`` of a failed allocation what holds memory."""
         self._held_memory.note(error, f"step {self.ledger.step}, {self._links.where}")
 
     def report(self, where: str) -> None:

@@ -75,7 +75,7 @@ class FlatParameters:
         layout, plan, pools = self.layout, self._plan, self._pools
         is_small = layout.gathered_bytes <= SMALL_BYTES * layout.world_size
         self._blocks = plan.gathers(layout)
-        # Other ranks than the model's would use memory again that some of these have not left yet.
+        # Ranks outside the unit could reuse shared memory while some of its ranks still read it.
         is_own = plan.subgroup or plan.num_shards is not None or is_small or self._blocks
         pool = self._pool = pools.own if is_own else pools.gathered
         self._part: Tensor | None = None  # [world_size * S / subgroup]
@@ -144,16 +144,16 @@ class FlatParameters:
         return collectives.all_gather(flat, shards, label, fill, self.buffer.shared_range())
 
     def finish_gather(self) -> None:
-        """The collective is done: have the dense parameters show what was gathered."""
+        """The collective has ended: have the dense parameters show the gathered values."""
         self.buffer.unpack()
 
     def free(self) -> None:
-        """Free what was gathered, if anything was."""
+        """Free the gathered parameters, if there are any."""
         if self.buffer.is_acquired:
             self.buffer.release()
 
     def launch_subgroup_part(self, collectives: Collectives, label: str) -> Work | None:
-        """Get what the subgroup gathers from: out of what is gathered, or from the other rows."""
+        """Get the part from which the subgroup gathers: from the buffer, or from the other rows."""
         part = self._pool.allocate_tensor(
             self.layout.num_elements // self._plan.subgroup,
             self.buffer.flat.dtype,
@@ -198,7 +198,7 @@ class FlatParameters:
             yield from zip(self.parameters, self._held.views, strict=True)
 
     def release_hold(self, *, write_back: bool) -> None:
-        """Forget what was written into the parameters that are held, or take it over."""
+        """Drop the changes to held parameters, or write them back."""
         if self._held is not None:
             if write_back:
                 self._held.pack()
@@ -409,7 +409,7 @@ class Unit:
         return all(work.done for work in works)
 
     def reset(self) -> None:
-        """Back to shards, whatever was going on; no communication is under way."""
+        """Return to shards from any state; no communication is under way."""
         self._gathering, self._reducing = [], []
         self.expects_gradients = False
         self.use_sharded()

@@ -37,16 +37,16 @@ class MemoryPlacement:
 
 @dataclass(slots=True)
 class MemoryPlan(Generic[Key]):
-    """The offsets of buffers, by key, and what they follow from.
+    """The offsets of buffers by key, and the observations that they follow from.
 
-    `observe` every allocation of an imagined step, then `update`. A later allocation that was not
-    planned is observed, too, and gets its offset at the next `update`.
+    Call `observe` for every allocation of an imagined step, then `update`. An allocation that was
+    not planned is observed when it happens, and gets its offset at the next `update`.
     """
 
     _sizes: dict[Key, int] = field(default_factory=dict)
     _neighbors: dict[Key, set[Key]] = field(default_factory=dict)
     _offsets: dict[Key, int] = field(default_factory=dict)
-    _unplaced: set[Key] = field(default_factory=set)  # what was observed since has no offset yet
+    _unplaced: set[Key] = field(default_factory=set)  # observed since the last `update`
     extent: int = 0
 
     @property
@@ -79,7 +79,7 @@ class MemoryPlan(Generic[Key]):
         return None if key in self._unplaced else self._offsets.get(key)
 
     def update(self, goal: int, limit: int) -> None:
-        """Place all buffers anew, in ``goal`` bytes if that is possible.
+        """Give all buffers new offsets, within ``goal`` bytes if possible.
 
         Those that would end beyond ``limit`` get no offset.
         """

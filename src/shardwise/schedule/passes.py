@@ -12,8 +12,8 @@ __all__ = ["BackwardPass", "Call", "Outcome", "Pass"]
 class Outcome(Enum):
     """How a unit's forward ended."""
 
-    DIFFERENTIABLE = auto()  # backward may reach what it returned
-    HIDDEN = auto()  # backward may reach something that it did not return
+    DIFFERENTIABLE = auto()  # backward may reach its output
+    HIDDEN = auto()  # backward may reach a tensor other than its output
     DETACHED = auto()  # backward cannot reach it
     FAILED = auto()  # it raised
 
@@ -27,7 +27,7 @@ class Pass:
     expected: tuple[int, ...]  # units in the order in which the last such pass entered them
     calls: list["Call"] = field(default_factory=list)
     by_unit: defaultdict[int, list["Call"]] = field(default_factory=lambda: defaultdict(list))
-    on_track: bool = True  # it has entered units in the expected order so far
+    on_track: bool = True  # units were entered in the expected order until now
 
     def append(self, call: "Call") -> None:
         position = len(self.calls)

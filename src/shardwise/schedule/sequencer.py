@@ -18,7 +18,7 @@ What is decided here, and why:
   is visited all the same, because one may reach it on another.
 - *A call is finished* when backward reaches one that had ended before it began: autograd runs
   nodes by descending age, so nothing of the younger call is left. Counting gradients instead
-  would wait for ever for an unused parameter.
+  would wait forever for an unused parameter.
 - *Two reductions* run at most, and the root's alone: nothing is left to compute then.
 - *A unit lingers* after its call until another is entered, for the next may be the same unit, or
   the first of backward.
@@ -42,7 +42,7 @@ __all__ = ["Call", "Outcome", "ScheduledUnit", "Sequencer", "UnitState", "schedu
 
 
 class ScheduledUnit(Protocol):
-    """What is read of a `UnitPlan` here."""
+    """The part of a `UnitPlan` that is used here."""
 
     @property
     def gathered_bytes(self) -> int: ...
@@ -63,7 +63,7 @@ class ScheduledUnit(Protocol):
 
 
 class Scheduled(Protocol):
-    """What is read of a `Plan`."""
+    """The part of a `Plan` that is used here."""
 
     @property
     def units(self) -> Sequence[ScheduledUnit]: ...
@@ -100,7 +100,7 @@ _FOR_THE_NEXT_PASS = (Reservation.REQUEST, Reservation.MICRO_BATCH)
 
 @dataclass(slots=True)
 class Residency:
-    """What a rank has of a unit besides its shard."""
+    """The state of a unit on this rank."""
 
     state: UnitState = UnitState.SHARDED
     has_subgroup_shard: bool = False
@@ -130,7 +130,7 @@ class Sequencer:
         self._prefetch = plan.prefetch
         self.steps_in_backward = False
         self._residency = [Residency() for _ in plan.units]
-        self.tick = 0  # of what is reported here
+        self.tick = 0  # counts the calls that begin or end
         self._stack: list[Call] = []
         self._expected: dict[bool, tuple[int, ...]] = {False: (), True: ()}
         # By the id of autograd's graph task.
@@ -177,7 +177,7 @@ class Sequencer:
         call.exited = self._next_tick()
         call.outcome = outcome
         if call.of.grad and not call.of.recomputed:
-            self._calls_left[call.unit] += 1  # a detached one, too: it may be recomputed
+            self._calls_left[call.unit] += 1  # even if detached: it may be recomputed
         if not self._is_kept_for_backward(call):
             self._end_lingering()
             if call.is_differentiable:
@@ -230,8 +230,8 @@ class Sequencer:
         return self._flush()
 
     def abandon(self) -> list[Event]:
-        """A step failed: forget what was begun; reductions in flight count as finished."""
-        # Some ranks may have come to the end of a pass, and others not: all expect nothing.
+        """A step failed: drop all state of it; reductions in flight count as finished."""
+        # Only some ranks may have ended the pass, so no rank expects an order in the next one.
         self._expected = {False: (), True: ()}
         self._backwards.clear()
         self._reducing.clear()
@@ -295,7 +295,7 @@ class Sequencer:
             return self._stack[-1].of
         if recomputed:
             return Pass(recomputed, grad, expected=(), on_track=False)
-        # An optimizer may have stepped since: what is gathered is stale, unless it was requested.
+        # An optimizer may have stepped, so gathered units are stale unless they were requested.
         self._free_all(but_requested=True)
         return Pass(recomputed, grad, self._expected[grad])
 
@@ -456,7 +456,7 @@ class Sequencer:
     def _free_subgroup(self, unit: int) -> None:
         outlives = self._units[unit].two_level_gather and self._is_accumulating
         if self.steps_in_backward and self._settings[unit].reduces_fully:
-            outlives = False  # it has stepped, whatever others wait for
+            outlives = False  # it has stepped, even if other units wait
         if self._residency[unit].has_subgroup_shard and not outlives and not self.is_in_use(unit):
             self._residency[unit].has_subgroup_shard = False
             self._emit(EventKind.FREE_SUBGROUP, unit)
@@ -501,8 +501,8 @@ class Sequencer:
 def schedule(plan: Plan, *, steps_in_backward: bool = False) -> list[Event]:
     """The events of one training step, from the second on, if units run in module order.
 
-    Every unit runs once, inside the one around it. What it returns is taken to need gradients if
-    it, a unit inside it or one before it has a trainable parameter.
+    Every unit runs once, inside the one around it. Its output needs gradients if the unit, a unit
+    inside it or an earlier unit has a trainable parameter.
 
     Args:
         plan: of the model.

@@ -1,4 +1,4 @@
-"""What collectives are described by: groups of ranks, reductions, and the work that they are."""
+"""Groups of ranks, descriptions of collectives, and handles of work under way."""
 
 import hashlib
 import threading
@@ -109,7 +109,7 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """An exchange of bytes that are made just before it, and used right after it.
+    """An exchange of bytes, with the functions that make them and use them.
 
     ``encode`` fills what this rank sends, ``decode`` gets what it has received [ranks, row_bytes].
     """

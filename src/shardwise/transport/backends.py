@@ -26,7 +26,7 @@ class Capabilities:
 
     is_stream_ordered: bool = False  # streams of the device order its works: the host never waits
     in_place: bool = False  # all-gather and reduce-scatter, at the slot of the rank
-    averages: bool = False  # ReduceOp.AVG, without a pass of its own
+    averages: bool = False  # ReduceOp.AVG, without a separate pass
     scales: bool = False  # ReduceOp.PREMUL_SUM
     dtypes: frozenset[torch.dtype] = _DTYPES  # that it gathers
 

@@ -39,9 +39,9 @@ __all__ = ["POLL_SECONDS", "Collectives", "Communicator", "communicator", "make_
 
 _PATIENCE_VARIABLE = "SHARDWISE_PATIENCE_SECONDS"
 RECENT_UNITS = 64  # a rank stalls a few units after it took another way than the others
-# Looks at a device that has not come any further before it counts as stuck: a kernel takes long.
+# A kernel may take long, so a device counts as stuck after so many looks without progress.
 _DEVICE_GRACE = 2
-# Found by nothing else: there are no connections between the hosts that would end with a process.
+# Nothing else detects it: no connection between the hosts ends with a process.
 _DEVICE_SILENT_SECONDS = 8.0
 _NUM_SAID = 4  # ranks of those that another one waits for
 
@@ -239,7 +239,7 @@ class Communicator:
             queue.restart([report.queues[number] for report in reports])
 
     def _look_at_device(self) -> None:
-        """Find out whether the device waits in vain; the monitor's thread calls it now and then.
+        """Find out whether the device waits in vain; the heartbeat's thread calls it.
 
         Nothing of this takes place in a step, where the host waits for no collective.
         """
@@ -262,7 +262,7 @@ class Communicator:
             self._give_up(error)
 
     def raise_found(self) -> None:
-        """Raise what was found out about a device; to be called when the host has waited for it."""
+        """Raise the error that the heartbeat's thread found; call it after the host has waited."""
         found, self._found = self._found, None
         if found is not None:
             raise found
@@ -293,7 +293,7 @@ class Communicator:
         """Publish an error that ends the step on all ranks; the first one of those published."""
         assert self._monitor is not None
         failure = replace(self._report(), failure=type(error).__name__, error=str(error))
-        with contextlib.suppress(PeerLost):  # the store is gone, so no rank can be told
+        with contextlib.suppress(PeerLost):  # the store is gone, so no rank can read it
             return self._monitor.announce(failure).raised
         return error
 
@@ -325,7 +325,7 @@ class Communicator:
         queues = (queue for queue in self._monitored if isinstance(queue, ProcessGroupCollectives))
         histories = [queue.history for queue in queues]
         marks = tuple(one.marks() for one in histories)
-        if self.is_broken:  # and what was aborted counts as ended
+        if self.is_broken:  # aborted collectives count as ended
             monitor.beat(Heartbeat(count, report))
             return
         monitor.beat(Heartbeat(count, report, marks))

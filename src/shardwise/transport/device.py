@@ -62,7 +62,7 @@ _CACHED_ELEMENTS = 1 << 17  # a copy of so many is still in the processor's cach
 
 
 class Device:
-    """A `torch.device` and its streams. The CPU has none: what is called is done at once."""
+    """A `torch.device` and its streams. The CPU has none: calls take effect at once."""
 
     is_accelerator = False
 
@@ -87,7 +87,7 @@ class Device:
         return time.perf_counter()
 
     def wait(self, stream: Any, event: SupportsFloat) -> None:
-        """Have what is queued on ``stream`` from now on run after ``event``."""
+        """Have later work on ``stream`` wait for ``event``."""
 
     def synchronize(self, event: SupportsFloat) -> None:
         """Have the host wait until ``event`` has taken place."""
@@ -126,7 +126,7 @@ class Accelerator(Device):
         recorded = StreamEvent(event, self._origin)
         now = time.perf_counter()
         if now - self._renewed > _ORIGIN_SECONDS and self.is_over(self._origin):
-            float(self._origin)  # which lets go of the one before
+            float(self._origin)  # which frees the one before
             self._origin, self._renewed = recorded, now
         return recorded
 
@@ -217,7 +217,7 @@ class DeviceWork(Work):
         self._device = device
 
     def wait(self, timeout_seconds: float = -1) -> bool:  # noqa: ARG002 - the host never waits
-        # Also for one that failed: what it had queued before uses memory that may be freed now.
+        # Also for failed work: kernels that it queued use memory that may be freed now.
         self._device.wait(self._device.current_stream(), self.times[1])
         return True
 
@@ -248,7 +248,7 @@ class DeviceStream:
 
     @contextlib.contextmanager
     def enqueue(self, after: Work | None = None) -> Iterator[DeviceWork]:
-        """`submit` of the body of the ``with``, without a frame of its own.
+        """Run the body of the ``with`` on this stream, as `submit` does a function.
 
         Args:
             after: a work of another stream, which runs before.
@@ -334,7 +334,7 @@ def own_device() -> torch.device:
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
     index = torch.accelerator.current_device_index()
-    if not index:  # chosen, or nobody has chosen yet
+    if not index:  # perhaps nothing has been chosen yet
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
     return torch.device(kind.type, index)
 

@@ -68,7 +68,7 @@ _SCALED = {torch.bfloat16, torch.float32, torch.float64}
 class ProcessGroupCollectives:
     """Collectives of one kind, on process groups of their own, in the order of their launch."""
 
-    sent = (0, 0)  # exchanges so far, and the bytes that this rank sent in them: the backend knows
+    sent = (0, 0)  # as of `HostCollectives`; not counted here
 
     def __init__(
         self, world: RankGroup, device: torch.device, backend: str | None, name: str
@@ -263,14 +263,14 @@ class ProcessGroupCollectives:
                     for i in (0, 1)
                 )
                 dist.all_to_all(received, sent, group=self._process_group(world))
-        # Ranks send different amounts, and what is noted is compared between them.
+        # Sizes are compared between ranks, and ranks send different amounts here.
         self._noted(work, label, 0, world)
         own = world.own_rank
         work.sent = tuple(Sent((own, rank), sent.nbytes) for rank, (sent, _) in pairs.items())
         return work
 
     def _last_sum(self, reduction: Reduction) -> tuple[Any, float]:
-        """How the last stage sums, and what is left to multiply its result by.
+        """The operator of the last stage, and the factor that its result still needs.
 
         The backend multiplies where this gives the bits that a multiplication of the sum gives.
         """

@@ -1,4 +1,4 @@
-"""What each rank has issued: compared, as devices exchange the numbers of unlike units silently.
+"""The collectives that each rank has issued, to be compared between ranks.
 
 NCCL pairs the collectives of a group in the order in which its ranks issue them. If two ranks run
 different units of equal size, nothing waits in vain, and every number from there on is wrong. So
@@ -40,7 +40,7 @@ class History:
         entries.append((number + 1, zlib.crc32(text.encode(), before), collective.label))
 
     def end(self, collective: CollectiveId) -> None:
-        """The oldest one that had not ended has: whatever it exchanged, nothing waits for it."""
+        """The oldest collective under way has ended."""
         self._num_ended[collective.ranks] += 1
 
     def marks(self) -> dict[Ranks, Mark]:

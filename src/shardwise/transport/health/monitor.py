@@ -1,4 +1,4 @@
-"""What a rank that waits looks at: the reports and the heartbeats of the others.
+"""The reports and the heartbeats of other ranks, which a rank reads while it waits.
 
 A busy rank (a long forward, a slow disk, data that take minutes) publishes no report, and the ranks
 that wait for it are right to go on waiting. A rank that was stopped (SIGSTOP, a frozen container, a
@@ -41,14 +41,14 @@ class Patience:
 
     poll_seconds: float = POLL_SECONDS  # between two looks at a wait
     beat_seconds: float = 2.0
-    # A call into C that holds Python's lock for so long is taken for a rank that is stopped.
+    # A rank whose C code holds Python's lock for so long counts as stopped.
     silent_seconds: float = 10.0
-    say_seconds: float = 15.0  # until a rank that waits says for whom; then twice as long each time
+    say_seconds: float = 15.0  # until a waiting rank logs it; then twice as long each time
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A sign of life, and what else a rank shows every two seconds."""
+    """The status that a rank publishes every two seconds."""
 
     count: int
     report: Report
@@ -150,12 +150,12 @@ class Monitor:
                 looking.
         """
         now = time.monotonic()
-        # What was seen in an earlier wait, or before this rank was stopped itself, is too old.
+        # Heartbeats of an earlier wait, or from before this rank was stopped itself, are too old.
         if now - self._looked > 2 * self._patience.beat_seconds:
             self._seen.clear()
         self._looked = now
         for other, counter in enumerate(self._read(self._beats)):
-            if counter is None or other == self._rank:  # None: it has not come so far yet
+            if counter is None or other == self._rank:  # None: it has not started yet
                 continue
             last, since = self._seen.get(other, (b"", now))
             if counter != last:
@@ -214,7 +214,7 @@ class Monitor:
 
 
 def describe_elsewhere(ranks: Sequence[int], beats: Mapping[int, Heartbeat | None]) -> str:
-    """For whom a rank waits: ``ranks``, of which some have the heartbeats ``beats``."""
+    """Describe the ``ranks`` that a rank waits for, some of them by their heartbeats ``beats``."""
     if not ranks:
         return "; all ranks have begun it, so the network or a device is slow"
     text = ""

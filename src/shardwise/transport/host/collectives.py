@@ -274,7 +274,7 @@ class HostCollectives:
             rows = tensor.expand(group.size, -1)
             return self._sum(label, group, rows, tensor, Finish(None, tensor, scale))
 
-        # What is sent inline was copied before the sum is written.
+        # Messages that are sent inline were copied before the sum is written.
         if inner.nbytes <= INLINE_BYTES:
             yield sum_whole(inner)
             return
@@ -302,7 +302,7 @@ class HostCollectives:
             return QueueState(self._issued, self._begun, self._running, ended, self._last)
 
     def stop(self) -> None:
-        """Begin no more exchanges; the one that runs is left to end."""
+        """Begin no more exchanges; the running one goes on to its end."""
         with self._lock:
             self._stopped = True
 

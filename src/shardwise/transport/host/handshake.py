@@ -107,7 +107,7 @@ def connect(own: int, identities: Sequence[Identity]) -> dict[int, socket.socket
     connections = {}
     for rank, identity in enumerate(identities[:own]):
         with contextlib.ExitStack() as cleanup:
-            # Not if there is no socket of that name on this host, or no more may be opened.
+            # An OSError: this host has no socket of that name, or too many files are open.
             cleanup.enter_context(contextlib.suppress(OSError))
             connection = cleanup.enter_context(_new_socket())
             connection.settimeout(_TIMEOUT_SECONDS)
@@ -127,7 +127,7 @@ def accept(
     listener.settimeout(_TIMEOUT_SECONDS)
     while len(found) < len(callers):
         connection, _ = listener.accept()
-        # Callers have sent their greeting already, so a silent stranger is not waited for.
+        # Callers have sent their greeting already, so do not wait for a silent stranger.
         connection.setblocking(False)
         rank = -1
         with contextlib.suppress(OSError):

@@ -22,7 +22,7 @@ Run = Callable[[int], None]  # with a tag
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """What is done to a sum."""
+    """The steps after a sum."""
 
     carried: Tensor | None  # is added to it
     out: Tensor | None  # where it goes then, cast and scaled; None: it stays
