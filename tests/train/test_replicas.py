@@ -12,7 +12,7 @@ from shardwise.train.replica import check_outer
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"replicas": 2}, r"replicas=2 meet at a hub; set outer.hub to host:port"),
+        ({"replicas": 2}, r"replicas=2 need a hub; set outer.hub to host:port"),
         ({"replica": 2, "replicas": 2, "hub": "a:1"}, "replica=2: expected less than replicas=2"),
     ],
 )

@@ -1,1 +1,1 @@
-"""The trainer: a small GPT on real text, sharded over the ranks, from one command."""
+"""The trainer: trains a GPT or a Hugging Face model, sharded over ranks, with one command."""

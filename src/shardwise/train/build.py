@@ -1,6 +1,6 @@
-"""From a configuration to its model and plan, and to the memory that a rank takes.
+"""Builds the model and the plan of a configuration, and forecasts the memory of a rank.
 
-Nothing but `shard_model` needs a process group.
+Only `shard_model` needs a process group.
 """
 
 from dataclasses import dataclass
@@ -50,20 +50,21 @@ def check(config: Config) -> None:
 
 
 def _check_step_in_backward(config: Config) -> None:
-    """A step in backward cannot use the gradients of all units, or of all micro batches."""
+    """Raise a ConfigError if a step in backward would need values that are known only later."""
     adds_shards = config.accumulates and config.memory.accumulate == "shards"
-    for is_conflict, what, way_out in (
+    for is_conflict, quantity, way_out in (
         (config.train.grad_clip > 0, "the norm of all gradients", "train.grad_clip=0"),
         (
             config.precision.compute == "float16",
             "the loss scale of float16",
             "precision.compute=bfloat16",
         ),
-        (adds_shards, "the sum over all micro batches", "memory.accumulate=whole"),
+        (adds_shards, "the sum over all micro-batches", "memory.accumulate=whole"),
     ):
         if is_conflict:
             raise ConfigError(
-                f"memory.step_in_backward=true: {what} is known only after backward; set {way_out}"
+                f"memory.step_in_backward=true: {quantity} is known only after backward; "
+                f"set {way_out}"
             )
 
 
@@ -73,7 +74,7 @@ def build_model(config: Config) -> nn.Module:
 
 
 def build_plan(model: nn.Module, config: Config) -> Plan:
-    """The plan that `fully_shard` will make of ``model``."""
+    """The plan that `fully_shard` makes for ``model``."""
     num_shards = _num_shards(config)
     return make_plan(
         model,
@@ -89,7 +90,7 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
 
 
 def shard_model(model: nn.Module, source: Source) -> None:
-    """Shard the ``model`` of ``source``, and initialize this rank's part of it or load it."""
+    """Shard the ``model`` of ``source``, and initialize or load this rank's part."""
     config = source.config
     sw.fully_shard(
         model,
@@ -107,28 +108,28 @@ def shard_model(model: nn.Module, source: Source) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The bytes of a step without activations, which sharding does not change."""
+    """The bytes of a step, without activations, which do not depend on sharding."""
 
     parameters: int
     gradients: int
     optimizer: int
-    transient: int  # gathered units and gradients that are being reduced, at the peak
-    host: int = 0  # part of the above, offloaded to the host
+    transient: int  # peak bytes of gathered units and of gradients that are being reduced
+    host: int = 0  # bytes of the above that are offloaded to the host
 
     @property
     def total(self) -> int:
-        """An upper bound of the peak: the last gradients exist when less is transient."""
+        """An upper bound of the peak: once all gradients exist, ``transient`` is past its peak."""
         return self.parameters + self.gradients + self.optimizer + self.transient
 
 
 def process_footprint(plan: Plan, config: Config) -> Footprint:
-    """One process that holds the whole model."""
+    """The bytes of one process that holds the whole model."""
     states = int(num_states(config.train) * plan.gradient_bytes)
     return Footprint(plan.parameter_bytes, plan.gradient_bytes, states, transient=0)
 
 
 def rank_footprint(plan: Plan, config: Config, device: str) -> Footprint:
-    """The forecast for one rank on ``device``, "cpu" or "cuda"."""
+    """A forecast of the bytes of one rank on ``device``, "cpu" or "cuda"."""
     whole = config.memory.accumulate == "whole"
     memory = step_memory(
         plan,
@@ -150,7 +151,7 @@ def rank_footprint(plan: Plan, config: Config, device: str) -> Footprint:
 
 
 def _granularity(config: Config) -> Literal["element", "row"]:
-    """Blocks of 8-bit states lie within rows."""
+    """Rows for optimizers with 8-bit states, whose blocks must not cross rows."""
     return "row" if config.train.optimizer == "adam8bit" else "element"
 
 

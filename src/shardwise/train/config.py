@@ -1,7 +1,7 @@
 """The configuration of a training run: one frozen section for each table of a TOML file.
 
-Every key has a default, so an empty file is valid: it trains on the Python standard library with
-two local ranks.
+Every key has a default, so an empty file is valid: it trains on the source of Python's standard
+library with two local ranks.
 """
 
 import re
@@ -35,13 +35,13 @@ class Section(BaseModel):
 class RunConfig(Section):
     """[run]: the run directory and the logs."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "stdlib"  # of the run
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "stdlib"  # name of the run
     directory: str = ""  # "": `runs/<name>-<time>`; a directory with checkpoints is resumed
     overwrite: bool = False  # start over in a directory that has files
-    log_every: Positive = 50  # steps between log lines where the output is not a terminal
+    log_every: Positive = 50  # steps between log lines if the output is not a terminal
     sinks: Names = ()  # also log to "tensorboard", "wandb" or "package.module:Class"
     callbacks: Names = ()  # "package.module:Class", called after each step on every rank
-    export: bool = True  # at the end, if model.path is set: write `model` in the run directory
+    export: bool = True  # if model.path is set: write `model` in the run directory at the end
 
 
 class ModelConfig(Section):
@@ -49,13 +49,13 @@ class ModelConfig(Section):
 
     path: str = ""  # a directory with config.json and, if there are any, weights; "": the GPT
     from_scratch: bool = False  # ignore the weights in model.path
-    lora_rank: NonNegative = 0  # rank of LoRA adapters, the base is frozen; 0: no adapters
+    lora_rank: NonNegative = 0  # rank of LoRA adapters, with a frozen base; 0: no adapters
     lora_alpha: Positive = 16  # adapters are scaled by lora_alpha / lora_rank
     lora_targets: str | Names = "all-linear"  # peft's target_modules: modules that get adapters
-    layers: Positive = 4  # of the GPT, as heads and width
-    heads: Positive = 4  # attention heads
-    width: Positive = 128  # hidden size
-    context: Positive = 128  # tokens in a sequence
+    layers: Positive = 4  # number of blocks of the GPT
+    heads: Positive = 4  # attention heads of the GPT
+    width: Positive = 128  # hidden size of the GPT
+    context: Positive = 128  # tokens per sequence
 
     @model_validator(mode="after")
     def _check_width(self) -> Self:
@@ -69,7 +69,7 @@ class ModelConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """[tokenizer]: how text becomes tokens. Without a tokenizer, each byte is a token."""
+    """[tokenizer]: how text is converted to tokens. Without a tokenizer, each byte is a token."""
 
     path: str = ""  # the directory of a tokenizer; "": the one in model.path, if that is set
     vocabulary: NonNegative = 0  # train a byte-level BPE of this size on the documents; 0: do not
@@ -77,73 +77,73 @@ class TokenizerConfig(Section):
     @model_validator(mode="after")
     def _check_one(self) -> Self:
         if self.path and self.vocabulary:
-            raise ValueError("expected a path or a vocabulary to train, got both")
+            raise ValueError("expected either a path or a vocabulary to train, got both")
         return self
 
 
 class DataConfig(Section):
     """[data]: plain text, or documents and conversations (loss on the answers only)."""
 
-    path: Annotated[str, Field(min_length=1)] = "stdlib"  # a file or a directory; or Python's own
+    path: Annotated[str, Field(min_length=1)] = "stdlib"  # or a file, or a directory
     glob: str = ""  # which files of a directory; "": "**/*.py", or the extension of the format
     format: str = "auto"  # or "text", "jsonl", "parquet", "datasets", "package.module:function"
-    column: str = "text"  # the field of a record: a text, or a list of messages (a conversation)
+    column: str = "text"  # field of a record with a text or a list of messages (a conversation)
     validation: str = ""  # a path to validate on; "": hold out validation_share of data.path
     cache: str = ""  # directory for tokenized documents; "": `~/.cache/shardwise`
     validation_share: Annotated[float, Field(gt=0, le=0.5)] = 0.05  # held out for validation
-    workers: NonNegative = 0  # DataLoader processes of each rank; 0: read in the rank itself
+    workers: NonNegative = 0  # DataLoader processes per rank; 0: read in the rank itself
 
 
 class TrainConfig(Section):
     """[train]: the batch, the optimizer and its schedule after a linear warm-up, validation."""
 
     steps: Positive = 200  # optimizer steps
-    global_batch: Positive = 16  # sequences in a step, over all ranks
-    micro_batch: NonNegative = 0  # sequences in one forward of a rank; 0: no accumulation
-    optimizer: str = "adamw"  # or "muon", "soap", another one of torch, "package.module:Class"
+    global_batch: Positive = 16  # sequences per step, over all ranks
+    micro_batch: NonNegative = 0  # sequences per forward of a rank; 0: no accumulation
+    optimizer: str = "adamw"  # or "muon", "soap", another of torch's, "package.module:Class"
     optimizer_options: dict[str, Any] = {}  # such as `{momentum = 0.9}`
     schedule: str = "cosine"  # or "linear", "constant", "wsd", "package.module:function"
     lr: PositiveFloat = 4e-3  # peak learning rate
     final_lr_share: Fraction = 0.02  # learning rate of the last step, as a share of lr
-    warmup_share: Fraction = 0.1  # share of the steps with a rising learning rate
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1  # of parameters with 2 or more dims
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)  # Adam's
+    warmup_share: Fraction = 0.1  # share of the steps in which the learning rate rises
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1  # for parameters with 2 or more dims
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)  # Adam's betas
     grad_clip: Annotated[float, Field(ge=0)] = 1.0  # maximum gradient norm; 0: no clipping
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of the weights and of the order of data
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # seed of the weights and the order of data
     validate_every: NonNegative = 0  # steps between validations; 0: only after the last step
-    validation_batches: Positive = 16  # global batches in a validation
+    validation_batches: Positive = 16  # global batches per validation
     patience: NonNegative = 0  # stop after this many validations without a lower loss; 0: do not
 
     @model_validator(mode="after")
     def _check_patience(self) -> Self:
         if self.patience and not self.validate_every:
             raise ValueError(
-                f"patience={self.patience} counts validations, and validate_every=0 has one alone; "
-                "set validate_every"
+                f"patience={self.patience} counts validations, but validate_every=0 validates only "
+                "after the last step; set validate_every"
             )
         return self
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the warm-up; fewer than all."""
+        """Number of warm-up steps, less than ``steps``."""
         return int(self.steps * self.warmup_share)
 
 
 class CheckpointConfig(Section):
-    """[checkpoint]: what a run that was stopped or killed resumes from."""
+    """[checkpoint]: the checkpoints from which a stopped or killed run resumes."""
 
-    every: NonNegative = 100  # steps between checkpoints (the last step has one); 0: none
+    every: NonNegative = 100  # steps between checkpoints; the last step is always saved; 0: none
     keep: Positive = 2  # how many of the latest checkpoints to keep
-    best: bool = False  # also keep the one with the lowest validation loss, as `best`
+    best: bool = False  # also keep the checkpoint with the lowest validation loss, in `best`
     directory: str = ""  # a path, or a URL that fsspec supports; "": `checkpoints` of the run
     wait: bool = True  # false: write in the background, from a copy in host memory
 
 
 class RecordConfig(Section):
-    """[record]: what `shardwise report` reads: `recording` in run.directory."""
+    """[record]: the recording for `shardwise report`, in `recording` of run.directory."""
 
-    enabled: bool = True  # record
-    # Steps whose events are all recorded: "some" takes a few of the first ones and of every
+    enabled: bool = True  # record the run
+    # Steps of which every event is recorded: "some" chooses a few of the first steps and of every
     # hundred; or a list such as [10, 11, 12].
     steps: Literal["some"] | Annotated[tuple[Positive, ...], Field(strict=False)] = "some"
 
@@ -152,8 +152,8 @@ class SampleConfig(Section):
     """[sample]: the text that the trained model generates at the end."""
 
     prompt: Annotated[str, Field(min_length=1)] = "def "  # the text to continue
-    bytes: NonNegative = 300  # length; tokens if there is a tokenizer; 0: no sample
-    temperature: PositiveFloat = 0.8  # lower is more likely text
+    bytes: NonNegative = 300  # length in bytes, or in tokens with a tokenizer; 0: no sample
+    temperature: PositiveFloat = 0.8  # lower values give more likely text
     top_k: Positive = 40  # draw each token from the k most likely ones
 
 
@@ -170,50 +170,52 @@ class ShardConfig(Section):
 class PrecisionConfig(Section):
     """[precision]: dtypes; shards and optimizer states stay in float32."""
 
-    compute: DType = "float32"  # of gathered parameters, forward and backward
-    reduce: DType = "float32"  # of gradients between ranks
+    compute: DType = "float32"  # dtype of gathered parameters, forward and backward
+    reduce: DType = "float32"  # dtype in which gradients are reduced
 
 
 class MemoryConfig(Section):
-    """[memory]: memory traded for computation and copies."""
+    """[memory]: options that save memory at the cost of computation and copies."""
 
     checkpoint_every: NonNegative = 0  # recompute every n-th block in backward; 0: none
-    # What those blocks keep: "selective" keeps results of matrix products, the others nothing.
+    # "selective" keeps the results of matrix products in these blocks; the others keep nothing.
     checkpoint: Literal["full", "reentrant", "selective"] = "full"
-    offload: Literal["none", "optimizer", "all"] = "none"  # to host memory; "all": parameters too
-    activations: Literal["device", "host"] = "device"  # where activations wait for backward
+    # Keep optimizer states and gradients in host memory; "all": parameters too.
+    offload: Literal["none", "optimizer", "all"] = "none"
+    activations: Literal["device", "host"] = "device"  # where activations are kept until backward
     step_in_backward: bool = False  # step each unit as soon as its gradients are reduced
-    # Where gradients of micro batches add up: "whole" ones take more memory, and are reduced once.
+    # Where gradients of micro-batches are summed: in shards, or in whole gradients, which take more
+    # memory and are reduced once per step.
     accumulate: Literal["shards", "whole"] = "shards"
 
 
 class OuterConfig(Section):
-    """[outer]: replicas that train alone and synchronize seldom; each is a run of its own."""
+    """[outer]: replicas that train independently and rarely synchronize; each is a separate run."""
 
     hub: str = ""  # host:port of `python -m shardwise.outer`; "": this run is the only replica
-    replica: NonNegative = 0  # the number of this one
-    replicas: Positive = 1  # that share train.global_batch
+    replica: NonNegative = 0  # the number of this replica
+    replicas: Positive = 1  # number of replicas, which divide train.global_batch
     every: Positive = 32  # steps between two synchronizations of a fragment
     fragments: Positive = 1  # sets of units that are synchronized at different times
-    delay: NonNegative = 0  # steps during which differences may travel
-    dtype: str = "int4"  # of differences: or "int8", "bfloat16", "float32", "float64"
-    block: Positive = 128  # elements with one scale, for integers
+    delay: NonNegative = 0  # steps between sending a difference and applying the result
+    dtype: str = "int4"  # dtype of differences: or "int8", "bfloat16", "float32", "float64"
+    block: Positive = 128  # elements that share a scale, for integers
     mixing: Fraction = 0.0  # the share of its own parameters that a replica keeps
-    deadline: PositiveFloat = 60.0  # seconds after which a round goes on without late replicas
-    lr: PositiveFloat = 0.7  # of the outer optimizer, SGD
-    momentum: Fraction = 0.9  # Nesterov's; 0: none
+    deadline: PositiveFloat = 60.0  # seconds after which a round continues without late replicas
+    lr: PositiveFloat = 0.7  # learning rate of the outer optimizer, SGD
+    momentum: Fraction = 0.9  # Nesterov momentum of the outer optimizer; 0: none
 
     @model_validator(mode="after")
     def _check_replicas(self) -> Self:
         if self.replica >= self.replicas:
             raise ValueError(f"replica={self.replica}: expected less than replicas={self.replicas}")
         if self.replicas > 1 and not self.hub:
-            raise ValueError(f"replicas={self.replicas} meet at a hub; set outer.hub to host:port")
+            raise ValueError(f"replicas={self.replicas} need a hub; set outer.hub to host:port")
         return self
 
 
 class Config(Section):
-    """A run. ``--set`` overrides the file, which overrides the defaults.
+    """The configuration of a run. ``--set`` overrides the file, which overrides the defaults.
 
     Environment variables are not read: they would change results without a trace in the run's
     config.toml.
@@ -234,24 +236,24 @@ class Config(Section):
 
     @property
     def rank_batch(self) -> int:
-        """Sequences of one rank in one step."""
+        """Sequences per rank and step."""
         return self.train.global_batch // (self.shard.nproc * self.outer.replicas)
 
     @property
     def micro_batch(self) -> int:
-        """Sequences in one forward of one rank."""
+        """Sequences in one forward of a rank."""
         return self.train.micro_batch or self.rank_batch
 
     @property
     def accumulates(self) -> bool:
-        """Whether a step has several micro batches."""
+        """Whether a step has several micro-batches."""
         return self.micro_batch < self.rank_batch
 
     def with_ranks(self, num_ranks: int) -> "Config":
-        """The same run on ``num_ranks`` ranks.
+        """Return the configuration of the same run on ``num_ranks`` ranks.
 
         Raises:
-            ConfigError: the global batch does not divide into micro batches on that many ranks.
+            ConfigError: the global batch cannot be divided into micro-batches on that many ranks.
         """
         if num_ranks < 1:
             raise ConfigError(f"--nproc {num_ranks}: expected 1 or more ranks")
@@ -261,7 +263,7 @@ class Config(Section):
 
 
 def check_batch(train: TrainConfig, num_ranks: int) -> None:
-    """Raise a ConfigError if a rank would get a fraction of a micro batch."""
+    """Raise a ConfigError if a rank would get a fraction of a micro-batch."""
     multiple = num_ranks * max(train.micro_batch, 1)
     if train.global_batch % multiple == 0:
         return
@@ -270,7 +272,7 @@ def check_batch(train: TrainConfig, num_ranks: int) -> None:
         rank_batch = train.global_batch // num_ranks
         divisors = (n for n in range(1, train.micro_batch) if rank_batch % n == 0)
         way_out += f", or train.micro_batch to {max(divisors)}"
-    batches = f" x micro batches of {train.micro_batch}" if train.micro_batch else ""
+    batches = f" x micro-batches of {train.micro_batch}" if train.micro_batch else ""
     raise ConfigError(
         f"train.global_batch={train.global_batch} does not divide into {num_ranks} ranks{batches}; "
         f"{way_out}"
@@ -320,7 +322,7 @@ def read_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as TOML, from which `read_config` gives an equal one."""
+    """The configuration as TOML, from which `read_config` restores an equal one."""
     return tomli_w.dumps(config.model_dump())
 
 
@@ -337,7 +339,7 @@ def _parse_override(text: str) -> tuple[str, str, object]:
 
 
 def _parse_value(raw: str, *, is_text: bool) -> object:
-    """A TOML value, or the text itself if it is not TOML or the key takes text (a name 7)."""
+    """A TOML value; or ``raw`` itself if it is not TOML, or if the key takes text (a name 7)."""
     try:
         parsed = tomllib.loads(f"value = {raw}")
     except tomllib.TOMLDecodeError:
@@ -350,7 +352,7 @@ def _parse_value(raw: str, *, is_text: bool) -> object:
 def _explain(
     error: ValidationError, path: Path | None, overrides: dict[str, dict[str, Any]]
 ) -> str:
-    """All errors in one line; those of the file start with its name."""
+    """All errors in one line; errors in the file start with its name."""
     problems: dict[str, str] = {}
     got: dict[str, str] = {}
     for detail in error.errors():
@@ -372,7 +374,7 @@ def _problem(section: str, key: list[str], detail: dict[str, Any]) -> str:
             return f"unknown key{_hint(key[0], _KEYS[section])}"
         case "extra_forbidden":
             return f"unknown section{_hint(section, list(_KEYS))}"
-        case "value_error":  # raised by a validator of ours, whose message is complete
+        case "value_error":  # raised by one of our validators, with a complete message
             return str(detail["ctx"]["error"])
         case "model_type":
             return f"expected a table [{section}]"

@@ -1,4 +1,4 @@
-"""The data of a run, streamed from files in an order that depends on seed and step alone."""
+"""The data of a run, read from files in an order that depends only on the seed and the step."""
 
 import json
 import zlib
@@ -36,7 +36,7 @@ CHUNK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Corpus:
-    """What to train on and what to validate on: bytes of files, or documents of tokens."""
+    """The training and validation data: bytes of files, or documents of tokens."""
 
     name: str
     num_files: int
@@ -51,12 +51,12 @@ class Corpus:
 
     @property
     def unit(self) -> str:
-        """What a token is."""
+        """The name of a token's unit, "byte" or "token"."""
         return "byte" if isinstance(self.tokenizer, Bytes) else "token"
 
     @cached_property
     def digest(self) -> int:
-        """CRC-32 of all bytes, which are all read, or of all tokens, which is known."""
+        """CRC-32 of all bytes, which reads all files, or of all tokens, which is stored."""
         digest = 0
         for data in (self.train, self.validation):
             if isinstance(data, Documents):
@@ -78,23 +78,23 @@ class Corpus:
 
 
 class Batch(NamedTuple):
-    """Sequences of one rank or of one micro batch; all tensors are int64 [sequences, context]."""
+    """Sequences of one rank or one micro-batch; all tensors are int64 [sequences, context]."""
 
     inputs: Tensor
     targets: Tensor  # the token after each input, or IGNORED
-    positions: Tensor | None  # within documents, which do not see each other; None for one text
+    positions: Tensor | None  # position in the document; None if documents are not separated
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sequences(Dataset[Batch]):
     """The batches of one rank, by step.
 
-    Sequences start at random places of the text, drawn for the global batch from the seed and the
-    step alone. So neither the number of ranks, the micro batch, nor the workers of a DataLoader
-    changes the order of the data, and resuming is starting at another step.
+    Sequences start at random positions of the text, which are drawn for the global batch from the
+    seed and the step alone. The order of the data therefore does not depend on the number of ranks,
+    the micro-batch or the workers of a DataLoader, and a resumed run only starts at another step.
     """
 
-    text: Any  # a Text; `Packed` has Documents
+    text: Any  # a Text, or Documents in `Packed`
     context: int
     global_batch: int
     seed: int
@@ -102,12 +102,12 @@ class Sequences(Dataset[Batch]):
     world_size: int = 1
 
     def draw(self, step: int) -> NDArray[np.int64]:
-        """Where the sequences of the global batch start, [global_batch]."""
+        """The start positions of the sequences of the global batch, [global_batch]."""
         generator = np.random.Generator(np.random.PCG64([self.seed, step]))
         return generator.integers(0, len(self.text) - self.context, size=self.global_batch)
 
     def own(self, step: int) -> NDArray[np.int64]:
-        """This rank's part of what is drawn."""
+        """This rank's part of `draw`."""
         size = self.global_batch // self.world_size
         return self.draw(step)[self.rank * size :][:size]
 
@@ -118,7 +118,7 @@ class Sequences(Dataset[Batch]):
         return Batch(tokens[:, :-1], tokens[:, 1:], None)
 
     def loader(self, steps: range, workers: int, *, pin_memory: bool) -> DataLoader[Batch]:
-        """Reads the batches ahead in ``workers`` processes, or on demand if there are none."""
+        """A loader that reads ahead in ``workers`` processes, or on demand if there are none."""
         return DataLoader(
             self,
             batch_size=None,
@@ -131,7 +131,7 @@ class Sequences(Dataset[Batch]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Packed(Sequences):
-    """Windows of documents, each once an epoch, in an order that each epoch shuffles anew."""
+    """Windows of documents, each used once per epoch, in a new random order for each epoch."""
 
     @cached_property
     def windows(self) -> NDArray[np.int64]:
@@ -161,9 +161,9 @@ class Packed(Sequences):
         return Batch(inputs, targets, positions)
 
     def _row(self, start: int, stop: int) -> tuple[NDArray[np.int64], ...]:
-        """The input, target and position of a window, int64 [context] each.
+        """The inputs, targets and positions of a window, int64 [context] each.
 
-        The padding at the end is a document of its own, in which nothing counts.
+        The padding at the end is a separate document whose targets are ignored.
         """
         documents, size = self.text, stop - start
         tokens = np.zeros(self.context + 1, np.int64)
@@ -178,12 +178,12 @@ class Packed(Sequences):
 
 
 def open_corpus(config: Config) -> Corpus:
-    """Find the files of the standard library or of a directory, or take a file.
+    """Open the standard library, the files of a directory, or a single file.
 
-    Documents are tokenized if this is the first run that uses them.
+    The first run that uses a set of documents tokenizes them.
 
     Raises:
-        ConfigError: there is no such text, or nothing in it would count in the loss.
+        ConfigError: there is no such text, or none of its tokens would count in the loss.
     """
     data = config.data
     tokenizer = config.tokenizer
@@ -214,7 +214,7 @@ def open_corpus(config: Config) -> Corpus:
 
 
 def _format_of(data: DataConfig) -> str:
-    """What ``data.format`` is, or seems to be."""
+    """``data.format``; for "auto", the format that the file names suggest."""
     if data.format != "auto":
         reader_of(data.format)
         return data.format

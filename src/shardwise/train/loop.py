@@ -28,9 +28,9 @@ __all__ = ["Result", "steps", "train"]
 class Result:
     """How a run ended on this rank."""
 
-    saved_step: int
-    stopped_by: int = 0  # the signal after which it stopped; 0 if it reached its last step
-    summary: Summary | None = None  # unless it was stopped
+    saved_step: int  # step of the last checkpoint
+    stopped_by: int = 0  # number of the signal that stopped the run; 0 if it reached its last step
+    summary: Summary | None = None  # None if the run was stopped
 
 
 def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink] = ()) -> Result:
@@ -70,11 +70,11 @@ def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink]
 
 
 def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
-    """Train until the last step, one record a step.
+    """Train until the last step; yield the metrics of each step.
 
     Args:
-        trainer: what is trained.
-        seconds: the time that the steps before took.
+        trainer: the state of this rank.
+        seconds: duration of the steps before the run was resumed.
     """
     config = trainer.config.train
     step_tokens = config.global_batch * trainer.config.model.context
@@ -87,11 +87,11 @@ def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
         with trainer.runtime.scheduler.ledger.span("data"):
             batch = next(batches)
         try:
-            done = _step(trainer, batch)
+            result = _step(trainer, batch)
         except BaseException as error:
             trainer.runtime.scheduler.explain(error)
             raise
-        if trainer.follow():
+        if trainer.adopt_step():
             batches = trainer.batches()
         trainer.step_seconds.append(time.perf_counter() - step_began)
         validates = config.validate_every and trainer.step % config.validate_every == 0
@@ -99,8 +99,8 @@ def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
         speed, share = step_tokens / trainer.step_seconds[-1], trainer.share_of_peak
         yield StepMetrics(
             step=trainer.step,
-            loss=done.loss,
-            grad_norm=done.grad_norm,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
             lr=lr,
             loss_scale=trainer.scaler.get_scale() if trainer.scaler.is_enabled() else None,
             tokens=trainer.step * step_tokens,
@@ -108,9 +108,9 @@ def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
             validation_loss=trainer.validate() if is_validated else None,
             seconds=time.perf_counter() - began,
             mfu=None if share is None else speed * share,
-            peak_memory_bytes=int(max(one.peak_memory_bytes for one in done.ranks)),
-            free_memory_bytes=int(min(one.free_memory_bytes for one in done.ranks)),
-            **({} if trainer.recorder is None else waits_of(done.ranks)),
+            peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in result.ranks)),
+            free_memory_bytes=int(min(rank.free_memory_bytes for rank in result.ranks)),
+            **({} if trainer.recorder is None else waits_of(result.ranks)),
         )
 
 
@@ -130,19 +130,22 @@ def _step(trainer: Trainer, batch: Batch) -> StepResult:
         trainer.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     norm = trainer.update()
-    done = trainer.exchange(total, norm)
-    _check_finite(trainer, done)
-    trainer.optimizer.zero_grad()  # not before, as the error names gradients
-    return done
+    result = trainer.exchange(total, norm)
+    _check_finite(trainer, result)
+    trainer.optimizer.zero_grad()  # after the check, whose error names gradients
+    return result
 
 
-def _check_finite(trainer: Trainer, done: StepResult) -> None:
-    """With a loss scale an infinite norm is a skipped step."""
-    norm = None if trainer.scaler.is_enabled() else done.grad_norm
-    if math.isfinite(done.loss) and (norm is None or math.isfinite(norm)):
+def _check_finite(trainer: Trainer, result: StepResult) -> None:
+    """Raise an error if the loss or the gradient norm is not finite.
+
+    With a loss scale, an infinite norm only means that the step is skipped.
+    """
+    norm = None if trainer.scaler.is_enabled() else result.grad_norm
+    if math.isfinite(result.loss) and (norm is None or math.isfinite(norm)):
         return
-    text = f"step {trainer.step}: loss {done.loss}, gradient norm {done.grad_norm}; "
+    text = f"step {trainer.step}: loss {result.loss}, gradient norm {result.grad_norm}; "
     text += f"lower train.lr (now {trainer.config.train.lr}) or train.grad_clip"
-    if done.grad_norm is not None and not math.isfinite(done.grad_norm):
+    if result.grad_norm is not None and not math.isfinite(result.grad_norm):
         text += f". {describe_nonfinite(list(trainer.model.parameters()))}"
     raise FloatingPointError(text)

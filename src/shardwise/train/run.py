@@ -1,4 +1,4 @@
-"""`shardwise train`: starts or joins the ranks, and reports the run on rank 0."""
+"""`shardwise train`: starts local ranks or joins a launcher's, and reports the run on rank 0."""
 
 import json
 import os
@@ -27,11 +27,11 @@ __all__ = ["run"]
 
 
 def run(config: Config, nproc: int | None = None) -> None:
-    """Train on the ranks of the launcher, or on local ones.
+    """Train on the ranks of a launcher, or on local ranks.
 
     Args:
-        config: of the run.
-        nproc: replaces ``shard.nproc``.
+        config: the configuration of the run.
+        nproc: number of local ranks, instead of ``shard.nproc``.
 
     Raises:
         ConfigError: the run cannot start.
@@ -62,7 +62,7 @@ def launch(config: Config) -> None:
         say(Console(stderr=True), f"shardwise: stopped; {_how_to_resume(directory)}")
         raise
     finally:
-        Console().show_cursor()  # a killed rank leaves its progress bar as it is
+        Console().show_cursor()  # the progress bar of a killed rank leaves it hidden
 
 
 @record
@@ -92,7 +92,7 @@ def join(config: Config, env: RankEnv, nproc: int | None) -> None:
 
 
 def _check_restarts(config: Config) -> None:
-    """Raise a ConfigError if each restart of a torchrun job would begin in a new directory."""
+    """Raise a ConfigError if each restart of a torchrun job would use a new directory."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if restarts and config.checkpoint.every and not config.run.directory:
         raise ConfigError(
@@ -105,8 +105,8 @@ def _run_local_rank(world: World, config: Config, directory: RunDirectory) -> No
     """Train on this rank.
 
     Raises:
-        SystemExit: a signal stopped the run. A local rank that returned would wait for its
-            launcher to read the result, which waits for the rank to exit.
+        SystemExit: a signal stopped the run. If a local rank returned instead, it would wait for
+            its launcher to read the result, and the launcher waits for the rank to exit.
     """
     result = _run_rank(world, config, directory)
     if result.stopped_by:
@@ -149,7 +149,7 @@ def _train_and_report(world: World, config: Config, directory: RunDirectory) -> 
 
 
 def _export(config: Config, run: RunDirectory, corpus: Corpus, display: Display) -> None:
-    """Write the best or the last checkpoint as a directory that transformers loads."""
+    """Write the best or the last checkpoint to a directory that transformers can load."""
     source = source_of(config)
     checkpoint = latest(run.saves_best_to if config.checkpoint.best else run.saves_to)
     if config.run.export and isinstance(source, HuggingFace) and checkpoint is not None:
@@ -158,7 +158,7 @@ def _export(config: Config, run: RunDirectory, corpus: Corpus, display: Display)
 
 
 def _how_to_resume(directory: RunDirectory) -> str:
-    """The command that resumes a run that was stopped."""
+    """A message with the command that resumes a stopped run."""
     saved = latest(directory.saves_to)
     if saved is None:
         return f"no checkpoint was saved; the metrics so far are in {directory.path}"
@@ -167,9 +167,9 @@ def _how_to_resume(directory: RunDirectory) -> str:
 
 
 def _print_finished(directory: RunDirectory) -> None:
-    """Exits with 0, so that a job that restarts itself ends."""
+    """Report a finished run. The exit status is 0, so that a job that restarts itself ends."""
     say(
         Console(),
         f"nothing to train: {directory.checkpoint} has all {directory.step} steps of this run; "
-        "raise train.steps to continue, or set run.overwrite=true to start over",
+        "increase train.steps to continue, or set run.overwrite=true to start over",
     )

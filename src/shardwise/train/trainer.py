@@ -1,4 +1,4 @@
-"""What one rank trains: the model, its optimizer and the data, from and to checkpoints."""
+"""The training state of one rank (model, optimizer, data), which checkpoints save and restore."""
 
 import math
 import warnings
@@ -35,23 +35,23 @@ from shardwise.transport.device import random_states, set_random_states
 
 __all__ = ["StepResult", "Trainer"]
 
-VALIDATION_SEED = 0  # the same sequences in every run, whatever its own seed
+VALIDATION_SEED = 0  # the same validation sequences in every run, whatever its own seed
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What all ranks know of a step."""
+    """The result of a step, equal on all ranks."""
 
-    loss: float  # of the global batch
-    grad_norm: float | None  # if it is known
+    loss: float  # mean over the global batch
+    grad_norm: float | None  # None if it is not known
     ranks: list[RankFigures]
 
 
 class Trainer:
     """The state of one rank, and the parts of a step.
 
-    With ``memory.step_in_backward`` parameters are updated during backward, so the gradient norm
-    is not known. In float16 the loss is scaled so that gradients do not underflow, and steps whose
+    With ``memory.step_in_backward``, parameters are updated during backward, so the gradient norm
+    is not known. In float16, the loss is scaled so that gradients do not underflow, and steps whose
     gradients overflow are skipped.
     """
 
@@ -61,7 +61,7 @@ class Trainer:
         self.corpus = open_corpus(config)
         self.source = source_of(config)
         self.model = self.source.build()
-        with world.device:  # where the values are initialized
+        with world.device:  # the device on which values are initialized
             shard_model(self.model, self.source)
         self.optimizer = build_optimizer(self.model, config.train)
         if config.memory.step_in_backward:
@@ -69,15 +69,15 @@ class Trainer:
         self.scheduler = build_scheduler(self.optimizer, config.train)
         self.outer = outer_of(self.model, self.optimizer, config)
         self.scaler = GradScaler(world.device.type, enabled=config.precision.compute == "float16")
-        self.step = 0  # the last one that is done
+        self.step = 0  # the last completed step
         self.stop = StopSignal()
-        self.stopped_by = 0  # the signal for which all ranks stop
-        self.ends_early = False  # a callback may set it, on all ranks
-        self.best_step, self.best_loss = 0, math.inf  # of the lowest validation loss
-        self.step_seconds: list[float] = []  # of this process, without validation
-        self.overlapped_shares: list[float] = []  # of the time of its gathers, by step
+        self.stopped_by = 0  # number of the signal after which all ranks stop; 0 if none
+        self.ends_early = False  # set by a callback, on all ranks
+        self.best_step, self.best_loss = 0, math.inf  # lowest validation loss so far
+        self.step_seconds: list[float] = []  # steps of this process, without validation
+        self.overlapped_shares: list[float] = []  # overlapped share of the gather time, by step
         self.recorder: sw.Recorder | None = None
-        self._exposed_seconds = 0.0  # of all steps
+        self._exposed_seconds = 0.0  # total over all steps
         self.share_of_peak = share_of_peak(config, world, self.model, self.source)
 
     @property
@@ -86,7 +86,7 @@ class Trainer:
 
     @property
     def is_done(self) -> bool:
-        """Whether no step follows: all are trained, a signal came, or the loss falls no more."""
+        """Whether training ends: at the last step, after a signal, or without progress."""
         config = self.config.train
         waited = self.step - self.best_step >= config.patience * config.validate_every
         is_patient = not (config.patience and self.best_step and waited)
@@ -96,7 +96,7 @@ class Trainer:
 
     @contextmanager
     def recorded(self, directory: Path) -> Iterator[None]:
-        """Record the run in ``directory``, if [record] says so."""
+        """Record the run in ``directory``, if [record] is enabled."""
         options = self.config.record
         if not options.enabled:
             yield
@@ -112,19 +112,19 @@ class Trainer:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Meet the other replicas, if [outer] says so, and leave them at the end."""
+        """Join the other replicas of [outer], if there are any, and leave them at the end."""
         if self.outer is None:
             yield
             return
         try:
             self.outer.join()
-            self.follow()
+            self.adopt_step()
             yield
         finally:
             self.outer.remove()
 
-    def follow(self) -> bool:
-        """Take the step of the other replicas; whether it is another one than this rank's."""
+    def adopt_step(self) -> bool:
+        """Set the step to that of the other replicas; return whether it has changed."""
         if self.outer is None or self.outer.local_steps == self.step:
             return False
         self.step = self.outer.local_steps
@@ -136,14 +136,14 @@ class Trainer:
     def save(self, path: Path | str, *, keep: int | None = None) -> sw.Save:
         """Save model, optimizer, step, configuration and random states.
 
-        The position in the data is not saved: it follows from the seed and the step.
+        The position in the data is not saved, because it follows from the seed and the step.
 
         Args:
-            path: of the checkpoint.
-            keep: how many remain next to it and with it; None: ``checkpoint.keep``.
+            path: path or URL of the checkpoint.
+            keep: number of checkpoints to keep, including this one; None: ``checkpoint.keep``.
 
         Raises:
-            CheckpointError: this checkpoint, or the last one if it was saved in the background,
+            CheckpointError: this checkpoint, or the previous one if it was saved in the background,
                 cannot be written.
         """
         options = self.config.checkpoint
@@ -167,7 +167,7 @@ class Trainer:
             )
 
     def load(self, path: Path | str) -> None:
-        """Load a checkpoint of any number of ranks, and continue after its step."""
+        """Load a checkpoint from any number of ranks, and continue after its step."""
         has_outer = "outer" in read_manifest(folder_at(path)).components
         outer = self.outer if has_outer else None
         state = sw.load(path, model=self.model, optimizer=self.optimizer, outer=outer).state
@@ -179,13 +179,13 @@ class Trainer:
         random, device = state["random"], self.world.device
         if len(random) == self.world.size and len(random[0]) == len(random_states(device)):
             set_random_states(device, random[self.world.rank])
-        if state["scaler"] and self.scaler.is_enabled():  # else a run of another dtype saved it
+        if state["scaler"] and self.scaler.is_enabled():  # the saved run may have another dtype
             self.scaler.load_state_dict(state["scaler"])
 
     # -- data ------------------------------------------------------------------------------------
 
     def batches(self) -> Iterator[Batch]:
-        """This rank's batches of the steps that follow."""
+        """This rank's batches of the remaining steps."""
         outer = self.config.outer
         data = self._sequences(
             self.corpus.train,
@@ -200,7 +200,7 @@ class Trainer:
     def _sequences(
         self, data: Text | Documents, seed: int, *, first: int = 0, replicas: int = 1
     ) -> Sequences:
-        """Of this rank, before which there are ``first`` ranks of other replicas."""
+        """The sequences of this rank, which follows ``first`` ranks of other replicas."""
         return (Packed if isinstance(data, Documents) else Sequences)(
             text=data,
             context=self.config.model.context,
@@ -211,7 +211,7 @@ class Trainer:
         )
 
     def micro_batches(self, batch: Batch) -> Sequence[Batch]:
-        """[micro_batch, context] each, on the device."""
+        """Split ``batch`` into micro-batches on the device, [micro_batch, context] each."""
         size, device = self.config.micro_batch, self.world.device
         inputs, targets = (torch.split(x.to(device, non_blocking=True), size) for x in batch[:2])
         whole = batch.positions
@@ -223,8 +223,8 @@ class Trainer:
         return [Batch(*part) for part in zip(inputs, targets, positions, strict=True)]
 
     def weight_of(self, batch: Batch) -> float:
-        """What makes the ranks' mean of weighted sums the mean over all targets that count."""
-        if batch.positions is None:  # all count
+        """The factor that makes the ranks' mean of loss sums the mean over all targets."""
+        if batch.positions is None:  # every target counts
             return 1 / batch.targets.numel()
         return sw.token_weight(self.model, int((batch.targets != IGNORED).sum()))
 
@@ -241,12 +241,12 @@ class Trainer:
         )
 
     def offloaded_activations(self) -> AbstractContextManager[None]:
-        """Keep what forward saves for backward on the host, if [memory] says so."""
+        """Keep activations in host memory until backward, if [memory] sets it."""
         on_host = self.config.memory.activations == "host"
         return sw.offload_activations(self.model) if on_host else nullcontext()
 
     def update(self) -> Tensor | None:
-        """Update the parameters; the gradient norm before clipping, if it is known."""
+        """Update the parameters; return the gradient norm before clipping, if it is known."""
         norm = None
         if not self.config.memory.step_in_backward:
             self.scaler.unscale_(self.optimizer)
@@ -260,7 +260,7 @@ class Trainer:
         return norm
 
     def exchange(self, loss: Tensor, norm: Tensor | None) -> StepResult:
-        """All that the ranks have to know of each other, so that all stop after the same step."""
+        """Exchange loss, figures and stop signals, so that all ranks stop after the same step."""
         before, recorder = self._exposed_seconds, self.recorder
         self._exposed_seconds = 0.0 if recorder is None else recorder.exposed_seconds
         measured = RankFigures.measure(self.world.device, self._exposed_seconds - before)
@@ -268,7 +268,7 @@ class Trainer:
         mesh = self.runtime.mesh
         values = across([loss, *own.unbind()], mesh, mesh.world)
         figures = [values[:, 0].mean()] + ([] if norm is None else [norm.to(loss)])
-        # The only wait of the step for the device.
+        # The only point of a step where the host waits for the device.
         flat = torch.cat([torch.stack(figures), values[:, 1:].flatten()]).tolist()
         mean_loss, *norms = flat[: len(figures)]
         signals, *of_ranks = (flat[len(figures) + i :: len(own)] for i in range(len(own)))
@@ -280,7 +280,7 @@ class Trainer:
     # -- validation ------------------------------------------------------------------------------
 
     def validate(self) -> float:
-        """The mean loss on the validation text; remembers the step with the lowest one."""
+        """Return the mean loss on the validation text, and record the step with the lowest one."""
         with self.runtime.scheduler.ledger.span("validation"), torch.no_grad():
             loss = self._validate()
         if loss < self.best_loss:
@@ -289,7 +289,7 @@ class Trainer:
 
     def _validate(self) -> float:
         self.model.eval()
-        total = torch.zeros(2, device=self.world.device)  # losses, and how many
+        total = torch.zeros(2, device=self.world.device)  # sum of losses, number of targets
         data = self._sequences(self.corpus.validation, VALIDATION_SEED)
         for number in range(self.config.train.validation_batches):
             for part in self.micro_batches(data[number]):
