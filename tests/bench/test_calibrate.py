@@ -48,7 +48,7 @@ def test_a_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     machine = CalibratedMachine.read(tmp_path / "machine.json")
     assert {"mm/4", "mm/2", "gelu/4", "attention/2", "memory/4"} <= set(machine.measured.operations)
     assert set(machine.measured.collectives) >= {"cast/2", "gather/2", "reduce/4"}
-    assert "around an operation" in machine.measured.summary()
+    assert "us per operation" in machine.measured.summary()
 
 
 class _Alone:
