@@ -1,6 +1,7 @@
 """``shardwise verify`` exits with 0 if all is equal, 1 if something differs, 2 on usage errors."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,9 @@ from .commands import fail
 OWN = """
 import torch
 from torch import nn
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 def subject():
     return (
@@ -31,7 +35,22 @@ USAGE_ERRORS = {
     "--nproc 0": "--nproc 0: expected 1 or more ranks",
     "--corrupt head.weight": "--corrupt head.weight: name the MODEL",
     "--frobnicate": "No such option: --frobnicate",
+    "--optimizer adamax": "adamax: expected one of adamw, sgd, muon, soap, adam8bit",
+    "--granularity rows": "--granularity rows: expected one of element, row, tensor, dim",
+    "--tolerance -1": "--tolerance -1.0: expected 0 or more",
+    "--wire gather=int8": "--wire gather=int8: what is quantized differs from one process by up "
+    "to 1/254 (int8), 1/16 (fp8) or 1/14 (int4) of the largest value in its block; pass "
+    "--tolerance. With block=8 and --optimizer sgd, 0.5 is enough for int8 and fp8, and for int4 "
+    "in reductions",
+    "--wire int8": "--wire int8: expected some of gather=, reduce=, block=, ranks_per_host=, "
+    "error_feedback=, such as gather=int8,reduce=int4; got 'int8'",
+    "--wire gather=int7 --tolerance 1": "Wire(gather='int7'): expected one of int8, int4, fp8",
+    "--wire gather=int8 --engine ddp": "--wire gather=int8: another engine does not use it",
 }
+
+
+def thorough(value: str) -> Any:
+    return pytest.param(value, marks=pytest.mark.thorough)
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +89,37 @@ def test_built_in_models_are_equal_on_two_ranks(
             dict.fromkeys(strategy.name for strategy in STRATEGIES.values())
         )
         assert all(row.split()[4] == "equal" for row in rows)
+
+
+@pytest.mark.parametrize("model", ["gpt", *(thorough(name) for name in ("moe", "conv", "lora"))])
+@pytest.mark.parametrize("optimizer", ["muon", "adam8bit", "{own}/own.py:sgd", thorough("soap")])
+def test_an_optimizer_equals_one_process(
+    model: str, optimizer: str, own: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    optimizer = optimizer.format(own=own)
+    arguments = ["--optimizer", optimizer, "--strategies", "hsdp,fsdp", "--steps", "3"]
+    assert main(["verify", model, *arguments]) == 0
+    rows = capfd.readouterr().out.splitlines()[2:4]
+    assert [row.split()[4] for row in rows] == ["equal"] * 2
+
+
+@pytest.mark.parametrize("model", ["gpt", *(thorough(name) for name in ("moe", "conv", "lora"))])
+@pytest.mark.parametrize(
+    "wire",
+    [
+        "gather=int8,reduce=int4,block=8,error_feedback=true",
+        thorough("gather=fp8,reduce=int8,block=8,ranks_per_host=2"),
+    ],
+)
+def test_a_wire_differs_by_its_rounding_alone(
+    model: str, wire: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--optimizer", "sgd", "--tolerance", "0.5", "--strategies", "fsdp,hsdp,ddp"]
+    assert main(["verify", model, "--wire", wire, *options, "--nproc", "4"]) == 0
+    first, _, _, _, *rows = capfd.readouterr().out.splitlines()
+    assert first == "Relative errors up to 0.5 count as equal."
+    assert [row.split()[4] for row in rows[:3]] == ["equal"] * 3
+    assert all(float(row.split()[2]) > 1e-4 for row in rows[:3])
 
 
 def test_a_corrupted_gradient_is_named(own: Path, capfd: pytest.CaptureFixture[str]) -> None:

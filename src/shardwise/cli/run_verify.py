@@ -2,8 +2,9 @@
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
+from typing import Any
 
 from rich.console import Console
 from torch import nn
@@ -12,18 +13,21 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardwise.diagnose.engines import splits_batch
 from shardwise.diagnose.models import MODELS, VOCABULARY, Subject, next_token_loss, random_tokens
-from shardwise.diagnose.subjects import find_engine, find_subjects
+from shardwise.diagnose.subjects import find_engine, find_optimizer, find_subjects
 from shardwise.diagnose.verification import VerificationError
 from shardwise.diagnose.verify import resolve_strategies, verify
 from shardwise.errors import ConfigError, PlanError, ShardwiseError
 from shardwise.launch.environment import RankEnv, read_rank_env
 from shardwise.launch.local import check_num_ranks, run_on_local_ranks
 from shardwise.launch.world import World, join_world
+from shardwise.plan.wire import EXACT, Wire
 from shardwise.train.model import GPT, Block, Shape
 
 __all__ = ["BUILT_IN", "VerifyOptions", "run_verify"]
 
 NPROC = 2
+_GRANULARITIES = ("element", "row", "tensor", "dim")
+_BOOLEANS = {"true": True, "false": False}
 
 
 def _gpt() -> nn.Module:
@@ -43,6 +47,10 @@ class VerifyOptions:
     corrupt: str | None  # a parameter
     engine: str | None = None  # None is this one, with each strategy
     mesh: str | None = None  # such as "dp2,tp2", for an engine
+    optimizer: str | None = None  # None is AdamW
+    wire: str | None = None  # such as "gather=int8,reduce=int4"
+    tolerance: float | None = None  # None is that of `verify`
+    granularity: str | None = None  # None is that of `fully_shard`, or what the optimizer needs
 
     def check(self) -> None:
         """Find errors in the options before any rank is started.
@@ -59,7 +67,59 @@ class VerifyOptions:
         find_subjects(self.model, BUILT_IN)
         if self.engine is not None:
             find_engine(self.engine)
+        if self.optimizer is not None:
+            find_optimizer(self.optimizer)
         self.dims()
+        self._check_sharding()
+
+    def _check_sharding(self) -> None:
+        if self.tolerance is not None and not self.tolerance >= 0:
+            raise ConfigError(f"--tolerance {self.tolerance}: expected 0 or more")
+        for option in ("wire", "granularity"):
+            if self.engine is not None and getattr(self, option) is not None:
+                raise ConfigError(
+                    f"--{option} {getattr(self, option)}: another engine does not use it; leave "
+                    "--engine out"
+                )
+        if self.granularity not in (None, *_GRANULARITIES):
+            raise ConfigError(
+                f"--granularity {self.granularity}: expected one of {', '.join(_GRANULARITIES)}"
+            )
+        if self._wire() != EXACT and self.tolerance is None:
+            raise ConfigError(
+                f"--wire {self.wire}: what is quantized differs from one process by up to 1/254 "
+                "(int8), 1/16 (fp8) or 1/14 (int4) of the largest value in its block; pass "
+                "--tolerance. With block=8 and --optimizer sgd, 0.5 is enough for int8 and fp8, "
+                "and for int4 in reductions; in larger blocks, and with int4 in gathers, small "
+                "gradients may be lost as a whole"
+            )
+
+    def sharding(self) -> dict[str, Any]:
+        """The arguments of `fully_shard`.
+
+        Raises:
+            PlanError: the formats of the wire are not valid.
+            ConfigError: the wire is malformed.
+        """
+        # 8-bit states are not for parameters that are cut by element.
+        granularity = self.granularity or ("row" if self.optimizer == "adam8bit" else None)
+        options: dict[str, Any] = {} if granularity is None else {"granularity": granularity}
+        return options if self.wire is None else {**options, "wire": self._wire()}
+
+    def _wire(self) -> Wire:
+        if self.wire is None:
+            return EXACT
+        known = [field.name for field in fields(Wire)]
+        options: dict[str, Any] = {}
+        for part in self.wire.split(","):
+            name, _, value = part.strip().partition("=")
+            if name not in known or not value:
+                raise ConfigError(
+                    f"--wire {self.wire}: expected some of {'=, '.join(known)}=, such as "
+                    f"gather=int8,reduce=int4; got {part.strip()!r}"
+                )
+            options[name] = int(value) if value.isdecimal() else _BOOLEANS.get(value, value)
+        return Wire(**options)
 
     def dims(self) -> dict[str, int]:
         """The sizes of the mesh's dims by name; empty without one.
@@ -125,6 +185,9 @@ def _verify(world: World, options: VerifyOptions) -> ShardwiseError | None:
     try:
         engine = None if options.engine is None else find_engine(options.engine)
         mesh = _mesh(options, world)
+        optimizer = None if options.optimizer is None else find_optimizer(options.optimizer)
+        if options.tolerance is not None:
+            console.print(f"Relative errors up to {options.tolerance:g} count as equal.\n")
         for subject in find_subjects(options.model, BUILT_IN):
             found = verify(
                 subject.model_fn,
@@ -136,6 +199,9 @@ def _verify(world: World, options: VerifyOptions) -> ShardwiseError | None:
                 corrupt=options.corrupt,
                 engine=engine,
                 mesh=mesh,
+                optimizer_fn=optimizer,
+                tolerance=options.tolerance,
+                **options.sharding(),
             )
             console.print()
             if not found.ok:

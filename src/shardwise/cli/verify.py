@@ -44,6 +44,36 @@ def verify(
     steps: Annotated[
         int, typer.Option(metavar="N", help="Number of optimizer steps to compare.")
     ] = 2,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Optimizer to compare: adamw (the default), sgd, muon, soap or adam8bit, or a "
+            "function (parameters) that returns one, as package.module:function or "
+            "file.py:function. adam8bit shards by row.",
+        ),
+    ] = None,
+    wire: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OPTIONS",
+            help="Quantize what ranks send: options of sw.Wire, such as "
+            "gather=int8,reduce=int4,block=8. Needs --tolerance.",
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            metavar="ERROR",
+            help="The largest relative error of a parameter that counts as equal (default: 1e-10).",
+        ),
+    ] = None,
+    granularity: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Where parameters may be cut: element, row, tensor or dim."
+        ),
+    ] = None,
     corrupt: Annotated[
         str | None,
         typer.Option(
@@ -60,4 +90,5 @@ def verify(
     from shardwise.cli.run_verify import VerifyOptions, run_verify  # noqa: PLC0415 (imports torch)
 
     names = None if strategies is None else tuple(map(str.strip, strategies.split(",")))
-    run_verify(VerifyOptions(model, names, steps, corrupt, engine, mesh), nproc)
+    of_sharding = (optimizer, wire, tolerance, granularity)
+    run_verify(VerifyOptions(model, names, steps, corrupt, engine, mesh, *of_sharding), nproc)

@@ -11,10 +11,11 @@ from typing import Any, cast
 from shardwise.diagnose.engines import ENGINES, Engine
 from shardwise.diagnose.families import FAMILIES
 from shardwise.diagnose.models import Subject
+from shardwise.diagnose.optimizers import OPTIMIZERS, OptimizerFn
 from shardwise.errors import ConfigError, PackageMissing
 from shardwise.plan.spelling import did_you_mean
 
-__all__ = ["find_engine", "find_subjects"]
+__all__ = ["find_engine", "find_optimizer", "find_subjects"]
 
 
 def find_subjects(model: str | None, built_in: Mapping[str, Subject]) -> list[Subject]:
@@ -54,6 +55,16 @@ def find_engine(name: str) -> Engine:
         return found
     function: Engine = _find_function(name, ENGINES)
     return function
+
+
+def find_optimizer(name: str) -> OptimizerFn:
+    """Resolve one of `OPTIMIZERS`, package.module:function or file.py:function.
+
+    Raises:
+        ConfigError: the name, file, module or function does not exist.
+    """
+    found = OPTIMIZERS.get(name)
+    return _find_function(name, OPTIMIZERS) if found is None else found
 
 
 def _find_function(wanted: str, known: Iterable[str]) -> Callable[..., Any]:

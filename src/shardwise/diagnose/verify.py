@@ -173,8 +173,8 @@ def _check_is_exact(wire: Wire, outer: Outer | None) -> None:
         raise PlanError(
             f"wire={wire}: quantized values differ from those of one process by up to 1/254 "
             "(int8), 1/16 (fp8) or 1/14 (int4) of the largest value in their block, so small "
-            "values in a block may have a large relative error; pass tolerance=, such as 0.5 for "
-            "int8"
+            "values in a block may have a large relative error; pass tolerance=. With "
+            "Wire(block=8) and SGD, 0.5 is enough for int8 and fp8, and for int4 in reductions"
         )
     if outer is not None and outer.dtype != "float64":
         raise PlanError(
