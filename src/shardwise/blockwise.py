@@ -32,6 +32,7 @@ from torch import Tensor
 __all__ = ["FORMATS", "Blocks", "dynamic_codebook"]
 
 _SCALE_BYTES = 4
+_NUMBER_BYTES = 4  # in single precision
 # Elements encoded at a time. On a CPU, they fit in the processor's cache. On an accelerator, their
 # float32 copies are small compared to a unit.
 _PIECE, _DEVICE_PIECE = 1 << 17, 1 << 24
@@ -75,6 +76,28 @@ class Blocks:
             quantized = _unpacked(codes, piece.shape[-1]) if self._is_packed else codes
             piece.copy_(self.dequantize(quantized, scales))
 
+    def scratch_bytes(
+        self, num_rows: int, num_elements: int, *, to_numbers: bool, itemsize: int, on_cpu: bool
+    ) -> int:
+        """The peak of what `encode` or `decode` allocates for [num_rows, num_elements].
+
+        Args:
+            num_rows: of the numbers.
+            num_elements: in a row.
+            to_numbers: for `decode`.
+            itemsize: bytes of a number.
+            on_cpu: pieces are as small as on a CPU.
+        """
+        step = self._step(num_rows, on_cpu=on_cpu)
+        is_padded = num_elements <= step and num_elements % self.size > 0
+        count = num_rows * min(-(-num_elements // self.size) * self.size, step)
+        if to_numbers:  # codes one in a byte, and numbers in single precision before the last step
+            return (2 * _NUMBER_BYTES + self._is_packed + is_padded) * count
+        is_copied = is_padded or itemsize != _NUMBER_BYTES
+        is_cut = num_elements > step  # so codes of a piece are there while the next is encoded
+        scaled = _NUMBER_BYTES * (1 + is_copied) + 1 + is_cut  # and codes
+        return (scaled + _NUMBER_BYTES * (self.format != "fp8")) * count
+
     def quantize(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """The codes of ``numbers``, [..., n], uint8, and the scales of their blocks."""
         kind = FORMATS[self.format]
@@ -94,12 +117,16 @@ class Blocks:
     def _is_packed(self) -> bool:
         return FORMATS[self.format].bits == 4  # noqa: PLR2004 - two in a byte
 
+    def _step(self, num_rows: int, *, on_cpu: bool) -> int:
+        """How many elements of each row are encoded at a time."""
+        at_once = _PIECE if on_cpu else _DEVICE_PIECE
+        return max(1, at_once // num_rows // self.size) * self.size
+
     def _pieces(self, numbers: Tensor, encoded: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Views of the numbers, their scales and their codes, for some whole blocks at a time."""
         n = numbers.shape[-1]
         num_rows = max(1, numbers.numel() // max(1, n))
-        at_once = _PIECE if numbers.device.type == "cpu" else _DEVICE_PIECE
-        step = max(1, at_once // num_rows // self.size) * self.size
+        step = self._step(num_rows, on_cpu=numbers.device.type == "cpu")
         first_code = _SCALE_BYTES * self.num_blocks(n)
         scales = encoded[..., :first_code].view(torch.float32)
         bits = FORMATS[self.format].bits

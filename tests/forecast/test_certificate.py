@@ -12,6 +12,7 @@ from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.memory import step_memory
 from shardwise.forecast.planned import plan_of
 from shardwise.forecast.work import Segment, Workload
+from shardwise.plan.wire import Wire
 from shardwise.schedule.events import EventKind
 
 BLOCK = 16 * 16  # elements of one block
@@ -68,6 +69,19 @@ def test_every_category_is_in_the_peak() -> None:
     assert peak.activations == 5 * KEPT
     assert peak.buffers == 2 * 8 * 8, "tokens and labels"
     assert peak.total == certificate.peak_bytes == sum(peak.by_category().values())
+
+
+def test_a_wire_takes_memory_to_encode_and_decode() -> None:
+    """Four shards of 64 elements in blocks of 16, while one unit is gathered and one is reduced."""
+    plan = plan_of(model_of(5), CONFIGURATION)
+    wire = Wire(gather="int8", reduce="int4", block=16)
+    plan = replace(plan, units=tuple(replace(unit, wire=wire) for unit in plan.units))
+    peak = memory_certificate(plan, workload_of(5), CONFIGURATION).peak
+    gather = 4 * (64 + 4 * 4) + 8 * 4 * 64  # codes, and the numbers of all of them, twice
+    sent_and_received = 2 * 4 * (64 // 2 + 4 * 4)
+    reduction = sent_and_received + (4 + 4 + 1) * 4 * 64  # scaled, rounded, and a byte each
+    assert peak.label == "backward layers.3"
+    assert peak.communication == 2 * 4 * BLOCK + gather + reduction
 
 
 def test_without_activations_it_is_the_memory_of_the_plan() -> None:

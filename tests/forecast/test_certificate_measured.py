@@ -20,6 +20,7 @@ from shardwise.forecast.states import state_bytes
 from shardwise.forecast.tracing import trace
 from shardwise.forecast.transformer import Shape, build
 from shardwise.optim.owner_optimizer import local_part
+from tests.forecast.test_wires import peak_of
 from tests.ranks import on_ranks
 
 LLAMA = Shape(arch="llama", layers=3, hidden=128, heads=4, vocab=1000, ffn=256)
@@ -86,7 +87,7 @@ def test_a_step_allocates_what_is_certified(
         moment.activations + moment.communication + moment.gradients + moment.temporaries
         for moment in certificate.timeline
     )
-    assert predicted == pytest.approx(_peak_of(profiled), rel=TOLERANCE)
+    assert predicted == pytest.approx(peak_of(profiled), rel=TOLERANCE)
 
 
 MAKERS: dict[str, Callable[[nn.Module], Optimizer]] = {
@@ -122,13 +123,3 @@ def test_states_take_what_is_certified(name: str) -> None:
     total = torch.tensor(float(sum(states)))
     dist.all_reduce(total)
     assert predicted == pytest.approx(total.item() / 2, rel=0.02)
-
-
-def _peak_of(profiled: Any) -> int:
-    """The most bytes that PyTorch's allocator had given out more than at the beginning."""
-    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    allocated = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        allocated += event.nbytes()
-        peak = max(peak, allocated)
-    return peak

@@ -21,7 +21,7 @@ from shardwise.forecast.models import Model
 from shardwise.forecast.numbers import bytes_of
 from shardwise.forecast.transformer import Shape, build
 from shardwise.train.model import GPT, Shape as TrainShape
-from tests.forecast.test_certificate_measured import _peak_of
+from tests.forecast.test_wires import peak_of
 from tests.ranks import on_ranks
 
 LLAMA = Shape(arch="llama", layers=4, hidden=64, heads=4, vocab=500, ffn=128)
@@ -152,7 +152,7 @@ def test_a_step_stays_within_the_budget(share: float) -> None:
         key=lambda one: one.activations + one.communication + one.gradients + one.temporaries,
     )
     others = most.parameters + most.optimizer + most.gathered
-    assert _peak_of(profiled) + others <= 1.03 * budget
+    assert peak_of(profiled) + others <= 1.03 * budget
     assert fitted.num_bytes <= budget
 
 

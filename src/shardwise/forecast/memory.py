@@ -16,6 +16,7 @@ and the model's buffers are not included.
 
 from dataclasses import dataclass
 
+from shardwise.forecast.wires import gather_scratch, reduce_scratch
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.schedule.events import Event, EventKind, describe
@@ -126,6 +127,10 @@ class MemoryReplay:
             sum(_gradient_bytes(unit, options).buffer for unit in plan.units) * options.unreduced
         )
         self.gathered, self.reducing = self._carried, whole
+        # By unit, while its collective is under way; those of one kind run one after the other.
+        self._gathers: dict[int, int] = {}
+        self._reductions: dict[int, int] = {}
+        self._in_subgroup = set[int]()
         self.peak = self.event_peak = self.allocated
         self.transient = self.allocated - self.base
         reduced = sum(u.gradient_shard_bytes for u in plan.units)
@@ -136,7 +141,12 @@ class MemoryReplay:
     @property
     def allocated(self) -> int:
         """Bytes on the device now."""
-        return self.base + self._new_shards + self.gathered + self.reducing
+        return self.base + self._new_shards + self.gathered + self.reducing + self.encoding
+
+    @property
+    def encoding(self) -> int:
+        """Bytes of codes, and of what encodes and decodes them, on the device now."""
+        return sum(max(each.values(), default=0) for each in (self._gathers, self._reductions))
 
     @property
     def gradient_shards(self) -> int:
@@ -148,6 +158,7 @@ class MemoryReplay:
         unit, options = self._plan.units[event.unit], self._options
         gradients = _gradient_bytes(unit, options)
         before, self.event_peak = self.peak, 0
+        self._encode(event)
         match event.kind:
             case EventKind.RESHARD_TO_SUBGROUP | EventKind.FREE_SUBGROUP if (
                 options.unreduced and unit.two_level_gather
@@ -183,6 +194,27 @@ class MemoryReplay:
                 self._offload(_PendingOffload(0, 0))
         self._update_peak()
         return self.peak > before
+
+    def _encode(self, event: Event) -> None:
+        """Allocate or free what a quantized wire takes."""
+        plan, index, on_cpu = self._plan, event.unit, self._options.on_cpu
+        unit = plan.units[index]
+        match event.kind:
+            case EventKind.GATHER if index not in self._in_subgroup:
+                ranks = unit.num_shards or plan.world_size
+                self._gathers[index] = gather_scratch(unit, ranks, on_cpu=on_cpu)
+            case EventKind.RESHARD_TO_SUBGROUP:
+                self._in_subgroup.add(index)
+                if unit.two_level_gather:
+                    self._gathers[index] = gather_scratch(unit, plan.replicas, on_cpu=on_cpu)
+            case EventKind.REDUCE:
+                self._reductions[index] = reduce_scratch(plan, unit, on_cpu=on_cpu)
+            case EventKind.WAIT | EventKind.FREE:
+                self._gathers.pop(index, None)
+            case EventKind.FREE_SUBGROUP:
+                self._in_subgroup.discard(index)
+            case EventKind.FINISH_REDUCE:
+                self._reductions.pop(index, None)
 
     def _update_peak(self) -> None:
         allocated = self.allocated

@@ -5,14 +5,11 @@ They equal the ledger's counter (`Ledger.sent_bytes`) and that of ranks on CPUs
 other rank of the group. On a ring of GPUs, each rank sends the same number of bytes.
 """
 
-from collections.abc import Iterator
-
-from shardwise.blockwise import Blocks
+from shardwise.forecast.wires import reduced_bytes, row_of
 from shardwise.plan.axes import AxisBytes
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
-from shardwise.plan.wire import Wire
 from shardwise.schedule.events import EventKind
 from shardwise.schedule.sequencer import schedule
 from shardwise.transport.host.collectives import all_reduce_bytes
@@ -27,7 +24,7 @@ def sent_bytes(plan: Plan) -> AxisBytes:
     per parameter, as in `fully_shard` with ``unused="none"``. An owner optimizer, such as `Muon`,
     additionally sends its own `sent_bytes`.
     """
-    row, replicas = _row(plan, plan.world_size), plan.replicas
+    row, replicas = row_of(plan), plan.replicas
     trained = sum(spec.trainable for unit in plan.units for spec in unit.parameters)
     total = AxisBytes(trained * (row - 1), trained * row * (replicas - 1))
     in_subgroup = set[int]()
@@ -50,15 +47,10 @@ def sent_bytes(plan: Plan) -> AxisBytes:
     return total
 
 
-def _row(plan: Plan, num_shards: int) -> int:
-    """Ranks of a row of the mesh."""
-    return num_shards // plan.replicas if plan.strategy.is_two_level else num_shards
-
-
 def _gather_of_shards(plan: Plan, unit: UnitPlan) -> AxisBytes:
     """Among all ranks whose shards make the unit: with two levels, those of several rows."""
     num_shards = unit.num_shards or plan.world_size
-    row, slot = _row(plan, num_shards), _slot_bytes(unit)
+    row, slot = row_of(plan, unit), _slot_bytes(unit)
     return AxisBytes(slot * (row - 1), slot * (num_shards - row))
 
 
@@ -74,31 +66,13 @@ def _slot_bytes(unit: UnitPlan) -> int:
 
 def _reduction(plan: Plan, unit: UnitPlan, layout: Layout) -> AxisBytes:
     """Count a reduce-scatter over a mesh row, then a reduce-scatter or all-reduce over columns."""
-    row, replicas = _row(plan, unit.num_shards or plan.world_size), plan.replicas
-    is_two_level = plan.strategy.is_two_level
+    row, replicas = row_of(plan, unit), plan.replicas
     if (blocks := unit.reduces(layout)) is not None:
-        return AxisBytes(
-            *_quantized(blocks, unit.wire, layout.num_elements, row, replicas, is_two_level)
-        )
+        return reduced_bytes(plan, unit, layout, blocks)
     own = layout.reduced_bytes // row
     over_columns = (
         own // replicas
-        if is_two_level
+        if plan.strategy.is_two_level
         else all_reduce_bytes(own, layout.cast.reduce_itemsize, replicas)
     )
     return AxisBytes(own * (row - 1), over_columns * (replicas - 1))
-
-
-def _quantized(
-    blocks: Blocks, wire: Wire, num_elements: int, row: int, replicas: int, is_two_level: bool
-) -> Iterator[int]:
-    """Count what `QuantizedSums` sends along the row and along the column."""
-    size = num_elements
-    for ranks, is_scattered in ((row, True), (replicas, is_two_level)):
-        near = ranks if size < num_elements else min(wire.ranks_per_host or ranks, ranks)
-        whole = size
-        slot = -(-size // ranks)
-        hops = [(near, slot * ranks // near), (ranks // near, slot)]
-        hops += [] if is_scattered else [(ranks, slot)]
-        yield sum(blocks.num_bytes(elements) * (among - 1) for among, elements in hops)
-        size = slot if is_scattered else whole
