@@ -50,12 +50,12 @@ def test_encoding_and_decoding_allocate_what_is_planned(
 ) -> None:
     blocks, numbers = Blocks(name, 64), torch.randn(rows, size, dtype=torch.float32).to(dtype)
     encoded = torch.empty(rows, blocks.num_bytes(size), dtype=torch.uint8)
-    for work, to_numbers in (
-        (lambda: blocks.encode(numbers, encoded), False),
-        (lambda: blocks.decode(encoded, numbers), True),
-    ):
+    for to_numbers in (False, True):
         with profile(profile_memory=True) as profiled:
-            work()
+            if to_numbers:
+                blocks.decode(encoded, numbers)
+            else:
+                blocks.encode(numbers, encoded)
         planned = blocks.scratch_bytes(
             rows, size, to_numbers=to_numbers, itemsize=dtype.itemsize, on_cpu=True
         )

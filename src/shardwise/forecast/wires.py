@@ -77,9 +77,7 @@ def _gather_bytes(blocks: Blocks, ranks: int, size: int, itemsize: int, *, on_cp
     return ranks * blocks.num_bytes(size) + work
 
 
-def _sum_bytes(
-    plan: Plan, unit: UnitPlan, layout: Layout, blocks: Blocks, *, on_cpu: bool
-) -> int:
+def _sum_bytes(plan: Plan, unit: UnitPlan, layout: Layout, blocks: Blocks, *, on_cpu: bool) -> int:
     peak = value = 0  # the sum so far, which is the reduce buffer first
     itemsize = layout.cast.reduce_itemsize  # of what is encoded
     sum_itemsize = max(4, itemsize) if itemsize != _DOUBLE else _DOUBLE

@@ -18,7 +18,10 @@ __all__ = ["Ledger", "LedgerReader", "Record", "note_sent"]
 _MAX_RECORDS = 1 << 14  # of forwards that wait for their backward: more than 100 layers x 32 passes
 
 
-_ledgers: "weakref.WeakKeyDictionary[DataParallelMesh, Ledger]" = weakref.WeakKeyDictionary()
+# Weakly on both sides: a reader of a ledger may hold parameters, which hold their mesh.
+_ledgers: "weakref.WeakKeyDictionary[DataParallelMesh, weakref.ref[Ledger]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def note_sent(mesh: DataParallelMesh | None, work: Work, *, after_backward: bool = False) -> None:
@@ -29,7 +32,8 @@ def note_sent(mesh: DataParallelMesh | None, work: Work, *, after_backward: bool
         work: a collective that was launched.
         after_backward: it belongs to the step whose backward has ended last.
     """
-    ledger = None if mesh is None else _ledgers.get(mesh)
+    reference = None if mesh is None else _ledgers.get(mesh)
+    ledger = None if reference is None else reference()
     if ledger is not None and mesh is not None:
         ledger.add_sent(mesh.axis_bytes([work]), after_backward=after_backward)
 
@@ -193,7 +197,7 @@ class Ledger:
     def note_traffic_of(self, meshes: Iterable[DataParallelMesh]) -> None:
         """Count what `note_sent` is told of these."""
         for mesh in meshes:
-            _ledgers[mesh] = self
+            _ledgers[mesh] = weakref.ref(self)
 
     @property
     def gathered_bytes(self) -> int:
