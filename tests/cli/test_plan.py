@@ -208,7 +208,7 @@ def test_what_the_trainer_lacks_is_said(tmp_path: Path) -> None:
         (["gpt2", *ARGUMENTS, "--checkpointing", "ful"], "did you mean 'full'"),
         (["gpt2", *ARGUMENTS, "--objective", "speed"], "expected one of tokens/s, memory, cost"),
         (["gpt2", *ARGUMENTS, "--tokens", "1Q"], "--tokens 1Q: expected a number such as 300B"),
-        (["gpt2", *ARGUMENTS, "--html", "no/such/page.html"], "no/such is no directory"),
+        (["gpt2", *ARGUMENTS, "--html", "no/such/page.html"], "no/such is not a directory"),
         (["gpt2", *ARGUMENTS, "--seq", "0"], "sequence=0: expected an integer of 1 or more"),
         ([], "expected a model"),
     ],

@@ -38,14 +38,14 @@ USAGE_ERRORS = {
     "--optimizer adamax": "adamax: expected one of adamw, sgd, muon, soap, adam8bit",
     "--granularity rows": "--granularity rows: expected one of element, row, tensor, dim",
     "--tolerance -1": "--tolerance -1.0: expected 0 or more",
-    "--wire gather=int8": "--wire gather=int8: what is quantized differs from one process by up "
+    "--wire gather=int8": "--wire gather=int8: quantized values differ from one process by up "
     "to 1/254 (int8), 1/16 (fp8) or 1/14 (int4) of the largest value in its block; pass "
     "--tolerance. With block=8 and --optimizer sgd, 0.5 is enough for int8 and fp8, and for int4 "
     "in reductions",
     "--wire int8": "--wire int8: expected some of gather=, reduce=, block=, ranks_per_host=, "
     "error_feedback=, such as gather=int8,reduce=int4; got 'int8'",
     "--wire gather=int7 --tolerance 1": "Wire(gather='int7'): expected one of int8, int4, fp8",
-    "--wire gather=int8 --engine ddp": "--wire gather=int8: another engine does not use it",
+    "--wire gather=int8 --engine ddp": "--wire gather=int8: other engines do not use it",
 }
 
 

@@ -1,11 +1,11 @@
-"""The command line: one thin file for each command.
+"""The command line, with one small file for each command.
 
-Exit codes, the same for all commands:
+All commands use the same exit codes:
 
 - 0: success;
 - 1: a check found differences or damage, or the run failed;
-- 2: a usage or configuration error, such as a file that is not there; one line on stderr, and
-  nothing was started;
+- 2: a usage or configuration error, such as a missing file, with one line on stderr; nothing was
+  started;
 - 130: interrupted by SIGINT (128 + the number of any other signal).
 
 A command imports torch when it runs, so that ``shardwise --help`` is fast.
@@ -31,15 +31,15 @@ from shardwise.errors import CheckpointNotFound, ConfigError, PlanError, Shardwi
 __all__ = ["app", "main"]
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-# The base class of typer's usage errors. It is click's, of which some versions of typer contain a
-# copy, so this is its only name in all versions.
+# The base class of typer's usage errors. It is click's, but some versions of typer contain a copy
+# of click, so only this expression finds it in all versions.
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
 
 app = typer.Typer(
     name="shardwise",
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # joins the lines of a paragraph, and keeps what is in [brackets]
+    rich_markup_mode="markdown",  # joins the lines of a paragraph, and keeps text in [brackets]
 )
 app.command()(bench)
 app.command()(train)
@@ -71,7 +71,7 @@ def commands(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line, by default that of the process, and return its exit code."""
+    """Run a command line, by default that of this process, and return its exit code."""
     command = get_command(app)
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:

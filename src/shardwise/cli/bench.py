@@ -10,7 +10,7 @@ def bench(
     size: Annotated[
         str,
         typer.Option(
-            metavar="SIZE", help="10M, 50M, 125M, or a CONFIG.toml, whose [model] is used."
+            metavar="SIZE", help="10M, 50M, 125M, or a CONFIG.toml with the [model] to use."
         ),
     ] = "10M",
     ranks: Annotated[int, typer.Option(metavar="N", help="Number of local CPU ranks.")] = 2,
@@ -20,7 +20,7 @@ def bench(
         typer.Option(
             metavar="NAME,NAME",
             help="Peers: ddp, fsdp1, fsdp2 (default: one row of each), zero-optimizer, deepspeed. "
-            "ddp is the base of the ratios and always included.",
+            "ddp is the base of the ratios and is always included.",
         ),
     ] = None,
     ours: Annotated[
@@ -39,28 +39,29 @@ def bench(
         str | None,
         typer.Option(
             metavar="NAME,NAME",
-            help="Measurements: time (default), traffic, memory, units; each of the others starts "
-            "processes for every engine.",
+            help="Measurements: time (default), traffic, memory, units. Each one but time starts "
+            "new processes for every engine.",
         ),
     ] = None,
     full: Annotated[
         bool,
         typer.Option(
             "--full",
-            help="All engines that are installed and suit the number of ranks, and all "
-            "measurements, unless --vs, --ours or --measure choose; takes many minutes.",
+            help="Use all engines that are installed and support the number of ranks, and all "
+            "measurements, unless --vs, --ours or --measure are given. Takes many minutes.",
         ),
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="For results.json and bench.png (default: under runs/)."),
+        typer.Option(
+            metavar="DIR", help="Where to write results.json and bench.png (default: under runs/)."
+        ),
     ] = None,
 ) -> None:
     """Compare with DDP, FSDP1 and FSDP2 on this machine.
 
-    The engines take turns in rounds, on the same model and data. The result is the median of the
-    ratios to DDP, with the noise. No time is asserted, so the exit code does not depend on the
-    figures.
+    The engines alternate in rounds, on the same model and data. The result is the median of the
+    ratios to DDP, with the noise. The exit code does not depend on the figures.
     """
     from shardwise.bench.compare import run  # noqa: PLC0415 (imports torch)
     from shardwise.bench.options import BenchOptions  # noqa: PLC0415
@@ -70,17 +71,17 @@ def bench(
             size=size,
             ranks=ranks,
             dtype=dtype,
-            vs=_words(vs),
-            ours=_words(ours),
+            vs=_split_names(vs),
+            ours=_split_names(ours),
             rounds=rounds,
             sequence=sequence,
             batch=batch,
-            measures=_words(measure),
+            measures=_split_names(measure),
             full=full,
             out=out,
         )
     )
 
 
-def _words(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(word.strip() for word in text.split(",") if word.strip())
+def _split_names(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())

@@ -20,13 +20,14 @@ def doctor(
         str | None,
         typer.Option(
             metavar="N,N",
-            help="Numbers of local ranks to measure (default: 1, and one for each GPU or core).",
+            help="Numbers of local ranks to measure (default: 1, and the number of GPUs or cores).",
         ),
     ] = None,
 ) -> None:
     """Check every byte of a checkpoint against its checksums, or measure this machine.
 
-    Exits with 0 if the checkpoint is intact. Otherwise exits with 1 after a line for each damage.
+    Exits with 0 if the checkpoint is intact. Otherwise prints a line for each damage and exits with
+    1.
     """
     if (checkpoint is None) == (calibrate is None):
         raise ConfigError("doctor: expected the path of a checkpoint, or --calibrate OUT.json")

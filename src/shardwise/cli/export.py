@@ -11,7 +11,7 @@ def export(
         str, typer.Argument(metavar="CKPT", help="The directory or URL of a checkpoint.")
     ],
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The path to write, which must not exist.")
+        Path, typer.Argument(metavar="OUT", help="The path to write; it must not exist.")
     ],
     format_: Annotated[
         str,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardwise.forecast.candidates import Degree
 
 WIDTH = 100  # in characters, which the tables need
-QUIET_SECONDS = 2.0  # before the first line of progress, and between lines
+QUIET_SECONDS = 2.0  # minimum time before the first line of progress, and between lines
 _DTYPES = ("bfloat16", "float16", "float32")
 _DEGREE = typer.Option(metavar="N", help="Ranks on this axis, or auto to try several.")
 
@@ -37,12 +37,12 @@ def plan(
         str,
         typer.Option(
             metavar="COUNTxGPU",
-            help="Such as 64xH100, or 64xA100-40GB/8:1600 (GPUs a node:Gbit/s).",
+            help="Such as 64xH100, or 64xA100-40GB/8:1600 (GPUs per node:Gbit/s).",
         ),
     ] = "8xH100",
-    seq: Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence.")] = 4096,
+    seq: Annotated[int, typer.Option(metavar="N", help="Tokens per sequence.")] = 4096,
     global_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Sequences in a step (default: 8 for each GPU).")
+        int | None, typer.Option(metavar="N", help="Sequences per step (default: 8 per GPU).")
     ] = None,
     objective: Annotated[
         str, typer.Option(metavar="NAME", help="tokens/s, memory or cost.")
@@ -51,25 +51,25 @@ def plan(
         str, typer.Option(metavar="NAME,NAME", help="Strategies to try (default: all).")
     ] = "fsdp,zero2,zero1,ddp,hsdp,hfsdp",
     micro_batch: Annotated[
-        str, typer.Option(metavar="N,N", help="Sequences in a forward (default: powers of two).")
+        str, typer.Option(metavar="N,N", help="Sequences per forward (default: powers of two).")
     ] = "",
     checkpointing: Annotated[
         str,
         typer.Option(
             metavar="NAME,NAME",
             help="Kinds of activation checkpointing to try: none, full, products (keeps results of "
-            "matrix products and attention) or selective (of every second product).",
+            "matrix products and attention) or selective (keeps every second product).",
         ),
     ] = "none,products,full",
     offload: Annotated[
-        bool, typer.Option(help="Use the host's memory for what does not fit without.")
+        bool, typer.Option(help="Offload to host memory if nothing fits otherwise.")
     ] = True,
     tensor: Annotated[str, _DEGREE] = "1",
     pipeline: Annotated[str, _DEGREE] = "1",
     chunks: Annotated[
         str,
         typer.Option(
-            metavar="N", help="Parts of the model on a pipeline stage (interleaved), or auto."
+            metavar="N", help="Parts of the model per pipeline stage (interleaved), or auto."
         ),
     ] = "1",
     context: Annotated[str, _DEGREE] = "1",
@@ -79,22 +79,26 @@ def plan(
         typer.Option(metavar="NAME", help="adamw, adamw8bit, adafactor, lion, muon, sgd, soap."),
     ] = "adamw",
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="Of compute: bfloat16, float16 or float32.")
+        str, typer.Option(metavar="DTYPE", help="Compute dtype: bfloat16, float16 or float32.")
     ] = "bfloat16",
-    compiled: Annotated[bool, typer.Option("--compile", help="With torch.compile.")] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
     tokens: Annotated[
         str | None, typer.Option(metavar="N", help="Tokens to train on, such as 300B or 1T.")
     ] = None,
-    price: Annotated[float | None, typer.Option(metavar="P", min=0, help="Of a GPU-hour.")] = None,
+    price: Annotated[
+        float | None, typer.Option(metavar="P", min=0, help="Price of a GPU-hour.")
+    ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say where the time and the memory of a step go.")
+        bool, typer.Option("--explain", help="Show where the time and the memory of a step go.")
     ] = False,
     checkpoint: Annotated[
-        bool, typer.Option("--checkpoint", help="Say what ranks write and read of a checkpoint.")
+        bool, typer.Option("--checkpoint", help="Show what ranks write and read for a checkpoint.")
     ] = False,
     storage: Annotated[
         float,
-        typer.Option(metavar="GB/S", min=0, help="Of a node to the file system, for --checkpoint."),
+        typer.Option(
+            metavar="GB/S", min=0, help="Speed of a node's file system, for --checkpoint."
+        ),
     ] = 2.0,
     scaling: Annotated[
         bool, typer.Option(help="Also predict the throughput on up to 16,384 GPUs.")
@@ -116,11 +120,11 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Find the best way to train a model on a cluster, before a GPU is rented.
+    """Find the best way to train a model on a cluster, without using a GPU.
 
-    Predicts the memory of a GPU and the time of a step for every strategy, micro-batch and kind of
-    checkpointing that divides the batch. Ranks those that fit, says by how much others do not, and
-    prints the call of fully_shard for the best one.
+    Predicts the memory per GPU and the time per step for every strategy, micro-batch and kind of
+    checkpointing that divides the batch. Ranks the configurations that fit, prints how much memory
+    the others lack, and prints the call of fully_shard for the best one.
     """
     if score is not None:
         _score(score)
@@ -155,7 +159,7 @@ def plan(
         settings=settings,
         objective=objective,  # type: ignore[arg-type]
         strategies=tuple(_names(strategy)),
-        micro_batches=tuple(_whole("micro-batch", one) for one in _names(micro_batch)),
+        micro_batches=tuple(_positive_int("micro-batch", text) for text in _names(micro_batch)),
         checkpointing=tuple(_names(checkpointing)),  # type: ignore[arg-type]
         offload=("none", "optimizer", "parameters") if offload else ("none",),
         tensor=_degree("tensor", tensor),
@@ -205,10 +209,10 @@ def _dtype(name: str) -> "torch.dtype":
 
 
 def _check_folders(*paths: Path | None) -> None:
-    """Refuse what cannot be written before the search, which takes long."""
+    """Raise an error for paths that cannot be written, before the search, which takes long."""
     for path in paths:
         if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{path}: cannot be written: {path.parent} is no directory")
+            raise ConfigError(f"{path}: cannot be written: {path.parent} is not a directory")
 
 
 def _write(planned: "Planned", html: Path | None, trace: Path | None, config: Path | None) -> None:
@@ -227,20 +231,20 @@ def _write(planned: "Planned", html: Path | None, trace: Path | None, config: Pa
 
 
 class Progress:
-    """Lines on stderr about what takes long, at most one every two seconds."""
+    """Prints progress of long operations on stderr, at most one line every two seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._said_at = clock()
+        self._printed_at = clock()
 
-    def __call__(self, words: str) -> None:
-        if self._clock() - self._said_at >= QUIET_SECONDS:
-            self._said_at = self._clock()
-            print(f"{words} ...", file=sys.stderr, flush=True)  # noqa: T201
+    def __call__(self, message: str) -> None:
+        if self._clock() - self._printed_at >= QUIET_SECONDS:
+            self._printed_at = self._clock()
+            print(f"{message} ...", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _directory(model: str) -> str:
-    """That of a Hugging Face model, which the trainer can read; "" of others."""
+    """The directory of a Hugging Face model, which the trainer can read; "" for other models."""
     path = Path(model)
     if path.is_dir():
         return model
@@ -252,10 +256,10 @@ def _names(text: str) -> list[str]:
 
 
 def _degree(option: str, text: str) -> "Degree":
-    return "auto" if text == "auto" else _whole(option, text)
+    return "auto" if text == "auto" else _positive_int(option, text)
 
 
-def _whole(option: str, text: str) -> int:
+def _positive_int(option: str, text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"--{option} {text}: expected an integer of 1 or more")
     return int(text)

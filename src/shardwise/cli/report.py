@@ -10,7 +10,7 @@ MIN_WIDTH = 100  # in characters, which the tables need
 
 def report(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="A run's directory, with its recording/.")
+        Path, typer.Argument(metavar="RUN_DIR", help="The run directory that has a recording/.")
     ],
     output: Annotated[
         Path | None,
@@ -21,10 +21,10 @@ def report(
         typer.Option(metavar="FILE", help="Also write a trace for https://ui.perfetto.dev."),
     ] = None,
 ) -> None:
-    """Say where the time and the memory of a recorded run went, and what to change.
+    """Show where the time and the memory of a recorded run went, and what to change.
 
-    Prints findings, units and ranks, and writes them with a timeline of each step to one HTML page
-    that needs no network.
+    Prints findings, units and ranks, and writes them with a timeline of each step to a single HTML
+    page that works without a network.
     """
     from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
 

@@ -1,4 +1,4 @@
-"""Runs `shardwise verify` on the ranks of a launcher, or on local ones."""
+"""Runs `shardwise verify` on the ranks of a launcher, or on local ranks."""
 
 import os
 import re
@@ -39,18 +39,18 @@ BUILT_IN = {"gpt": Subject(_gpt, random_tokens, next_token_loss, Block)} | MODEL
 
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
-    """The options of the command; they are pickled to local ranks."""
+    """The options of the command, which are pickled and sent to local ranks."""
 
-    model: str | None  # None is every built-in model
-    strategies: tuple[str, ...] | None  # None is all
+    model: str | None  # None: every built-in model
+    strategies: tuple[str, ...] | None  # None: all
     steps: int
-    corrupt: str | None  # a parameter
-    engine: str | None = None  # None is this one, with each strategy
-    mesh: str | None = None  # such as "dp2,tp2", for an engine
-    optimizer: str | None = None  # None is AdamW
+    corrupt: str | None  # name of a parameter
+    engine: str | None = None  # None: shardwise, with each strategy
+    mesh: str | None = None  # such as "dp2,tp2"; requires ``engine``
+    optimizer: str | None = None  # None: AdamW
     wire: str | None = None  # such as "gather=int8,reduce=int4"
-    tolerance: float | None = None  # None is that of `verify`
-    granularity: str | None = None  # None is that of `fully_shard`, or what the optimizer needs
+    tolerance: float | None = None  # None: the default of `verify`
+    granularity: str | None = None  # None: the default, or what the optimizer needs
 
     def check(self) -> None:
         """Find errors in the options before any rank is started.
@@ -78,8 +78,8 @@ class VerifyOptions:
         for option in ("wire", "granularity"):
             if self.engine is not None and getattr(self, option) is not None:
                 raise ConfigError(
-                    f"--{option} {getattr(self, option)}: another engine does not use it; leave "
-                    "--engine out"
+                    f"--{option} {getattr(self, option)}: other engines do not use it; omit "
+                    "--engine"
                 )
         if self.granularity not in (None, *_GRANULARITIES):
             raise ConfigError(
@@ -87,21 +87,21 @@ class VerifyOptions:
             )
         if self._wire() != EXACT and self.tolerance is None:
             raise ConfigError(
-                f"--wire {self.wire}: what is quantized differs from one process by up to 1/254 "
-                "(int8), 1/16 (fp8) or 1/14 (int4) of the largest value in its block; pass "
+                f"--wire {self.wire}: quantized values differ from one process by up to 1/254 "
+                "(int8), 1/16 (fp8) or 1/14 (int4) of the largest value in their block; pass "
                 "--tolerance. With block=8 and --optimizer sgd, 0.5 is enough for int8 and fp8, "
                 "and for int4 in reductions; in larger blocks, and with int4 in gathers, small "
-                "gradients may be lost as a whole"
+                "gradients may be lost entirely"
             )
 
     def sharding(self) -> dict[str, Any]:
-        """The arguments of `fully_shard`.
+        """The arguments of `fully_shard` that the options set.
 
         Raises:
             PlanError: the formats of the wire are not valid.
             ConfigError: the wire is malformed.
         """
-        # 8-bit states are not for parameters that are cut by element.
+        # 8-bit states do not support parameters that are cut by element.
         granularity = self.granularity or ("row" if self.optimizer == "adam8bit" else None)
         options: dict[str, Any] = {} if granularity is None else {"granularity": granularity}
         return options if self.wire is None else {**options, "wire": self._wire()}
@@ -122,18 +122,18 @@ class VerifyOptions:
         return Wire(**options)
 
     def dims(self) -> dict[str, int]:
-        """The sizes of the mesh's dims by name; empty without one.
+        """The sizes of the mesh's dims by name; empty without a mesh.
 
         Raises:
-            ConfigError: it is malformed, or there is no engine to use it.
+            ConfigError: the mesh is malformed, or no engine is given.
         """
         if self.mesh is None:
             return {}
         if self.engine is None:
             raise ConfigError(f"--mesh {self.mesh}: name the --engine that uses it")
-        found = [re.fullmatch(r"([a-z_]+)([1-9][0-9]*)", dim) for dim in self.mesh.split(",")]
-        sizes = {one[1]: int(one[2]) for one in found if one}
-        if len(sizes) != len(found) or not any(map(splits_batch, sizes)):
+        matches = [re.fullmatch(r"([a-z_]+)([1-9][0-9]*)", dim) for dim in self.mesh.split(",")]
+        sizes = {match[1]: int(match[2]) for match in matches if match}
+        if len(sizes) != len(matches) or not any(map(splits_batch, sizes)):
             raise ConfigError(
                 f"--mesh {self.mesh}: expected distinct names, each with a size, one of them "
                 "beginning with dp, such as dp2,tp2"
@@ -142,10 +142,10 @@ class VerifyOptions:
 
 
 def run_verify(options: VerifyOptions, nproc: int | None = None) -> None:
-    """Verify on the ranks of the launcher, or on ``nproc`` local ones (2 by default).
+    """Verify on the ranks of a launcher, or on ``nproc`` local ranks (2 by default).
 
     Raises:
-        VerificationError: the numbers of a strategy differ from those of one process.
+        VerificationError: the results of a strategy differ from those of one process.
         ConfigError, PlanError: the options are not valid.
         RankError: a local rank failed.
     """
@@ -170,15 +170,15 @@ def _join(options: VerifyOptions, env: RankEnv, nproc: int | None) -> None:
     with join_world(env) as world:
         world.check(check)
         error = _verify(world, options)
-    # Rank 0 alone raises: a launcher stops all ranks when one fails, maybe before rank 0 printed.
+    # Only rank 0 raises: a launcher stops all ranks when one fails, perhaps before rank 0 printed.
     if error is not None and env.rank == 0:
         raise error
 
 
 def _verify(world: World, options: VerifyOptions) -> ShardwiseError | None:
-    """Verify, and return the error to raise, the same on every rank.
+    """Verify, and return the error to raise, which is the same on every rank.
 
-    It is returned because a rank that raises makes the launcher print a traceback.
+    The error is returned because the launcher prints a traceback if a rank raises.
     """
     differences = []
     console = Console(quiet=not world.is_first, soft_wrap=True, markup=False, highlight=False)
@@ -212,16 +212,16 @@ def _verify(world: World, options: VerifyOptions) -> ShardwiseError | None:
 
 
 def _mesh(options: VerifyOptions, world: World) -> DeviceMesh | None:
-    """The mesh of ``--mesh``.
+    """Create the mesh of ``--mesh``.
 
     Raises:
-        ConfigError: it is of another number of ranks.
+        ConfigError: the mesh has a different number of ranks.
     """
     dims = options.dims()
     if not dims:
         return None
     if prod(dims.values()) != world.size:
         raise ConfigError(
-            f"--mesh {options.mesh}: has {prod(dims.values())} ranks, and {world.size} were started"
+            f"--mesh {options.mesh}: has {prod(dims.values())} ranks, but {world.size} were started"
         )
     return init_device_mesh(world.device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))

@@ -27,14 +27,16 @@ def train(
         str | None,
         typer.Option(
             metavar="BYTES",
-            help="Choose the strategy, micro-batch and checkpointing that fit it, such as 24GB.",
+            help="Memory budget per rank, such as 24GB, for which to choose the strategy, "
+            "micro-batch and checkpointing.",
         ),
     ] = None,
 ) -> None:
     """Train a GPT or a Hugging Face model, sharded over ranks.
 
-    Starts local ranks, or joins the ranks of a launcher such as torchrun (RANK and WORLD_SIZE are
-    set). SIGINT, SIGTERM and SIGUSR1 save a checkpoint and stop; run the same command to resume.
+    Starts local ranks, or joins the ranks of a launcher such as torchrun (if RANK and WORLD_SIZE
+    are set). After SIGINT, SIGTERM or SIGUSR1, the run saves a checkpoint and stops; run the same
+    command to resume.
     """
     from shardwise.train.config import read_config  # noqa: PLC0415
     from shardwise.train.run import run  # noqa: PLC0415 (imports torch)

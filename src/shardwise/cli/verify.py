@@ -11,8 +11,8 @@ def verify(
         typer.Argument(
             metavar="MODEL",
             help="gpt, moe, encoder-decoder, conv or lora (default: all); or bert, gpt2, llama, "
-            "mixtral, qwen2, t5 or vit of transformers (hf: all); or your own function, as "
-            "package.module:function or file.py:function, that returns (model_fn, batch_fn, "
+            "mixtral, qwen2, t5 or vit of transformers (hf: all of them); or your own function, as "
+            "package.module:function or file.py:function, which returns (model_fn, batch_fn, "
             "loss_fn, units) for sw.verify.",
         ),
     ] = None,
@@ -27,8 +27,8 @@ def verify(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Judge another engine than this one with its strategies: shardwise, fsdp2 or ddp, "
-            "or a function (model, mesh, units) that returns what to train, as "
+            help="Check one engine instead of shardwise's strategies: shardwise, fsdp2 or ddp, "
+            "or a function (model, mesh, units) that returns the model to train, as "
             "package.module:function or file.py:function.",
         ),
     ] = None,
@@ -36,8 +36,8 @@ def verify(
         str | None,
         typer.Option(
             metavar="DIMS",
-            help="With --engine: names and sizes of the mesh's dims, such as dp2,tp2. Those whose "
-            "names begin with dp, efsdp and ep split the batch; over tp, shardwise and fsdp2 "
+            help="With --engine: names and sizes of the mesh's dims, such as dp2,tp2. Dims whose "
+            "names begin with dp, efsdp or ep split the batch. Over tp, shardwise and fsdp2 "
             "divide linear layers, and ranks of ddp are copies.",
         ),
     ] = None,
@@ -90,5 +90,5 @@ def verify(
     from shardwise.cli.run_verify import VerifyOptions, run_verify  # noqa: PLC0415 (imports torch)
 
     names = None if strategies is None else tuple(map(str.strip, strategies.split(",")))
-    of_sharding = (optimizer, wire, tolerance, granularity)
-    run_verify(VerifyOptions(model, names, steps, corrupt, engine, mesh, *of_sharding), nproc)
+    sharding_options = (optimizer, wire, tolerance, granularity)
+    run_verify(VerifyOptions(model, names, steps, corrupt, engine, mesh, *sharding_options), nproc)

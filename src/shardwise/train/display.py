@@ -1,4 +1,4 @@
-"""The output of a run for people: what rank 0 prints, and loss.png."""
+"""The human-readable output of a run: what rank 0 prints, and loss.png."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -22,7 +22,7 @@ from shardwise.train.run_directory import RunDirectory
 from shardwise.train.sinks import StepMetrics
 from shardwise.train.summary import Summary
 
-__all__ = ["Display", "ProgressSink", "draw_losses", "memory_table", "say", "units_table"]
+__all__ = ["Display", "ProgressSink", "draw_losses", "memory_table", "print_line", "units_table"]
 
 
 class Display:
@@ -37,17 +37,17 @@ class Display:
     def show_start(self, corpus: Corpus, plan: Plan, device: str) -> None:
         config, num_ranks = self._config, self._config.shard.nproc
         self._unit = corpus.unit
-        self.say(f"{config.run.name}: {corpus}")
+        self.print_line(f"{config.run.name}: {corpus}")
         ranks = f"{num_ranks} rank{'' if num_ranks == 1 else 's'} on {device}"
-        self.say(f"{ranks}, strategy {plan.strategy.name}, prefetch {plan.prefetch}")
+        self.print_line(f"{ranks}, strategy {plan.strategy.name}, prefetch {plan.prefetch}")
         self.console.print(units_table(plan))
         rank, process = rank_footprint(plan, config, device), process_footprint(plan, config)
         self.console.print(memory_table("memory (forecast)", rank, process, num_ranks))
         if self._run.checkpoint is not None:
-            self.say(f"resuming after step {self._run.step}: {self._run.checkpoint}")
+            self.print_line(f"resuming after step {self._run.step}: {self._run.checkpoint}")
 
     def show_end(self, summary: Summary) -> None:
-        self.say(
+        self.print_line(
             f"training loss {summary.loss:.3f} (mean of the last {summary.loss_steps} steps), "
             f"validation loss {summary.validation_loss:.3f}, in nats per {self._unit}"
         )
@@ -59,26 +59,26 @@ class Display:
         )
         low, high = (decimal(f(summary.resident_peaks)) for f in (min, max))
         peak = low if low == high else f"{low} to {high}"
-        self.say(f"peak resident memory of a rank, with libraries and activations: {peak}")
+        self.print_line(f"peak resident memory of a rank, with libraries and activations: {peak}")
         speed = f"{summary.tokens:,} tokens at {summary.tokens_per_second:,.0f} tokens/s"
         overlap = f"; {summary.overlapped_share:.0%} of the gather time overlapped with compute"
-        self.say(speed + (overlap if num_ranks > 1 else ""))
+        self.print_line(speed + (overlap if num_ranks > 1 else ""))
 
     def show_files(self) -> None:
         files = ", ".join(sorted(file.name for file in self._run.path.iterdir()))
-        self.say(f"run directory: {self._run.path} ({files})")
+        self.print_line(f"run directory: {self._run.path} ({files})")
 
-    def say(self, line: str) -> None:
-        say(self.console, line)
+    def print_line(self, line: str) -> None:
+        print_line(self.console, line)
 
 
-def say(console: Console, line: str) -> None:
-    """Print ``line`` as it is, however wide the console is."""
+def print_line(console: Console, line: str) -> None:
+    """Print ``line`` without markup or wrapping, whatever the width of the console."""
     console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 class ProgressSink:
-    """A progress bar on a terminal; elsewhere a line for every ``log_every``-th step."""
+    """A progress bar on a terminal; otherwise a line for every ``log_every``-th step."""
 
     def __init__(self, console: Console, steps: int, log_every: int) -> None:
         self._console = console
@@ -103,16 +103,18 @@ class ProgressSink:
         is_logged = record.step in (1, self._steps) or record.step % self._log_every == 0
         if is_logged and not self._console.is_terminal:
             left = self._time_left.render(self._progress.tasks[self._task])
-            say(self._console, f"step {record.step}/{self._steps}  {metrics}  {left} left")
+            print_line(self._console, f"step {record.step}/{self._steps}  {metrics}  {left} left")
         if record.validation_loss is not None:
-            say(self._console, f"step {record.step}: validation loss {record.validation_loss:.3f}")
+            print_line(
+                self._console, f"step {record.step}: validation loss {record.validation_loss:.3f}"
+            )
 
     def close(self) -> None:
         self._progress.stop()
 
 
 def _shown(record: StepMetrics) -> Iterator[str]:
-    """The metrics of a step that are known, for people."""
+    """The known metrics of a step, in human-readable form."""
     yield f"loss {record.loss:.3f}"
     yield f"{record.tokens_per_second:,.0f} tokens/s"
     if record.grad_norm is not None:
@@ -127,10 +129,10 @@ def _shown(record: StepMetrics) -> Iterator[str]:
 
 
 def units_table(plan: Plan) -> Table:
-    """The units, with their gathered bytes and the bytes of one rank's shards."""
+    """A table of the units, with their gathered bytes and the bytes of one rank's shards."""
     table = _table("unit", "parameters", "gathered", "shard of a rank")
     for (num_elements, gathered_bytes, shard_bytes), group in groupby(plan.units, key=_sizes):
-        first, *others = [unit.label for unit in group]  # equal ones, to fit on a screen
+        first, *others = [unit.label for unit in group]  # one row for equal units
         times = f"{1 + len(others)} x " if others else ""
         table.add_row(
             f"{first} to {others[-1]}" if others else first,
@@ -150,7 +152,7 @@ def _sizes(unit: UnitPlan) -> tuple[int, int, int]:
 
 
 def memory_table(title: str, rank: Footprint, process: Footprint, num_ranks: int) -> Table:
-    """The bytes of one rank next to those of one process without sharding."""
+    """A table of the bytes of one rank and those of one process without sharding."""
     table = _table(title, f"a rank (of {num_ranks})", "one process")
 
     def add(label: str, name: str) -> None:
@@ -188,7 +190,7 @@ def draw_losses(path: Path, title: str, records: Sequence[StepMetrics]) -> None:
     steps = [record.step for record in records]
     losses = [record.loss for record in records]
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
-    reach = len(records) // 100  # before and after each step: a mean of the past alone would lag
+    reach = len(records) // 100  # steps on each side: a mean over past steps only would lag
     means = np.convolve(losses, np.full(2 * reach + 1, 1 / (2 * reach + 1)), mode="valid")
     axes.plot(steps[reach : len(steps) - reach], means, color="tab:blue", label="training")
     validation = {r.step: r.validation_loss for r in records if r.validation_loss is not None}

@@ -1,4 +1,4 @@
-"""Documents as tokens on disk: read and tokenized once, then mapped into memory."""
+"""Documents as tokens on disk: read and tokenized once, then memory-mapped."""
 
 import fcntl
 import hashlib
@@ -25,11 +25,11 @@ from shardwise.train.tokenizer import Message, Subwords
 __all__ = ["Document", "Documents", "prepare", "reader_of"]
 
 Document = str | list[Message]  # a text, or a conversation
-Reader = Callable[[Path, str], Iterator[Document]]  # the documents of a file, of a column
+Reader = Callable[[Path, str], Iterator[Document]]  # (file, column) -> documents
 
 _BATCH = 256  # documents that are tokenized at once, on all cores
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_VERSION = 1  # of the files below
+_VERSION = 1  # version of the format of the files below
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def read_parquet(path: Path, column: str) -> Iterator[Document]:
 
 
 def read_arrow(path: Path, column: str) -> Iterator[Document]:
-    """A file of ``datasets.Dataset.save_to_disk``."""
+    """Read a file that ``datasets.Dataset.save_to_disk`` wrote."""
     PackageMissing.check("pyarrow", extra="hf", needed_for=str(path))
     import pyarrow as pa  # noqa: PLC0415 (optional)
 
@@ -86,7 +86,7 @@ _READERS: Mapping[str, Reader] = {
 
 
 def reader_of(format_: str) -> Reader:
-    """Read the files of ``data.format``: a name above, or the dotted name of a function."""
+    """Return the reader of ``data.format``: a name above, or the dotted name of a function."""
     reader: Reader = resolve("data.format", format_, _READERS)
     return reader
 
@@ -100,10 +100,10 @@ def prepare(
     data: DataConfig,
     tokenizer: TokenizerConfig,
 ) -> Path:
-    """Tokenize the documents of ``files``, unless that has been done; the directory with them.
+    """Tokenize the documents of ``files``, unless this is done already; return their directory.
 
-    One process of a host does it; the others wait. Without files for ``validation``, a document's
-    own digest decides on which side it is, so equal ones are on the same side.
+    One process of a host tokenizes; the others wait. Without files for ``validation``, the digest
+    of a document decides whether it is used for validation, so equal documents are on one side.
 
     Raises:
         ConfigError: a file or the tokenizer cannot be read, or a side has no documents.
@@ -121,7 +121,7 @@ def prepare(
 
 
 def _key(files: Sequence[tuple[str, Path]], data: DataConfig, tokenizer: TokenizerConfig) -> str:
-    """Changes with whatever changes the tokens."""
+    """A digest of everything that determines the tokens."""
     status = [(name, (s := path.stat()).st_size, s.st_mtime_ns) for name, path in files]
     options = [data.format, data.column, data.validation_share, tokenizer.vocabulary]
     digest = hashlib.sha256(json.dumps([_VERSION, status, options]).encode())
@@ -170,19 +170,23 @@ def _write(
     for name, writer in writers.items():
         if not writer.close():
             raise ConfigError(
-                f"data.path={data.path!r}: no documents for {name}; use more of them, or set "
-                "data.validation to a path of their own"
+                f"data.path={data.path!r}: no documents for {name}; use more documents, or set "
+                "data.validation to another path"
             )
 
 
 def _read(path: Path, data: DataConfig) -> Iterator[Document]:
-    """The documents of a file that are not empty; what is no document is an error with its name."""
+    """The non-empty documents of a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or contains something else; names the file.
+    """
     try:
         for document in reader_of(data.format)(path, data.column):
             if document:
                 _check(document, path, data.column)
                 yield document
-    except (ValueError, OSError) as error:  # of pyarrow and of codecs
+    except (ValueError, OSError) as error:  # raised by pyarrow and codecs
         if isinstance(error, ConfigError) or data.format not in _READERS:
             raise
         raise ConfigError(
@@ -245,7 +249,7 @@ class _Writer:
             self._digest = zlib.crc32(array.tobytes(), self._digest)
 
     def close(self) -> int:
-        """The number of tokens."""
+        """Close the files and return the number of tokens."""
         for file in self._files.values():
             file.close()
         facts = {
@@ -260,11 +264,11 @@ class _Writer:
 
 @dataclass(frozen=True)
 class Documents:
-    """The tokens of many documents, one after the other, in files that are mapped into memory.
+    """The concatenated tokens of many documents, in memory-mapped files.
 
     Attributes:
-        directory: of ``tokens.bin``; ``counted.bin``, whether a token counts in the loss, by token;
-            and ``ends.bin``, where each document ends.
+        directory: contains ``tokens.bin``; ``counted.bin``, which says for each token whether it
+            counts in the loss; and ``ends.bin``, the end of each document.
     """
 
     directory: Path
@@ -290,22 +294,22 @@ class Documents:
         return len(self.tokens)
 
     def check_answers(self, context: int) -> None:
-        """Raise a ConfigError if no token of any window would count."""
+        """Raise a ConfigError if no token of any window would count in the loss."""
         if not self.facts["has_answers"]:
             return
         windows = self.windows(context).tolist()
         if not any(self.counted[start + 1 : stop].any() for start, stop in windows):
             raise ConfigError(
                 f"model.context={context}: no answer of the conversations for "
-                f"{self.directory.name} begins within so many tokens; set a larger context"
+                f"{self.directory.name} begins within this many tokens; set a larger context"
             )
 
     def windows(self, context: int) -> NDArray[np.int64]:
-        """Where windows of at most ``context`` + 1 tokens start and stop, int64 [windows, 2].
+        """The starts and stops of windows of at most ``context`` + 1 tokens, int64 [windows, 2].
 
-        Texts are cut wherever a window ends, and the last token of a window, which is only
-        predicted, is the first one of the next. Conversations are whole: a window has those that
-        fit, and one that is longer than a window loses its end.
+        Texts are cut at the end of each window. The last token of a window is only a target, and
+        is also the first token of the next window. Conversations are not cut: a window contains
+        as many as fit, and a conversation that is longer than a window is truncated.
         """
         if not self.facts["has_answers"]:
             starts = np.arange(0, max(len(self) - 1, 1), context, dtype=np.int64)

@@ -27,7 +27,7 @@ _ADAPTER = ".lora_"  # in the names of peft's parameters
 
 
 class HuggingFace:
-    """A causal language model of `transformers`, of which a directory has at least the config."""
+    """A causal language model of `transformers` from a directory with at least its config."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -54,12 +54,12 @@ class HuggingFace:
 
     @property
     def has_weights(self) -> bool:
-        """Whether training starts from weights of the directory."""
+        """Whether training starts from weights in the directory."""
         found = any(self.directory.glob("*.safetensors"))
         return found and not self.config.model.from_scratch
 
     def build(self) -> nn.Module:
-        """The model on the meta device, in float32; shards and optimizer states are."""
+        """The model on the meta device, in float32, the dtype of shards and optimizer states."""
         from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
         options, settings = self.config.model, self.settings
@@ -79,7 +79,7 @@ class HuggingFace:
         match self.config.memory:
             case memory if memory.checkpoint_every > 1 or memory.checkpoint == "selective":
                 raise ConfigError(
-                    "[memory]: a model of transformers takes checkpoint_every = 0 or 1, and "
+                    "[memory]: a model of transformers supports checkpoint_every = 0 or 1, and "
                     'checkpoint = "full" or "reentrant"'
                 )
             case memory if memory.checkpoint_every:
@@ -111,7 +111,7 @@ class HuggingFace:
         return adapted
 
     def filler(self, model: nn.Module) -> Callable[[nn.Module], None]:
-        """Adapters add nothing at first; everything else is as transformers initializes it."""
+        """A function that initializes one module as transformers does, and adapters to add zero."""
         base: Any = model.get_base_model() if self.config.model.lora_rank else model  # type: ignore[operator]
         names = {module: name for name, module in model.named_modules()}
 
@@ -137,21 +137,21 @@ class HuggingFace:
 
     @staticmethod
     def logits(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """As of `Gpt`."""
+        """As in `Gpt`."""
         logits: Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
         return logits
 
     @property
     def identity(self) -> dict[str, Any]:
-        """As of `Gpt`; the directory may be moved."""
+        """As in `Gpt`; the directory may be moved."""
         options = self.config.model.model_dump(include={"context", "lora_rank", "from_scratch"})
         shared = {f"model.{key}": value for key, value in options.items()}
         return {**shared, "model.path": json.dumps(self.settings.to_dict(), sort_keys=True)}
 
     def export(self, checkpoint: Path | str, directory: Path, tokenizer: Tokenizer) -> None:
-        """Write a directory that transformers loads, of a checkpoint; in one process.
+        """Convert a checkpoint to a directory that transformers can load, in one process.
 
-        Adapters are added to the weights, and are also in `adapter`, which peft loads.
+        Adapters are merged into the weights, and also written to `adapter`, which peft can load.
         """
         partial = directory.with_name(f"{directory.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -169,7 +169,7 @@ class HuggingFace:
 
 
 def _write_weights(model: OpenComponent, out: Path, options: ModelConfig) -> None:
-    """Write the weights with adapters added to them, and the adapters, one tensor at a time."""
+    """Write the weights with merged adapters, and the adapters, one tensor at a time."""
     read, specs = model.reader.read_whole, model.specs
     base = {unadapted(name): spec for name, spec in specs.items() if _ADAPTER not in name}
     adapters = {
@@ -196,7 +196,7 @@ def _write_weights(model: OpenComponent, out: Path, options: ModelConfig) -> Non
 
 
 def _check_causal(settings: Any, file: str) -> None:
-    """Refuse a config whose model is not a language model, or sees the tokens that it predicts."""
+    """Raise a ConfigError if the model is not a language model, or attends to later tokens."""
     from transformers.models.auto import modeling_auto as auto  # noqa: PLC0415 (takes seconds)
 
     kind = settings.model_type

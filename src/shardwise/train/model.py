@@ -34,7 +34,7 @@ class Shape:
 
 
 class GPT(nn.Module):
-    """Tokens in, the logits of each next token out."""
+    """A GPT that maps tokens to the logits of each next token."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -53,11 +53,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def fill(self, module: nn.Module) -> None:
-        """Initialize the parameters and buffers that ``module`` itself has.
+        """Initialize the parameters and buffers of ``module`` itself, without its children.
 
-        Weights are normal, with a smaller deviation in layers whose output is added to the
-        residual stream, as in GPT-2: the variance of the stream would grow with its 2 * layers
-        additions, and so stays near that of one.
+        Weights are normally distributed. As in GPT-2, layers whose output is added to the residual
+        stream have a smaller deviation. Otherwise the variance of the stream would grow with its
+        2 * layers additions; this way it stays near that of one addition.
         """
         if module is self:
             self.rotations.copy_(rotary_table(self.shape))
@@ -72,9 +72,9 @@ class GPT(nn.Module):
         """[batch, time] token numbers to [batch, time, vocabulary] logits.
 
         Args:
-            tokens: int64.
-            positions: of the tokens in their documents, which do not see each other, int64
-                [batch, time]; None for one text.
+            tokens: token numbers, int64 [batch, time].
+            positions: position of each token in its document, int64 [batch, time]; tokens attend
+                only to their own document. None if all tokens of a row are one text.
         """
         rotations, mask = self.rotations[:, : tokens.shape[1]], None
         if positions is not None:
@@ -95,7 +95,7 @@ class ResidualLinear(nn.Linear):
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron, each added to its own input."""
+    """Attention and a two-layer perceptron, each with a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Attention(nn.Module):
 
 
 def document_mask(positions: Tensor) -> Tensor:
-    """Which tokens attend to which: earlier ones of their document, bool [batch, 1, time, time]."""
+    """A causal mask within each document, bool [batch, 1, time, time]."""
     number = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(1)  # [batch, time]
     same = number.unsqueeze(2) == number.unsqueeze(1)  # [batch, time, time]
     return same.tril().unsqueeze(1)
@@ -159,7 +159,7 @@ def rotate(x: Tensor, rotations: Tensor) -> Tensor:
 
 
 _aten = torch.ops.aten
-# Selective checkpointing keeps the results that cost most to recompute for their size.
+# Selective checkpointing keeps the results with the highest cost of recomputation per byte.
 _KEPT = [
     _aten.mm.default,
     _aten.addmm.default,
@@ -175,8 +175,8 @@ def checkpointed(block: nn.Module, kind: str) -> Callable[..., Any]:
 
     Args:
         block: a module.
-        kind: "full" keeps the inputs of the block alone, as does the older "reentrant";
-            "selective" also keeps the results of matrix products and of attention.
+        kind: "full" and the older "reentrant" keep only the inputs of the block; "selective" also
+            keeps the results of matrix products and of attention.
     """
     if kind == "selective":
         contexts = partial(create_selective_checkpoint_contexts, _KEPT)

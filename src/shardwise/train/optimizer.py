@@ -1,4 +1,4 @@
-"""The optimizer and the schedule of the learning rate, by name."""
+"""Builds the optimizer and the learning rate schedule by name."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,8 +17,7 @@ from shardwise.train.plugins import resolve
 
 __all__ = ["build_optimizer", "build_scheduler", "check_optimizer", "num_states"]
 
-# Those that treat every element alone, so that any part of a parameter is enough (of Adam8bit's:
-# any rows).
+# Element-wise optimizers, which can update any part of a parameter (Adam8bit: any whole rows).
 _OPTIMIZERS: Mapping[str, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
@@ -29,20 +28,20 @@ _OPTIMIZERS: Mapping[str, type[Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam8bit": Adam8bit,
 }
-# Those that update hidden matrices as a whole, and all else as AdamW does.
+# Optimizers that update hidden matrices as a whole, and all other parameters like AdamW.
 _OF_MATRICES: Mapping[str, type[Optimizer]] = {"muon": Muon, "soap": SOAP}
 _GROUPING = ("matrices", "others", "split")  # options of `parameter_groups`
-# Those of soap are of square matrices; of muon, AdamW's part has 2.
+# Number of states with the parameter's size; optimizers that are not listed have 2.
 _NUM_STATES = {
     "adagrad": 1,
-    "adam8bit": 0.5,  # and a 64th of it for scales
-    "muon": 1,
+    "adam8bit": 0.5,  # plus a 64th of this for scales
+    "muon": 1,  # parameters that AdamW updates have 2
     "rmsprop": 1,
     "sgd": 0,
-    "soap": 6,
-}  # tensors like the parameter; others have 2
+    "soap": 6,  # for square matrices
+}
 
-# After the warm-up: from the progress, 0 to 1, to a factor that falls from 1 to 0.
+# Functions of the progress after the warm-up (0 to 1), with values that fall from 1 to 0.
 _SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
     "linear": lambda progress: 1 - progress,
@@ -52,10 +51,10 @@ _SCHEDULES: Mapping[str, Callable[[float], float]] = {
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """``train.optimizer`` with weight decay for matrices alone.
+    """Build ``train.optimizer``, with weight decay for matrices only.
 
-    A sharded parameter keeps its ``ndim``. With "muon" and "soap", ``optimizer_options`` may also
-    have the options of `shardwise.optim.parameter_groups`.
+    This works on shards because a sharded parameter keeps its ``ndim``. With "muon" and "soap",
+    ``optimizer_options`` may also contain the options of `shardwise.optim.parameter_groups`.
 
     Raises:
         ConfigError: the optimizer is not known, or does not take its options.
@@ -83,7 +82,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 def _build_of_matrices(kind: type[Optimizer], model: nn.Module, config: TrainConfig) -> Optimizer:
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    if kind is Muon:  # AdamW's rate suits both then
+    if kind is Muon:  # with this adjustment, one learning rate suits matrices and AdamW's part
         options |= {"adjust_lr_fn": "match_rms_adamw", "betas": config.betas}
     options |= config.optimizer_options
     grouping = {key: options.pop(key) for key in _GROUPING if key in options}
@@ -101,21 +100,21 @@ def check_optimizer(config: TrainConfig) -> None:
 
 
 def num_states(config: TrainConfig) -> float:
-    """The optimizer's tensors of a parameter's size; of an optimizer that is not built in, 2."""
+    """The number of states per parameter; 2 for an optimizer that is not built in."""
     has_momentum = config.optimizer != "muon" and bool(config.optimizer_options.get("momentum"))
     return _NUM_STATES.get(config.optimizer, 2 - has_momentum) + has_momentum
 
 
 def build_scheduler(optimizer: Optimizer, config: TrainConfig, *, after: int = 0) -> LambdaLR:
-    """Linear warm-up, then ``train.schedule`` to ``final_lr_share`` of ``lr`` at the last step.
+    """A linear warm-up, then ``train.schedule`` to ``final_lr_share`` of ``lr`` at the last step.
 
-    The rate is a function of the step alone, so a resumed run may have other ``steps`` and ``lr``
+    The learning rate depends only on the step, so a resumed run may have other ``steps`` and ``lr``
     than its checkpoint.
 
     Args:
-        optimizer: whose rates are set to that of step ``after + 1``.
+        optimizer: its learning rates are set to that of step ``after + 1``.
         config: lr, schedule, steps, warmup_share and final_lr_share.
-        after: the last step that is done.
+        after: the last completed step.
     """
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] = config.lr

@@ -1,4 +1,4 @@
-"""The configuration file of `shardwise train` for what a search has chosen."""
+"""Converts the configuration that a search has chosen to a file for `shardwise train`."""
 
 from typing import Any
 
@@ -11,16 +11,16 @@ from shardwise.train.config import Config
 
 __all__ = ["config_of"]
 
-_CHECKPOINT = {"none": "full", "full": "full"}  # "selective" keeps products
+_CHECKPOINT = {"none": "full", "full": "full"}  # all others: "selective"
 _OFFLOAD = {"none": "none", "optimizer": "optimizer", "parameters": "all"}
 
 
 def config_of(configuration: Configuration, shape: Shape | None, path: str = "") -> str:
-    """TOML that `shardwise train` accepts; other keys have their defaults.
+    """Return TOML for `shardwise train`, without keys that have their defaults.
 
-    Its model is that of the directory ``path``, or a GPT with the layers, heads and width of
-    ``shape``. What the trainer does not have (model parallelism, shards in 16 bits, torch.compile)
-    is said in comments.
+    The model is that of the directory ``path``, or a GPT with the layers, heads and width of
+    ``shape``. Comments list what the trainer does not support: model parallelism, shards in 16
+    bits, torch.compile.
     """
     values: dict[str, dict[str, Any]] = {
         "train": {
@@ -53,7 +53,7 @@ def config_of(configuration: Configuration, shape: Shape | None, path: str = "")
             "width": shape.hidden,
             "context": configuration.sequence,
         }
-    Config.model_validate(values)  # raises where a value is not one of the trainer
+    Config.model_validate(values)  # raises if the trainer does not accept a value
     comments = "".join(f"# {line}\n" for line in _differences(configuration))
     return comments + tomli_w.dumps(values)
 

@@ -1,4 +1,4 @@
-"""Parts of a run that a configuration names: built in, of an entry point, or at a dotted name."""
+"""Finds the parts of a run that a configuration names: built-in, entry points, dotted names."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -12,13 +12,13 @@ __all__ = ["resolve"]
 
 
 def resolve(key: str, name: str, known: Mapping[str, Any], group: str = "") -> Any:
-    """What ``name`` stands for.
+    """Return the object that ``name`` refers to.
 
     Args:
-        key: of the configuration, for errors.
+        key: the key of the configuration, for errors.
         name: one of ``known``, the name of an entry point, or ``package.module:attribute``.
-        known: what is built in.
-        group: of the entry points; "" if the key has none.
+        known: the built-in objects by name.
+        group: group of the entry points; "" if the key has none.
 
     Raises:
         ConfigError: there is no such part.

@@ -1,4 +1,4 @@
-"""A run as one of several replicas: [outer]."""
+"""Makes a run one of several replicas, as [outer] configures it."""
 
 import re
 from functools import partial
@@ -15,14 +15,14 @@ __all__ = ["check_outer", "outer_of"]
 
 
 def check_outer(config: Config) -> None:
-    """Raise a ConfigError if keys of [outer] are wrong, or conflict with others."""
+    """Raise a ConfigError if keys of [outer] are invalid, or conflict with others."""
     outer = config.outer
     if not outer.hub:
         return
     if not re.fullmatch(r".+:\d+", outer.hub):
         raise ConfigError(f"outer.hub={outer.hub!r}: expected host:port")
     try:
-        _row(config)
+        _outer_settings(config)
     except PlanError as error:
         raise ConfigError(f"[outer]: {error}") from None
     for is_conflict, key, way_out in (
@@ -38,21 +38,21 @@ def check_outer(config: Config) -> None:
 
 
 def outer_of(model: nn.Module, optimizer: Optimizer, config: Config) -> sw.OuterOptimizer | None:
-    """What synchronizes this replica with the others; None if it is the only one."""
+    """The outer optimizer that synchronizes the replicas; None if this is the only replica."""
     outer = config.outer
     if not outer.hub:
         return None
     return sw.outer_optimizer(
         model,
         optimizer,
-        _row(config),
+        _outer_settings(config),
         hub=outer.hub,
         replica=outer.replica,
         num_replicas=outer.replicas,
     )
 
 
-def _row(config: Config) -> sw.Outer:
+def _outer_settings(config: Config) -> sw.Outer:
     keys = ("every", "fragments", "delay", "dtype", "block", "mixing", "deadline")
     momentum = config.outer.momentum
     return sw.Outer(

@@ -16,7 +16,7 @@ from shardwise.launch.world import World, join_world
 from shardwise.train.build import build_model, build_plan, check
 from shardwise.train.config import Config
 from shardwise.train.data import Corpus, open_corpus
-from shardwise.train.display import Display, ProgressSink, draw_losses, say
+from shardwise.train.display import Display, ProgressSink, draw_losses, print_line
 from shardwise.train.huggingface import HuggingFace
 from shardwise.train.loop import Result, train
 from shardwise.train.run_directory import RunDirectory, open_run, replace_text
@@ -59,7 +59,7 @@ def launch(config: Config) -> None:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_how_to_resume(directory)) from None
     except SystemExit:
-        say(Console(stderr=True), f"shardwise: stopped; {_how_to_resume(directory)}")
+        print_line(Console(stderr=True), f"shardwise: stopped; {_how_to_resume(directory)}")
         raise
     finally:
         Console().show_cursor()  # the progress bar of a killed rank leaves it hidden
@@ -87,7 +87,7 @@ def join(config: Config, env: RankEnv, nproc: int | None) -> None:
         result = _run_rank(world, config, directory)
         if result.stopped_by:
             if world.is_first:
-                say(Console(stderr=True), f"shardwise: stopped; {_how_to_resume(directory)}")
+                print_line(Console(stderr=True), f"shardwise: stopped; {_how_to_resume(directory)}")
             raise SystemExit(128 + result.stopped_by)
 
 
@@ -143,7 +143,7 @@ def _train_and_report(world: World, config: Config, directory: RunDirectory) -> 
     try:
         draw_losses(directory.loss_plot, title, records)
     except PackageMissing as missing:
-        display.say(str(missing))
+        display.print_line(str(missing))
     display.show_files()
     return result
 
@@ -154,7 +154,7 @@ def _export(config: Config, run: RunDirectory, corpus: Corpus, display: Display)
     checkpoint = latest(run.saves_best_to if config.checkpoint.best else run.saves_to)
     if config.run.export and isinstance(source, HuggingFace) and checkpoint is not None:
         source.export(checkpoint, run.exported, corpus.tokenizer)
-        display.say(f"exported {checkpoint} for transformers: {run.exported}")
+        display.print_line(f"exported {checkpoint} for transformers: {run.exported}")
 
 
 def _how_to_resume(directory: RunDirectory) -> str:
@@ -168,7 +168,7 @@ def _how_to_resume(directory: RunDirectory) -> str:
 
 def _print_finished(directory: RunDirectory) -> None:
     """Report a finished run. The exit status is 0, so that a job that restarts itself ends."""
-    say(
+    print_line(
         Console(),
         f"nothing to train: {directory.checkpoint} has all {directory.step} steps of this run; "
         "increase train.steps to continue, or set run.overwrite=true to start over",

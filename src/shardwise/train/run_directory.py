@@ -1,4 +1,4 @@
-"""The directory of a run: its files, and what it resumes from."""
+"""The directory of a run: its files, and the checkpoint from which it resumes."""
 
 import itertools
 import json
@@ -26,13 +26,13 @@ class RunDirectory:
 
     path: Path
     checkpoint: Path | str | None = None
-    step: int = 0  # the last one in the checkpoint
-    history: tuple[StepMetrics, ...] = ()  # of the steps in the checkpoint
-    store: str = ""  # checkpoint.directory
+    step: int = 0  # last step of the checkpoint
+    history: tuple[StepMetrics, ...] = ()  # metrics of the steps up to the checkpoint
+    store: str = ""  # the value of checkpoint.directory
 
     @property
     def checkpoints(self) -> Path:
-        """A directory that has this one is resumed."""
+        """The checkpoints of the run; a run directory that contains this one is resumed."""
         return self.path / "checkpoints"
 
     @property
@@ -41,7 +41,7 @@ class RunDirectory:
 
     @property
     def saves_best_to(self) -> Path | str:
-        """Of the checkpoint with the lowest validation loss."""
+        """Where the checkpoint with the lowest validation loss is saved."""
         return f"{self.store.rstrip('/')}-best" if self.store else self.path / "best"
 
     @property
@@ -55,7 +55,7 @@ class RunDirectory:
 
     @property
     def exported(self) -> Path:
-        """A directory that transformers loads, if [model] has a path."""
+        """The model in a format that transformers can load, if model.path is set."""
         return self.path / "model"
 
     @property
@@ -68,20 +68,21 @@ class RunDirectory:
         return self.path / "summary.json"
 
     def is_finished(self, steps: int) -> bool:
-        """Whether all ``steps`` are trained, and summarized unless another directory has them."""
+        """Whether all ``steps`` are trained, and summarized unless another directory did that."""
         return self.step == steps and (self.summary.exists() or not self.history)
 
 
 def open_run(config: Config, *, is_restart: bool = False) -> RunDirectory:
-    """Make the directory of a run and write its configuration, or resume one.
+    """Create the directory of a run and write its configuration, or resume an existing run.
 
     Args:
-        config: of the run.
-        is_restart: a launcher restarted the ranks, so the files in the directory are the run's.
+        config: the configuration of the run.
+        is_restart: whether a launcher restarted the ranks, so that existing files belong to the
+            run.
 
     Raises:
-        ConfigError: the directory cannot be written, has other files and must not be overwritten,
-            or has checkpoints of another model or of other text.
+        ConfigError: the directory cannot be written, contains other files and must not be
+            overwritten, or contains checkpoints of another model or of other text.
     """
     try:
         path = _make_directory(config, is_restart=is_restart)
@@ -128,14 +129,14 @@ def _resume(run: RunDirectory, config: Config) -> RunDirectory:
 
 
 def _check_same_run(checkpoint: Path | str, config: Config) -> int:
-    """Reject a checkpoint of another model or of other data; returns its step.
+    """Return the step of a checkpoint; raise an error if its model or data differ.
 
-    The number of ranks, the strategy, the number of steps and the learning rate may differ. Reads
-    the manifest alone, because `sw.load` would need all ranks.
+    The number of ranks, the strategy, the number of steps and the learning rate may differ. This
+    reads only the manifest, because `sw.load` would need all ranks.
 
     Raises:
-        ConfigError: names the key.
-        CheckpointError: it is damaged, or was not saved by the trainer.
+        ConfigError: names the key that differs.
+        CheckpointError: the checkpoint is damaged, or was not saved by the trainer.
     """
     component = read_manifest(folder_at(checkpoint)).components.get("run")
     match component and component.tree:
@@ -156,13 +157,13 @@ def _check_same_run(checkpoint: Path | str, config: Config) -> int:
 
 
 def identity(config: Config, corpus: Corpus) -> dict[str, Any]:
-    """What must be equal in all parts of a run; saved in its checkpoints."""
+    """The values that must not change when a run is resumed; saved in its checkpoints."""
     order = {f"train.{key}": getattr(config.train, key) for key in ("seed", "global_batch")}
     return {**source_of(config).identity, **order, "data": corpus.digest}
 
 
 def _prepare(run: RunDirectory, config: Config) -> None:
-    """Remove what the run is about to write, after the step that it resumes from."""
+    """Remove the files that the run will write again after the step from which it resumes."""
     if config.checkpoint.every:  # first, so that a run that is killed here can be resumed
         run.checkpoints.mkdir(exist_ok=True)
     if run.checkpoint is None:
@@ -173,22 +174,22 @@ def _prepare(run: RunDirectory, config: Config) -> None:
     replace_text(run.metrics, "".join(lines))
     for stale in (run.loss_plot, run.summary):
         stale.unlink(missing_ok=True)
-    shutil.rmtree(run.path / "recording", ignore_errors=True)  # perhaps of more ranks
-    # What resumes this run: its directory, without run.overwrite.
+    shutil.rmtree(run.path / "recording", ignore_errors=True)  # it may have files of more ranks
+    # The written configuration resumes this run: with its directory, without run.overwrite.
     directory = config.run.directory or str(run.path.resolve())
     section = config.run.model_copy(update={"directory": directory, "overwrite": False})
     replace_text(run.config, to_toml(config.model_copy(update={"run": section})))
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write all of ``text``, or nothing if the process is killed."""
+    """Replace the content of ``path`` atomically, even if the process is killed."""
     fresh = path.with_suffix(".new")
     fresh.write_text(text, encoding="utf-8")
     fresh.replace(path)
 
 
 def make_new_directory(parent: Path, name: str) -> Path:
-    """A directory that no other process has, even one that starts in the same second."""
+    """Create a directory that no other process uses, even one that starts in the same second."""
     parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         path = parent / (name if number == 1 else f"{name}-{number}")

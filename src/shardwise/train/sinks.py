@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Destinations of the metrics of a run: metrics.jsonl, TensorBoard, Weights & Biases."""
 
 import json
 from collections.abc import Callable
@@ -26,29 +26,29 @@ __all__ = [
 class StepMetrics:
     """The metrics of one step; losses are means over the global batch, in nats per token."""
 
-    step: int  # from 1
+    step: int  # counted from 1
     loss: float
     grad_norm: float | None  # before clipping; None with memory.step_in_backward
     lr: float
-    tokens: int  # since the first step
-    tokens_per_second: float  # of this step, over all ranks
-    seconds: float  # since the first step, validation included
+    tokens: int  # total since the first step
+    tokens_per_second: float  # speed of this step, over all ranks
+    seconds: float  # time since the first step, including validation
     validation_loss: float | None = None  # after this step, if it was validated
     loss_scale: float | None = None  # in float16; halved after a skipped step
     mfu: float | None = None  # share of the devices' peak; see `utilization.flops_per_token`
-    # Of the run's recording; on a device, of the step before.
-    exposed_seconds: float | None = None  # compute waited for communication, mean over ranks
-    slowest_rank: int | None = None  # for which the others wait
-    peak_memory_bytes: int | None = None  # of the rank that needs most, since the process began
-    free_memory_bytes: int | None = None  # of the rank that has least
+    # The next two come from the run's recording; on a device they describe the previous step.
+    exposed_seconds: float | None = None  # time compute waited for communication, mean over ranks
+    slowest_rank: int | None = None  # the rank that the others wait for
+    peak_memory_bytes: int | None = None  # maximum over ranks, since the process began
+    free_memory_bytes: int | None = None  # minimum over ranks
 
     def metrics(self) -> dict[str, float]:
-        """All values but None."""
+        """All values that are not None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class Sink(Protocol):
-    """Receives the metrics of each step, on rank 0; made of the configuration and the directory."""
+    """Receives the metrics of each step on rank 0; called with configuration and directory."""
 
     def log(self, record: StepMetrics) -> None:
         """Called after each step."""
@@ -58,7 +58,7 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One JSON object per step, flushed, so that a killed run leaves its steps."""
+    """Writes one JSON object per step and flushes it, so that a killed run keeps its steps."""
 
     def __init__(self, path: Path) -> None:
         self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
@@ -71,7 +71,7 @@ class JsonLines:
 
 
 def read_history(metrics: Path, last_step: int) -> tuple[StepMetrics, ...]:
-    """The records of `JsonLines` up to ``last_step``; lines that were cut short are left out."""
+    """The records of `JsonLines` up to ``last_step``, without truncated lines."""
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     records = []
     for line in lines:
@@ -85,7 +85,7 @@ def read_history(metrics: Path, last_step: int) -> tuple[StepMetrics, ...]:
 
 
 class TensorBoard:
-    """Scalars for ``tensorboard --logdir``."""
+    """Writes scalars for ``tensorboard --logdir``."""
 
     def __init__(self, config: Config, directory: Path) -> None:  # noqa: ARG002
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (optional)
@@ -102,7 +102,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases; its environment variables configure the project and the mode."""
+    """Logs to Weights & Biases, whose environment variables configure the project and the mode."""
 
     def __init__(self, config: Config, directory: Path) -> None:
         import wandb  # noqa: PLC0415 (optional)
@@ -126,12 +126,12 @@ _TRACKERS: dict[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 def open_trackers(config: Config, directory: Path) -> list[Sink]:
-    """The sinks of ``run.sinks``, which `check_trackers` has found."""
+    """Open the sinks of ``run.sinks``, which `check_trackers` has checked."""
     return [_find(name)(config, directory) for name in config.run.sinks]
 
 
 def check_trackers(config: Config) -> None:
-    """Raise a ConfigError if a sink of ``run.sinks`` or a package that it needs is missing."""
+    """Raise a ConfigError if a sink in ``run.sinks`` or a package that it needs is missing."""
     for name in config.run.sinks:
         _find(name)
         if name in _TRACKERS:
@@ -139,6 +139,6 @@ def check_trackers(config: Config) -> None:
 
 
 def _find(name: str) -> Callable[[Config, Path], Sink]:
-    """Built in, of an entry point in the group ``shardwise.sinks``, or at a dotted name."""
+    """A built-in sink, an entry point in the group ``shardwise.sinks``, or a dotted name."""
     sink: Callable[[Config, Path], Sink] = resolve("run.sinks", name, _TRACKERS, "shardwise.sinks")
     return sink

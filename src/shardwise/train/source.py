@@ -1,8 +1,9 @@
-"""Where the model of a run comes from: the embedded GPT, or the directory of a Hugging Face model.
+"""The source of a run's model: the embedded GPT, or the directory of a Hugging Face model.
 
 A source builds the model on the meta device, initializes the parameters and buffers of one module
-at a time, as sharding asks for it, loads weights into the shards, and calls the model: with
-positions, where they do not continue another document begins, and no document attends to another.
+at a time when sharding asks for it, loads weights into the shards, and calls the model. If it
+passes positions, a new document begins where they are not consecutive, and no document attends to
+another.
 """
 
 from collections.abc import Callable
@@ -38,12 +39,12 @@ class Gpt:
         return model
 
     def filler(self, model: nn.Module) -> Callable[[nn.Module], None]:
-        """What initializes one module of ``model``."""
+        """A function that initializes one module of ``model``."""
         assert isinstance(model, GPT)
         return model.fill
 
     def load(self, model: nn.Module) -> None:
-        """Nothing: it is trained from its initial values."""
+        """Do nothing, because the GPT is trained from its initial values."""
 
     @staticmethod
     def logits(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -53,7 +54,7 @@ class Gpt:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What must be equal in all parts of a run."""
+        """The values that must not change when a run is resumed."""
         return {f"model.{key}": value for key, value in self._sizes.items()}
 
     @property
@@ -68,6 +69,6 @@ def source_of(config: Config) -> Source:
     """The source that [model] names.
 
     Raises:
-        ConfigError: a directory has no model.
+        ConfigError: the directory contains no model.
     """
     return HuggingFace(config) if config.model.path else Gpt(config)

@@ -1,4 +1,4 @@
-"""The results of a run: its last losses, its speed and memory, and a text that it generates."""
+"""The results of a run: its final losses, its speed and memory, and a generated sample."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,28 +16,28 @@ from shardwise.transport.device import peak_memory_bytes
 
 __all__ = ["Summary", "generate", "summarize"]
 
-SUMMARY_STEPS = 50  # the batch of one step is small, so the summary has the mean of several
+SUMMARY_STEPS = 50  # steps of the mean loss, because the batch of a single step is small
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
     """The results of a run that reached its last step."""
 
-    loss: float  # mean of the last steps
-    loss_steps: int  # their number
+    loss: float  # mean over the last steps
+    loss_steps: int  # number of steps in that mean
     validation_loss: float
     tokens: int
     tokens_per_second: float  # without validation
     seconds: float
-    rank: Footprint  # of the rank that needs most
-    process: Footprint  # of one process without sharding
-    resident_peaks: tuple[int, ...]  # bytes, measured, by rank
-    overlapped_share: float  # of the time of the gathers
+    rank: Footprint  # memory of the rank that needs most
+    process: Footprint  # memory of one process without sharding
+    resident_peaks: tuple[int, ...]  # measured peak bytes, by rank
+    overlapped_share: float  # share of the gather time that overlapped compute
     sample: str
 
 
 def summarize(trainer: Trainer, records: Sequence[StepMetrics]) -> Summary:
-    """Generate the sample, and gather what the ranks have measured."""
+    """Generate the sample, and gather the measurements of all ranks."""
     config, world, runtime = trainer.config, trainer.world, trainer.runtime
     sample = generate(  # without sw.gathered: the whole model may not fit
         trainer.model,
@@ -53,7 +53,7 @@ def summarize(trainer: Trainer, records: Sequence[StepMetrics]) -> Summary:
     overlapped = sum(trainer.overlapped_shares) / max(1, len(trainer.overlapped_shares))
     last = records[-SUMMARY_STEPS:]
     validation_loss = records[-1].validation_loss
-    if validation_loss is None:  # the last record is of a run with more steps
+    if validation_loss is None:  # the last record is from a run with more steps
         validation_loss = trainer.validate()
     num_trained = len(trainer.step_seconds)
     step_tokens = config.train.global_batch * config.model.context
@@ -83,10 +83,10 @@ def generate(
     seed: int,
     device: torch.device,
 ) -> str:
-    """The prompt and ``config.bytes`` generated tokens; control characters become U+FFFD.
+    """Return the prompt and ``config.bytes`` generated tokens.
 
-    A forward of a sharded model gathers units, so every rank has to call this. The result is the
-    same on all ranks.
+    Control characters are replaced by U+FFFD. A forward of a sharded model gathers units, so every
+    rank must call this function. The result is the same on all ranks.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = tokenizer.encode(config.prompt)

@@ -1,4 +1,4 @@
-"""Files as one sequence of bytes, and their split."""
+"""Treats files as one sequence of bytes, and splits them for validation."""
 
 import hashlib
 import sysconfig
@@ -17,7 +17,7 @@ from shardwise.train.config import DataConfig
 __all__ = ["STDLIB", "FileRange", "Text", "find_files", "split_files"]
 
 STDLIB = "stdlib"
-# Tests repeat themselves, and installed packages differ between machines.
+# Tests are repetitive, and installed packages differ between machines.
 NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 Bytes = NDArray[np.uint8]
@@ -33,7 +33,7 @@ class FileRange:
 
 
 class Text:
-    """Pieces of files as one sequence of bytes; nothing is kept in memory."""
+    """A sequence of bytes from pieces of files; nothing is kept in memory."""
 
     def __init__(self, pieces: Sequence[FileRange]) -> None:
         self.pieces = [piece for piece in pieces if piece.size]
@@ -43,10 +43,10 @@ class Text:
         return self._starts[-1]
 
     def read(self, start: int, size: int) -> Bytes:
-        """Bytes from ``start`` on, uint8 [size].
+        """Return ``size`` bytes from ``start`` on, uint8 [size].
 
         Raises:
-            ConfigError: a file cannot be read, or has become shorter.
+            ConfigError: a file cannot be read, or is shorter than before.
         """
         parts = [np.empty(0, np.uint8)]
         index = bisect_right(self._starts, start) - 1
@@ -65,7 +65,7 @@ class Text:
         return np.concatenate(parts)
 
     def split(self, at: int) -> tuple["Text", "Text"]:
-        """The first ``at`` bytes, and the others."""
+        """Split into the first ``at`` bytes and the rest."""
         first, second = [], []
         for piece, start in zip(self.pieces, self._starts, strict=False):
             size = min(max(at - start, 0), piece.size)
@@ -78,7 +78,10 @@ _GLOBS = {"text": "**/*.py", "jsonl": "**/*.jsonl", "parquet": "**/*.parquet"}
 
 
 def find_files(config: DataConfig, path: str, format_: str) -> dict[str, Path]:
-    """By their names relative to the directory, which are the same on every machine; sorted."""
+    """The files of ``path``, sorted by their names relative to it.
+
+    These names are the same on every machine.
+    """
     if path == STDLIB:
         root, pattern = Path(sysconfig.get_path("stdlib")), "**/*.py"
     else:
@@ -105,10 +108,11 @@ def find_files(config: DataConfig, path: str, format_: str) -> dict[str, Path]:
 
 
 def split_files(files: dict[str, Path], share: float) -> tuple[Text, Text]:
-    """Split by whole files, so that no validation text was partly seen in training.
+    """Split by whole files, so that training never sees a part of a validation file.
 
-    Files go to validation in the order of their names' digests, which has no pattern and is the
-    same on every machine, as long as they fit. If none fits, the end of the text is for validation.
+    Files are chosen for validation in the order of the digests of their names, as long as they fit.
+    This order has no pattern and is the same on every machine. If no file fits, the end of the text
+    is used for validation.
     """
     pieces = {name: FileRange(path, 0, path.stat().st_size) for name, path in files.items()}
     text = Text(list(pieces.values()))

@@ -1,4 +1,4 @@
-"""From text to token numbers and back: bytes, or the subwords of a `transformers` tokenizer."""
+"""Converts text to token numbers and back: bytes, or subwords of a `transformers` tokenizer."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -14,7 +14,7 @@ from shardwise.train.config import Config
 __all__ = ["Bytes", "Message", "Subwords", "Tokenizer", "vocabulary_of"]
 
 END = "<|endoftext|>"
-# For tokenizers without a template of their own.
+# The chat template of tokenizers that have none.
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -24,7 +24,7 @@ Message = dict[str, Any]  # at least "role" and "content"
 
 
 class Tokenizer(Protocol):
-    """Of a prompt and a sample."""
+    """Encodes the prompt and decodes the sample."""
 
     vocabulary: int
 
@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """A token is a byte."""
+    """A tokenizer in which each byte is a token."""
 
     vocabulary = 256
 
@@ -51,7 +51,7 @@ class Subwords:
     def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.is_fast or tokenizer.eos_token_id is None:
             raise ConfigError("[tokenizer]: expected a fast tokenizer that has an eos_token")
-        tokenizer.model_max_length = int(1e30)  # documents are cut here, without a warning
+        tokenizer.model_max_length = int(1e30)  # no warning: the trainer cuts documents itself
         tokenizer.chat_template = tokenizer.chat_template or CHATML
         self.of_transformers = tokenizer
         self.vocabulary = len(tokenizer)
@@ -78,7 +78,7 @@ class Subwords:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocabulary: int) -> "Subwords":
-        """Byte-level BPE of at most ``vocabulary`` tokens, trained on ``texts``."""
+        """Train a byte-level BPE of at most ``vocabulary`` tokens on ``texts``."""
         PackageMissing.check("transformers", extra="hf", needed_for="tokenizer.vocabulary")
         from tokenizers import (  # noqa: PLC0415 (optional)
             Tokenizer as Model,
@@ -112,7 +112,7 @@ class Subwords:
         self.of_transformers.save_pretrained(str(directory))
 
     def encode_texts(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """The tokens of each text, and the end of the text."""
+        """Yield the tokens of each text, followed by the end-of-text token."""
         encoded = self.of_transformers(list(texts), add_special_tokens=False)["input_ids"]
         for tokens in encoded:
             yield [*tokens, self.of_transformers.eos_token_id]
@@ -127,7 +127,7 @@ class Subwords:
         if not all(text.startswith(start) for start, text in pairwise(texts)):
             raise ConfigError(
                 "[tokenizer]: its chat template changes a message when others follow, so the "
-                "answers cannot be told apart; use a chat_template.jinja that only appends"
+                "answers cannot be located; use a chat_template.jinja that only appends"
             )
         is_answer = np.zeros(len(texts[-1]), bool)  # by character
         for number, message in enumerate(messages):
@@ -151,7 +151,7 @@ class Subwords:
 
 
 def vocabulary_of(config: Config) -> int:
-    """How many tokens the model must know."""
+    """The vocabulary size that the model needs."""
     if config.tokenizer.vocabulary:
         return config.tokenizer.vocabulary
     path = config.tokenizer.path or config.model.path

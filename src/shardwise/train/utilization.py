@@ -1,4 +1,4 @@
-"""How well a run uses its machine: MFU, and what the ranks measure of each step."""
+"""Measures how well a run uses its machine: MFU, and figures of each rank and step."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -41,9 +41,9 @@ def share_of_peak(config: Config, world: World, model: nn.Module, source: Source
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """The FLOP/s of ``device`` for matrix products, if they are known; not those of a CPU.
+    """The peak FLOP/s of ``device`` for matrix products; None if it is not known, as on a CPU.
 
-    In float32 they depend on whether TF32 is allowed, so there are none.
+    In float32 the peak depends on whether TF32 is allowed, so the result is None.
     """
     if dtype == "float32":
         return None
@@ -54,24 +54,24 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 def flops_per_token(
     num_parameters: int, num_trained: int, *, num_layers: int, width: int, context: int
 ) -> int:
-    """FLOPs that the model needs for a token in forward and backward, without recomputation.
+    """FLOPs per token that the model needs in forward and backward, without recomputation.
 
-    ``6 N + 12 layers * width * context``: 2 in forward and 4 in backward for each of N parameters,
-    the tied embedding included as the head that it is, and for queries times keys and
-    probabilities times values, as if attention were not causal (PaLM, arXiv 2204.02311, appendix
-    B). Parameters that are not trained need 2 less in backward. MFU is that times tokens per
-    second, divided by the peak of all devices.
+    The formula is ``6 N + 12 layers * width * context``. Each of N parameters takes 2 FLOPs in
+    forward and 4 in backward; a tied embedding counts once, as the head. The second term is for
+    queries times keys and probabilities times values, as if attention were not causal (PaLM, arXiv
+    2204.02311, appendix B). Parameters that are not trained take 2 FLOPs less in backward. MFU is
+    this number times tokens per second, divided by the peak of all devices.
     """
     return 4 * num_parameters + 2 * num_trained + 12 * num_layers * width * context
 
 
 @dataclass(frozen=True, slots=True)
 class RankFigures:
-    """What one rank has measured of a step."""
+    """Figures that one rank measured in a step."""
 
-    exposed_seconds: float  # compute waited for communication; on a device, in the step before
+    exposed_seconds: float  # time compute waited for communication; on a device, in the last step
     peak_memory_bytes: float
-    free_memory_bytes: float  # above that peak; on the CPU, of the host now
+    free_memory_bytes: float  # device memory beyond the peak; on the CPU, available host memory
 
     @classmethod
     def measure(cls, device: torch.device, exposed_seconds: float) -> "RankFigures":
@@ -82,8 +82,8 @@ class RankFigures:
 
 
 def waits_of(ranks: Sequence[RankFigures]) -> dict[str, Any]:
-    """The fields of `StepMetrics` about waits: a rank for which others wait waits least itself."""
-    exposed = [one.exposed_seconds for one in ranks]
+    """The fields of `StepMetrics` about waits. The slowest rank is the one that waits least."""
+    exposed = [rank.exposed_seconds for rank in ranks]
     return {
         "exposed_seconds": sum(exposed) / len(exposed),
         "slowest_rank": exposed.index(min(exposed)),
@@ -92,11 +92,11 @@ def waits_of(ranks: Sequence[RankFigures]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class StepsOfRun(Container[int]):
-    """Steps of a run in the numbers of the ledger, where each backward ends a step."""
+    """The recorded steps of a run, by the ledger's numbers: there each backward ends a step."""
 
-    chosen: Literal["some"] | tuple[int, ...]  # by the number in the metrics
-    first: int  # that this process trains
-    num_passes: int  # in a step
+    chosen: Literal["some"] | tuple[int, ...]  # "some", or step numbers as in the metrics
+    first: int  # first step that this process trains
+    num_passes: int  # passes per step
 
     def __contains__(self, step: object) -> bool:
         if not isinstance(step, int):

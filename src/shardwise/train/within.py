@@ -1,4 +1,4 @@
-"""``shardwise train --memory``: the fastest settings of a run that fit a budget."""
+"""``shardwise train --memory``: finds the fastest settings of a run within a memory budget."""
 
 from functools import partial
 
@@ -20,15 +20,15 @@ _OPTIMIZERS: dict[str, Optimizer] = {"adamw": "adamw", "adam": "adamw", "sgd": "
 
 
 def within(config: Config, budget: str) -> Config:
-    """``config`` with the strategy, prefetch, micro-batch and checkpointing that fit ``budget``.
+    """Return ``config`` with the strategy, prefetch, micro-batch and checkpointing for ``budget``.
 
     Args:
-        config: with the number of ranks that it runs on.
-        budget: of each rank's device, such as "24GB".
+        config: a configuration with the number of ranks of the run.
+        budget: memory of each rank's device, such as "24GB".
 
     Raises:
         PlanError: nothing fits.
-        ConfigError: the memory of the optimizer is not known, or this GPU is not.
+        ConfigError: the memory of the optimizer, or this GPU, is not known.
     """
     memory = {"checkpoint_every": 0, "activations": "device", "accumulate": "shards"}
     plain = config.model_copy(update={"memory": config.memory.model_copy(update=memory)})
@@ -47,11 +47,11 @@ def within(config: Config, budget: str) -> Config:
         on_cpu=not torch.cuda.is_available(),
     )
     found = choose(search, base, bytes_of(budget), whole=True).configuration
-    words = found.checkpointing
+    checkpointing = found.checkpointing
     shard = {"strategy": found.strategy, "prefetch": found.prefetch, "replicas": 1}
     memory |= {
-        "checkpoint_every": int(words != "none"),
-        "checkpoint": "selective" if "products" in words else "full",
+        "checkpoint_every": int(checkpointing != "none"),
+        "checkpoint": "selective" if "products" in checkpointing else "full",
         "activations": "host" if found.activation_offload else "device",
     }
     return config.model_copy(
@@ -64,7 +64,7 @@ def within(config: Config, budget: str) -> Config:
 
 
 def optimizer_of(config: TrainConfig, budget: str) -> Optimizer:
-    """Whose states a rank keeps, in the words of a forecast; raises a ConfigError if unknown."""
+    """The forecast's name of ``config.optimizer``; raises a ConfigError if it has none."""
     if config.optimizer not in _OPTIMIZERS:
         raise ConfigError(
             f"--memory {budget}: the memory of train.optimizer={config.optimizer!r} is not "
