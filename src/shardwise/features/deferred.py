@@ -94,23 +94,26 @@ class Deferred(FSDPModule):
 
 
 def _show_as_sharded(root: nn.Module, plan: Plan, mesh: DataParallelMesh) -> Mapping[str, Sharding]:
-    """Make the parameters of ``root``, on the meta device, DTensors there; how, by name."""
-    shown: dict[str, Sharding] = {}
+    """Make the parameters of ``root`` meta DTensors; return their Shardings by name."""
+    shardings: dict[str, Sharding] = {}
     extents = [
-        (unit, one, extent) for unit in plan.units for one in unit.layouts for extent in one.extents
+        (unit, layout, extent)
+        for unit in plan.units
+        for layout in unit.layouts
+        for extent in layout.extents
     ]
     for unit, layout, extent in extents:
         original = root.get_parameter(extent.parameter.name)
         sharding = sharding_of(original)
-        if sharding is None:  # of a unit inside it otherwise
+        if sharding is None:  # otherwise the parameter belongs to a unit inside ``root``
             sharding = sharding_for(unit, layout, extent, mesh, original)
             if layout.is_extended:
                 empty = stored_part_of(original, sharding)
             else:
                 empty = sharding.empty(getattr(torch, layout.dtype), torch.device("meta"))
             put_sharded(root, original, sharding, empty)
-        shown.update(dict.fromkeys(extent.parameter.names, sharding))
-    return shown
+        shardings.update(dict.fromkeys(extent.parameter.names, sharding))
+    return shardings
 
 
 def _first_on_meta(root: nn.Module) -> list[str]:

@@ -1,6 +1,6 @@
-"""What padding a granularity costs, which parameter causes it, and what would reduce it.
+"""Explain the padding that a granularity costs: which parameters cause it, and what reduces it.
 
-Every suggestion is laid out, so the share that it gives is the share that it would leave.
+Each suggestion is laid out, so the share that it states is exact.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,13 +15,13 @@ __all__ = ["REPORT_THRESHOLD", "Padding", "Suggestion", "explain_padding", "padd
 REPORT_THRESHOLD = 0.05  # relative to the parameters
 REPORT_THRESHOLD_BYTES = 1 << 20
 UNIT_FACTORS = (2, 4, 8, 16)
-MAX_PARAMETERS = 500  # larger units are not laid out, since that takes seconds
+MAX_PARAMETERS = 500  # larger units are not laid out, because that takes seconds
 _FINER: tuple[Granularity, ...] = ("row", "element")
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A change, and the padding that it would leave, relative to the parameters."""
+    """A change and the padding that it would leave, relative to the parameters."""
 
     change: str
     share: float
@@ -46,7 +46,7 @@ class Padding:
             f"padding {self.share:.1%} of the parameters ({self.elements:,} elements, "
             f"{self.bytes:,} bytes) on {self.world_size} ranks"
         )
-        advice = [f"reduce it by {one}" for one in self.suggestions] or ["no change reduces it"]
+        advice = [f"reduce it by {each}" for each in self.suggestions] or ["no change reduces it"]
         return "\n  ".join([head, *self.reasons, *advice])
 
 
@@ -83,7 +83,7 @@ def padding_report(units: Iterable[UnitPlan]) -> str:
 
 
 def _reasons(layout: Layout) -> Iterator[str]:
-    """The parameters that force a longer shard than the elements need, one for each granule."""
+    """Describe the parameters that make shards longer than needed, one for each granule size."""
     shard, needed = layout.shard_elements, -(-layout.parameter_elements // layout.world_size)
     if not layout.padding_elements:
         return
@@ -98,7 +98,7 @@ def _reasons(layout: Layout) -> Iterator[str]:
             f"spans {num_boundaries + 1} ranks, so the shard length is a multiple of its granule, "
             f"{granule:,} elements"
             if num_boundaries > 1
-            else f"has granules of {granule:,} elements, and a shard has to hold one"
+            else f"has granules of {granule:,} elements, and a shard must hold at least one"
         )
         more = f" (and {len(extents) - 1} more)" if len(extents) > 1 else ""
         yield f"{spec.name} {list(spec.shape)} by {spec.granularity}{more} {why}"
@@ -119,23 +119,23 @@ def _suggestions(layouts: Sequence[Layout]) -> list[Suggestion]:
         [spec.name for spec in specs if spec.granule_elements == granule] for granule in granules
     ]
     kinds = (
-        (one for names in coarsest_first for one in _finer(specs, names, world_size)),
+        (finer for names in coarsest_first for finer in _finer(specs, names, world_size)),
         _finer(specs, coarse, world_size),
         _larger_units(specs, world_size),
         _smaller_groups(specs, world_size),
     )
     found = [best for kind in kinds if (best := _least_change(kind)) is not None]
-    halved = {one.change: one for one in found if one.share <= share / 2}
-    return sorted(halved.values(), key=lambda one: one.share)
+    halved = {s.change: s for s in found if s.share <= share / 2}
+    return sorted(halved.values(), key=lambda suggestion: suggestion.share)
 
 
 def _least_change(suggestions: Iterable[Suggestion]) -> Suggestion | None:
-    """The first that leaves padding below the threshold, or else the best."""
+    """The first suggestion that leaves padding below the threshold, or else the best one."""
     best: Suggestion | None = None
-    for one in suggestions:
-        if best is None or one.share < best.share:
-            best = one
-        if one.share < REPORT_THRESHOLD:
+    for suggestion in suggestions:
+        if best is None or suggestion.share < best.share:
+            best = suggestion
+        if suggestion.share < REPORT_THRESHOLD:
             break
     return best
 
@@ -179,7 +179,7 @@ def _specs(layouts: Sequence[Layout]) -> list[ParameterSpec]:
 
 
 def _by_kind(unit: UnitPlan) -> list[list[Layout]]:
-    """Layouts of one dtype and trainability together."""
+    """The layouts of ``unit``, grouped by dtype, cast and trainability."""
     kinds: dict[tuple[str, Cast, bool], list[Layout]] = {}
     for layout in unit.layouts:
         kind = (layout.dtype, layout.cast, layout.trainable)

@@ -1,4 +1,4 @@
-"""Exchanges over the user's own process groups: every rank of a group calls them, between steps."""
+"""Exchanges over the user's process groups. Every rank of a group must call them, between steps."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ __all__ = ["broadcast_object", "broadcast_tensors", "gather_objects", "join_part
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Give every rank the values that the first of ``group`` has."""
+    """Copy the values of ``tensors`` from the first rank of ``group`` to all its ranks."""
     if group is None or dist.get_backend(group) == "fake":
         return
     with torch.no_grad():
@@ -22,7 +22,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """The value that the first rank of ``group`` passes, pickled, on every rank."""
+    """Return the ``value`` of the first rank of ``group`` on every rank. It is pickled."""
     values = [value]
     if group is not None and dist.get_backend(group) != "fake":
         dist.broadcast_object_list(values, group=group, group_src=0)
@@ -30,7 +30,7 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """What each rank of ``group`` passes, pickled, on every rank."""
+    """Return the ``value`` of each rank of ``group`` on every rank. They are pickled."""
     if group is None or dist.get_backend(group) == "fake":
         return [value]
     values = [None] * group.size()
@@ -39,9 +39,9 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def join_parts(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Give every rank of ``group`` all elements, of which it has some; the others are zeros there.
+    """Give every rank of ``group`` all elements; before, each has some, and zeros for the others.
 
-    The bytes are summed, so every value stays as it is, negative zeros and NaNs included.
+    The bytes are summed, so every value is kept exactly, including negative zeros and NaNs.
     """
     if group is not None and dist.get_backend(group) != "fake":
         dist.all_reduce(tensor.view(-1).view(torch.uint8), group=group)
