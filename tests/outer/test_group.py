@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
 from shardwise.errors import PlanError
+from shardwise.tensor.sharding import local_of
 from tests.models import WIDTH, Block, Stack
 from tests.ranks import on_ranks
 
@@ -183,9 +184,19 @@ def test_planned_bytes_are_those_that_were_sent(strategy: str) -> None:
 
 
 @on_ranks(4)
-def test_checkpoints_carry_the_shared_parameters_and_their_momentum(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "outer",
+    [
+        sw.Outer(every=2, fragments=2, dtype="float64"),
+        # After three steps, the difference of the first fragment is on its way.
+        sw.Outer(every=4, fragments=2, delay=2, mixing=0.25, dtype="float64"),
+    ],
+    ids=["between rounds", "during a round"],
+)
+def test_checkpoints_carry_the_shared_parameters_and_their_momentum(
+    outer: sw.Outer, tmp_path: Path
+) -> None:
     mesh = two_replicas()
-    outer = sw.Outer(every=2, fragments=2, dtype="float64")
     model, optimizer, handle = replica_of(outer, mesh)
     replica = mesh.get_local_rank("replicate")
     train(model, optimizer, replica, range(3))
@@ -196,9 +207,8 @@ def test_checkpoints_carry_the_shared_parameters_and_their_momentum(tmp_path: Pa
     torch.manual_seed(5)
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
     other, other_optimizer, other_handle = replica_of(outer, alone, lr=1.0)
-    for p in other.parameters():
-        p.grad = torch.ones_like(p)
-    other_optimizer.step()  # so that everything differs
+    for p in other.parameters():  # so that everything differs
+        local_of(p).data.fill_(7)
     other_replica = dist.get_rank() // 2
     sw.load(
         tmp_path / f"replica-{other_replica}",
@@ -211,6 +221,13 @@ def test_checkpoints_carry_the_shared_parameters_and_their_momentum(tmp_path: Pa
     train(other, other_optimizer, other_replica, range(3, 8))
     for pair in zip(shared_of(handle), shared_of(other_handle), strict=True):
         torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
+    # The other's local parameters are those of the replica whose checkpoint it has loaded.
+    locals_ = whole(list(model.parameters()))
+    expected: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(expected, locals_)
+    for pair in zip(whole(list(other.parameters())), expected[2 * other_replica], strict=True):
+        torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
+    assert [one.round for one in handle.progress] == [one.round for one in other_handle.progress]
     momenta = [state["momentum_buffer"] for state in other_handle.state.values()]
     assert all(type(one) is type(p) for one, p in zip(momenta, other.parameters(), strict=True))
 

@@ -111,6 +111,9 @@ class GroupExchange(Exchange):
     def message_bytes(self, packed_bytes: int) -> int:
         return packed_bytes * (self._size - 1)
 
+    def connect(self, progress: Sequence[Progress], values: str) -> None:  # noqa: ARG002
+        self._rounds = {fragment: one.round for fragment, one in enumerate(progress)}
+
     def send(self, fragment: int, packed: Tensor, values: str) -> None:  # noqa: ARG002
         own = packed.to(self._device)
         gathered = [torch.empty_like(own) for _ in range(self._size)]

@@ -27,7 +27,7 @@ from shardwise.errors import PeerLost, PlanError, StepError
 from shardwise.outer.exchange import Decision, Exchange, Progress
 from shardwise.outer.fragments import Fragment, fragments_of
 from shardwise.outer.packing import mean_of, pack
-from shardwise.outer.replica import ANCHOR, Known, agree, decode_state, encode_state
+from shardwise.outer.replica import ANCHOR, SENT, Known, agree, decode_state, encode_state
 from shardwise.plan.axes import AxisBytes
 from shardwise.plan.outer import Outer
 from shardwise.runtime.module import runtime_of_root
@@ -122,13 +122,15 @@ class OuterOptimizer(Optimizer):
             known = self._agree()
             if known.ticket:
                 self._take_state(known.ticket)
-            if known.ticket or known.is_member:
+                return self.local_steps
+            if known.is_member:
                 break
             if time.monotonic() > until:
                 raise PeerLost(
                     f"{self.exchange.trouble or 'no replica has a state to take'}; start the hub "
                     "with `python -m shardwise.outer HOST:PORT`, where all replicas reach it"
                 )
+        self._send_again()
         return self.local_steps
 
     def begin_after(self, step: int) -> None:
@@ -177,14 +179,31 @@ class OuterOptimizer(Optimizer):
             if self.progress[fragment].step >= step:  # the others did not wait for this replica
                 self.param_groups[0]["local_steps"] = max(step, self._group_step)
                 return
-            self._send(fragment)
+            self._send_difference(fragment)
         if not delay:
             all(map(self._apply_decided, applied))
 
-    def _send(self, number: int) -> None:
+    @torch.no_grad()
+    def _send_again(self) -> None:
+        """Send the differences that were on their way when the checkpoint was saved."""
+        for number, sent in self.outer.on_their_way_after(self.local_steps).items():
+            parameters = self.fragments[number].parameters
+            if all(SENT in self.state[p] for p in parameters):
+                self.exchange.step = sent
+                self._send(number, [local_of(self.state[p][SENT]) for p in parameters])
+
+    def _send_difference(self, number: int) -> None:
+        parameters = self.fragments[number].parameters
+        differences = [self._anchor(p) - local_of(p) for p in parameters]
+        if self.outer.delay:
+            for parameter, difference in zip(parameters, differences, strict=True):
+                sharding = cast("Sharding", sharding_of(parameter))
+                self.state[parameter][SENT] = sharding.wrap(difference.reshape(-1))
+        self._send(number, differences)
+
+    def _send(self, number: int, differences: Sequence[Tensor]) -> None:
         fragment = self.fragments[number]
-        difference = fragment.flat([self._anchor(p) - local_of(p) for p in fragment.parameters])
-        packed = pack(difference, self.outer.dtype, self.outer.block)
+        packed = pack(fragment.flat(differences), self.outer.dtype, self.outer.block)
         before = self.exchange.sent_bytes
         self.exchange.send(number, packed, self._checksum(fragment.parameters))
         sent = AxisBytes(outer=self.exchange.sent_bytes - before)
@@ -225,6 +244,7 @@ class OuterOptimizer(Optimizer):
                 local.lerp_(shared, 1 - self.outer.mixing)
             else:
                 local.copy_(shared)
+            self.state[parameter].pop(SENT, None)
             torch.autograd.graph.increment_version(parameter)
 
     def _agree(self, num_decisions: int = 0) -> Known:
@@ -236,6 +256,8 @@ class OuterOptimizer(Optimizer):
 
     def _take_state(self, ticket: int) -> None:
         decode_state(self.exchange.take_state(ticket), self._optimizer, self)
+        for state in self.state.values():  # what is on its way is the other's
+            state.pop(SENT, None)
         self.exchange.ready(self.progress)
         logger.info("took the state of another replica after step %d", self.local_steps)
 
@@ -261,7 +283,7 @@ class OuterOptimizer(Optimizer):
         group = self.param_groups[0]
         optimizer.param_groups[0].update({key: group[key] for key in self._options})
         for one, parameter in zip(shared, parameters, strict=True):
-            state = {k: v for k, v in self.state[parameter].items() if k != ANCHOR}
+            state = {k: v for k, v in self.state[parameter].items() if k not in (ANCHOR, SENT)}
             if state:
                 optimizer.state[one] = state
         with torch.enable_grad():

@@ -14,9 +14,11 @@ from shardwise.errors import PlanError
 from shardwise.tensor.sharding import local_of, sharding_of
 from shardwise.transport.communicator import Communicator
 
-__all__ = ["ANCHOR", "Known", "agree", "decode_state", "encode_state"]
+__all__ = ["ANCHOR", "SENT", "Known", "agree", "decode_state", "encode_state"]
 
-ANCHOR = "anchor"  # the state of the outer optimizer with the shared parameters
+# States beside those of the outer optimizer: the shared parameters and, with a delay, what is on its
+# way, which is sent again after a checkpoint was loaded.
+ANCHOR, SENT = "anchor", "sent"
 
 
 @dataclass(frozen=True)

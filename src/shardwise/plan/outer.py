@@ -83,6 +83,14 @@ class Outer:
         """The fragments that are synchronized after local step ``step``."""
         return self.sent_after(step - self.delay)
 
+    def on_their_way_after(self, step: int) -> dict[int, int]:
+        """Fragments of which differences are on their way, and the steps that they are from."""
+        return {
+            fragment: sent
+            for sent in range(max(1, step - self.delay + 1), step + 1)
+            for fragment in self.sent_after(sent)
+        }
+
     def _phase(self, fragment: int) -> int:
         return (fragment + 1) * self.every // self.fragments
 
