@@ -1,12 +1,20 @@
 """Replicas of a run that meet at a hub: [outer]."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from shardwise.errors import ConfigError
+from shardwise.launch.world import World
+from shardwise.outer.serving import HubThread
 from shardwise.train.config import Config, read_config
+from shardwise.train.loop import steps
 from shardwise.train.replica import check_outer
+from shardwise.train.trainer import Trainer
+from tests.ranks import run_on
 
 
 @pytest.mark.parametrize(
@@ -50,3 +58,45 @@ def test_the_batch_is_divided_among_the_ranks_of_all_replicas() -> None:
     assert config.rank_batch == 4
     with pytest.raises(ConfigError, match="does not divide into 6 ranks"):
         config.with_ranks(3)
+
+
+@pytest.mark.thorough  # tests/outer/test_group.py shows it without the trainer
+def test_a_replica_on_other_ranks_goes_on_as_if_it_had_not_ended(tmp_path: Path) -> None:
+    """After step 5 of 9, shared parameters have momentum, and a difference is on its way."""
+    text, saved = tmp_path / "text", tmp_path / "saved"
+    text.write_text("def f(x):\n    return x + 1\n\n\n" * 200)
+
+    def run(num_ranks: int, *, resumes: bool) -> list[float]:
+        with HubThread() as hub:
+            config = _config(text, hub.address).with_ranks(num_ranks)
+            return run_on(num_ranks, _train, config, saved, resumes)[0]
+
+    whole = run(2, resumes=False)
+    assert len(whole) == 9
+    assert run(1, resumes=True) == pytest.approx(whole[5:], rel=1e-5)
+
+
+def _config(text: Path, hub: str) -> Config:
+    outer = {"every": 4, "fragments": 2, "delay": 2, "mixing": 0.25, "dtype": "float64"}
+    document = {
+        "model": {"layers": 2, "heads": 2, "width": 32, "context": 32},
+        "data": {"path": str(text)},
+        "train": {"steps": 9, "global_batch": 4, "validation_batches": 1},
+        "outer": outer | {"hub": hub, "lr": 1.0},
+    }
+    return Config.model_validate(document)
+
+
+def _train(config: Config, saved: Path, resumes: bool) -> list[float]:
+    """The losses; after step 5, a checkpoint is saved, or else it is where to begin."""
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    trainer = Trainer(config, world)
+    if resumes:
+        trainer.load(saved)
+    losses = []
+    with trainer.joined():
+        for record in steps(trainer):
+            losses.append(record.loss)
+            if record.step == 5:
+                trainer.save(saved).wait()
+    return losses

@@ -16,8 +16,8 @@ from shardwise.transport.communicator import Communicator
 
 __all__ = ["ANCHOR", "SENT", "Known", "agree", "decode_state", "encode_state"]
 
-# States beside those of the outer optimizer: the shared parameters and, with a delay, what is on its
-# way, which is sent again after a checkpoint was loaded.
+# States beside those of the outer optimizer: the shared parameters and, with a delay, a difference
+# that is on its way, which is sent again after a load.
 ANCHOR, SENT = "anchor", "sent"
 
 
