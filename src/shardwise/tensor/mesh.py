@@ -123,10 +123,21 @@ class DataParallelMesh:
         """What this rank sends in collectives of these ranks."""
         in_row = elsewhere = 0
         for ranks, num_bytes in (sent for work in works for sent in work.sent):
-            near = sum(rank in self._ranks_of_row for rank in ranks)
+            near = self._near_by_id.get(id(ranks))
+            if near is None:  # as of a subgroup
+                near = self._num_near(ranks)
             in_row += (near - 1) * num_bytes
             elsewhere += (len(ranks) - near) * num_bytes
         return AxisBytes(in_row, elsewhere)
+
+    @cached_property
+    def _near_by_id(self) -> dict[int, int]:
+        """How many ranks of each group are in the row, so that no step counts thousands of them."""
+        groups = (self.world, self.row, self.column, self.shards)
+        return {id(group.ranks): self._num_near(group.ranks) for group in groups}
+
+    def _num_near(self, ranks: tuple[int, ...]) -> int:
+        return len(self._ranks_of_row.intersection(ranks))
 
     @cached_property
     def _ranks_of_row(self) -> frozenset[int]:

@@ -1,0 +1,20 @@
+"""Groups of ranks that one process can describe without the others."""
+
+from unittest import mock
+
+from shardwise.plan.axes import AxisBytes
+from shardwise.tensor.mesh import DataParallelMesh
+from shardwise.transport.api import CollectiveId, RankGroup, Work
+
+
+def test_no_step_counts_the_ranks_of_a_group() -> None:
+    """There may be thousands, and a unit has several collectives in a step."""
+    world = RankGroup(tuple(range(8)), 5)
+    row, column = world.select(4, 5, 6, 7), world.select(1, 5)
+    mesh = DataParallelMesh(world, row, column, row, (row.ranks,))
+    gather, reduce = (CollectiveId(1, "", 10, group.ranks) for group in (row, column))
+    works = [mock.Mock(Work, sent=[*one.sent_by(5)]) for one in (gather, reduce)]
+    expected = AxisBytes(shard=30, replicate=10)
+    assert mesh.axis_bytes(works) == expected
+    with mock.patch.object(DataParallelMesh, "_num_near", side_effect=AssertionError):
+        assert mesh.axis_bytes(works) == expected
