@@ -39,7 +39,7 @@ USAGE_ERRORS = {
     "--granularity rows": "--granularity rows: expected one of element, row, tensor, dim",
     "--tolerance -1": "--tolerance -1.0: expected 0 or more",
     "--wire gather=int8": "--wire gather=int8: quantized values differ from one process by up "
-    "to 1/254 (int8), 1/16 (fp8) or 1/14 (int4) of the largest value in its block; pass "
+    "to 1/254 (int8), 1/16 (fp8) or 1/14 (int4) of the largest value in their block; pass "
     "--tolerance. With block=8 and --optimizer sgd, 0.5 is enough for int8 and fp8, and for int4 "
     "in reductions",
     "--wire int8": "--wire int8: expected some of gather=, reduce=, block=, ranks_per_host=, "
