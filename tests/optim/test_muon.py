@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.forecast.traffic import sent_bytes
-from shardwise.optim import owners
+from shardwise.optim import ownership
 from shardwise.transport.communicator import communicator
 from tests.covering import covered_first
 from tests.models import CASES, Gpt, GptBlock, build
@@ -79,7 +79,7 @@ def test_one_process_steps_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def _step_of(name: str, granularity: Any, strategy: str, batch_bytes: int) -> dict[str, Any]:
     """What a step of Muon does on this rank."""
-    owners.BATCH_BYTES = batch_bytes
+    ownership.BATCH_BYTES = batch_bytes
     model, case = build(name), CASES[name]
     sw.fully_shard(model, units=case.units, granularity=granularity, **options_of(strategy))
     optimizer = muon(iter(model.parameters()))
@@ -105,7 +105,7 @@ def _step_of(name: str, granularity: Any, strategy: str, batch_bytes: int) -> di
             tuple(sum(b[i] - a[i] for a, b in zip(before, after, strict=True)) for i in (0, 1))
         )
         optimizer.zero_grad()
-    owners.BATCH_BYTES = 1 << 24
+    ownership.BATCH_BYTES = 1 << 24
     return {
         "worked": worked,
         "sent": sent,

@@ -6,8 +6,7 @@ Muon and SOAP update each matrix on one rank, its owner. From the top down::
     muon, soap       what an owner does with a matrix
     owner_optimizer  a step: matrices on their owners, and AdamW for all else
     exchange         brings parts of matrices to owners, and updates back
-    owned            states that the owner alone has
-    owners           which rank works on which matrix: integers
+    ownership        which rank owns which matrix, and what that sends: integers
     matrices         a parameter as the matrices that it consists of
 """
 

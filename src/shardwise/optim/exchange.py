@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.optim.matrices import Matrices
-from shardwise.optim.owners import Job, OwnedJobs, between
+from shardwise.optim.ownership import Job, OwnedJobs, between
 from shardwise.plan.axes import AxisBytes
 from shardwise.runtime.ledger import note_sent
 from shardwise.tensor.sharding import Sharding, sharding_of

@@ -2,17 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import prod, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.optim.exchange import Member
 from shardwise.optim.matrices import Matrices
-from shardwise.optim.owned import owned_tensor, whole_of
 from shardwise.optim.owner_optimizer import Group, OwnerOptimizer, local_part
+from shardwise.plan.layout import Layout, ParameterExtent, ParameterSpec
+from shardwise.tensor.mesh import DataParallelMesh
+from shardwise.tensor.sharded_tensor import RunSharding, ShardedTensor
+from shardwise.tensor.sharding import local_of
 
 __all__ = ["SOAP"]
 
@@ -132,21 +136,21 @@ class SOAP(OwnerOptimizer):
     ) -> Tensor:
         exchange, index = self._place_of(parameter)
         name = f"{exchange.members[index].matrices.name}.{key}"
-        return owned_tensor(
+        return _owned_tensor(
             name, shape, dtype, exchange.device, exchange.owners[index], exchange.flat_mesh
         )
 
     def _work(self, member: Member, group: Group, whole: Tensor) -> Tensor:
         state, matrices = self.state[member.parameter], member.matrices
         steps = int(state["step"]) - 1  # that have moved the parameter, with this one
-        moments = [matrices.parts(whole_of(state[key])) for key in _MOMENTS]
+        moments = [matrices.parts(_whole_of(state[key])) for key in _MOMENTS]
         updates = []
         for number, gradient in enumerate(matrices.parts(whole)):
             sides = [
-                _Side(whole_of(state[f"{name}{number}"]), whole_of(state[f"{name}{number}_basis"]))
-                if f"{name}{number}" in state
+                _Side(_whole_of(state[key]), _whole_of(state[f"{key}_basis"]))
+                if key in state
                 else None
-                for name in ("left", "right")
+                for key in (f"left{number}", f"right{number}")
             ]
             average, squares = (parts[number] for parts in moments)
             update = torch.zeros_like(gradient)
@@ -155,6 +159,41 @@ class SOAP(OwnerOptimizer):
             _precondition(gradient, squares, sides, group, steps)
             updates.append(update)
         return matrices.join(updates)
+
+
+# -- states on the owner ---------------------------------------------------------------------------
+
+
+def _owned_tensor(
+    name: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    owner: int,
+    mesh: DataParallelMesh | None,
+) -> Tensor:
+    """Zeros of ``shape`` on the rank ``owner``; on others, a tensor of that shape with no elements.
+
+    It is a `ShardedTensor` of ``mesh``, which is `cut_over_all`, so checkpoints save and load it at
+    any number of ranks. Without a mesh it is a plain tensor.
+    """
+    if mesh is None:
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    spec = ParameterSpec((name,), tuple(shape), str(dtype)[6:], dtype.itemsize, trainable=False)
+    size = max(1, prod(shape))  # of every shard, of which all but one are empty
+    extent = ParameterExtent(spec, owner * size)
+    layout = Layout((extent,), mesh.num_ranks, size)
+    sharding = RunSharding(layout, extent, mesh, name, name)
+    num_here = len(sharding.run)
+    return ShardedTensor(torch.zeros(num_here, dtype=dtype, device=device), sharding)
+
+
+def _whole_of(state: Tensor) -> Tensor:
+    """A view of all elements of an `_owned_tensor`, on its owner."""
+    return local_of(state).view(state.shape) if isinstance(state, DTensor) else state
+
+
+# -- one matrix ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
