@@ -161,7 +161,7 @@ def test_the_options_choose_the_rows() -> None:
     assert "shardwise-hsdp" in choose_engines(BenchOptions(ranks=4, full=True))
     assert "shardwise-hsdp" not in choose_engines(BenchOptions(ranks=2, full=True))
     assert "shardwise-fsdp-transaction" not in choose_engines(BenchOptions(full=True))
-    with pytest.raises(ConfigError, match="fsdp-outer: needs 2 ranks or more, an even number"):
+    with pytest.raises(ConfigError, match="fsdp-outer: expected an even number of 2 or more"):
         choose_engines(BenchOptions(ranks=3, ours=("fsdp-outer",)))
 
 

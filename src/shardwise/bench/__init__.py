@@ -1,4 +1,4 @@
-"""The benchmark: shardwise, DDP, FSDP1, FSDP2, ZeroRedundancyOptimizer and DeepSpeed.
+"""The benchmark: compares shardwise with DDP, FSDP1, FSDP2, ZeroRedundancyOptimizer and DeepSpeed.
 
-It prints measurements and asserts no time. The other engines are imported in `baselines` only.
+It prints measurements and asserts no times. Only `baselines` imports the other engines.
 """

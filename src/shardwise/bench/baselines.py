@@ -1,7 +1,7 @@
-"""The other engines, each in its best setting.
+"""The other engines, each with its best settings.
 
 In bf16, FSDP1, FSDP2 and shardwise gather, compute and reduce in bfloat16 and keep float32 shards.
-DDP and ZeroRedundancyOptimizer have no such policy and run under `torch.autocast`.
+DDP and ZeroRedundancyOptimizer have no precision policy and run under `torch.autocast`.
 """
 
 import importlib.util
@@ -40,12 +40,12 @@ CPU = torch.device("cpu")
 
 
 def start_alone(work: Work) -> Trainee:
-    """Without an engine: each rank trains alone."""
+    """Train without an engine, each rank alone."""
     return Trainee(work, work.make(), autocast=work.bf16)
 
 
 def start_alone_bf16(work: Work) -> Trainee:
-    """Without an engine, all in bfloat16."""
+    """Train without an engine, entirely in bfloat16."""
     return Trainee(work, work.make().to(torch.bfloat16))
 
 
@@ -54,7 +54,7 @@ def start_ddp(work: Work) -> Trainee:
 
 
 def start_zero_optimizer(work: Work) -> Trainee:
-    """DDP with optimizer states sharded by whole parameters."""
+    """Train with DDP and optimizer states sharded by whole parameters."""
     model = _in_ddp(work)
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(),
@@ -68,13 +68,13 @@ def start_zero_optimizer(work: Work) -> Trainee:
 
 @dataclass(frozen=True, slots=True)
 class Fsdp1:
-    """FullyShardedDataParallel, each block a unit."""
+    """FullyShardedDataParallel with each block as a unit."""
 
     original_parameters: bool
 
     def __call__(self, work: Work) -> Trainee:
         half = torch.bfloat16
-        # The inputs of each unit are cast, as FSDP2 and shardwise do.
+        # Cast the inputs of each unit, as FSDP2 and shardwise do.
         precision = MixedPrecision(half, half, cast_forward_inputs=True) if work.bf16 else None
         model = FullyShardedDataParallel(
             work.make(),
@@ -107,7 +107,7 @@ class Fsdp2:
                 fully_shard(module, **options)
         sharded = fully_shard(model, **options)
         if self.unshard_async:
-            sharded._set_unshard_async_op(True)  # there is no public name
+            sharded._set_unshard_async_op(True)  # has no public name
         return Trainee(work, model)
 
 
@@ -117,13 +117,13 @@ def has_deepspeed() -> bool:
 
 
 def start_deepspeed(work: Work) -> Trainee:
-    """ZeRO-3 with torch's fused AdamW."""
+    """Train with ZeRO-3 and torch's fused AdamW."""
     return _DeepSpeed(work, work.make())
 
 
 class _DeepSpeed(Trainee):
     def __init__(self, work: Work, model: nn.Module) -> None:
-        import deepspeed  # noqa: PLC0415 (not a dependency; it takes seconds and compiles)
+        import deepspeed  # noqa: PLC0415 (optional; the import takes seconds and compiles code)
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
         self._engine, *_ = deepspeed.initialize(
@@ -147,8 +147,8 @@ class _DeepSpeed(Trainee):
 
 
 def _in_ddp(work: Work) -> nn.Module:
-    # The model's buffers never change, so there is none to broadcast. Renamed in torch 2.13.
+    # The model's buffers never change, so DDP need not broadcast them. Renamed in torch 2.13.
     known = inspect.signature(DistributedDataParallel).parameters
     option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    silent: dict[str, Any] = {option: False}
-    return DistributedDataParallel(work.make(), gradient_as_bucket_view=True, **silent)
+    no_sync: dict[str, Any] = {option: False}
+    return DistributedDataParallel(work.make(), gradient_as_bucket_view=True, **no_sync)

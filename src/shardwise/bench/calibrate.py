@@ -1,13 +1,13 @@
 """Measures this machine for forecasts: operations, collectives and the optimizer, within a minute.
 
-Small models are trained, alone and sharded, on as many local ranks as forecasts are for:
+Small models are trained, unsharded and sharded, on the numbers of local ranks to forecast:
 
-- *Operations*: forward and backward of transformer blocks of several widths, with each operation
-  timed; of all repetitions the median counts. On a CPU that is the time of the thread, which
-  other processes hardly change; on a GPU, events on its stream.
-- *Host*: what forward and backward take besides, for each operation.
-- *Collectives*: units of 16 KB to 16 MB that compute nearly nothing, from the engine's ledger.
-- *Optimizer*: fused AdamW over as many bytes of gradients.
+- *Operations*: each operation in forward and backward of transformer blocks of several widths, as
+  the median over repetitions. On a CPU, the thread's CPU time is measured, which other processes
+  hardly affect; on a GPU, events on its stream.
+- *Host*: the remaining time of forward and backward, per operation.
+- *Collectives*: units of 16 KB to 16 MB with almost no compute, from the engine's ledger.
+- *Optimizer*: fused AdamW, per byte of gradients.
 """
 
 import time
@@ -40,16 +40,16 @@ from shardwise.transport.device import num_local_accelerators, wait_for_device
 __all__ = ["calibrate", "calibration_of", "default_ranks", "measure_ranks"]
 
 DTYPES = (torch.float32, torch.bfloat16)
-_SHAPES = {  # of GPTs, by the type of the device; on a CPU they take 0.1 to 0.3 s in float32
+_SHAPES = {  # GPTs by device type; on a CPU, a step takes 0.1 to 0.3 s in float32
     "cpu": (Shape(1024, 64, 128, 1, 2), Shape(4096, 128, 512, 1, 8), Shape(8192, 128, 1024, 1, 16)),
     "cuda": (Shape(8192, 1024, 1024, 1, 16), Shape(32768, 2048, 4096, 2, 32)),
 }
 _BATCH = 2
-_TIMES = 3  # that operations are timed, or as often as they can in this time; at least once
-_SECONDS = 1.5
-_LARGE_SECONDS = 0.4  # no larger model is measured after one of whose steps takes that long
+_TIMES = 3  # maximum number of timed steps; at least one
+_SECONDS = 1.5  # time budget for the timed steps
+_LARGE_SECONDS = 0.4  # after a model whose step takes this long, no larger model is measured
 _UNIT_ELEMENTS = tuple(1 << power for power in range(12, 23, 2))  # 16 KB to 16 MB in float32
-_STEPS = 12  # of sharded models
+_STEPS = 12  # steps of sharded models
 _UPDATE_ELEMENTS = 1 << 22
 _LEAST_PER_BYTE = 1e-14  # seconds
 _HALF = sw.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
@@ -63,8 +63,8 @@ def calibrate(num_ranks: Sequence[int], report: Callable[[str], None]) -> Calibr
     """Measure this machine with each of several numbers of local ranks.
 
     Args:
-        num_ranks: on a CPU any; on GPUs at most as many as there are.
-        report: called with what begins.
+        num_ranks: numbers of ranks; with GPUs, at most the number of GPUs.
+        report: called with the name of each measurement when it begins.
     """
     ranks: dict[int, RanksCalibration] = {}
     for size in num_ranks:
@@ -74,7 +74,7 @@ def calibrate(num_ranks: Sequence[int], report: Callable[[str], None]) -> Calibr
 
 
 def calibration_of(ranks: dict[int, RanksCalibration]) -> Calibration:
-    """This machine, from what was measured with each of several numbers of local ranks."""
+    """Return the calibration of this machine from measurements by number of local ranks."""
     return Calibration(
         format="shardwise calibration",
         version=VERSION,
@@ -86,13 +86,13 @@ def calibration_of(ranks: dict[int, RanksCalibration]) -> Calibration:
 
 
 def default_ranks() -> list[int]:
-    """One, and one for each GPU or, without any, for each core."""
+    """Return 1 and the number of GPUs or, without GPUs, of cores."""
     devices = num_local_accelerators() or int(describe_machine()["cores"])
     return sorted({1, devices})
 
 
 def _accelerator(ranks: dict[int, RanksCalibration]) -> dict[str, str | float | int | None]:
-    """What a data sheet would say, from what was measured."""
+    """Derive the figures of a data sheet from the measurements."""
     most = ranks[max(ranks)]
     products = {key: 1 / rate.per_flop for key, rate in most.operations.items() if rate.per_flop}
     peak = max(products.get("mm/2", 0.0), products.get("mm/4", 0.0), 1.0)
@@ -129,27 +129,27 @@ def measure_ranks(world: World, times: int = _TIMES, steps: int = _STEPS) -> Ran
     """Measure this machine, on every rank of ``world``.
 
     Args:
-        world: whose ranks measure at the same time.
-        times: that each operation is timed, at most.
-        steps: of sharded models, for the collectives.
+        world: the ranks, which measure at the same time.
+        times: maximum number of times that each operation is timed.
+        steps: steps of sharded models, for the collectives.
     """
     points: defaultdict[str, list[_Point]] = defaultdict(list)
-    around, launched = 0.0, 0
+    overhead, launched = 0.0, 0
     for dtype in DTYPES:
         for shape in _SHAPES[world.device.type]:
             step = _training_step(shape, dtype, world.device)
-            operations, seconds, whole = _timed(step, world, times)
-            around += max(0.0, whole - sum(seconds))
+            operations, seconds, total = _timed(step, world, times)
+            overhead += max(0.0, total - sum(seconds))
             launched += len(seconds)
             for operation, took in zip(operations, seconds, strict=True):
                 point = operation.flops, operation.num_bytes, took
                 points[f"{operation.name}/{operation.itemsize}"].append(point)
                 points[f"{operation.kind}/{operation.itemsize}"].append(point)
-            if max(world.gather(whole)) > _LARGE_SECONDS:
+            if max(world.gather(total)) > _LARGE_SECONDS:
                 break
     return RanksCalibration(
         threads=torch.get_num_threads() if world.device.type == "cpu" else 1,
-        operation_seconds=around / launched,
+        operation_seconds=overhead / launched,
         operations={key: _fit(found) for key, found in points.items()},
         collectives=_collectives(world, steps),
         updates={"adamw": _update_seconds(world.device)},
@@ -169,7 +169,7 @@ def _training_step(shape: Shape, dtype: torch.dtype, device: torch.device) -> Ca
 
 
 class _Sample(GPT):
-    """A GPT with what other transformers have besides: SiLU, RMS norms, softmax and dropout."""
+    """A GPT with operations of other transformers: SiLU, RMS norms, softmax and dropout."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -184,7 +184,7 @@ class _Sample(GPT):
 
 
 class _Timer(Recorder):  # type: ignore[no-untyped-call]
-    """Times each operation that is recorded."""
+    """Times each recorded operation."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class _Timer(Recorder):  # type: ignore[no-untyped-call]
         return event
 
     def results(self) -> tuple[list[Operation], list[float]]:
-        """The operations, and the seconds of each."""
+        """Return the operations and the seconds of each."""
         if not self._on_gpu:
             return self._operations, [ended - began for began, ended in self._times]
         torch.cuda.synchronize()
@@ -226,19 +226,19 @@ class _Timer(Recorder):  # type: ignore[no-untyped-call]
 def _timed(
     step: Callable[[], None], world: World, times: int
 ) -> tuple[list[Operation], list[float], float]:
-    """Operations of a step, the median seconds of each, and those of the host for the step."""
+    """Return the operations of a step, the median seconds of each, and the host's seconds."""
     first = _host_seconds(step)
     times = min(times, max(1, int(_SECONDS / max(world.gather(first)) / 2)))
     operations: list[Operation] = []
-    whole, timed = [], []
+    totals, timed = [], []
     for _ in range(times):
-        whole.append(_host_seconds(step))
+        totals.append(_host_seconds(step))
         timer = _Timer(world.device)
         with timer:
             step()
         operations, seconds = timer.results()
         timed.append(seconds)
-    return operations, [median(one) for one in zip(*timed, strict=True)], median(whole)
+    return operations, [median(times) for times in zip(*timed, strict=True)], median(totals)
 
 
 def _host_seconds(step: Callable[[], None]) -> float:
@@ -248,7 +248,7 @@ def _host_seconds(step: Callable[[], None]) -> float:
 
 
 def _fit(points: Sequence[_Point]) -> Rate:
-    """The rate with the least squares of relative errors, without negative terms."""
+    """Fit a rate by non-negative least squares of relative errors."""
     rows = np.array(points)
     columns = np.stack([np.ones(len(rows)), rows[:, 0], rows[:, 1]], axis=1)
     seconds = np.maximum(rows[:, 2], 1e-9)
@@ -270,7 +270,7 @@ def _fit(points: Sequence[_Point]) -> Rate:
 
 
 class _Unit(nn.Module):
-    """A parameter that costs nearly nothing to use."""
+    """A unit with one parameter and almost no compute."""
 
     def __init__(self, num_elements: int) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ def _collectives(world: World, steps: int) -> dict[str, Curve]:
 def _spans(
     world: World, strategy: str, policy: sw.MixedPrecisionPolicy, num_steps: int
 ) -> dict[EventKind, list[tuple[float, float]]]:
-    """For gathers and reductions: bytes and seconds of each unit, once all ranks have begun."""
+    """Measure gathers and reductions: bytes and seconds of each unit, by kind."""
     units = [_Unit(size) for size in _UNIT_ELEMENTS]
     model = nn.Sequential(*units).to(world.device)
     model = sw.fully_shard(model, units=_Unit, strategy=strategy, prefetch=0, mp_policy=policy)
@@ -322,7 +322,7 @@ def _spans(
 
 @dataclass(frozen=True, slots=True)
 class _Collective:
-    """The collectives of an event, on one rank."""
+    """The collectives of an event on one rank."""
 
     kind: EventKind
     num_bytes: int
@@ -334,7 +334,7 @@ class _Collective:
 
 
 def _shared_seconds(views: Sequence[_Collective]) -> float:
-    """From when the last rank began to the end, by the clock that processes of a host share."""
+    """Return seconds from the last rank's start to the end; local processes share a clock."""
     seconds = 0.0
     for spans in zip(*(view.spans for view in views), strict=True):
         began, ended = max(span[0] for span in spans), max(span[1] for span in spans)
@@ -343,7 +343,7 @@ def _shared_seconds(views: Sequence[_Collective]) -> float:
 
 
 def _update_seconds(device: torch.device) -> float:
-    """Seconds of AdamW for each byte of gradients in float32."""
+    """Return the seconds of AdamW per byte of float32 gradients."""
     parameter = nn.Parameter(torch.zeros(_UPDATE_ELEMENTS, device=device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = fused_adamw([parameter])
@@ -355,4 +355,4 @@ def _update_seconds(device: torch.device) -> float:
         optimizer.step()
         wait_for_device(device)
         seconds.append(clock() - began)
-    return median(seconds[1:]) / parameter.grad.nbytes  # the first makes the states
+    return median(seconds[1:]) / parameter.grad.nbytes  # the first step creates the states

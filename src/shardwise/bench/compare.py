@@ -1,8 +1,8 @@
-"""`shardwise bench`: starts the ranks of each measurement in turn, and shows the results.
+"""`shardwise bench`: starts the ranks of each measurement in turn and shows the results.
 
-Each measurement has processes of its own, so that the memory of one engine does not show in
-another's: the heats of the rounds, the tiny units, and two runs per engine for traffic and memory.
-Engines whose models do not fit into memory together run in several heats, each with the base.
+Each measurement starts new processes, so that engines do not affect each other's memory. Traffic
+and memory take two runs per engine. Steps are timed with all engines in the same processes; if
+their models do not fit into memory together, they run in several heats, each with the base.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,8 +35,8 @@ from shardwise.bench.work import NUM_TINY_UNITS, gpt_work, tiny_work
 
 __all__ = ["run"]
 
-# Bytes per parameter: itself, its gradient and AdamW's two states; a sharded engine also keeps some
-# gathered units, or memory that is freed but not returned to the system.
+# Bytes per parameter: the parameter, its gradient and AdamW's two states. A sharded engine also
+# needs memory for gathered units, and for freed memory that is not returned to the system.
 WHOLE, FOR_GATHERED = 16, 4
 SHARE_OF_MEMORY = 0.6  # the rest is for activations and other processes
 
@@ -45,7 +45,7 @@ def run(options: BenchOptions) -> None:
     """Compare the engines that ``options`` name, on local CPU ranks.
 
     Raises:
-        ConfigError: an option is not valid here; nothing has been started.
+        ConfigError: an option is not valid; nothing has been started.
         RankError: an engine failed.
     """
     options.check()
@@ -62,7 +62,7 @@ def run(options: BenchOptions) -> None:
     rows = {name: Row() for name in setting.engines}
     compared = Comparison(setting, _count_parameters(setting), missing_peers(options), rows)
     directory = report.make_directory(options.out, options.size)
-    # Short runs of every engine first, so that one that fails does so early.
+    # Short runs come first, so that a failing engine fails early.
     measures: dict[str, Callable[[Comparison, TimeLeft], None]] = {
         "traffic": _measure_traffic,
         "memory": _measure_trimmed,
@@ -75,12 +75,12 @@ def run(options: BenchOptions) -> None:
         for name in chosen:
             measures[name](compared, eta)
     finally:
-        report.write(directory, compared)  # what there is, after an error too
+        report.write(directory, compared)  # also after an error, with the results so far
     report.show(directory, compared)
 
 
 def _num_runs(measure: str, setting: Setting) -> int:
-    """How many runs of one engine take about as long as a measurement."""
+    """Return the number of runs of one engine that take about as long as a measurement."""
     num_engines = len(setting.engines)
     return num_engines + 1 if measure in ("traffic", "memory") else max(2, num_engines // 2)
 
@@ -107,7 +107,7 @@ def _measure_time(compared: Comparison, eta: TimeLeft) -> None:
 
 
 def loss_gap(rounds: Sequence[Round], name: str) -> float:
-    """The largest difference from the base's loss in nats, over noisy rounds too."""
+    """Return the largest difference from the base's loss in nats, over all rounds."""
     shared = [round_.cases for round_ in rounds if name in round_.cases]
     return max(abs(cases[name]["loss"] - cases[BASE]["loss"]) for cases in shared)
 
@@ -152,17 +152,17 @@ def _measure_trimmed(compared: Comparison, eta: TimeLeft) -> None:
 
 
 def _without_engine(setting: Setting, name: str) -> str:
-    """The run whose copies are subtracted from those of engine ``name``."""
+    """Return the run whose copies are subtracted from those of engine ``name``."""
     return ALONE_BF16 if setting.is_bf16 and not ENGINES[name].autocasts else ALONE
 
 
 def plan_heats(setting: Setting, num_parameters: int, available_bytes: int) -> list[list[str]]:
-    """Groups of engines that share processes; each starts with the base.
+    """Group the engines that share processes; each group starts with the base.
 
     Args:
-        setting: its engines, the base first.
-        num_parameters: of the model.
-        available_bytes: of the machine; 0 means unknown, and puts all engines into one heat.
+        setting: has the engines, the base first.
+        num_parameters: parameters of the model.
+        available_bytes: memory of the machine; 0 if unknown, which puts all engines into one heat.
     """
     base, *others = setting.engines
     limit = int(SHARE_OF_MEMORY * available_bytes)

@@ -1,4 +1,4 @@
-"""The rows of the comparison, and the choice of rows by the options."""
+"""The rows of the comparison, and their selection by the options."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.bench import baselines
-from shardwise.bench.options import BenchOptions, choose_words
+from shardwise.bench.options import BenchOptions, check_choices
 from shardwise.bench.work import LEARNING_RATE, Trainee, Work, fused_adamw
 from shardwise.errors import ConfigError
 
@@ -37,22 +37,22 @@ class Engine:
     """A row: one engine with one set of options."""
 
     name: str
-    family: str  # its name in --vs or --ours, the same for all its rows
+    family: str  # name in --vs or --ours, the same for all its rows
     start: Callable[[Work], Trainee]
-    is_exact: bool = True  # it makes the same updates as the base, up to rounding
+    is_exact: bool = True  # makes the same updates as the base, up to rounding
     keeps_whole: bool = False  # each rank holds the parameters and states of the whole model
     autocasts: bool = False  # bf16 by torch.autocast instead of a policy
-    by_default: bool = True  # with --full, and without it if it `is_quick`
+    by_default: bool = True  # runs with --full, and without it if it `is_quick`
     is_quick: bool = False
     least_ranks: int = 2
-    in_two_halves: bool = False  # of an even number of ranks
+    in_two_halves: bool = False  # needs an even number of ranks
 
     @property
     def is_ours(self) -> bool:
         return self.name.startswith(OURS)
 
     def suits(self, ranks: int) -> bool:
-        """Whether it can run on this number of ranks."""
+        """Whether the engine runs on ``ranks`` ranks; two-level strategies need an even number."""
         return ranks >= self.least_ranks and not (self.in_two_halves and ranks % 2)
 
 
@@ -170,26 +170,26 @@ ENGINES = {row.name: row for row in (*_ROWS, *_ALONE)}
 
 
 def choose_engines(options: BenchOptions) -> tuple[str, ...]:
-    """Names of the rows that ``options`` choose, the base first.
+    """Return the names of the rows that ``options`` select, the base first.
 
     Raises:
-        ConfigError: an engine is unknown, or cannot run here.
+        ConfigError: an engine is unknown or cannot run here.
     """
-    peers_asked = _choose("--vs", options.vs, [row for row in _ROWS if not row.is_ours], options)
-    ours_asked = _choose("--ours", options.ours, [row for row in _ROWS if row.is_ours], options)
-    return tuple(dict.fromkeys((BASE, *peers_asked, *ours_asked)))
+    peers = _choose("--vs", options.vs, [row for row in _ROWS if not row.is_ours], options)
+    ours = _choose("--ours", options.ours, [row for row in _ROWS if row.is_ours], options)
+    return tuple(dict.fromkeys((BASE, *peers, *ours)))
 
 
 def missing_peers(options: BenchOptions) -> tuple[str, ...]:
-    """Engines that are left out because they are not installed."""
+    """Return engines that are left out because they are not installed."""
     is_wanted = options.full and options.vs is None
     return ("deepspeed",) if is_wanted and not baselines.has_deepspeed() else ()
 
 
 def _choose(
-    option: str, asked: tuple[str, ...] | None, rows: Sequence[Engine], options: BenchOptions
+    option: str, requested: tuple[str, ...] | None, rows: Sequence[Engine], options: BenchOptions
 ) -> list[str]:
-    if asked is None:
+    if requested is None:
         runnable = [
             row
             for row in rows
@@ -197,13 +197,13 @@ def _choose(
         ]
         return [row.name for row in runnable if row.name not in missing_peers(options)]
     families = list(dict.fromkeys(row.family for row in rows))
-    choose_words(option, asked, families)
-    chosen = [row for row in rows if row.family in asked]
+    check_choices(option, requested, families)
+    chosen = [row for row in rows if row.family in requested]
     for row in chosen:
         if not row.suits(options.ranks):
             raise ConfigError(
-                f"{option} {row.family}: needs {row.least_ranks} ranks or more, an even number of "
-                f"them, got --ranks {options.ranks}"
+                f"{option} {row.family}: expected an even number of {row.least_ranks} or more "
+                f"ranks, got --ranks {options.ranks}"
             )
         if row.name == "deepspeed" and not baselines.has_deepspeed():
             raise ConfigError(f"{option} deepspeed: not installed; pip install deepspeed")

@@ -1,9 +1,9 @@
-"""What `shardwise bench` and the scripts of `benchmarks/` share.
+"""Shared by `shardwise bench` and the scripts in `benchmarks/`.
 
-Every case is measured once a round, in an order that rotates, so a disturbance of the machine
-reaches all cases. Results are medians over the rounds: of figures, and of ratios to a base case *in
-the same round*. A fixed matrix product is timed before each round; rounds in which it took long are
-noisy and left out.
+Every case is measured once per round, in rotating order, so that disturbances of the machine affect
+all cases. Results are medians over the rounds, of figures and of ratios to a base case *in the same
+round*. A fixed matrix product is timed before each round. Rounds in which it took long are noisy
+and excluded.
 """
 
 import json
@@ -48,18 +48,18 @@ __all__ = [
     "write_json",
 ]
 
-NOISE = 1.2  # times the median of the reference; a round above it is noisy
-WIDTH = 150  # of the tables, so that no figure is cut in a file or a narrow window
+NOISE = 1.2  # a round is noisy if its reference takes more than this times the median
+WIDTH = 150  # width of tables, so that no figure is cut in a file or a narrow window
 
 Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
-Figures = dict[str, float]  # by name; a name that is missing was not measured
-Column = tuple[str, str, Callable[[Any], str]]  # heading, name of the figure, its format
+Figures = dict[str, float]  # figures by name; a missing name was not measured
+Column = tuple[str, str, Callable[[Any], str]]  # heading, name of the figure, format
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The range of one figure over rounds."""
+    """The median and range of one figure over rounds."""
 
     median: float
     least: float
@@ -74,15 +74,15 @@ class Round:
     """One measurement of each case, on one rank or merged over ranks."""
 
     cases: dict[str, Figures]
-    reference_seconds: float  # of a fixed product of matrices, before the cases
-    load: float  # of the machine, averaged over the last minute
-    busy_cores: float  # by all processes
-    own_cores: float  # by this process, or by all ranks
-    is_noisy: bool = False  # the reference took long, so the medians leave it out
+    reference_seconds: float  # time of a fixed matrix product before the cases
+    load: float  # load of the machine, averaged over the last minute
+    busy_cores: float  # cores that all processes keep busy
+    own_cores: float  # cores that this process or, merged, all ranks keep busy
+    is_noisy: bool = False  # the reference took long, so medians exclude this round
 
     @property
     def others(self) -> float:
-        """Cores that other processes kept busy; the process that started the ranks is idle."""
+        """Cores that other processes keep busy; the process that started the ranks is idle."""
         return max(0.0, self.busy_cores - self.own_cores)
 
 
@@ -94,13 +94,13 @@ def interleave(
     warm_up: int = 0,
     visible: bool = True,
 ) -> list[Round]:
-    """Measure every case once a round, in an order that rotates.
+    """Measure every case once per round, in rotating order.
 
     Args:
-        cases: by name; called with the number of the round, from 0.
-        rounds: that are returned.
-        title: of the progress bar.
-        warm_up: rounds before these, which are discarded.
+        cases: functions by name; called with the number of the round, from 0.
+        rounds: number of rounds to return.
+        title: title of the progress bar.
+        warm_up: number of rounds before these, which are discarded.
         visible: whether to show progress.
     """
     names, measured = tuple(cases), []
@@ -130,8 +130,8 @@ def merge(
 
     Args:
         by_rank: the rounds of each rank.
-        worst: figures of which the largest of all ranks counts, and of the others the mean; None
-            for all figures.
+        worst: figures to merge by the maximum over ranks; others are merged by the mean. None: all
+            figures.
     """
     limit = NOISE * statistics.median(round_.reference_seconds for round_ in by_rank[0])
     return [
@@ -155,20 +155,20 @@ def _merge(views: Sequence[Figures], worst: Collection[str] | None) -> Figures:
 
 
 def largest(by_rank: Sequence[Figures]) -> Figures:
-    """The largest of each figure over ranks."""
+    """Return the maximum of each figure over ranks."""
     return _merge(by_rank, None)
 
 
 def medians(rounds: Sequence[Round], case: str) -> Figures:
-    """Of each figure of ``case`` over the rounds that were not noisy."""
+    """Return the median of each figure of ``case`` over the rounds that were not noisy."""
     found = [round_.cases[case] for round_ in _quiet(rounds, case)]
-    return {name: statistics.median(one[name] for one in found) for name in found[0]}
+    return {name: statistics.median(figures[name] for figures in found) for name in found[0]}
 
 
 def ratio(rounds: Sequence[Round], case: str, base: str, figure: str = "seconds") -> Range:
-    """Of a figure of ``case`` to that of ``base`` in the same round, where it was not noisy."""
+    """Compare a figure of ``case`` to ``base`` in the same round, without noisy rounds."""
     pairs = [(round_.cases[case], round_.cases[base]) for round_ in _quiet(rounds, case)]
-    ratios = [one[figure] / other[figure] for one, other in pairs]
+    ratios = [own[figure] / reference[figure] for own, reference in pairs]
     return Range(statistics.median(ratios), min(ratios), max(ratios))
 
 
@@ -179,7 +179,7 @@ def _quiet(rounds: Sequence[Round], case: str) -> list[Round]:
 def run_ranks(
     num_ranks: int, function: Callable[[World, *Arguments], T], *args: *Arguments
 ) -> list[T]:
-    """Call ``function(world, *args)`` on new local CPU ranks; the results, by rank.
+    """Call ``function(world, *args)`` on new local CPU ranks; return the results by rank.
 
     Raises:
         ConfigError: a launcher started this process, or the machine has GPUs.
@@ -190,20 +190,18 @@ def run_ranks(
 
 
 def check_place() -> None:
-    """Raise a ConfigError where benchmarks cannot start ranks of their own on CPUs."""
+    """Raise a ConfigError if benchmarks cannot start their own CPU ranks."""
     if read_rank_env(os.environ) is not None:
-        raise ConfigError(
-            "bench starts its own ranks, several times over; run it without a launcher"
-        )
+        raise ConfigError("bench starts its own ranks, several times; run it without a launcher")
     if num_local_accelerators():
         raise ConfigError("bench compares on CPU ranks; hide the GPUs: CUDA_VISIBLE_DEVICES=''")
 
 
 class TimeLeft:
-    """An estimate of how long the rest takes, from the parts that are done; as text."""
+    """Estimates the remaining time from the runs that are done; `str` formats it."""
 
     def __init__(self, total: float) -> None:
-        """``total`` is in runs that take about as long as each other."""
+        """``total`` is the number of runs, which take about equally long."""
         self._total = total
         self._done = 0.0
         self._began = time.perf_counter()
@@ -215,7 +213,7 @@ class TimeLeft:
         if not self._done:
             return ""
         left = (time.perf_counter() - self._began) / self._done * (self._total - self._done)
-        return f", about {_shown(left)} left of all"
+        return f", about {_shown(left)} left in total"
 
 
 def _shown(seconds: float) -> str:
@@ -228,7 +226,7 @@ def _shown(seconds: float) -> str:
 def make_table(
     title: str, columns: Sequence[Column], rows: Mapping[str, Mapping[str, Any]]
 ) -> Table:
-    """One line for each row that has any of the figures; "-" for what was not measured."""
+    """Make a table with a line for each row that has any of the figures; others are "-"."""
     table = Table(title=title)
     table.add_column("", no_wrap=True)
     for heading, _, _ in columns:
@@ -245,11 +243,11 @@ def make_console() -> Console:
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a document with the command line and the machine."""
+    """Write ``document`` with the command line and a description of the machine."""
     command = shlex.join(["python", *sys.orig_argv[1:]])
-    whole = {"command": command, "machine": describe_machine(), **document}
+    complete = {"command": command, "machine": describe_machine(), **document}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(complete, indent=1) + "\n", encoding="utf-8")
 
 
 def publish(
@@ -269,9 +267,9 @@ def publish(
 def show_progress(
     title: str, total: int, *, visible: bool = True
 ) -> Iterator[Callable[[str], None]]:
-    """Show progress on stderr: a bar on a terminal, elsewhere a line for each part with a name.
+    """Show progress on stderr: a bar on a terminal, otherwise a line for each named part.
 
-    Yields a function to call, with a name or "", when the next of ``total`` parts begins.
+    Yields a function to call when the next of ``total`` parts begins, with its name or "".
     """
     console = Console(stderr=True, quiet=not visible)
     if not console.is_terminal:

@@ -23,7 +23,7 @@ REFERENCE_WIDTH, REFERENCE_TURNS = 768, 2
 
 
 def describe_machine() -> dict[str, str | int]:
-    """Hardware and versions, as JSON results record them; "" for what is not there."""
+    """Return hardware and versions for the JSON results; "" for missing parts."""
     return {
         "processor": read_field(Path("/proc/cpuinfo"), "model name") or platform.processor(),
         "cores": psutil.cpu_count() or 1,
@@ -44,7 +44,7 @@ def available_bytes() -> int:
 
 
 def busy_seconds() -> float:
-    """CPU time of all processes of the machine."""
+    """CPU time of all processes on the machine."""
     cpu = psutil.cpu_times()
     # On Linux, guest time is part of user and nice time, and waiting for I/O is idle time.
     idle = ("idle", "iowait", "guest", "guest_nice")
@@ -52,19 +52,19 @@ def busy_seconds() -> float:
 
 
 def reference_seconds() -> float:
-    """The time of a fixed matrix product, on all ranks at once; it grows with other load."""
-    one = torch.ones(REFERENCE_WIDTH, REFERENCE_WIDTH)
+    """Time a fixed matrix product on all ranks at once; the time grows with other load."""
+    matrix = torch.ones(REFERENCE_WIDTH, REFERENCE_WIDTH)
     barrier = dist.barrier if dist.is_initialized() else lambda: None
     barrier()
     began = time.perf_counter()
     for _ in range(REFERENCE_TURNS):
-        one @ one
+        matrix @ matrix
     barrier()
     return time.perf_counter() - began
 
 
 def read_field(path: Path, name: str) -> str:
-    """The value of a line ``name: value`` in a file of /proc; "" if there is none."""
+    """Return the value of a line ``name: value`` in a file of /proc; "" if there is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -73,7 +73,7 @@ def read_field(path: Path, name: str) -> str:
 
 
 def _malloc_settings(environment: Mapping[str, str]) -> str:
-    """The settings of glibc's malloc, such as `MALLOC_MMAP_THRESHOLD_`."""
+    """Return settings of glibc's malloc, such as `MALLOC_MMAP_THRESHOLD_`."""
     names = sorted(n for n in environment if n.startswith("MALLOC_") or n == "GLIBC_TUNABLES")
     return " ".join(f"{name}={environment[name]}" for name in names)
 

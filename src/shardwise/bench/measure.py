@@ -1,4 +1,4 @@
-"""The measurements of `shardwise bench`, as they run on every rank."""
+"""The measurements of `shardwise bench`, which run on every rank."""
 
 import gc
 import resource
@@ -31,7 +31,7 @@ from shardwise.schedule.events import WAITS
 __all__ = ["MMAP_THRESHOLD", "inspect_engine", "measure_resident_peak", "measure_steps"]
 
 NUM_WARM_UP = 2  # rounds
-NUM_STEPS = 4  # before memory and traffic are measured
+NUM_STEPS = 4  # steps trained before memory and traffic are measured
 MMAP_THRESHOLD = 64 * 1024  # bytes
 SAMPLE_SECONDS = 0.0005
 
@@ -43,12 +43,11 @@ def measure_steps(
     names: Sequence[str],
     title: str,
 ) -> list[Round]:
-    """Every engine of ``names`` makes one step a round, on the same batch.
+    """Measure one step per round with every engine in ``names``, on the same batch.
 
-    The figures of a step: ``seconds`` (from a barrier before it to a barrier after it),
-    ``cpu_seconds`` (of all threads), ``page_faults`` and ``loss``; for engines that record their
-    communication, ``busy_seconds`` of gathers and reductions, and ``exposed_seconds`` while the
-    host waited for them.
+    The figures of a step are ``seconds`` (between barriers before and after it), ``cpu_seconds``
+    (of all threads), ``page_faults`` and ``loss``. Engines that record their communication also
+    have ``busy_seconds`` of gathers and reductions, and ``exposed_seconds`` that the host waited.
     """
     work = make_work(setting)
     trainees = {name: ENGINES[name].start(work) for name in names}
@@ -80,7 +79,7 @@ def _measure_step(trainee: Trainee, work: Work, rank: int, number: int) -> Figur
 
 
 def _communication(model: nn.Module) -> Figures:
-    """Of the last step, from the ledger."""
+    """Return the communication figures of the last step from the ledger."""
     if not isinstance(model, sw.FSDPModule):
         return {}
     records = sw.ledger(model).records()
@@ -95,13 +94,14 @@ def _page_faults() -> int:
 
 
 def inspect_engine(world: World, setting: Setting, name: str) -> Figures:
-    """Measure the resident peak, and then, with a second model, live bytes and traffic.
+    """Measure the resident peak and then, with a second model, live bytes and traffic.
 
-    Live bytes are allocated from malloc on any thread since before the model was made and not yet
-    freed, sampled every 0.5 ms: parameters, gradients, states, activations, buffers and pools.
-    torch's profiler does not do here: it sees only the threads that it was started on, and FSDP2
-    frees gradients on others (its peak came out as 482, 620 and 880 MB for one model; this agrees
-    within 1 MB). Shared memory is not malloc's; this rank's share after the last step is added.
+    Live bytes are those that any thread has allocated with malloc since before the model was made
+    and not yet freed, sampled every 0.5 ms: parameters, gradients, states, activations, buffers and
+    pools. torch's profiler is not usable here, because it sees only the threads that it was started
+    on, and FSDP2 frees gradients on others (it reported peaks of 482, 620 and 880 MB for one model;
+    this method agrees within 1 MB). malloc does not count shared memory, so this rank's share after
+    the last step is added.
     """
     resident_peak = measure_resident_peak(world, setting, name, None)
     gc.collect()
@@ -131,17 +131,17 @@ def _outer_bytes(model: nn.Module) -> int:
 def measure_resident_peak(
     world: World, setting: Setting, name: str, mmap_threshold: int | None
 ) -> int:
-    """The peak of resident bytes while a model is made and trained for `NUM_STEPS` steps.
+    """Measure the peak of resident bytes while a model is made and trained for `NUM_STEPS` steps.
 
-    Memory that was resident before (libraries, connections) is subtracted. Shared memory counts by
-    share, as it is after the last step.
+    Memory that was resident before (libraries, connections) is subtracted. Shared memory counts
+    with this rank's share after the last step.
 
     Args:
-        world: in new processes.
+        world: the ranks, in new processes.
         setting: the model.
         name: the engine.
-        mmap_threshold: for glibc's malloc; None for its default. With 64 KB, freed memory leaves
-            the process at once and comes back by page faults.
+        mmap_threshold: threshold of glibc's malloc; None: its default. With 64 KB, freed memory is
+            returned to the system at once, and new allocations cause page faults.
     """
     if mmap_threshold is not None:
         set_mmap_threshold(mmap_threshold)
@@ -171,7 +171,7 @@ def _train(work: Work, name: str, world: World) -> Trainee:
 
 
 def _warm_up() -> None:
-    """Make the lazy imports and allocations of a first step."""
+    """Run a small step, so that lazy imports and first allocations do not count."""
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.ones(4, 8)).sum().backward()

@@ -1,4 +1,4 @@
-"""The memory of this process, as malloc and the kernel count it."""
+"""Measures the memory of this process, as counted by malloc and the kernel."""
 
 import ctypes
 import functools
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class _MallocInfo(ctypes.Structure):
-    """``struct mallinfo2``; only the fields that are read have names."""
+    """``struct mallinfo2``; only the fields that are used have public names."""
 
     _fields_ = (
         ("_before", ctypes.c_size_t * 4),
@@ -45,17 +45,17 @@ def _mallinfo() -> Callable[[], _MallocInfo] | None:
 
 
 def allocated_bytes() -> int:
-    """Bytes allocated from malloc by any thread and not freed; 0 without glibc 2.33."""
+    """Return bytes allocated with malloc by any thread and not freed; 0 without glibc 2.33."""
     info = mallinfo() if (mallinfo := _mallinfo()) else _MallocInfo()
     return int(info.mapped + info.in_heaps)
 
 
 class Peak:
-    """The largest value of ``read()`` inside the context, minus the value before it.
+    """Measures the largest value of ``read()`` in the context, minus the value before it.
 
     Args:
         read: returns bytes; called on a thread.
-        seconds: between two calls.
+        seconds: time between two calls.
     """
 
     def __init__(self, read: Callable[[], int], seconds: float) -> None:
@@ -80,7 +80,7 @@ class Peak:
 
 
 def reset_high_water() -> None:
-    """Reset the peak of resident memory, where the kernel allows it (Linux, proc(5))."""
+    """Reset the peak of resident memory if the kernel allows it (Linux, proc(5))."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -88,7 +88,7 @@ def reset_high_water() -> None:
 
 
 def high_water_bytes() -> int:
-    """The peak of resident memory since `reset_high_water`, which psutil does not report."""
+    """Return the peak of resident memory since `reset_high_water`; psutil does not report it."""
     return _read_kilobytes(Path("/proc/self/status"), "VmHWM")
 
 

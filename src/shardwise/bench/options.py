@@ -1,4 +1,4 @@
-"""The options of the command, and the setting that every rank gets."""
+"""The options of the command, and the setting that is sent to every rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,11 +10,11 @@ from shardwise.train.config import read_config
 from shardwise.train.data import VOCABULARY
 from shardwise.train.model import Shape
 
-__all__ = ["DTYPES", "MEASURES", "SIZES", "BenchOptions", "Setting", "choose_words", "read_shape"]
+__all__ = ["DTYPES", "MEASURES", "SIZES", "BenchOptions", "Setting", "check_choices", "read_shape"]
 
 DTYPES = ("fp32", "bf16")
 MEASURES = ("time", "traffic", "memory", "units")
-# The context comes from the options. Widths are multiples of 64, the width of a head.
+# The options set the context. Widths are multiples of 64, the width of a head.
 SIZES = {
     "10M": Shape(vocabulary=3_072, context=0, width=384, layers=5, heads=6),
     "50M": Shape(vocabulary=16_384, context=0, width=640, layers=8, heads=10),
@@ -24,37 +24,37 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """The command line."""
+    """The options of the command line."""
 
-    size: str = "10M"  # of `SIZES`, or a configuration of `shardwise train`
+    size: str = "10M"  # one of `SIZES`, or a configuration of `shardwise train`
     ranks: int = 2
     dtype: str = "fp32"
-    vs: tuple[str, ...] | None = None  # families of peers; None for the default ones
-    ours: tuple[str, ...] | None = None  # strategies; None for the default ones
+    vs: tuple[str, ...] | None = None  # families of peers; None: the default ones
+    ours: tuple[str, ...] | None = None  # strategies; None: the default ones
     rounds: int = 8
     sequence: int = 128  # tokens
     batch: int = 2  # sequences per rank and step
-    measures: tuple[str, ...] | None = None  # None for the time alone
-    full: bool = False  # the default ones are all that are installed and suit the ranks
-    out: Path | None = None  # a directory; None for a new one under runs/
+    measures: tuple[str, ...] | None = None  # None: only the time
+    full: bool = False  # whether defaults are all engines that are installed and suit the ranks
+    out: Path | None = None  # a directory; None: a new one under runs/
 
     def check(self) -> None:
         """Check the values of the options.
 
         Raises:
-            ConfigError: names the option.
+            ConfigError: an option has an invalid value.
         """
         least = {"ranks": 2, "rounds": 2, "sequence": 1, "batch": 1}
         for option, value in least.items():
             got = getattr(self, option)
             if got < value:
                 raise ConfigError(f"--{option} {got}: expected {value} or more")
-        choose_words("--dtype", (self.dtype,), DTYPES)
-        choose_words("--measure", self.measured, MEASURES)
+        check_choices("--dtype", (self.dtype,), DTYPES)
+        check_choices("--measure", self.measured, MEASURES)
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """What is measured."""
+        """The measurements to make."""
         if self.measures is not None:
             return self.measures
         return MEASURES if self.full else MEASURES[:1]
@@ -62,13 +62,13 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every rank needs to know. ``engines`` are names of rows, the base first."""
+    """The settings that every rank needs."""
 
     size: str
     shape: Shape
     ranks: int
     dtype: str
-    engines: tuple[str, ...]
+    engines: tuple[str, ...]  # names of rows, the base first
     rounds: int
     batch: int  # sequences per rank
 
@@ -78,10 +78,10 @@ class Setting:
 
 
 def read_shape(size: str, sequence: int) -> Shape:
-    """The model of ``--size``: a row of `SIZES`, or the [model] of a configuration file.
+    """Return the model of ``--size``: a row of `SIZES`, or [model] of a configuration file.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: ``size`` is neither.
     """
     sizes = {name.lower(): shape for name, shape in SIZES.items()}
     if size.lower() in sizes:
@@ -92,15 +92,17 @@ def read_shape(size: str, sequence: int) -> Shape:
     return Shape(VOCABULARY, sequence, model.width, model.layers, model.heads)
 
 
-def choose_words(option: str, words: Sequence[str], known: Sequence[str]) -> None:
-    """Check that ``words`` is a non-empty list of ``known`` words.
+def check_choices(option: str, choices: Sequence[str], known: Sequence[str]) -> None:
+    """Check that ``choices`` is not empty and has only ``known`` values.
 
     Raises:
-        ConfigError: names the ``option`` and the nearest known word.
+        ConfigError: the message names the ``option`` and the nearest known value.
     """
-    if not words:
-        raise ConfigError(f"{option}: expected one of {', '.join(known)}, or several by comma")
-    for word in words:
-        if word not in known:
-            hint = did_you_mean(word, known) or f"; expected one of {', '.join(known)}"
-            raise ConfigError(f"{option} {word}: unknown{hint}")
+    if not choices:
+        raise ConfigError(
+            f"{option}: expected one of {', '.join(known)}, or several separated by commas"
+        )
+    for choice in choices:
+        if choice not in known:
+            hint = did_you_mean(choice, known) or f"; expected one of {', '.join(known)}"
+            raise ConfigError(f"{option} {choice}: unknown{hint}")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LOSS_TOLERANCE", "Comparison", "Row", "make_directory", "show", "write"]
 
-# In nats, for fp32: engines add up the same numbers in different orders.
+# In nats, for fp32, because engines sum the same numbers in different orders.
 LOSS_TOLERANCE = 1e-4
 PRECISION = (
     "bf16: ddp and zero-optimizer run under torch.autocast; the others gather, compute and reduce "
@@ -46,20 +46,20 @@ MEGA = 1e6
 class Row:
     """The results of one engine."""
 
-    ratio: Range | None = None  # seconds of a step to those of the base in the same round
+    ratio: Range | None = None  # step time relative to the base in the same round
     cpu_ratio: Range | None = None
     figures: Figures = field(default_factory=dict)
 
     @property
     def resident_peak(self) -> float | None:
-        """The lower of the peaks with malloc's default and with its threshold lowered."""
+        """The lower of the peaks with malloc's default threshold and with a lower one."""
         peaks = [self.figures.get(name) for name in ("resident_peak", "trimmed_peak")]
         return min((peak for peak in peaks if peak is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The results of all engines. Figures per rank are the largest over ranks."""
+    """The results of all engines. Figures per rank are maxima over ranks."""
 
     setting: Setting
     num_parameters: int
@@ -73,7 +73,7 @@ def make_directory(out: Path | None, size: str) -> Path:
     """Make the directory ``out``, or a new one under runs/.
 
     Raises:
-        ConfigError: it cannot be made, or is not empty.
+        ConfigError: the directory cannot be made or is not empty.
     """
     try:
         if out is None:
@@ -81,7 +81,7 @@ def make_directory(out: Path | None, size: str) -> Path:
             return make_new_directory(Path("runs"), name)
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
-            raise ConfigError(f"--out {out}: already holds files; choose another")
+            raise ConfigError(f"--out {out}: the directory is not empty; choose another one")
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
     return out
@@ -137,7 +137,7 @@ def _remarks(directory: Path, compared: Comparison) -> list[str]:
     if rounds := compared.rounds:
         remarks.append(
             f"{sum(round_.is_noisy for round_ in rounds)} of {len(rounds)} rounds were noisy and "
-            f"are left out; load up to {max(round_.load for round_ in rounds):.1f}, other "
+            f"are excluded; load up to {max(round_.load for round_ in rounds):.1f}, other "
             f"processes kept up to {max(round_.others for round_ in rounds):.1f} cores busy"
         )
         remarks.append(_noise(compared))
@@ -150,7 +150,7 @@ def _remarks(directory: Path, compared: Comparison) -> list[str]:
 
 
 def _noise(compared: Comparison) -> str:
-    """How far the ratios of an engine are from each other: what differences mean nothing."""
+    """Describe the spread of an engine's ratios, which limits what differences mean."""
     spreads = []
     for name in compared.rows:
         ratios = _ratios(compared, name)
@@ -158,42 +158,42 @@ def _noise(compared: Comparison) -> str:
             low, _, high = statistics.quantiles(ratios, n=4)
             spreads.append(high - low)
     if not spreads:
-        return "too few rounds to know the noise; pass --rounds 20"
+        return "too few rounds to estimate the noise; pass --rounds 20"
     return (
-        f"noise: the middle half of an engine's ratios is {statistics.median(spreads):.2f} wide; "
-        "smaller differences between engines mean nothing. For finer ones, pass --rounds 30 on an "
-        "idle machine; on a busy one go by CPU time"
+        f"noise: an engine's ratios have an interquartile range of {statistics.median(spreads):.2f}"
+        "; smaller differences between engines are not significant. To resolve them, pass "
+        "--rounds 30 on an idle machine; on a busy machine, compare CPU times"
     )
 
 
 def _ratios(compared: Comparison, name: str) -> list[float]:
-    """To the base, in each round that was not noisy."""
-    quiet = [one.cases for one in compared.rounds if name in one.cases and not one.is_noisy]
+    """Return step times relative to the base, for each round that was not noisy."""
+    quiet = [r.cases for r in compared.rounds if name in r.cases and not r.is_noisy]
     return [cases[name]["seconds"] / cases[BASE]["seconds"] for cases in quiet]
 
 
 def _tables(compared: Comparison) -> dict[str, tuple[Column, ...]]:
     return {
-        f"time of a step; ratios to {BASE} in the same round, median (least-most)": (
+        f"time of a step; ratios to {BASE} in the same round, median (min-max)": (
             ("time", "ratio", str),
             ("CPU time", "cpu_ratio", str),
             ("ms", "seconds", _milliseconds),
             ("CPU ms", "cpu_seconds", _milliseconds),
         ),
-        "what a step did": (
+        "details of a step": (
             ("page faults", "page_faults", "{:,.0f}".format),
             ("communication, ms", "busy_seconds", _milliseconds),
-            ("of it exposed", "exposed_seconds", _milliseconds),
+            ("exposed, ms", "exposed_seconds", _milliseconds),
             (f"loss - {BASE}'s", "loss_gap", partial(_loss_gap, compared.setting)),
         ),
-        "traffic of a step per rank": (
+        "traffic per step and rank": (
             ("copied", "copied_bytes", _bytes),
             ("collectives", "num_collectives", "{:.0f}".format),
             ("sent", "sent_bytes", _bytes),
             ("between replicas", "outer_bytes", _bytes),
         ),
-        "peak memory per rank above that before the model was made; trimmed: malloc's threshold at "
-        "64 KB": (
+        "peak memory per rank, relative to before the model was made; trimmed: malloc's threshold "
+        "at 64 KB": (
             ("live", "live_peak", _bytes),
             ("resident", "resident_peak", _bytes),
             ("resident, trimmed", "trimmed_peak", _bytes),
@@ -219,13 +219,13 @@ def _loss_gap(setting: Setting, gap: float) -> str:
 
 
 def _draw(path: Path, compared: Comparison) -> None:
-    """Draw one line per engine; what was not measured has no panel.
+    """Draw one line per engine, with a panel for each measurement.
 
     Raises:
         PackageMissing: matplotlib is not installed.
     """
     PackageMissing.check("matplotlib", extra="bench", needed_for=path.name)
-    from matplotlib.figure import Figure  # noqa: PLC0415 (a second, and an optional dependency)
+    from matplotlib.figure import Figure  # noqa: PLC0415 (optional; takes a second to import)
 
     rows, setting = compared.rows, compared.setting
     panels: list[Callable[[Axes, Comparison, int, str], None]] = []

@@ -1,17 +1,17 @@
-"""What a step moves: bytes copied, bytes sent, collectives. Measured where torch dispatches ops.
+"""Measures the traffic of a step with torch's dispatcher: bytes copied, bytes sent, collectives.
 
 *Bytes copied* are bytes written by ops that move values between tensors without combining them:
-the ops of `_COPIES`, and scalings into another tensor (``mul.out``, ``div.out``), which fill
+the ops in `_COPIES`, and scalings into another tensor (``mul.out``, ``div.out``), which fill
 gradient buckets. They are counted over a whole step (forward, backward, update). In-place
 arithmetic, sums, zeros and copies inside Gloo's collectives are not counted.
 
-*Bytes sent* are the least that a rank has to send: with n ranks, (n - 1) times its shard for an
+*Bytes sent* are the minimum that a rank must send: with n ranks, (n - 1) times its shard for an
 all-gather, (n - 1) / n of the input for a reduce-scatter, twice that for an all-reduce, (n - 1) / n
 for a broadcast (the mean over ranks). Gloo may send more: its reduce-scatter is an all-reduce.
-Bytes that a rank reads from the memory of another rank of the host count as sent by that one.
+Bytes that a rank reads from the memory of another rank on its host count as sent by that rank.
 
 *Collectives* are calls, without barriers. shardwise copies on its own threads, which are watched
-too, and reports what it sends itself.
+too, and counts what it sends.
 """
 
 from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ class Traffic:
 
 @contextmanager
 def watch_traffic(model: nn.Module) -> Iterator[Traffic]:
-    """Yield a `Traffic` that is filled in at the end with what happened inside."""
+    """Yield a `Traffic` that contains the traffic of the block when the block ends."""
     traffic = Traffic()
     queues = _queues(model)
     before = [queue.sent for queue in queues]
@@ -112,7 +112,7 @@ class _Watch(TorchDispatchMode):
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Bytes that an op of `_COPIES` wrote."""
-    if name == "fsdp::all_gather_copy_in":  # returns the whole buffer, and fills one slot of it
+    if name == "fsdp::all_gather_copy_in":  # returns the whole buffer, but fills one slot
         return _bytes(args[0])
     out = kwargs.get("out")
     if out is not None:
@@ -125,7 +125,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def _share(args: tuple[Any, ...]) -> float:
-    """(n - 1) / n for the n ranks of the group among the arguments of c10d's op."""
+    """Return (n - 1) / n for the n ranks of the group in the arguments of a c10d op."""
     groups = [arg for arg in args if _is_group(arg)]
     size: int = dist.ProcessGroup.unbox(groups[0]).size()
     return (size - 1) / size
@@ -135,7 +135,7 @@ def _is_group(arg: Any) -> bool:
     return type(arg).__name__ in {"ScriptObject", "ProcessGroup"} and "ProcessGroup" in str(arg)
 
 
-# By c10d's op: sent bytes are the factor, times (n - 1) / n, times the bytes of this argument.
+# c10d op -> (factor, argument): sent bytes are factor * (n - 1) / n * bytes of the argument.
 _RESULT, _INPUT = 0, 1
 _SENT: dict[str, tuple[int, int]] = {
     "allreduce_": (2, _RESULT),
@@ -154,7 +154,7 @@ _SENT: dict[str, tuple[int, int]] = {
 
 
 def _queues(model: nn.Module) -> list[Collectives]:
-    """The collectives of shardwise that have a thread."""
+    """Return shardwise's collectives that run on a thread."""
     if not isinstance(model, sw.FSDPModule):
         return []
     runtime = runtime_of_root(model)

@@ -1,4 +1,4 @@
-"""The model, data, loss and optimizer, the same for all engines."""
+"""The model, data, loss and optimizer, which are the same for all engines."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,20 +28,20 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Work:
-    """A model to train: the same on every rank, with batches that differ."""
+    """A model to train, the same on every rank, with different batches."""
 
     build: Callable[[], nn.Module]
-    block: type[nn.Module]  # wrapped, and so is the root
-    draw: Callable[[torch.Generator], Tensor]  # a batch
+    block: type[nn.Module]  # class of the modules to wrap, besides the root
+    draw: Callable[[torch.Generator], Tensor]  # returns a batch
     loss: Callable[[nn.Module, Tensor], Tensor]
     bf16: bool
 
     def batch(self, turn: int, rank: int) -> Tensor:
-        """The batch of a turn, the same for every engine."""
+        """Return the batch of a turn, which is the same for every engine."""
         return self.draw(torch.Generator().manual_seed(turn * 1000 + rank))
 
     def make(self) -> nn.Module:
-        """The model, with the same values each time."""
+        """Build the model, with the same values each time."""
         torch.manual_seed(0)
         return self.build()
 
@@ -63,7 +63,7 @@ class Trainee:
         self._autocast = autocast
 
     def step(self, batch: Tensor) -> Tensor:
-        """Forward, backward and update; returns the loss of this rank's batch, without history."""
+        """Run forward, backward and update; return the detached loss of this rank's batch."""
         with self.around():
             loss = self.loss(batch)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -76,7 +76,7 @@ class Trainee:
             return self._work.loss(self.model, batch)
 
     def around(self) -> AbstractContextManager[None]:
-        """A context around each step."""
+        """Return a context manager to run each step in."""
         return nullcontext()
 
 
@@ -85,7 +85,7 @@ def fused_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def gpt_work(setting: Setting) -> Work:
-    """Next-token prediction on random tokens by the GPT of `shardwise train`."""
+    """Return next-token prediction on random tokens with the GPT of `shardwise train`."""
     shape = setting.shape
     size = (setting.batch, shape.context + 1)
 
@@ -96,7 +96,7 @@ def gpt_work(setting: Setting) -> Work:
 
 
 def tiny_work(setting: Setting) -> Work:
-    """`NUM_TINY_UNITS` units with very little to compute or send."""
+    """Return a model of `NUM_TINY_UNITS` units with very little to compute or send."""
 
     def build() -> nn.Module:
         return nn.Sequential(*(_Tiny() for _ in range(NUM_TINY_UNITS)))

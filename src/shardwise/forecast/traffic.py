@@ -48,14 +48,14 @@ def sent_bytes(plan: Plan) -> AxisBytes:
 
 
 def _gather_of_shards(plan: Plan, unit: UnitPlan) -> AxisBytes:
-    """Among all ranks whose shards make the unit: with two levels, those of several rows."""
+    """Count a gather of a unit's shards; with two levels, they are in several rows."""
     num_shards = unit.num_shards or plan.world_size
     row, slot = row_of(plan, unit), _slot_bytes(unit)
     return AxisBytes(slot * (row - 1), slot * (num_shards - row))
 
 
 def _slot_bytes(unit: UnitPlan) -> int:
-    """What one rank's shards take on their way."""
+    """Return the bytes that one rank's shards of a unit take when they are sent."""
     slots = 0
     for layout in unit.layouts:
         if layout.needs_gather:
