@@ -1,8 +1,8 @@
-"""A training loop with accelerate: accumulation, clipping, a checkpoint that is loaded again.
+"""A training loop with accelerate: accumulation, clipping, and a checkpoint that is reloaded.
 
     torchrun --nproc-per-node=2 examples/hf/accelerate_loop.py OUT [--engine ddp] [--bf16]
 
-Two lines differ from a program with DDP: the import and the call of `Accelerator`.
+Compared with a program that uses DDP, two lines change: the import and the call of `Accelerator`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from shardwise.integrations.accelerate import Accelerator
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-PARTS = 2  # micro-batches of a step
+PARTS = 2  # micro-batches per step
 
 
 def make_accelerator(engine: str, bf16: bool = False) -> accelerate.Accelerator:
@@ -34,7 +34,7 @@ def make_accelerator(engine: str, bf16: bool = False) -> accelerate.Accelerator:
 
 
 def main(out: Path, accelerator: accelerate.Accelerator) -> list[tuple[float, float]]:
-    """Train and save; returns the loss and the gradients' norm of each step."""
+    """Train and save; return the loss and the gradient norm of each step."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -58,7 +58,7 @@ def main(out: Path, accelerator: accelerate.Accelerator) -> list[tuple[float, fl
             total.zero_()
             if len(history) == 3:
                 accelerator.save_state(str(out / "state"))
-            if len(history) == 4:  # as if it had not been made
+            if len(history) == 4:  # the reloaded checkpoint undoes this step
                 accelerator.load_state(str(out / "state"))
     accelerator.save_model(model, str(out / "model"))
     return history

@@ -1,9 +1,9 @@
-"""transformers' `DistributedConfig` with shardwise in the place of FSDP2; a program for torchrun.
+"""transformers' `DistributedConfig` with shardwise instead of FSDP2; a program for torchrun.
 
     torchrun --nproc-per-node=2 examples/hf/distributed_config.py OUT [--tp 1] [--engine torch]
 
-`from_pretrained` builds the model on the meta device, shards it, with tensor parallelism over
-``--tp`` ranks first, and reads this rank's part of the weights. Writes the losses to
+`from_pretrained` builds the model on the meta device, applies tensor parallelism over ``--tp``
+ranks, shards the model, and reads this rank's part of the weights. The program writes the losses to
 OUT/ENGINE.json, and the trained model to OUT/ENGINE. The model is tiny and random.
 """
 
@@ -35,7 +35,7 @@ def save_base(path: Path) -> None:
 
 
 def main(out: Path, tp_size: int, engine: str) -> list[float]:
-    """Train and save; returns the mean loss of each step."""
+    """Train and save; return the mean loss of each step."""
     fsdp_size = dist.get_world_size() // tp_size
     config = DistributedConfig(fsdp_size=fsdp_size, tp_size=tp_size)
     model = AutoModelForCausalLM.from_pretrained(out / "base", distributed_config=config)

@@ -1,9 +1,10 @@
-"""TRL's SFTTrainer with LoRA on a frozen base that is sharded: saved and resumed.
+"""TRL's SFTTrainer with LoRA on a sharded frozen base, with saving and resuming.
 
     torchrun --nproc-per-node=2 examples/hf/sft_lora.py OUT [--resume OUT/trainer/checkpoint-4]
 
-The class of the trainer and its ``fully_shard`` differ from a program with DDP. Writes the adapter
-alone to OUT/adapter. The model, the tokenizer and the texts are tiny and made up.
+Compared with a program that uses DDP, the class of the trainer and its argument ``fully_shard``
+change. The program writes only the adapter, to OUT/adapter. The model, the tokenizer and the texts
+are tiny and artificial.
 """
 
 import argparse

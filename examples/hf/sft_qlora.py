@@ -1,9 +1,9 @@
-"""The program of sft_lora.py with a base in 4 bits (QLoRA, by bitsandbytes).
+"""The program of sft_lora.py with a 4-bit base (QLoRA, with bitsandbytes).
 
     torchrun --nproc-per-node=2 examples/hf/sft_qlora.py OUT [--resume OUT/trainer/checkpoint-4]
 
-The weights are packed into float32 tensors, which are sharded and gathered as they are. In
-bfloat16, pack them into bfloat16.
+The weights are packed into float32 tensors, which are sharded and gathered unchanged. To compute in
+bfloat16, pack them into bfloat16 tensors.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""transformers' `Trainer` on a sharded Llama: saved each epoch, evaluated, resumed, exported.
+"""transformers' `Trainer` on a sharded Llama: saves each epoch, evaluates, resumes and exports.
 
     torchrun --nproc-per-node=2 examples/hf/train_llama.py OUT [--resume OUT/trainer/checkpoint-6]
 
-The class of the trainer and its ``fully_shard`` differ from a program with DDP. With
-``--engine ddp``, the same program trains with PyTorch's DDP.
+Compared with a program that uses DDP, the class of the trainer and its argument ``fully_shard``
+change. With ``--engine ddp``, the same program trains with PyTorch's DDP.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def make_text(count: int, length: int = 33) -> list[dict[str, torch.Tensor]]:
 
 
 def main(out: Path, engine: str, resume: Path | None = None) -> list[dict[str, float | str]]:
-    """Train and save; returns the log of the `Trainer`."""
+    """Train and save; return the log of the `Trainer`."""
     arguments = TrainingArguments(
         output_dir=str(out / "trainer"),
         use_cpu=not torch.cuda.is_available(),
@@ -56,7 +56,7 @@ def main(out: Path, engine: str, resume: Path | None = None) -> list[dict[str, f
     data = {"train_dataset": make_text(48), "eval_dataset": make_text(10, 20)}
     trainer = kind(model=model, args=arguments, **data)
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    trainer.evaluate()  # of the best model
+    trainer.evaluate()  # evaluates the best model
     prompt = make_text(1, 8)[0]["input_ids"][None].to(model.device)
     tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, synced_gpus=True)
     trainer.save_model(str(out / "model"))  # for from_pretrained

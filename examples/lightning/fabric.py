@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=2 examples/lightning/fabric.py OUT [--engine ddp]
 
-Two lines differ from a program with DDP: the strategy, and the optimizer that is built from the
-model that `setup` returned.
+Compared with a program that uses DDP, two lines change: the strategy, and the optimizer, which is
+built from the model that `setup` returned.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shardwise.integrations.lightning import FabricStrategy
 
-PARTS = 2  # micro-batches of a step
+PARTS = 2  # micro-batches per step
 
 
 def main(out: Path, engine: str) -> list[tuple[float, float]]:
-    """Train; returns the loss and the gradients' norm of each step."""
+    """Train; return the loss and the gradient norm of each step."""
     strategy = "ddp" if engine == "ddp" else FabricStrategy(units=nn.Linear)
     fabric = Fabric(strategy=strategy, devices=int(os.environ["LOCAL_WORLD_SIZE"]))
     fabric.launch()
@@ -50,7 +50,7 @@ def main(out: Path, engine: str) -> list[tuple[float, float]]:
         state = {"model": model, "optimizer": optimizer, "step": len(history)}
         if len(history) == 3:
             fabric.save(out / "checkpoint", state)
-        if len(history) == 4:  # as if it had not been made
+        if len(history) == 4:  # the reloaded checkpoint undoes this step
             fabric.load(out / "checkpoint", state)
             assert state["step"] == 3
     return history

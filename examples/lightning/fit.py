@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=2 examples/lightning/fit.py OUT [--engine ddp]
 
-One line differs from a program with DDP: the strategy.
+Compared with a program that uses DDP, one line changes: the strategy.
 """
 
 import argparse

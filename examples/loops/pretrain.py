@@ -1,8 +1,8 @@
-"""A plain loop as in torchtitan: FSDP2's calls, a stateful loader, a checkpoint, a profile.
+"""A plain training loop with FSDP2's calls, a stateful loader, a checkpoint and a profile.
 
     torchrun --nproc-per-node=2 examples/loops/pretrain.py OUT [--steps 3] [--engine ddp]
 
-Run it again with more steps: it resumes with the batch that comes next.
+Run it again with more steps, and it resumes with the next batch.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def make_model() -> nn.Module:
 
 
 def main(out: Path, engine: str, steps: int) -> list[tuple[float, float]]:
-    """Train up to ``steps``; returns the loss and the gradients' norm of each step."""
+    """Train up to ``steps``; return the loss and the gradient norm of each step."""
     model = make_model()
     if engine == "ddp":
         model = DistributedDataParallel(model)

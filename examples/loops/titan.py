@@ -1,8 +1,9 @@
-"""A loop as in torchtitan: a mesh, accumulation, torch's distributed checkpoints.
+"""A training loop like torchtitan's: a mesh, accumulation, torch's distributed checkpoints.
 
     torchrun --nproc-per-node=2 examples/loops/titan.py OUT [--steps 3] [--engine ddp]
 
-One import differs from such a program with FSDP2. Run it again with more steps: it resumes.
+Compared with a program that uses FSDP2, one import changes. Run it again with more steps, and it
+resumes.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.fsdp import MixedPrecisionPolicy, fully_shard  # torch.distributed.fsdp's
 
-WORDS, WIDTH, PARTS = 64, 32, 2  # PARTS: micro-batches of a step
+WORDS, WIDTH, PARTS = 64, 32, 2  # PARTS: micro-batches per step
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -37,7 +38,7 @@ def make_model(engine: str) -> nn.Module:
 
 
 def main(out: Path, engine: str, steps: int) -> list[tuple[float, float]]:
-    """Train up to ``steps``; returns the loss and the gradients' norm of each step."""
+    """Train up to ``steps``; return the loss and the gradient norm of each step."""
     model = make_model(engine)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state, history = {"step": 0}, []
@@ -56,7 +57,7 @@ def main(out: Path, engine: str, steps: int) -> list[tuple[float, float]]:
             logits = model(tokens[:, :-1]).flatten(0, 1)
             loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()) / PARTS
             loss.backward()
-            total += loss.detach() / dist.get_world_size()  # the mean of all ranks
+            total += loss.detach() / dist.get_world_size()  # the mean over all ranks
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

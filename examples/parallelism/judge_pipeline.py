@@ -1,11 +1,11 @@
-"""Pipelines for `shardwise verify` to judge, under a schedule with zero bubbles.
+"""Pipelines that `shardwise verify` checks, with a zero-bubble schedule.
 
     shardwise verify examples/parallelism/judge_pipeline.py:subject --mesh dp2,pp2 \
         --engine examples/parallelism/judge_pipeline.py:ours
 
-``ours`` gives the numbers of one process. ``fsdp2``, PyTorch's FSDP2 with its defaults and its own
-stage, does not: the schedule asks for the gradients of weights that FSDP2 has sharded again after
-forward, and gets none.
+``ours`` gives the results of one process. ``fsdp2``, PyTorch's FSDP2 with its defaults and
+PyTorch's own stage, does not: the schedule computes gradients of weights that FSDP2 has sharded
+again after forward, and gets none.
 
 Each rank has two of four stages, and runs its rows as two micro-batches.
 """
@@ -61,7 +61,7 @@ def run_pipeline(
     schedule_class: Any = pipelining.ScheduleInterleavedZeroBubble,
     loss_fn: Callable[[Tensor, Tensor], Tensor] = loss_of,
 ) -> Any:
-    """This rank's stages, and what computes the gradients of its rows."""
+    """Return this rank's stages, and a function that computes the gradients of its rows."""
     group, index = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
     own = {number: model.get_submodule(str(number)) for number in (index, index + 2)}
     for module in own.values():
@@ -85,7 +85,7 @@ def run_pipeline(
 
 
 def shard_by_layer(stage: nn.Module, mesh: DeviceMesh) -> None:
-    """FSDP2 with its defaults: units inside a stage are freed after forward."""
+    """Shard with FSDP2's defaults: units inside a stage are freed after forward."""
     for layer in (*stage.children(), stage):
         fsdp.fully_shard(layer, mesh=mesh)
 

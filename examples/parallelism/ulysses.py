@@ -1,16 +1,16 @@
-"""Sequences that are divided among ranks: each has some positions, and in attention some heads.
+"""Sequence parallelism: each rank has some positions, and within attention some heads.
 
     torchrun --nproc-per-node=4 examples/parallelism/ulysses.py
 
-The ranks of ``cp`` share a batch of sequences, and parameters are sharded over all ranks, those of
-``cp`` included::
+The ranks of ``cp`` share a batch of sequences, and parameters are sharded over all ranks,
+including those of ``cp``::
 
     rank                 0        1        2        3
     dp, batch            0        0        1        1
     cp, positions     0 to 15  16 to 31  0 to 15  16 to 31     outside attention, all heads
     heads             0 and 1   2 and 3  0 and 1   2 and 3     in attention, all positions
 
-Each rank's loss is the mean over its own tokens, of which all ranks have as many.
+Each rank's loss is the mean over its own tokens. All ranks have the same number of tokens.
 
 Source: Jacobs et al., DeepSpeed-Ulysses, 2023 (arXiv 2309.14509).
 """
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
 
 
 def shard(model: Transformer, dp: int, cp: int) -> tuple[int, int]:
-    """Divide sequences among ``cp`` ranks; returns this rank's numbers in ``dp`` and ``cp``."""
+    """Divide sequences among ``cp`` ranks; return this rank's indices in ``dp`` and ``cp``."""
     mesh = init_device_mesh("cpu", (dp, cp), mesh_dim_names=("dp", "cp"))
     for module in model.modules():
         if isinstance(module, Attention):
@@ -99,7 +99,7 @@ def shard(model: Transformer, dp: int, cp: int) -> tuple[int, int]:
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, their places and the tokens that follow, of all ranks: [batch, positions]."""
+    """The tokens, positions and next tokens of all ranks, [batch, positions] each."""
     generator = torch.Generator().manual_seed(step)
     text = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
     return text[:, :-1], torch.arange(LENGTH).expand(BATCH, -1), text[:, 1:]
