@@ -231,7 +231,7 @@ def _shard(
     ignored_params = [*ignored_params, *(p for m in separate.values() for p in m.parameters())]
     check_tensor_parallel(module, mesh, ignored_params)
     if place is not None or any(map(is_tensor_parallel, module.parameters())):
-        granularity = _placed(module, place, Granularizer(granularity))
+        granularity = _placement_granularities(module, place, Granularizer(granularity))
     check_not_renormalized(module, ignored_params)
     _check_init(module, init, ignored_params)
     manual = _sharded_before(module, separate, mesh)
@@ -331,7 +331,7 @@ def _offloaded_from(root: nn.Module) -> torch.device | None:
     return next(devices, None)
 
 
-def _placed(
+def _placement_granularities(
     root: nn.Module, place: Callable[[nn.Parameter], Any] | None, otherwise: Granularizer
 ) -> Callable[[str, tuple[int, ...]], Granularity]:
     """The granularity of each parameter by name, from FSDP2's ``shard_placement_fn``.

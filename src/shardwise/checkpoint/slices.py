@@ -70,7 +70,7 @@ def slice_to_write(tensor: Tensor, number: int, ranks: DataParallelMesh) -> Tens
         own, part = TensorSlice(run.start, whole[run.start : run.stop].clone()), OwnPart(run, 0, 1)
     else:
         own = slice_to_read(tensor)
-    written = _part_of_replica(own.elements, number, _among(ranks, part, tensor))
+    written = _part_of_replica(own.elements, number, _with_mesh_replicas(ranks, part, tensor))
     if not len(written):
         return None
     return TensorSlice(own.start + written.start, own.elements[written.start : written.stop])
@@ -143,7 +143,7 @@ def _coordinates(mesh: DeviceMesh) -> list[tuple[int, int]]:
     return list(zip(mesh.shape, coordinate, strict=True))
 
 
-def _among(ranks: DataParallelMesh, part: OwnPart, tensor: DTensor) -> OwnPart:
+def _with_mesh_replicas(ranks: DataParallelMesh, part: OwnPart, tensor: DTensor) -> OwnPart:
     """``part`` with replicas over the mesh dims that ``tensor`` is not on counted as well."""
     mesh, own = ranks.mesh, tensor.device_mesh
     if mesh is None or mesh.size() == own.size():

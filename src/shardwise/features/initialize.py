@@ -101,7 +101,7 @@ def initialize(
     _check_plain(parameters)
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
     initialization = Initialization(seed, init_fn)
-    with _generators_kept(device), _Writes() as writes:
+    with _preserve_generators(device), _Writes() as writes:
         for name, module in _in_order(model):
             initialization.run(name, module, device)
     left = [
@@ -142,20 +142,20 @@ class Materializer:
         parameters = {spec.name: self._allocate_parameter(spec.names) for spec in unit.parameters}
         buffers = self._allocate_buffers(unit)
         own = {id(parameter) for parameter in parameters.values()}
-        with _generators_kept(self._device), _Writes() as writes:
+        with _preserve_generators(self._device), _Writes() as writes:
             for name, module in self._modules:
-                if self._unit_of[name] == unit.name or _holds(module, own):
+                if self._unit_of[name] == unit.name or _holds_any(module, own):
                     with self._scratch(module, own):
                         self._initialization.run(name, module, self._device)
         left = [
             name
             for name, empty in (parameters | buffers).items()
-            if not _is_filled(_at(self._root, name), empty, writes)
+            if not _is_filled(_attribute_at(self._root, name), empty, writes)
         ]
         if left:
             raise _unfilled_error(self._root, left)
         for name in parameters:
-            self.checksums[name] = checksum(_at(self._root, name))
+            self.checksums[name] = checksum(_attribute_at(self._root, name))
 
     def free_last_unit(self) -> None:
         """Free the memory of the last unit, whose parameters are now cut into shards."""
@@ -260,7 +260,7 @@ def _innermost(name: str, units: set[str]) -> str:
     return name
 
 
-def _holds(module: nn.Module, parameters: set[int]) -> bool:
+def _holds_any(module: nn.Module, parameters: set[int]) -> bool:
     return any(id(parameter) in parameters for parameter in module._parameters.values())
 
 
@@ -282,7 +282,7 @@ def _is_filled(current: Tensor | None, empty: Tensor, writes: _Writes) -> bool:
     return writes.reached(current)
 
 
-def _at(root: nn.Module, name: str) -> Any:
+def _attribute_at(root: nn.Module, name: str) -> Any:
     path, _, attribute = name.rpartition(".")
     return getattr(root.get_submodule(path), attribute)
 
@@ -296,7 +296,7 @@ def _unfilled_error(root: nn.Module, names: Sequence[str]) -> PlanError:
 
 
 @contextlib.contextmanager
-def _generators_kept(device: torch.device) -> Iterator[None]:
+def _preserve_generators(device: torch.device) -> Iterator[None]:
     states = random_states(device)
     try:
         yield

@@ -81,7 +81,7 @@ def part_of(value: TorchShardedTensor, sharding: Sharding) -> Tensor:
     device = torch.device("cpu") if on_cpu else rank_device(group)
     whole = torch.zeros(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
     for shard in value.local_shards():
-        _box_in(whole, shard.metadata).copy_(shard.tensor)
+        _narrow_to(whole, shard.metadata).copy_(shard.tensor)
     join_parts(whole, group)
     return sharding.own_part_of(whole.view(sharding.shape))
 
@@ -91,7 +91,7 @@ def _rank_of(shard: ShardMetadata) -> int:
     return -1 if rank is None else rank
 
 
-def _box_in(whole: Tensor, box: ShardMetadata) -> Tensor:
+def _narrow_to(whole: Tensor, box: ShardMetadata) -> Tensor:
     for dim, (start, length) in enumerate(zip(box.shard_offsets, box.shard_sizes, strict=True)):
         whole = whole.narrow(dim, start, length)
     return whole

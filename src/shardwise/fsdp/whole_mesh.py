@@ -25,7 +25,7 @@ def on_whole_mesh(tensor: DTensor) -> DTensor:
     mesh = root_mesh(tensor.device_mesh)
     if mesh.ndim != _NUM_DIMS or mesh.mesh_dim_names is None:
         return tensor
-    placements = _on(mesh, tensor)
+    placements = _placements_on(mesh, tensor)
     whole = _from_local(local_of(tensor), mesh, placements, tensor)
     in_order = [Shard(p.dim) if is_strided_shard(p) else p for p in placements]
     return whole.redistribute(placements=in_order)
@@ -38,7 +38,7 @@ def as_parameter(value: Tensor, parameter: DTensor) -> DTensor:
     """
     mesh, placements = parameter.device_mesh, parameter.placements
     if isinstance(value, DTensor) and value.device_mesh == root_mesh(mesh):
-        value = value.redistribute(placements=_on(value.device_mesh, parameter))
+        value = value.redistribute(placements=_placements_on(value.device_mesh, parameter))
         return _from_local(local_of(value).detach().clone(), mesh, placements, parameter)
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     replicated = _from_local(whole.detach(), mesh, [Replicate()] * mesh.ndim, parameter)
@@ -46,7 +46,7 @@ def as_parameter(value: Tensor, parameter: DTensor) -> DTensor:
     return _from_local(part.clone(), mesh, placements, parameter)
 
 
-def _on(mesh: DeviceMesh, tensor: DTensor) -> list[Placement]:
+def _placements_on(mesh: DeviceMesh, tensor: DTensor) -> list[Placement]:
     """The placements of ``tensor`` on ``mesh``, whose dims include those of the tensor's mesh."""
     names = tensor.device_mesh.mesh_dim_names or ()
     placements = dict(zip(names, tensor.placements, strict=True))
