@@ -74,6 +74,7 @@ __all__ = [
     "root_mesh",
     "run_backward",
     "scaled_sum",
+    "set_managed",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
@@ -181,6 +182,18 @@ def register_fully_shard(module: Any) -> None:
     from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem  # noqa: PLC0415
 
     vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
+def set_managed(root: Any, *, is_managed: bool) -> None:
+    """Set what other libraries read to find out whether ranks must call each module together.
+
+    FSDP2 sets these attributes on every module, for `torch.compile`. transformers reads them:
+    ``generate`` goes on until all ranks have finished, and a layer that layer dropout skips on one
+    rank is called there all the same.
+    """
+    for module in root.modules():
+        module._is_fsdp_managed_module = is_managed
+        module._fsdp_use_orig_params = is_managed
 
 
 def use_foreach_for(kind: type[Tensor]) -> None:

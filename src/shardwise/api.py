@@ -40,7 +40,7 @@ from shardwise.runtime.checks import (
 )
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.memory import Pool
-from shardwise.runtime.module import FSDPModule, handle_of, mark
+from shardwise.runtime.module import FSDPModule, handle_of, mark, runtimes_in, set_managed
 from shardwise.runtime.optimizers import restore_ties
 from shardwise.tensor.mesh import DataParallelMesh, data_parallel_part, resolve_mesh
 from shardwise.tensor.sharding import is_tensor_parallel, sharding_of
@@ -272,6 +272,7 @@ def _shard(
         choice = manual.get(unit.name, inner if index else own)
         unit_module = module.get_submodule(unit.name)
         mark(unit_module, Handle(runtime, index, choice), saving_methods(unit_module))
+    set_managed(module, *(one.plan for one in runtimes_in(module)))
     apply_precision(module, mp_policy, settled=[*manual, *separate])
     fused_wgrad.replace_layers(module)
     runtime.watch_structure(module, warns=on_different_values == "warn")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise import _private
 from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.plan.plan import Plan, UnitSettings
 from shardwise.plan.units import named_parameters
@@ -37,6 +38,7 @@ __all__ = [
     "register_forward_method",
     "runtime_of_root",
     "runtimes_in",
+    "set_managed",
 ]
 
 _NO_BACKEND = "is not supported; choose a backend by the process group of the mesh"
@@ -81,10 +83,15 @@ def gathered(module: nn.Module, *, write_back: bool = False) -> Iterator[None]:
         StepError: a forward or backward is under way.
         PlanError: a change does not fit the shards, or differs between ranks.
     """
+    runtimes = runtimes_in(module)
     with contextlib.ExitStack() as stack:
-        for runtime in runtimes_in(module):
+        for runtime in runtimes:
             stack.enter_context(runtime.scheduler.gathered(write_back=write_back))
-        yield
+        _private.set_managed(module, is_managed=False)  # each rank may call the model alone
+        try:
+            yield
+        finally:
+            set_managed(module, *(runtime.plan for runtime in runtimes))
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -388,6 +395,12 @@ def handle_of(module: nn.Module) -> Handle:
         raise PlanError(f"{name} is not sharded; call sw.fully_shard on it first")
     assert isinstance(handle, Handle)
     return handle
+
+
+def set_managed(root: nn.Module, *plans: Plan) -> None:
+    """Tell other libraries that ranks call the modules of ``root`` together, if these gather."""
+    gathers = any(unit.gathered_bytes for plan in plans for unit in plan.units)
+    _private.set_managed(root, is_managed=gathers)
 
 
 def mark(module: nn.Module, handle: Handle, methods: MethodWrappers = frozenset()) -> None:
