@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.plan.units import Units
+from shardwise.plan.policies import Units
 
 WIDTH = 6
 

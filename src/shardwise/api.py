@@ -23,9 +23,10 @@ from shardwise.plan.granularity import Dim, Granularities, Granularity, Granular
 from shardwise.plan.layout import ParameterSpec
 from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy, as_offload_policy
 from shardwise.plan.plan import Plan, UnitChoice, UnitRanks, make_plan
+from shardwise.plan.policies import Units, check_is_unit
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy, as_precision_policy
 from shardwise.plan.strategy import Strategy, resolve_strategy
-from shardwise.plan.units import Units, check_is_unit, named_parameters
+from shardwise.plan.units import named_parameters
 from shardwise.plan.wire import EXACT, Wire
 from shardwise.runtime.attach import device_for
 from shardwise.runtime.casting import apply_precision

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.plan.units import Units
+from shardwise.plan.policies import Units
 from shardwise.train import model as gpt
 from shardwise.transport.device import peak_memory_bytes
 from tests.forked import run_forked

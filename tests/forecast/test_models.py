@@ -17,7 +17,7 @@ from shardwise.forecast.planned import plan_of, precision_of
 from shardwise.forecast.tracing import trace
 from shardwise.forecast.transformer import Shape
 from shardwise.forecast.work import Workload
-from shardwise.plan.units import choose_units
+from shardwise.plan.policies import choose_units
 from shardwise.schedule.events import EventKind
 
 SMALL = Configuration(sequence=16, micro_batch=2)

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
+from shardwise.plan.policies import NEVER_CALLED, choose_units
 from shardwise.plan.strategy import resolve_strategy
-from shardwise.plan.units import NEVER_CALLED, choose_units
 from shardwise.tensor.mesh import resolve_mesh
 from tests.fuzz.build import Net
 from tests.fuzz.programs import Case, Classes, Manual, Sharding

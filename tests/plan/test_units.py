@@ -10,7 +10,8 @@ from torch import nn
 
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Cast, ParameterExtent
-from shardwise.plan.units import UnitOptions, UnitPlan, Units, choose_units, plan_units
+from shardwise.plan.policies import Units, choose_units
+from shardwise.plan.units import UnitOptions, UnitPlan, plan_units
 
 
 class Attention(nn.Module):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shardwise.plan.units import Units
+from shardwise.plan.policies import Units
 
 
 class Tower(nn.Module):

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.api import fully_shard
 from shardwise.errors import PlanError
-from shardwise.plan.units import Units, choose_units
+from shardwise.plan.policies import Units, choose_units
 
 __all__ = [
     "ENGINES",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.plan.units import Units
+from shardwise.plan.policies import Units
 
 __all__ = ["MODELS", "VOCABULARY", "Subject", "next_token_loss", "random_tokens"]
 

@@ -26,7 +26,7 @@ from shardwise.diagnose.recording import (
 )
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
-from shardwise.plan.units import choose_units
+from shardwise.plan.policies import choose_units
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.ledger import LedgerReader
 from shardwise.runtime.module import runtime_of_root

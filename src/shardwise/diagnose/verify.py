@@ -27,10 +27,10 @@ from shardwise.diagnose.replicas import ReplicaTraining
 from shardwise.diagnose.verification import HEAD, Verification
 from shardwise.errors import PlanError
 from shardwise.plan.outer import Outer
+from shardwise.plan.policies import Units
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.spelling import did_you_mean
 from shardwise.plan.strategy import STRATEGIES, Strategy, resolve_strategy
-from shardwise.plan.units import Units
 from shardwise.plan.wire import EXACT, Wire
 from shardwise.tensor.mesh import all_ranks_of, resolve_mesh
 from shardwise.transport.device import num_local_accelerators, own_device

@@ -38,7 +38,7 @@ from shardwise.forecast.recomputing import checkpoint_blocks
 from shardwise.forecast.timeline import step_time
 from shardwise.forecast.work import Workload
 from shardwise.plan.plan import Plan
-from shardwise.plan.units import Units, choose_units
+from shardwise.plan.policies import Units, choose_units
 
 __all__ = ["Fit", "Search", "choose", "fit"]
 

@@ -25,8 +25,8 @@ from shardwise.forecast.planned import precision_of
 from shardwise.forecast.tracing import trace
 from shardwise.forecast.transformer import Shape, Transformer, build
 from shardwise.forecast.work import Workload
+from shardwise.plan.policies import choose_units
 from shardwise.plan.spelling import did_you_mean
-from shardwise.plan.units import choose_units
 
 __all__ = ["Model", "known_models", "resolve_model", "workload_of"]
 

@@ -37,7 +37,7 @@ from shardwise.fsdp.options import (
 from shardwise.fsdp.summon import summon_full_params
 from shardwise.fsdp.wrap import wrap_children
 from shardwise.optim.clip import clip_grad_norm_
-from shardwise.plan.units import NEVER_CALLED
+from shardwise.plan.policies import NEVER_CALLED
 from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.module import FSDPModule, handle_of
 from shardwise.tensor.sharding import local_of, sharding_of

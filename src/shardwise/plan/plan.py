@@ -9,9 +9,10 @@ from shardwise.errors import PlanError
 from shardwise.plan.granularity import Granularities
 from shardwise.plan.layout import ParameterSpec
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
+from shardwise.plan.policies import Units, choose_units
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.plan.strategy import Level, Strategy, resolve_strategy
-from shardwise.plan.units import UnitOptions, UnitPlan, Units, choose_units, plan_units
+from shardwise.plan.units import UnitOptions, UnitPlan, plan_units
 from shardwise.plan.wire import EXACT, Wire
 
 __all__ = ["Plan", "UnitChoice", "UnitRanks", "UnitSettings", "make_plan"]
