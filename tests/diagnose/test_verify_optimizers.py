@@ -1,6 +1,5 @@
 """`sw.verify` with optimizers of shardwise, with a wire, and of replicas."""
 
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -9,35 +8,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 import shardwise as sw
+from shardwise.diagnose.optimizers import OPTIMIZERS
 from tests.models import WIDTH, Block, Stack
 from tests.ranks import on_ranks
-
-
-def _matrices(parameters: Iterator[nn.Parameter]) -> list[dict[str, Any]]:
-    every = list(parameters)
-    others = {"params": [p for p in every if p.ndim <= 1], "method": "adamw"}
-    return [{"params": [p for p in every if p.ndim > 1]}, others]
 
 
 def _batch(_step: int) -> Tensor:
     return torch.randn(12, WIDTH)
 
 
-OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], Optimizer]] = {
-    "muon": lambda parameters: sw.optim.Muon(_matrices(parameters)),
-    "soap": lambda parameters: sw.optim.SOAP(_matrices(parameters), damping=1e-3),
-    # In one process blocks do not begin anew with each row, so they have to divide it.
-    "adam8bit": lambda parameters: sw.optim.Adam8bit(
-        parameters, block=WIDTH, min_elements=WIDTH + 1
-    ),
-}
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["muon", "soap", "adam8bit"])
 def test_an_optimizer_equals_one_process(name: str) -> None:
     found = sw.verify(
         lambda: Stack(depth=2),

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from shardwise.optim import SOAP, Adam8bit, Muon
 
-__all__ = ["OPTIMIZERS", "OptimizerFn"]
+__all__ = ["OPTIMIZERS", "OptimizerFn", "adamw"]
 
 OptimizerFn = Callable[[Iterator[nn.Parameter]], Optimizer]
 EPS = 1e-3

@@ -5,7 +5,7 @@ over all tokens. For a model that treats rows independently, this is the loss of
 For other models (batch norm, a router with a capacity), it is what the ranks compute.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardwise.diagnose.batches import SEED, Part
 from shardwise.diagnose.engines import BackwardFn
 from shardwise.diagnose.exchange import RankExchange
+from shardwise.diagnose.optimizers import OptimizerFn, adamw
 from shardwise.errors import PlanError
 from shardwise.runtime.attach import device_for
 from shardwise.runtime.module import FSDPModule
@@ -31,7 +32,7 @@ class Training:
 
     model_fn: Callable[[], nn.Module]
     loss_fn: LossFn | None
-    optimizer_fn: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] | None
+    optimizer_fn: OptimizerFn | None
 
     def build(self) -> nn.Module:
         """Build a new model, with the same float64 values each time.
@@ -54,10 +55,7 @@ class Training:
         return model.double()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        if self.optimizer_fn is not None:
-            return self.optimizer_fn(model.parameters())
-        # With a small eps, Adam would turn a gradient that is pure rounding error into a step.
-        return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        return (self.optimizer_fn or adamw)(model.parameters())
 
     def run(self, backward: BackwardFn, part: Part) -> float:
         """Compute gradients with an engine's own ``backward``; return the loss of the part."""
