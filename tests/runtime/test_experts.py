@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise as sw
 from shardwise.runtime import unit
-from shardwise.runtime.chunked_buffer import ChunkedBuffer
+from shardwise.runtime.buffers import ChunkedBuffer
 from tests.lossless import lossless_wires
 from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw, assert_close, assert_reduced_once, full

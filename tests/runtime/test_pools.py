@@ -12,7 +12,8 @@ from torch import nn
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out
 from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.runtime import memory
-from shardwise.runtime.memory import Arena, FlatBuffer, Pool, is_shared
+from shardwise.runtime.buffers import FlatBuffer
+from shardwise.runtime.memory import Arena, Pool, is_shared
 from shardwise.runtime.offload import HostOffloader
 
 CPU = torch.device("cpu")

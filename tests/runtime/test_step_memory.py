@@ -18,9 +18,10 @@ import shardwise as sw
 from shardwise.forecast.memory import step_memory
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.strategy import STRATEGIES, Level, Strategy
+from shardwise.runtime.buffers import FlatBuffer
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.gradient_shards import GradientShard
-from shardwise.runtime.memory import FlatBuffer, Pool
+from shardwise.runtime.memory import Pool
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import Unit
 from shardwise.schedule.events import EventKind

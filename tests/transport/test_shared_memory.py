@@ -17,7 +17,8 @@ import shardwise as sw
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out
 from shardwise.plan.strategy import PRESETS
 from shardwise.runtime import unit
-from shardwise.runtime.memory import FlatBuffer, Pools
+from shardwise.runtime.buffers import FlatBuffer
+from shardwise.runtime.memory import Pools
 from shardwise.tensor.mesh import resolve_mesh
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import Communicator, communicator

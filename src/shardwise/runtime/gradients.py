@@ -13,9 +13,9 @@ from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import UnitSettings
 from shardwise.plan.units import UnitPlan
-from shardwise.runtime.chunked_buffer import ChunkedBuffer, flat_buffer
+from shardwise.runtime.buffers import ChunkedBuffer, FlatBuffer, flat_buffer
 from shardwise.runtime.gradient_shards import GradientShard
-from shardwise.runtime.memory import CAN_SWAP, Arena, FlatBuffer, Pool, Pools
+from shardwise.runtime.memory import CAN_SWAP, Arena, Pool, Pools
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.schedule.events import EventKind

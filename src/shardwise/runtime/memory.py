@@ -1,15 +1,10 @@
-"""Flat buffers, and the pools that give them memory.
+"""Pools of memory, from which flat buffers and gradients get theirs without an allocator.
 
-A `FlatBuffer` is one Storage object for life, and tensors that view it. Its memory is swapped in
-from a pool and out again, so everything that holds a view (a parameter, or what autograd saved)
-sees the memory that is there now. A fresh 64 MB allocation costs about 33 ms in page faults;
-a swap costs nothing.
-
-Gathered parameters live in an `Arena`, at offsets that follow from the schedule. Whole gradients
-live in a `Pool` of blocks.
+A fresh 64 MB allocation costs about 33 ms in page faults; to swap memory of a pool into a buffer
+costs nothing. Gathered parameters live in an `Arena`, at offsets that follow from the schedule.
+Whole gradients live in a `Pool` of blocks.
 """
 
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,14 +13,12 @@ from torch import Tensor
 
 from shardwise._private import can_swap_storages, num_storage_references, swap_storages
 from shardwise.errors import StepError
-from shardwise.plan.chunks import ChunkedLayout
-from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.schedule.memory import MemoryPlan
 from shardwise.transport.device import is_accelerator
-from shardwise.transport.host.shared_memory import SharedMemory, SharedRange, is_offered
+from shardwise.transport.host.shared_memory import SharedMemory, is_offered
 from shardwise.transport.registered_memory import MemoryKind
 
-__all__ = ["CAN_SWAP", "Arena", "FlatBuffer", "Pool", "Pools", "is_shared"]
+__all__ = ["CAN_SWAP", "Arena", "Pool", "Pools", "is_shared", "swap_memory"]
 
 ALIGNMENT = 64  # bytes: a cache line, and what vector loads want
 # How much larger than the request a block may be. With twice as large, the scratch of a reduction
@@ -138,6 +131,10 @@ class Pool:
             self._block_bytes -= storage.nbytes()
             self._idle.append(storage)
             self._trim()
+
+    def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
+        """Memory of the device that is not the pool's."""
+        return _allocate(num_bytes, self.device)
 
     def disown(self, storage: torch.UntypedStorage) -> None:
         """Leave an allocated block to whoever else holds it."""
@@ -349,114 +346,6 @@ class Pools:
         return of_parameters + self.of_gradients.peak_bytes
 
 
-class FlatBuffer:
-    """The flat buffer of a layout: ``flat`` [world_size * S] and one view for each parameter.
-
-    ``flat`` and the views stay the same objects. They may be read between `acquire` and `release`;
-    with ``owns_memory`` at any time, and neither is called.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        pool: Pool,
-        *,
-        dtype: str | None = None,
-        owns_memory: bool = False,
-        owner_suffix: str = "",
-    ) -> None:
-        self.layout = layout
-        of: torch.dtype = getattr(torch, dtype or layout.dtype)
-        self.num_bytes = layout.num_elements * of.itemsize
-        # No other buffer of the pool holds the parameter.
-        self.owner = layout.extents[0].parameter.name + owner_suffix
-        self.owners = (self.owner,)
-        self._pool = pool
-        self._memory: torch.UntypedStorage | None = None  # while acquired
-        self._is_of_pool = True
-        self._private: torch.UntypedStorage | None = None  # in place of shared memory
-        names = [one.parameter.names for one in layout.extents]
-        self._key = zlib.crc32(repr((names, owner_suffix)).encode())
-        if owns_memory and pool.allocator is not None:
-            storage = pool.allocator(self.num_bytes, self.owner)
-        else:
-            storage = _allocate(self.num_bytes, pool.device)
-        self.flat = torch.empty(0, dtype=of, device=storage.device).set_(
-            storage, 0, (layout.num_elements,), (1,)
-        )
-        # `.data` has its own version counter, so autograd does not see that the buffer is filled
-        # again, and no reference to `flat`.
-        in_chunks = isinstance(layout, ChunkedLayout)
-        self.views = () if in_chunks else tuple(self._view(extent) for extent in layout.extents)
-        self._storage = storage
-        if owns_memory:
-            self.flat.zero_()
-        else:
-            _swap(storage, _allocate(0, storage.device))
-
-    @property
-    def is_acquired(self) -> bool:
-        return self._memory is not None
-
-    def slot_of(self, rank: int) -> Tensor:
-        """The part [S] of ``flat`` that ``rank`` owns."""
-        size = self.layout.shard_elements
-        return self.flat[rank * size : (rank + 1) * size]
-
-    def acquire(self, memory: torch.UntypedStorage | None = None) -> None:
-        """Give the buffer memory with undefined content; ``memory`` is empty until `release`.
-
-        Args:
-            memory: of its size; by default the pool's.
-        """
-        assert self._memory is None, "acquired twice"
-        assert memory is None or (CAN_SWAP and memory.nbytes() == self.num_bytes)
-        self._is_of_pool = memory is None
-        self._memory = self._pool.allocate(self.num_bytes, self.owner) if memory is None else memory
-        self._pool.acquired_keys ^= self._key
-        _swap(self._storage, self._memory)
-
-    def unpack(self) -> None:
-        """Have the views show the gathered values: they do."""
-
-    def pack(self) -> None:
-        """Have ``flat`` hold the values of the views: it does."""
-
-    def shared_range(self) -> SharedRange | None:
-        """What lets ranks gather the buffer in shared memory; None if they cannot."""
-        shared, num_bytes = self._pool.shared, self.num_bytes
-        if shared is None or not num_bytes:
-            return None
-        return SharedRange(
-            *shared.locate(self._storage.data_ptr(), self._pool.acquired_keys),
-            lambda file, place: self._move(shared.open(file, place, num_bytes)),
-            lambda: self._move(_allocate(num_bytes, self._pool.device)),
-        )
-
-    def release(self) -> None:
-        """Take its memory away."""
-        assert self._memory is not None, "released without being acquired"
-        if self._private is not None:
-            _swap(self._storage, self._private)
-            self._private = None
-        else:
-            _swap(self._storage, self._memory)
-        if self._is_of_pool:
-            self._pool.free(self._memory)
-        self._pool.acquired_keys ^= self._key
-        self._memory = None
-
-    def _move(self, elsewhere: torch.UntypedStorage) -> None:
-        """Exchange the memory that it was given, which stays as it is, for other memory."""
-        assert self._memory is not None
-        self._private = elsewhere
-        _swap(self._storage, self._memory)
-        _swap(self._storage, elsewhere)
-
-    def _view(self, extent: ParameterExtent) -> Tensor:
-        return self.flat[extent.offset : extent.stop].view(extent.parameter.shape).data
-
-
 def is_shared(tensor: Tensor, own_references: int) -> bool:
     """Whether tensors other than ``own_references`` known ones hold the storage of ``tensor``."""
     storage = tensor.untyped_storage()
@@ -473,7 +362,7 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
     return torch.UntypedStorage(num_bytes, device=device)  # type: ignore[no-untyped-call]
 
 
-def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Exchange the memory of two Storages, one of which is empty."""
     if CAN_SWAP:
         swap_storages(one, other)

@@ -23,9 +23,9 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import UnitSettings
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime import hooks
-from shardwise.runtime.chunked_buffer import ChunkedBuffer, flat_buffer
+from shardwise.runtime.buffers import ChunkedBuffer, FlatBuffer, flat_buffer
 from shardwise.runtime.gradients import GradientBuffer
-from shardwise.runtime.memory import FlatBuffer, Pool, Pools
+from shardwise.runtime.memory import Pool, Pools
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.schedule.events import Event, EventKind

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.runtime.memory import Arena, FlatBuffer, Pool
+from shardwise.runtime.buffers import FlatBuffer
+from shardwise.runtime.memory import Arena, Pool
 from shardwise.runtime.unit import FlatParameters
 from shardwise.transport.host.handshake import Host
 from tests.models import CASES, WIDTH, Block, Stack, build
