@@ -1,7 +1,7 @@
-"""What single parts of the engine cost: ``python -m benchmarks.NAME``.
+"""Benchmarks of single parts of the engine: ``python -m benchmarks.NAME``.
 
-The scripts use the harness of `shardwise bench` (`shardwise.bench.harness`): rounds in which the
-cases take turns, ratios within a round, and JSON with the command and the machine.
+The scripts use the harness of `shardwise bench` (`shardwise.bench.harness`): cases take turns in
+rounds, ratios are taken within a round, and JSON results include the command and the machine.
 """
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -13,13 +13,13 @@ __all__ = ["make_parser"]
 def make_parser(
     name: str, description: str | None, *, ranks: int | None = None, rounds: int | None = None
 ) -> ArgumentParser:
-    """A parser with the options that scripts share; the numbers are defaults.
+    """Make a parser with the options that scripts share.
 
     Args:
-        name: of the script.
-        description: its docstring.
-        ranks: for ``--ranks``; None for a script that starts none.
-        rounds: for ``--rounds``, likewise.
+        name: name of the script.
+        description: docstring of the script.
+        ranks: default of ``--ranks``; None: the script has no such option.
+        rounds: default of ``--rounds``; None: the script has no such option.
     """
     parser = ArgumentParser(
         prog=f"python -m benchmarks.{name}",

@@ -1,12 +1,13 @@
-"""``python -m benchmarks.checkpoints``: save and load, compared with torch's own ways.
+"""``python -m benchmarks.checkpoints``: saves and loads, compared with PyTorch's.
 
-The same model and AdamW states, in float32, on local CPU ranks: shardwise, distributed checkpoint
-(``dcp``, of an FSDP2 model, as its users do), ``torch.save`` of a full state dict, which one
-process writes, and ``bare``, a file of as many bytes as a rank's shards.
+The same model and AdamW states, in float32, are saved and loaded on local CPU ranks with shardwise,
+with PyTorch's distributed checkpoint of an FSDP2 model (``dcp``), with ``torch.save`` of a full
+state dict, which one process writes, and with ``bare`` writes of a file of the same size as a
+rank's shards.
 
-Page caches are warm when a load begins. Of two asynchronous saves in a row the second one is timed,
-as shardwise keeps memory from one to the next. Memory is the peak of the resident set above what it
-was before the call, on the rank that took most.
+Page caches are warm when a load begins. Of two consecutive asynchronous saves, the second one is
+timed, because shardwise keeps memory from one save to the next. Memory is the peak of the resident
+set minus the resident set before the call, on the rank where it is largest.
 """
 
 import os
@@ -40,7 +41,7 @@ from shardwise.bench.work import gpt_work
 from shardwise.launch.world import World
 from shardwise.train.model import GPT, Shape
 
-SHAPES = {  # about so many million parameters
+SHAPES = {  # by approximate number of parameters, in millions
     "0": Shape(vocabulary=64, context=8, width=16, layers=2, heads=2),  # to test this script
     "50": Shape(vocabulary=8192, context=128, width=576, layers=11, heads=8),
     "500": Shape(vocabulary=16384, context=128, width=1536, layers=16, heads=16),
@@ -53,7 +54,7 @@ FIGURES = (
     "load_extra_bytes",
     "blocked_seconds",
 )
-PIECE_BYTES, MOST_BARE_BYTES = 1 << 20, 1 << 29
+PIECE_BYTES, MAX_BARE_BYTES = 1 << 20, 1 << 29
 SAMPLE_SECONDS = 0.005
 
 
@@ -74,7 +75,7 @@ class Shardwise:
         sw.save(path, model=self.model, optimizer=self.optimizer)
 
     def start(self, path: Path) -> Callable[[], object]:
-        """Begin to save; returns what waits for the end."""
+        """Begin an asynchronous save; return a function that waits for its end."""
         return sw.save(path, model=self.model, optimizer=self.optimizer, wait=False).wait
 
     def load(self, path: Path) -> None:
@@ -90,8 +91,8 @@ class Distributed(Shardwise):
 
     def start(self, path: Path) -> Callable[[], object]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        saving = async_save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
-        return saving.result  # type: ignore[union-attr]
+        future = async_save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        return future.result  # type: ignore[union-attr]
 
     def load(self, path: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -102,7 +103,7 @@ class Distributed(Shardwise):
 
 
 class Full(Distributed):
-    """A full state dict, gathered and written by rank 0, and mapped by every rank."""
+    """A full state dict, which rank 0 gathers and writes, and every rank maps into memory."""
 
     can_wait = False
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -125,7 +126,7 @@ class Full(Distributed):
 
 
 class Bare(Shardwise):
-    """No library: as many bytes as a rank's shards, to a file of its own and back."""
+    """Without a library: each rank writes and reads a file of the size of its shards."""
 
     can_wait = False
 
@@ -133,7 +134,8 @@ class Bare(Shardwise):
         with torch.device("meta"):
             elements = sum(parameter.numel() for parameter in GPT(shape).parameters())
         num_bytes = 12 * elements // dist.get_world_size()
-        memory = torch.ones(min(num_bytes, MOST_BARE_BYTES), dtype=torch.uint8)  # in no cache
+        # Larger than CPU caches, so that writes read from memory.
+        memory = torch.ones(min(num_bytes, MAX_BARE_BYTES), dtype=torch.uint8)
         pieces = [memoryview(piece.numpy().data) for piece in torch.split(memory, PIECE_BYTES)]
         self.pieces = list(islice(cycle(pieces), -(-num_bytes // PIECE_BYTES)))
 
@@ -156,10 +158,12 @@ LIBRARIES = {"shardwise": Shardwise, BASE: Distributed, "torch.save": Full, "bar
 def main() -> None:
     """Parse the command line, run, print."""
     parser = make_parser("checkpoints", __doc__, ranks=2, rounds=5)
-    parser.add_argument("--size", choices=SHAPES, default="50", help="million parameters, about")
-    parser.add_argument("--vs", default=",".join(LIBRARIES), help="by comma")
-    parser.add_argument("--folder", type=Path, help="where to write; the default is temporary")
-    parser.add_argument("--no-async", action="store_true", help="these take as much memory again")
+    parser.add_argument("--size", choices=SHAPES, default="50", help="parameters in millions")
+    parser.add_argument("--vs", default=",".join(LIBRARIES), help="libraries, comma-separated")
+    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    parser.add_argument(
+        "--no-async", action="store_true", help="skip asynchronous saves, which double the memory"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         by_rank = harness.run_ranks(options.ranks, measure_all, options, Path(folder))
@@ -167,7 +171,7 @@ def main() -> None:
 
 
 def measure_all(world: World, options: Namespace, folder: Path) -> list[Round]:
-    """One rank's rounds."""
+    """Run the rounds on one rank."""
     cases = {
         name: partial(measure, LIBRARIES[name](SHAPES[options.size]), world, options, folder / name)
         for name in options.vs.split(",")
@@ -179,23 +183,23 @@ def measure_all(world: World, options: Namespace, folder: Path) -> list[Round]:
 def measure(
     library: Shardwise, world: World, options: Namespace, path: Path, _number: int
 ) -> Figures:
-    """Save and load, and save asynchronously twice; leaves no files."""
+    """Save and load, then save asynchronously twice; remove all files."""
     figures = {f"save_{key}": value for key, value in timed(partial(library.save, path)).items()}
     figures |= {f"load_{key}": value for key, value in timed(partial(library.load, path)).items()}
     figures["bytes"] = sum(file.stat().st_size for file in path.iterdir())
-    again = path.with_name(f"{path.name}-again")
+    second = path.with_name(f"{path.name}-again")
     remove(world, path)
     if not options.no_async and library.can_wait:
-        for each in (path, again):
-            figures["blocked_seconds"] = time_start(library, each)
-        library.load(again)  # frees the memory that asynchronous saves have kept
-        remove(world, path, again)
+        for target in (path, second):
+            figures["blocked_seconds"] = time_start(library, target)
+        library.load(second)  # frees the memory that asynchronous saves keep
+        remove(world, path, second)
     return figures
 
 
 def timed(action: Callable[[], None]) -> Figures:
-    """Seconds until all ranks are done, and the extra bytes of this rank."""
-    os.sync()  # or it would wait for what an earlier save left to the disk
+    """Measure seconds until all ranks are done, and the additional bytes of this rank."""
+    os.sync()  # otherwise the action would wait for writes of an earlier save
     dist.barrier()
     began = time.perf_counter()
     with Peak(resident_bytes, SAMPLE_SECONDS) as peak:
@@ -205,7 +209,7 @@ def timed(action: Callable[[], None]) -> Figures:
 
 
 def time_start(library: Shardwise, path: Path) -> float:
-    """Seconds until an asynchronous save has returned; it has ended after this."""
+    """Measure seconds until an asynchronous save returns, and wait until it has ended."""
     os.sync()
     dist.barrier()
     began = time.perf_counter()
@@ -224,25 +228,25 @@ def remove(world: World, *paths: Path) -> None:
 
 
 def report(rounds: list[Round], options: Namespace) -> None:
-    """Print medians, and write them where asked; ratios are to dcp in the same round."""
+    """Print medians and write them to a file; ratios are to dcp in the same round."""
     rows = {name: harness.medians(rounds, name) for name in rounds[0].cases}
     for name, figures in rows.items():
-        for what in ("save", "load"):
-            figures[f"{what}_bytes_per_second"] = figures["bytes"] / figures[f"{what}_seconds"]
+        for action in ("save", "load"):
+            figures[f"{action}_bytes_per_second"] = figures["bytes"] / figures[f"{action}_seconds"]
         times = [key for key in figures if key.endswith("_seconds") and key in rows.get(BASE, {})]
         for key in times:
             figures[f"{key}_of_dcp"] = harness.ratio(rounds, name, BASE, key).median
     seconds, megabytes = "{:.2f}".format, lambda number: f"{number / 1e6:.0f}"
     columns = [
-        (f"{what} {heading}", f"{what}_{key}", show)
-        for what in ("save", "load", "blocked")
+        (f"{action} {heading}", f"{action}_{key}", show)
+        for action in ("save", "load", "blocked")
         for heading, key, show in (
             ("s", "seconds", seconds),
             ("MB/s", "bytes_per_second", megabytes),
-            ("of dcp's", "seconds_of_dcp", seconds),
+            ("/ dcp", "seconds_of_dcp", seconds),
             ("extra MB", "extra_bytes", megabytes),
         )
-        if what != "blocked" or "seconds" in key
+        if action != "blocked" or "seconds" in key
     ]
     title = f"{options.size}M, {options.ranks} CPU ranks, medians of {options.rounds}"
     document = {"ranks": options.ranks, "rounds": options.rounds}

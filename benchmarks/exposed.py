@@ -1,16 +1,17 @@
-"""``python -m benchmarks.exposed``: communication that compute would wait for, on H100s.
+"""``python -m benchmarks.exposed``: communication that compute would wait for on H100s.
 
 Each engine runs forward and backward of a small GPT on the CPU, on the streams and ranks of
-`benchmarks.host`. What it launches is recorded: every kernel and collective, its stream, and what
-it waits for. The recorded graph is then played with the durations that a GPT of `SCALE` times all
-sizes would have on an H100: products take `SCALE` cubed times their FLOP, everything else `SCALE`
-squared times its bytes. So **this is a calculation, and no measurement of a GPU**: it shows what
-the order of launches and waits allows. The host is taken to be always fast enough, and kernels to
-be as fast beside a collective as alone.
+`benchmarks.host`. Every kernel and collective that it launches is recorded, with its stream and its
+dependencies. The recorded graph is then replayed with the durations that a GPT with all sizes
+`SCALE` times larger would have on an H100: products take `SCALE` cubed times their FLOPs, all other
+kernels `SCALE` squared times their bytes. So **this is a calculation, not a measurement on a GPU**:
+it shows what the order of launches and waits allows. It assumes that the host is always fast enough
+and that collectives do not slow kernels down.
 
-Collectives of one communicator run in the order of their launch. Those of two share the network:
-one at a time, first come, first served. *Exposed* is the time less that with collectives that take
-no time, and *overhead* is that less the time of the model without an engine.
+Collectives of one communicator run in launch order. Collectives of two communicators share the
+network: one at a time, first come, first served. *Exposed* is the step time minus the step time
+with collectives that take no time. *Overhead* is the latter minus the time of the model without an
+engine.
 """
 
 import heapq
@@ -39,15 +40,15 @@ GPT = Shape(vocabulary=50_176, context=2048, width=4096, layers=32, heads=32)  #
 COMPARED = ("alone-bf16", "fsdp2", "shardwise-fsdp", "shardwise-fsdp-dim")
 WARM_UP = 3  # steps
 
-# Of an H100 SXM: the best product that was measured, and the bandwidth of its memory.
+# H100 SXM: rate of the best measured matrix product, and memory bandwidth.
 FLOPS_PER_SECOND = 794.5e12
 BYTES_PER_SECOND = 3352e9
-KERNEL_SECONDS = 3e-6  # the least of a kernel
-COLLECTIVE_SECONDS = 20e-6  # the least of a collective
-# Bytes a second between two neighbors: 80 % of NVLink and of 3,200 Gbit/s per node; of 800 Gbit/s.
+KERNEL_SECONDS = 3e-6  # minimum time of a kernel
+COLLECTIVE_SECONDS = 20e-6  # minimum time of a collective
+# Bytes per second between neighbors: 80 % of NVLink or of a node's 3,200 Gbit/s; of 800 Gbit/s.
 NETWORKS = {"360 GB/s": 360e9, "80 GB/s": 80e9}
 _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
-# Products of each, and the position of the queries among its arguments.
+# Operator -> number of products, and position of the queries among its arguments.
 _PRODUCTS = {_ATTENTION: (2, 0), f"{_ATTENTION}_backward": (5, 1)}
 
 
@@ -56,13 +57,13 @@ class Task:
     """One kernel or collective."""
 
     seconds: float
-    after: set[int]  # other tasks, by number
-    sent_bytes: float = 0.0  # of a collective
+    after: set[int]  # numbers of the tasks that it depends on
+    sent_bytes: float = 0.0  # for collectives
 
 
 @dataclass(slots=True)
 class Graph:
-    """What a step launches, in the order of the launches."""
+    """The tasks that a step launches, in launch order."""
 
     tasks: list[Task] = field(default_factory=list)
     last_of: dict[int, int] = field(default_factory=dict)  # the last task of each communicator
@@ -80,12 +81,12 @@ class Graph:
         self.launch(Task(0.0, set() if before is None else {before}, sent))
 
     def forget_times(self) -> None:
-        """What was launched so far took no time."""
+        """Set the time of all tasks launched so far to zero."""
         for task in self.tasks:
             task.seconds = task.sent_bytes = 0.0
 
     def play(self, bytes_per_second: float | None) -> float:
-        """Seconds until all is done; with None, collectives take no time."""
+        """Return the seconds until all tasks are done; with None, collectives take no time."""
         waiting = [len(task.after) for task in self.tasks]
         followers: list[list[int]] = [[] for _ in self.tasks]
         for number, task in enumerate(self.tasks):
@@ -111,7 +112,7 @@ class Graph:
         return latest
 
 
-GRAPH = Graph()  # that is being recorded
+GRAPH = Graph()  # the graph under recording
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -154,8 +155,8 @@ def figures_of(graph: Graph, compute: float) -> Figures:
 
 
 def record(engine: str, setting: Setting) -> Graph:
-    """What a forward and a backward of ``engine`` launch."""
-    global GRAPH  # noqa: PLW0603 - streams and groups are made by torch, far below
+    """Record what forward and backward of ``engine`` launch."""
+    global GRAPH  # noqa: PLW0603 - torch makes the streams and groups that append to it
     least = fused_wgrad._LEAST_ELEMENTS // SCALE**2
     with _recorded_on(setting.ranks), mock.patch.object(fused_wgrad, "_LEAST_ELEMENTS", least):
         work = gpt_work(setting)
@@ -179,7 +180,7 @@ def _recorded_on(num_ranks: int) -> Iterator[None]:
 class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is not Tensor and kind is not torch.nn.Parameter for kind in types):
-            return NotImplemented  # a DTensor, whose parts come here as well
+            return NotImplemented  # a DTensor; operators on its local tensors also arrive here
         result = func(*args, **(kwargs or {}))
         if not host.is_free(func):
             GRAPH.launch(Task(_seconds(func, args, kwargs or {}, result), set()))
@@ -187,7 +188,7 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _seconds(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """How long a kernel takes for tensors of `SCALE` times all sizes."""
+    """Return the time of a kernel for tensors with all sizes `SCALE` times larger."""
     leaves = pytree.tree_leaves((args, kwargs, result))
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -210,7 +211,7 @@ class _Group(host._Group):
 
 
 class _Event(host._Event):
-    reached: set[int] = set()  # noqa: RUF012 - of an event that was not recorded
+    reached: set[int] = set()  # noqa: RUF012 - default for events that were not recorded
 
     def record(self, stream: Any = None) -> None:
         recorded_on: Any = torch.cpu.current_stream() if stream is None else stream
@@ -224,7 +225,7 @@ class _Event(host._Event):
 class _Stream(host._Stream):
     def __init__(self, priority: int = 0) -> None:
         super().__init__(priority)
-        self.reached: set[int] = set()  # the tasks after which its next one begins
+        self.reached: set[int] = set()  # tasks that the next task on this stream depends on
 
     def record_event(self, event: Any = None) -> Any:
         event = _Event() if event is None else event

@@ -1,17 +1,17 @@
-"""``python -m benchmarks.forecast``: our own steps, as they are predicted and as they are.
+"""``python -m benchmarks.forecast``: predicted and measured steps of this engine.
 
 The models of the other benchmarks are planned and traced on the meta device, and trained on local
-CPU ranks. *Bytes* are what a rank sends in a step, and *memory* is what is allocated in the process
-of a rank at the peak of a step; gathered parameters are in an arena that the ranks of a host share,
-so each counts its part of it.
+CPU ranks. *Bytes* are what a rank sends per step. *Memory* is what a rank's process has allocated
+at the peak of a step. Gathered parameters are in an arena that the ranks of a host share, so each
+rank counts its share of it.
 
-*Time* is measured in rounds, in the same processes: the machine is calibrated, shortly, and then
-every case takes some steps. Each round has a prediction by its own calibration, so that a machine
-whose speed changes from hour to hour changes both. The figures are medians over all rounds: of the
-predicted seconds, of the measured ones, and of their ratio in a round. No round is left out.
+*Time* is measured in rounds, in the same processes: a short calibration of the machine, then a few
+steps of every case. Each round is predicted with its own calibration, so that changes in the
+machine's speed affect both. The figures are medians over all rounds: of predicted seconds, measured
+seconds, and their ratio in each round. No round is excluded.
 
-``--page FILE`` writes the table into a page of the documentation, and ``--figures FILE`` takes it
-from an earlier result instead of measuring.
+``--page FILE`` writes the table into a page of the documentation. ``--figures FILE`` takes it from
+an earlier result instead of measuring.
 """
 
 import gc
@@ -52,7 +52,7 @@ from shardwise.launch.world import World
 from shardwise.train.model import GPT, Shape
 
 SEQUENCE = 128
-MODELS = {  # of other benchmarks: shape, and sequences of a rank
+MODELS = {  # models of other benchmarks: shape, and sequences per rank
     "10M": (read_shape("10M", SEQUENCE), 2),
     "50M": (read_shape("50M", SEQUENCE), 2),
     "guard": (Shape(vocabulary=256, context=SEQUENCE, width=384, layers=6, heads=4), 4),
@@ -62,9 +62,9 @@ MODELS = {  # of other benchmarks: shape, and sequences of a rank
 }
 RANKS = (1, 2, 4)
 MEMORY_STEPS = 3
-WARM_UP, STEPS = 1, 2  # of each case in a round
+WARM_UP, STEPS = 1, 2  # steps per case and round
 CALIBRATION_TIMES, CALIBRATION_STEPS = 1, 5
-LEAST_ROUNDS = 3
+MIN_ROUNDS = 3
 SAMPLE_SECONDS = 0.0005
 
 
@@ -72,7 +72,7 @@ SAMPLE_SECONDS = 0.0005
 class Case:
     """A model and how it is trained."""
 
-    model: str  # of `MODELS`
+    model: str  # a key of `MODELS`
     ranks: int
     strategy: str = "fsdp"
     dtype: str = "fp32"
@@ -81,10 +81,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        words = [self.model, str(self.ranks), self.strategy, self.dtype]
-        words += ["checkpointed"] * self.checkpointing
-        words += [f"{self.accumulation} micro-batches"] * (self.accumulation > 1)
-        return " ".join(words)
+        parts = [self.model, str(self.ranks), self.strategy, self.dtype]
+        parts += ["checkpointed"] * self.checkpointing
+        parts += [f"{self.accumulation} micro-batches"] * (self.accumulation > 1)
+        return " ".join(parts)
 
     @property
     def shape(self) -> Shape:
@@ -117,7 +117,7 @@ class Case:
 
 
 def cases_of(models: Sequence[str], ranks: Sequence[int]) -> list[Case]:
-    """All of them; bfloat16 and checkpointing for some."""
+    """Return the cases of these models and numbers of ranks."""
     return [case for case in _CASES if case.model in models and case.ranks in ranks]
 
 
@@ -154,7 +154,7 @@ _CASES = [
 
 
 def predict(case: Case, calibrations: Sequence[RanksCalibration]) -> tuple[Figures, list[float]]:
-    """From the plan and a trace: bytes, and the seconds of a step by each calibration."""
+    """Predict bytes, and the seconds of a step with each calibration, from the plan and a trace."""
     configuration, workload = case.configuration, _workload(_one_rank(case))
     with torch.device("meta"):
         model = GPT(case.shape)
@@ -162,10 +162,10 @@ def predict(case: Case, calibrations: Sequence[RanksCalibration]) -> tuple[Figur
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     memory = memory_certificate(plan, workload, configuration, buffer_bytes=buffers, on_cpu=True)
     machines = [
-        CalibratedMachine.measured_on(calibration_of({case.ranks: one}), case.ranks)
-        for one in calibrations
+        CalibratedMachine.measured_on(calibration_of({case.ranks: calibration}), case.ranks)
+        for calibration in calibrations
     ]
-    seconds = [step_time(plan, workload, one, configuration).seconds for one in machines]
+    seconds = [step_time(plan, workload, machine, configuration).seconds for machine in machines]
     figures: Figures = {"live_peak": live_bytes(memory, plan.world_size)}
     if case.accumulation == 1:
         figures["sent_bytes"] = sent_bytes(plan).total
@@ -173,7 +173,7 @@ def predict(case: Case, calibrations: Sequence[RanksCalibration]) -> tuple[Figur
 
 
 def _one_rank(case: Case) -> Case:
-    """What cases have the same trace as."""
+    """Return the single-rank case that has the same trace."""
     return replace(case, ranks=1, strategy="fsdp", accumulation=1)
 
 
@@ -193,9 +193,9 @@ def _workload(case: Case) -> Workload:
 
 
 def live_bytes(memory: Certificate, ranks: int) -> int:
-    """At the peak, on a CPU.
+    """Return the live bytes at the peak on a CPU.
 
-    The arena of gathered units is kept as long as the model, and ranks of a host share it.
+    The arena of gathered units lives as long as the model, and the ranks of a host share it.
     """
     arena = max(moment.gathered for moment in memory.timeline)
     return max(moment.total - moment.gathered for moment in memory.timeline) + arena // ranks
@@ -211,7 +211,7 @@ def next_token_loss(logits: Tensor) -> Tensor:
 
 @dataclass
 class Measured:
-    """By one rank: figures of each case, and seconds of each case in each round."""
+    """The measurements of one rank: figures of each case, and its seconds in each round."""
 
     figures: dict[str, Figures]
     calibrations: list[RanksCalibration]
@@ -219,7 +219,7 @@ class Measured:
 
 
 def measure(world: World, cases: Sequence[Case], options: Namespace) -> Measured:
-    """Measure bytes and memory of every case, and then the time of all in turns."""
+    """Measure bytes and memory of every case, and then the time of all cases in turns."""
     trainees: dict[Case, Trainee] = {}
     figures: dict[str, Figures] = {}
     for dtype in sorted({case.dtype for case in cases}):  # libraries allocate on first use
@@ -232,7 +232,7 @@ def measure(world: World, cases: Sequence[Case], options: Namespace) -> Measured
         began = time.perf_counter()
         for number in range(options.rounds):
             is_late = time.perf_counter() - began > options.seconds
-            if number >= LEAST_ROUNDS and world.gather(is_late)[0]:  # all do as the first rank
+            if number >= MIN_ROUNDS and world.gather(is_late)[0]:  # rank 0 decides for all
                 break
             begin(f"round {number + 1}")
             calibration = measure_ranks(world, CALIBRATION_TIMES, CALIBRATION_STEPS)
@@ -242,7 +242,7 @@ def measure(world: World, cases: Sequence[Case], options: Namespace) -> Measured
 
 
 def _measure_memory(world: World, case: Case) -> tuple[Figures, Trainee]:
-    """The peak and the traffic of steps, with a thread that samples; and the model."""
+    """Measure peak memory and traffic of a few steps; return them and the model."""
     work = gpt_work(case.setting)
     gc.collect()
     before = SharedMemoryUse.read()
@@ -262,7 +262,7 @@ def _measure_memory(world: World, case: Case) -> tuple[Figures, Trainee]:
 
 
 def _time_steps(world: World, case: Case, trainee: Trainee) -> float:
-    """The median step, from when all ranks begin until all have ended."""
+    """Return the median time of a step, from the start on all ranks to the end on all ranks."""
     work = gpt_work(case.setting)
     batches = [work.batch(number, world.rank) for number in range(WARM_UP + STEPS)]
     seconds = []
@@ -276,7 +276,7 @@ def _time_steps(world: World, case: Case, trainee: Trainee) -> float:
 
 
 def _step(trainee: Trainee, case: Case, batch: Tensor) -> None:
-    """As `Trainee.step`; micro-batches have the same data."""
+    """Run `Trainee.step` with accumulation; all micro-batches have the same data."""
     for _ in range(case.accumulation - 1):
         trainee.loss(batch).backward()  # type: ignore[no-untyped-call]
     trainee.step(batch)
@@ -286,13 +286,13 @@ def _step(trainee: Trainee, case: Case, batch: Tensor) -> None:
 
 
 def compare(cases: Sequence[Case], by_rank: Sequence[Measured]) -> dict[str, dict[str, Any]]:
-    """A row for each case: measured, predicted, and errors."""
+    """Return a row for each case: measured and predicted figures, and errors."""
     rows: dict[str, dict[str, Any]] = {}
     for case in cases:
         measured = harness.largest([one.figures[case.name] for one in by_rank])
         predicted, expected = predict(case, by_rank[0].calibrations)
-        took = [max(views) for views in zip(*(_seconds(one, case) for one in by_rank), strict=True)]
-        ratios = [one / other for one, other in zip(expected, took, strict=True)]
+        took = [max(views) for views in zip(*(_seconds(own, case) for own in by_rank), strict=True)]
+        ratios = [seconds / actual for seconds, actual in zip(expected, took, strict=True)]
         rows[case.name] = {
             **{name: measured[name] for name in predicted},
             "seconds": statistics.median(took),
@@ -306,7 +306,7 @@ def compare(cases: Sequence[Case], by_rank: Sequence[Measured]) -> dict[str, dic
 
 
 def _seconds(measured: Measured, case: Case) -> list[float]:
-    return [one[case.name] for one in measured.rounds]
+    return [seconds[case.name] for seconds in measured.rounds]
 
 
 def main() -> None:
@@ -318,10 +318,10 @@ def main() -> None:
         "--seconds",
         type=float,
         default=90.0,
-        help=f"for the rounds of each number of ranks, once there are {LEAST_ROUNDS}",
+        help=f"time limit for the rounds of each number of ranks, after {MIN_ROUNDS} rounds",
     )
-    parser.add_argument("--page", type=Path, help="write the table into this page, too")
-    parser.add_argument("--figures", type=Path, help="an earlier result; nothing is measured")
+    parser.add_argument("--page", type=Path, help="also write the table into this page")
+    parser.add_argument("--figures", type=Path, help="use this earlier result; measure nothing")
     options = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {}
     if options.figures:

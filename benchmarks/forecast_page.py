@@ -7,7 +7,7 @@ from typing import Any
 __all__ = ["write_table"]
 
 BEGIN, END = "<!-- table of benchmarks.forecast -->", "<!-- end of the table -->"
-CLOSE = 0.15  # of the time
+CLOSE = 0.15  # relative error of the time
 _COLUMNS = (
     "model, ranks, strategy",
     "sent in a step, MB",
@@ -23,14 +23,14 @@ Row = Mapping[str, Any]
 
 
 def write_table(page: Path, rows: Mapping[str, Row]) -> None:
-    """Replace what is between `BEGIN` and `END` in a page."""
+    """Replace the text between `BEGIN` and `END` in a page."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     page.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n{END}{after}", encoding="utf-8")
 
 
 def table(rows: Mapping[str, Row]) -> str:
-    """As Markdown, with a summary."""
+    """Format the rows as a Markdown table with a summary."""
     return _HEAD + "".join(_lines(rows)) + "\n" + _summary(rows)
 
 

@@ -1,25 +1,25 @@
-"""``python -m benchmarks.gpu``: steps on GPUs, of shardwise and of FSDP2.
+"""``python -m benchmarks.gpu``: training steps of shardwise and FSDP2 on GPUs.
 
-On one GPU a fake process group poses as 8 and as 64 ranks: **no network is in it**. Each gather is
-a copy on the device and each reduction does nothing, so this shows what an engine costs a GPU, and
-not how it scales. Each engine has processes of its own, which take turns; the figures are medians
-over them.
+On one GPU, a fake process group simulates one rank of 8 and of 64: **no network is involved**. Each
+gather is a copy on the device, and reductions do nothing, so this shows the overhead of an engine
+on a GPU, and not how it scales. Each engine runs in its own processes, which take turns; figures
+are medians over processes.
 
-On several GPUs (``--nproc 8``, or ``torchrun --nproc-per-node 8 -m benchmarks.gpu``) the ranks are
-real, over NCCL; engines take turns there, too (`benchmarks.gpu_ranks`). *Communication* are
-seconds in which a collective runs on the device, and *exposed* those of them in which nothing else
-does.
+On several GPUs (``--nproc 8``, or ``torchrun --nproc-per-node 8 -m benchmarks.gpu``), the ranks are
+real and use NCCL; engines take turns there, too (`benchmarks.gpu_ranks`). *Communication* is the
+time in which a collective runs on the device, and *exposed* the part of it in which nothing else
+runs.
 
-Models, in bfloat16 over float32 shards, with activation checkpointing and fused AdamW:
+Models, in bfloat16 with float32 shards, activation checkpointing and fused AdamW:
 
-- *gpt-175b*: blocks of its shape, 12,288 wide with 96 heads, as many as fit;
-- *llama-8b*: Llama-3.1-8B of `transformers`, whole;
-- *tiny*: to test this script, on a CPU as well.
+- *gpt-175b*: as many blocks of its shape (width 12,288, 96 heads) as fit;
+- *llama-8b*: the whole Llama-3.1-8B of `transformers`;
+- *tiny*: a model to test this script, also on a CPU.
 
-FLOP are those of all products of a step, those of recomputed blocks included; the peak of the GPU
-is a product of two square matrices in bfloat16, in the same process. Allocator calls are requests
-to torch's allocator in a step, and device allocations its requests to the driver. *Waits of the
-host* are those for a stream or an event of the device.
+FLOPs are those of all matrix products of a step, including recomputation. The peak of the GPU is
+that of a product of two square bfloat16 matrices in the same process. Allocator calls are requests
+to torch's allocator per step, and device allocations its requests to the driver. *Host waits* are
+waits for a stream or an event of the device.
 """
 
 import os
@@ -50,13 +50,13 @@ from shardwise.launch.environment import read_rank_env
 from shardwise.launch.local import check_num_ranks, run_on_local_ranks
 from shardwise.launch.world import join_world
 
-PRODUCT = {"cuda": 8192, "cpu": 256}  # the width of the matrices whose product is the peak
+PRODUCT = {"cuda": 8192, "cpu": 256}  # width of the matrices whose product measures the peak
 PRODUCTS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One engine on one model, in a process of its own, as one of ``ranks`` that are not there."""
+    """One engine on one model in its own process, as one of ``ranks`` simulated ranks."""
 
     model: str
     blocks: int
@@ -72,11 +72,13 @@ class Task:
 def main(words: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print."""
     parser = make_parser("gpu", __doc__, rounds=3)
-    parser.add_argument("--models", default="gpt-175b,llama-8b", help="by comma")
-    parser.add_argument("--nproc", type=int, help="real ranks, each on a GPU of its own")
-    parser.add_argument("--ranks", default="8,64", help="posed as on one GPU, by comma")
-    parser.add_argument("--blocks", type=int, help="of each model, instead of its own number")
-    parser.add_argument("--steps", type=int, default=5, help="that are timed in each turn")
+    parser.add_argument("--models", default="gpt-175b,llama-8b", help="models, comma-separated")
+    parser.add_argument("--nproc", type=int, help="number of real ranks, each on its own GPU")
+    parser.add_argument(
+        "--ranks", default="8,64", help="numbers of ranks to simulate on one GPU, comma-separated"
+    )
+    parser.add_argument("--blocks", type=int, help="number of blocks, instead of each model's own")
+    parser.add_argument("--steps", type=int, default=5, help="number of timed steps per turn")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args(words)
     _check(parser, options)
@@ -127,15 +129,15 @@ def _compare_on_one_gpu(models: Sequence[str], options: Namespace) -> None:
     columns = (
         ("tokens/s", "tokens_per_second", "{:,.0f}".format),
         ("TFLOP/s", "flops_per_second", lambda flops: f"{flops / 1e12:.3g}"),
-        ("of a product's", "share_of_product", "{:.0%}".format),
+        ("of peak", "share_of_product", "{:.0%}".format),
         ("peak GB", "allocated_peak", gigabytes),
         ("reserved GB", "reserved_peak", gigabytes),
         ("kernels", "kernel_launches", "{:.0f}".format),
-        ("waits of the host", "host_waits", "{:.0f}".format),
+        ("host waits", "host_waits", "{:.0f}".format),
         ("allocator calls", "allocator_calls", "{:.0f}".format),
         ("device allocations", "device_allocations", "{:.1f}".format),
     )
-    title = "one rank; no network is in it"
+    title = "one rank; no network is involved"
     tasks_by_name = {str(task): asdict(task) for task in tasks}
     processes = {name: [round_.cases[name] for round_ in rounds] for name in cases}
     document = {"tasks": tasks_by_name, "processes": processes}
@@ -148,7 +150,7 @@ def measure_in_new_process(task: Task, _number: int) -> Figures:
 
 
 def measure(task: Task) -> Figures:
-    """One engine's model, on rank 0 of a world that is not there. On a CPU, no memory figures."""
+    """Measure one engine on rank 0 of a simulated world. On a CPU, there are no memory figures."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 
     dist.init_process_group("fake", rank=0, world_size=task.ranks, store=FakeStore())
@@ -165,7 +167,7 @@ def measure(task: Task) -> Figures:
     flops = count_flops(step)
     figures = {
         "tokens_per_second": MODELS[task.model].tokens / seconds,
-        "flops": flops,  # in a step
+        "flops": flops,  # per step
         "flops_per_second": flops / seconds,
         "peak_flops_per_second": peak,
         "share_of_product": flops / seconds / peak,
@@ -177,7 +179,7 @@ def measure(task: Task) -> Figures:
 
 
 def count_flops(step: Callable[[], object]) -> int:
-    """Of all products of a step; on a CPU without those of fused attention."""
+    """Count FLOPs of all matrix products in a step; on a CPU, without fused attention."""
     with FlopCounterMode(display=False) as counter:
         step()
     total: int = counter.get_total_flops()
@@ -185,12 +187,12 @@ def count_flops(step: Callable[[], object]) -> int:
 
 
 def product_flops(device: torch.device) -> float:
-    """FLOP a second of the product of two matrices in bfloat16."""
+    """Measure FLOP/s of the product of two bfloat16 matrices."""
     width = PRODUCT[device.type]
-    one = torch.randn(width, width, dtype=torch.bfloat16, device=device)
+    matrix = torch.randn(width, width, dtype=torch.bfloat16, device=device)
     for _ in range(WARM_UP):
-        one @ one
-    return 2 * width**3 / seconds_each(lambda: one @ one, PRODUCTS, device)
+        matrix @ matrix
+    return 2 * width**3 / seconds_each(lambda: matrix @ matrix, PRODUCTS, device)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` measures of a step: time, memory, and what the device ran."""
+"""The figures of `benchmarks.gpu`: time and memory of a step, and the work of the device."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -12,16 +12,16 @@ __all__ = ["device_figures", "memory_figures", "reset_memory_figures", "seconds_
 
 Span = tuple[float, float]  # begin and end
 _COUNTED = ("allocator_calls", "device_allocations")
-# NCCL's kernels; and copies between devices, where it has copy engines do the work.
+# NCCL's kernels, and its copies between devices by copy engines.
 _COMMUNICATION = ("nccl", "Memcpy PtoP")
 _COPIES = ("Memcpy", "Memset")
-# Of the driver, in which the host waits. A wait for the whole device is not among them: the
-# profiler does that, too.
+# Driver calls in which the host waits. Waits for the whole device do not count, because the
+# profiler makes them, too.
 _WAITS = ("StreamSynchronize", "EventSynchronize")
 
 
 def seconds_each(action: Callable[[], object], times: int, device: torch.device) -> float:
-    """Seconds of ``action``, over so many ``times``."""
+    """Return the mean seconds of ``action`` over several calls."""
     synchronize(device)
     began = time.perf_counter()
     for _ in range(times):
@@ -36,7 +36,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def reset_memory_figures(device: torch.device) -> Figures:
-    """Forget peaks, and return idle memory to the driver; for `memory_figures`."""
+    """Reset peaks and return idle memory to the driver; the result is for `memory_figures`."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -44,7 +44,7 @@ def reset_memory_figures(device: torch.device) -> Figures:
 
 
 def memory_figures(device: torch.device, before: Figures, steps: int) -> Figures:
-    """Peaks since ``before``, and calls per step; on a CPU, none."""
+    """Return peaks since ``before`` and calls per step; on a CPU, nothing."""
     return {
         name: (value - before[name]) / steps if name in _COUNTED else value
         for name, value in _memory(device).items()
@@ -52,7 +52,7 @@ def memory_figures(device: torch.device, before: Figures, steps: int) -> Figures
 
 
 def _memory(device: torch.device) -> Figures:
-    """Of torch's allocator until now."""
+    """Return the current figures of torch's allocator."""
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)
@@ -65,11 +65,11 @@ def _memory(device: torch.device) -> Figures:
 
 
 def device_figures(step: Callable[[], object], device: torch.device) -> Figures:
-    """What the device ran in a step, from its own records; on a CPU, none."""
+    """Profile what the device runs in a step; on a CPU, return nothing."""
     if device.type != "cuda":
         return {}
     figures: Figures = {}
-    for _ in range(2):  # the first one also loads the profiler
+    for _ in range(2):  # the first run also loads the profiler
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             step()
             synchronize(device)
@@ -78,10 +78,10 @@ def device_figures(step: Callable[[], object], device: torch.device) -> Figures:
 
 
 def summarize(events: Iterable[torch.autograd.profiler_util.FunctionEvent]) -> Figures:
-    """Kernels, waits of the host, and seconds of communication, from a profiler's events.
+    """Count kernels, host waits and seconds of communication in a profiler's events.
 
     Communication is *exposed* while no other kernel runs. A collective's kernel also waits for
-    other ranks, so its seconds are not those of the network alone.
+    other ranks, so its seconds include more than the network's.
     """
     on_device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
     communication: list[Span] = []
@@ -105,7 +105,7 @@ def summarize(events: Iterable[torch.autograd.profiler_util.FunctionEvent]) -> F
 
 
 def total(spans: Iterable[Span]) -> float:
-    """The length of the union of ``spans``."""
+    """Return the length of the union of ``spans``."""
     length, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         length += max(0.0, end - max(begin, reached))

@@ -1,10 +1,10 @@
 """The models of `benchmarks.gpu`, with random batches.
 
-In bfloat16 over float32 shards, with activation checkpointing and fused AdamW:
+They train in bfloat16 with float32 shards, activation checkpointing and fused AdamW:
 
-- *gpt-175b*: blocks of its shape, 12,288 wide with 96 heads, as many as fit;
-- *llama-8b*: Llama-3.1-8B of `transformers`, whole;
-- *tiny*: to test the scripts, on a CPU as well.
+- *gpt-175b*: as many blocks of its shape (width 12,288, 96 heads) as fit;
+- *llama-8b*: the whole Llama-3.1-8B of `transformers`;
+- *tiny*: a model to test the scripts, also on a CPU.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ LLAMA_VOCABULARY = 128_256
 
 
 def gpt(shape: Shape) -> Callable[[int], tuple[nn.Module, type[nn.Module]]]:
-    """GPTs of that shape and of any number of blocks, all of which are recomputed."""
+    """Return a function that builds a GPT with a number of blocks, all recomputed in backward."""
 
     def build(blocks: int) -> tuple[nn.Module, type[nn.Module]]:
         model = GPT(replace(shape, layers=blocks))
@@ -34,7 +34,7 @@ def gpt(shape: Shape) -> Callable[[int], tuple[nn.Module, type[nn.Module]]]:
 
 
 def llama_8b(blocks: int) -> tuple[nn.Module, type[nn.Module]]:
-    """Llama-3.1-8B, if there are 32 blocks."""
+    """Build Llama-3.1-8B, or a model of its shape if ``blocks`` is not 32."""
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 (takes seconds)
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: PLC0415
 
@@ -56,17 +56,17 @@ def llama_8b(blocks: int) -> tuple[nn.Module, type[nn.Module]]:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is trained; ``blocks`` are the units beside the root."""
+    """A model to train."""
 
-    build: Callable[[int], tuple[nn.Module, type[nn.Module]]]  # of so many blocks
-    blocks: int
+    build: Callable[[int], tuple[nn.Module, type[nn.Module]]]  # number of blocks -> model, block
+    blocks: int  # default number of blocks, which are the units besides the root
     vocabulary: int
     context: int
-    batch: int  # sequences of a rank in a step
+    batch: int  # sequences per rank and step
 
     @property
     def tokens(self) -> int:
-        """Of a rank in a step."""
+        """Tokens per rank and step."""
         return self.batch * self.context
 
 
@@ -80,7 +80,7 @@ MODELS = {
 
 
 def make_work(name: str, blocks: int | None, device: torch.device) -> Work:
-    """A model of `MODELS`, of so many blocks or its own number, on ``device``."""
+    """Build a model of `MODELS` on ``device``, with ``blocks`` blocks or its default number."""
     model = MODELS[name]
     size = (model.batch, model.context + 1)
     torch.manual_seed(0)
@@ -94,7 +94,7 @@ def make_work(name: str, blocks: int | None, device: torch.device) -> Work:
 
 
 def next_token_loss(net: nn.Module, tokens: Tensor) -> Tensor:
-    """``tokens`` [batch, context + 1]."""
+    """Compute the mean loss of ``tokens`` [batch, context + 1]."""
     output = net(tokens[:, :-1])
     logits = output if isinstance(output, Tensor) else output.logits
     return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())

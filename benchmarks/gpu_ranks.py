@@ -1,7 +1,7 @@
 """The part of `benchmarks.gpu` that runs on several GPUs, with a real process group.
 
-In each round every engine builds the model, trains it, and leaves, so that the memory of one does
-not show in another's. Of the figures of ranks the largest counts.
+In each round, every engine builds the model, trains it and frees it, so that engines do not affect
+each other's memory. Figures are maxima over ranks.
 """
 
 import gc
@@ -34,7 +34,7 @@ COMPARED = {BASE: "fsdp2", "shardwise": "shardwise-fsdp"}  # rows of `shardwise 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line."""
+    """The options of the command line."""
 
     models: tuple[str, ...]
     blocks: int | None
@@ -53,12 +53,12 @@ def milliseconds(seconds: float) -> str:
 
 COLUMNS = (
     ("ms", "seconds", milliseconds),
-    (f"of {BASE}'s", "ratio", str),
+    (f"/ {BASE}", "ratio", str),
     ("tokens/s", "tokens_per_second", "{:,.0f}".format),
     ("peak GB", "allocated_peak", gigabytes),
     ("reserved GB", "reserved_peak", gigabytes),
     ("comm. ms", "communication_seconds", milliseconds),
-    ("exposed", "exposed_seconds", milliseconds),
+    ("exposed ms", "exposed_seconds", milliseconds),
     ("collectives", "collectives", "{:.0f}".format),
     ("sent GB", "sent_bytes", gigabytes),
     ("kernels", "kernel_launches", "{:.0f}".format),
@@ -68,7 +68,7 @@ COLUMNS = (
 
 
 def compare(world: World, options: Options) -> None:
-    """Measure on every rank; the first one prints."""
+    """Measure on every rank; rank 0 prints."""
     rows: dict[str, dict[str, Any]] = {}
     rounds_by_model = {}
     for name in options.models:
@@ -90,13 +90,13 @@ def compare(world: World, options: Options) -> None:
     harness.make_console().print(harness.make_table(title, COLUMNS, rows))
     if options.out is not None:
         written = {name: row | {"ratio": asdict(row["ratio"])} for name, row in rows.items()}
-        by_model = {name: [asdict(one) for one in some] for name, some in rounds_by_model.items()}
+        by_model = {name: list(map(asdict, rounds)) for name, rounds in rounds_by_model.items()}
         document = {"ranks": world.size, "backend": dist.get_backend()}
         harness.write_json(options.out, {**document, "rounds": by_model, "rows": written})
 
 
 def _train(world: World, options: Options, name: str, engine: Any, number: int) -> Figures:
-    """A turn of one engine on this rank."""
+    """Measure one turn of one engine on this rank."""
     device = world.device
     work = make_work(name, options.blocks, device)
     trainee, batch = engine.start(work), work.batch(number, world.rank)
@@ -117,5 +117,5 @@ def _train(world: World, options: Options, name: str, engine: Any, number: int) 
     }
     dist.barrier()
     del work, trainee, step
-    gc.collect()  # FSDP2's modules are in cycles
+    gc.collect()  # FSDP2's modules are in reference cycles
     return figures

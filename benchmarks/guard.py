@@ -1,9 +1,10 @@
-"""``python -m benchmarks.guard``: what detecting diverged ranks costs while nothing is wrong.
+"""``python -m benchmarks.guard``: the cost of detecting diverged ranks while nothing is wrong.
 
-In a healthy step the guard only keeps records, on the host: an id and tags for each collective, the
-state of its queue under a lock, a note of where the rank is and of the units that it entered. Each
-of these is timed by itself, multiplied by its number in a step, and compared with the step. (The
-whole cannot be seen in a comparison of steps: it is a hundred times smaller than their scatter.)
+In a healthy step, the guard only keeps records on the host: an id and tags for each collective, the
+state of its queue under a lock, the rank's current position, and the units that it has entered.
+Each of these tasks is timed separately, multiplied by its number of calls per step, and compared
+with the step. (A comparison of whole steps cannot show the cost, which is a hundred times smaller
+than their scatter.)
 """
 
 import statistics
@@ -34,18 +35,20 @@ BATCHES, REPETITIONS = 15, 2000
 def main() -> None:
     """Parse the command line, run, print."""
     parser = make_parser("guard", __doc__, ranks=2, rounds=20)
-    parser.add_argument("--batch", type=int, default=4, help="sequences of a rank")
-    parser.add_argument("--width", type=int, default=384, help="of the GPT: 10.7M parameters")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per rank")
+    parser.add_argument(
+        "--width", type=int, default=384, help="width of the GPT (384: 10.7M parameters)"
+    )
     options = parser.parse_args()
-    step_seconds, chores = harness.run_ranks(options.ranks, measure, options)[0]
-    for chore in chores.values():
-        chore["seconds"] = chore["microseconds"] * chore["times_a_step"] / 1e6
-        chore["share"] = chore["seconds"] / step_seconds
-    total = sum(chore["seconds"] for chore in chores.values())
-    rows = chores | {"together": {"seconds": total, "share": total / step_seconds}}
+    step_seconds, tasks = harness.run_ranks(options.ranks, measure, options)[0]
+    for task in tasks.values():
+        task["seconds"] = task["microseconds"] * task["times_a_step"] / 1e6
+        task["share"] = task["seconds"] / step_seconds
+    total = sum(task["seconds"] for task in tasks.values())
+    rows = tasks | {"together": {"seconds": total, "share": total / step_seconds}}
     columns = (
         ("µs", "microseconds", "{:.2f}".format),
-        ("times a step", "times_a_step", "{:.0f}".format),
+        ("calls per step", "times_a_step", "{:.0f}".format),
         ("share of the step", "share", "{:.4%}".format),
     )
     title = f"the guard in a step of {step_seconds * 1e3:.0f} ms, {options.ranks} CPU ranks"
@@ -54,7 +57,7 @@ def main() -> None:
 
 
 def measure(world: World, options: Namespace) -> tuple[float, dict[str, Figures]]:
-    """The fastest step (of which the guard is the largest share), and each chore alone."""
+    """Measure the fastest step, of which the guard has the largest share, and each task alone."""
     shape = Shape(vocabulary=256, context=128, width=options.width, layers=6, heads=4)
     setting = Setting("", shape, world.size, "fp32", (), options.rounds, options.batch)
     work = gpt_work(setting)
@@ -69,11 +72,11 @@ def measure(world: World, options: Namespace) -> tuple[float, dict[str, Figures]
         {"step": step}, options.rounds, title="steps", warm_up=1, visible=world.is_first
     )
     fastest = min(round_.cases["step"]["seconds"] for round_ in rounds)
-    return fastest, time_chores(trainee.model)
+    return fastest, time_tasks(trainee.model)
 
 
-def time_chores(model: torch.nn.Module) -> dict[str, Figures]:
-    """Time every chore, and count it in the last step of ``model``."""
+def time_tasks(model: torch.nn.Module) -> dict[str, Figures]:
+    """Time every task, and count its calls in the last step of ``model``."""
     records = sw.ledger(model).records()
     kinds = [record.event.kind for record in records]
     forwards, backwards = kinds.count(EventKind.FORWARD), kinds.count(EventKind.BACKWARD)
@@ -82,7 +85,7 @@ def time_chores(model: torch.nn.Module) -> dict[str, Figures]:
     label = runtime.scheduler.units[1].plan.label
     links = communicator(runtime.mesh.world, torch.device("cpu"))
     assert isinstance(links.gather, HostCollectives)
-    chores: dict[str, tuple[Callable[[], object], int]] = {
+    tasks: dict[str, tuple[Callable[[], object], int]] = {
         "id, tags and state of a collective": (partial(note_collective, links.gather), collectives),
         "note where the rank is": (
             lambda: runtime.scheduler.report(f"forward of {label}"),
@@ -92,26 +95,26 @@ def time_chores(model: torch.nn.Module) -> dict[str, Figures]:
         "ask whether to recover": (links.recover, forwards),
     }
     return {
-        name: {"microseconds": microseconds(chore), "times_a_step": times}
-        for name, (chore, times) in chores.items()
+        name: {"microseconds": microseconds(task), "times_a_step": times}
+        for name, (task, times) in tasks.items()
     }
 
 
 def note_collective(queue: HostCollectives) -> None:
-    """What is noted of a collective of two exchanges."""
+    """Keep the records of a collective with two exchanges."""
     collective = queue._next_id("gather blocks.0", queue.world, 1 << 20)
     queue._begin(collective)
     _ = collective.tag, collective.tag
     queue._end(collective)
 
 
-def microseconds(chore: Callable[[], object]) -> float:
-    """Median over batches of the mean time of a call."""
+def microseconds(task: Callable[[], object]) -> float:
+    """Return the mean time of a call, as a median over batches of calls."""
     means = []
     for _ in range(BATCHES):
         began = time.perf_counter()
         for _ in range(REPETITIONS):
-            chore()
+            task()
         means.append((time.perf_counter() - began) / REPETITIONS)
     return statistics.median(means) * 1e6
 

@@ -1,19 +1,20 @@
-"""``python -m benchmarks.host``: what a unit costs the host in a step, compared with FSDP2.
+"""``python -m benchmarks.host``: the host time of a unit per step, compared with FSDP2.
 
-A GPU idles where the host does not launch its work in time. This measures the host alone, on a CPU:
-units of tiny layers, whose kernels take next to nothing, and a process group of as many ranks as
-are asked for, whose collectives are counted and do nothing. Streams and events do nothing either
-and are counted; all engines use them. shardwise takes the path of an accelerator: it orders
-everything by events, records events for its ledger, and allocates as it would there. **Not
-measured: the driver's part of a call, and the watch over other ranks that shardwise keeps on NCCL.
-Copies, which a GPU does asynchronously, are on the host here, and FSDP2's grow with the ranks.**
+A GPU is idle if the host does not launch its work in time. This benchmark measures only the host,
+on a CPU: units of tiny layers, whose kernels take almost no time, and a process group of any number
+of ranks, whose collectives do nothing but are counted. Streams and events, which all engines use,
+also do nothing but are counted. shardwise runs as on an accelerator: it orders everything with
+events, records events for its ledger, and allocates in the same way. **Not measured: the driver's
+part of a call, and the watchdog that shardwise runs with NCCL. Copies, which are asynchronous on a
+GPU, run on the host here, and FSDP2's grow with the number of ranks.**
 
-The engines take turns in one process per number of ranks. Times are CPU times, medians over rounds.
+The engines take turns in one process per number of ranks. Times are CPU times, as medians over
+rounds.
 
-Columns, per unit and step: *µs* are those of *forward*, *backward* and *update* (fused AdamW and
-`zero_grad`); *kernels* are operators that are neither views nor allocations; *allocations* are
-calls of torch's allocator; *stream calls* record events and wait for them on a stream; in *syncs*
-the host would wait for the device.
+Columns, per unit and step: *µs* is the sum of *forward*, *backward* and *update* (fused AdamW and
+`zero_grad`); *kernels* counts operators that are neither views nor allocations; *allocations*
+counts calls of torch's allocator; *stream calls* counts events that are recorded or that a stream
+waits for; *syncs* counts calls in which the host would wait for the device.
 """
 
 import gc
@@ -47,7 +48,7 @@ BASE = "fsdp2"
 COMPARED = ("alone", BASE, "shardwise-fsdp", "shardwise-fsdp-dim")  # rows of `shardwise bench`
 WIDTH = 8
 WARM_UP = 3  # rounds
-CALLS: Counter[str] = Counter()  # of this process
+CALLS: Counter[str] = Counter()  # calls in this process
 
 _NO_KERNELS = {
     "aten::detach",
@@ -60,7 +61,7 @@ _NO_KERNELS = {
     "aten::resize_",
     "aten::set_",
 }
-_SYNCS = {  # the host needs their result, or its size
+_SYNCS = {  # operators whose result, or its size, the host needs
     "aten::_local_scalar_dense",
     "aten::equal",
     "aten::is_nonzero",
@@ -71,11 +72,11 @@ _SYNCS = {  # the host needs their result, or its size
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is measured."""
+    """The settings of a measurement."""
 
     num_ranks: int
     units: int
-    layers: int  # of a unit: each has a weight and a bias
+    layers: int  # layers per unit, each with a weight and a bias
     bf16: bool
     rounds: int
 
@@ -83,9 +84,11 @@ class Setting:
 def main(words: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print."""
     parser = make_parser("host", __doc__, rounds=60)
-    parser.add_argument("--ranks", default="8,64,1024,16384", help="posed as, by comma")
-    parser.add_argument("--units", type=int, default=50)
-    parser.add_argument("--layers", type=int, default=1, help="of each unit")
+    parser.add_argument(
+        "--ranks", default="8,64,1024,16384", help="numbers of ranks to simulate, comma-separated"
+    )
+    parser.add_argument("--units", type=int, default=50, help="number of units")
+    parser.add_argument("--layers", type=int, default=1, help="layers per unit")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     options = parser.parse_args(words)
     rows: dict[str, Figures] = {}
@@ -105,11 +108,11 @@ def main(words: Sequence[str] | None = None) -> None:
             }
     columns = (
         ("µs", "seconds", microseconds),
-        (f"of {BASE}", "ratio", "{:.2f}".format),
+        (f"/ {BASE}", "ratio", "{:.2f}".format),
         *((name, name, microseconds) for name in ("forward", "backward", "update")),
         *((name.replace("_", " "), name, "{:.1f}".format) for name in COUNTED),
     )
-    title = f"the host's part of a step, per unit: {options.units} units, {options.dtype}"
+    title = f"host time of a step per unit: {options.units} units, {options.dtype}"
     harness.publish(title, columns, rows, options.out, rounds=options.rounds)
 
 
@@ -117,11 +120,11 @@ def microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.0f}"
 
 
-# -- a process that poses as one of many ranks -----------------------------------------------------
+# -- a process that simulates one of many ranks ----------------------------------------------------
 
 
 def measure(setting: Setting) -> tuple[list[Round], dict[str, Figures]]:
-    """The rounds, and what each engine calls in a step; all per unit."""
+    """Return the rounds and each engine's calls in a step, all per unit."""
     torch.set_num_threads(1)
     with posing_as_one_of(setting.num_ranks):
         work = make_work(setting)
@@ -131,7 +134,7 @@ def measure(setting: Setting) -> tuple[list[Round], dict[str, Figures]]:
             engine: partial(time_step, trainee, batch, setting.units)
             for engine, trainee in trainees.items()
         }
-        gc.freeze()  # or collecting would go through all that is there
+        gc.freeze()  # otherwise each collection would visit all existing objects
         title = f"{setting.num_ranks} ranks"
         rounds = harness.interleave(cases, setting.rounds, title=title, warm_up=WARM_UP)
         counts = {
@@ -157,7 +160,7 @@ class _Unit(nn.Sequential):
 
 
 def time_step(trainee: Trainee, batch: Tensor, units: int, _number: int = 0) -> Figures:
-    """CPU seconds of a step and of its parts, per unit; garbage is collected between steps."""
+    """Measure CPU seconds of a step and its parts, per unit; garbage is collected between steps."""
     gc.collect()
     gc.disable()
     times = [time.process_time()]
@@ -178,7 +181,7 @@ def time_step(trainee: Trainee, batch: Tensor, units: int, _number: int = 0) -> 
     }
 
 
-# -- what is called in a step ----------------------------------------------------------------------
+# -- the calls of a step ---------------------------------------------------------------------------
 
 COUNTED = ("operators", "kernels", "allocations", "collectives", "stream_calls", "syncs")
 
@@ -203,7 +206,7 @@ def is_free(func: Any) -> bool:
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is not Tensor and kind is not nn.Parameter for kind in types):
-            return NotImplemented  # a DTensor, whose parts come here as well
+            return NotImplemented  # a DTensor; operators on its local tensors also arrive here
         name = func._schema.name
         CALLS["operators"] += 1
         CALLS["kernels"] += not is_free(func)
@@ -211,12 +214,12 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-# -- ranks and streams that are not there ----------------------------------------------------------
+# -- simulated ranks and streams -------------------------------------------------------------------
 
 
 @contextmanager
 def posing_as_one_of(num_ranks: int) -> Iterator[None]:
-    """The first of ``num_ranks``, on an "accelerator" of memory of the host."""
+    """Simulate rank 0 of ``num_ranks`` on an "accelerator" that uses host memory."""
     backend = dist.Backend._BackendPlugin(
         lambda options, _: _Group(options.group_rank, options.group_size),  # type: ignore[call-arg]
         extended_api=True,
@@ -233,7 +236,7 @@ def posing_as_one_of(num_ranks: int) -> Iterator[None]:
 
 class _Group(dist.ProcessGroup):
     def launched(self, num_bytes: int, *, times: int = 1) -> None:  # noqa: ARG002
-        """A collective was, which sends so many bytes so many times."""
+        """Count a collective that sends ``num_bytes`` several ``times``."""
         CALLS["collectives"] += 1
 
     def all_gather_single(self, whole: Tensor, *_args: object) -> "_Done":
@@ -251,7 +254,7 @@ class _Group(dist.ProcessGroup):
     def barrier(self, *_args: object, **_options: object) -> "_Done":
         return _Done()
 
-    # Their names before torch 2.13.
+    # Names before torch 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
@@ -300,14 +303,14 @@ class _Stream:
         CALLS["stream_calls"] += 1
 
     def wait_stream(self, _other: object) -> None:
-        CALLS["stream_calls"] += 2  # an event is recorded and waited for
+        CALLS["stream_calls"] += 2  # records an event and waits for it
 
     def synchronize(self) -> None:
         CALLS["syncs"] += 1
 
 
 class _Accelerator(transport_device.Accelerator):
-    """`Accelerator` with the streams of this file, as FSDP2 finds them in `torch.cpu`."""
+    """`Accelerator` with the streams of this file, which FSDP2 also gets from `torch.cpu`."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device

@@ -1,13 +1,14 @@
-"""``python -m benchmarks.initialize``: memory and time of a start on the meta device, and without.
+"""``python -m benchmarks.initialize``: memory and time to initialize and shard a model.
 
-Every start runs in new processes, one for each rank, all on this machine:
+Every initialization runs in new processes, one for each rank, all on this machine:
 
-- *meta*: the model has no storage until `sw.fully_shard` makes, fills and cuts one unit at a time;
-- *whole*: every rank holds the whole model, fills it in the same way, and cuts it: the same bits;
-- *eager*: the constructor of the model fills it, as it does in most programs, before it is cut.
+- *meta*: the model is on the meta device; `sw.fully_shard` allocates, fills and shards it unit by
+  unit;
+- *whole*: every rank fills the whole model in the same way and then shards it: the same bits;
+- *eager*: the model's constructor fills it, as in most programs, before it is sharded.
 
-The peak is that of resident memory above what the process had before, relative to the rank's shards
-and the largest gathered unit.
+The peak is that of resident memory minus the memory before, and is compared with the rank's shards
+plus the largest gathered unit.
 """
 
 import hashlib
@@ -37,34 +38,34 @@ SHAPES = {
     "300M": Shape(vocabulary=8192, context=256, width=1280, layers=15, heads=20),
     "1B": Shape(vocabulary=8192, context=256, width=2048, layers=20, heads=16),
 }
-LIBRARIES_BYTES = 300_000_000  # of a process that has imported torch
+LIBRARIES_BYTES = 300_000_000  # memory of a process that has imported torch
 
 
 def main() -> None:
-    """Parse the command line, start, print."""
+    """Parse the command line, initialize, print."""
     parser = make_parser("initialize", __doc__, ranks=4, rounds=1)
     parser.add_argument("--parameters", choices=SHAPES, default="1B")
-    parser.add_argument("--ways", default=",".join(WAYS), help="by comma")
+    parser.add_argument("--modes", default=",".join(MODES), help="modes, comma-separated")
     options = parser.parse_args()
-    ways = options.ways.split(",")
-    if unknown := set(ways) - set(WAYS):
-        parser.error(f"unknown ways {sorted(unknown)}; expected some of {', '.join(WAYS)}")
+    modes = options.modes.split(",")
+    if unknown := set(modes) - set(MODES):
+        parser.error(f"unknown modes {sorted(unknown)}; expected some of {', '.join(MODES)}")
     sizes = measure_sizes(SHAPES[options.parameters], options.ranks)
-    if (needed := needed_bytes(sizes, ways)) > (available := available_bytes()):
+    if (needed := needed_bytes(sizes, modes)) > (available := available_bytes()):
         parser.error(
-            f"needs {needed / 1e9:.1f} GB of memory for {options.ways}, and "
-            f"{available / 1e9:.1f} GB are available; choose fewer --parameters, or --ways meta"
+            f"--modes {options.modes} needs {needed / 1e9:.1f} GB of memory, but only "
+            f"{available / 1e9:.1f} GB are available; choose fewer --parameters, or --modes meta"
         )
     digests: dict[str, list[str]] = {}
 
-    def measure(way: str, _number: int) -> Figures:
-        by_rank = harness.run_ranks(options.ranks, start, way, options.parameters)
-        digests[way] = [digest for _, digest in by_rank]
+    def measure(mode: str, _number: int) -> Figures:
+        by_rank = harness.run_ranks(options.ranks, start, mode, options.parameters)
+        digests[mode] = [digest for _, digest in by_rank]
         return harness.largest([figures for figures, _ in by_rank])
 
-    cases = {way: partial(measure, way) for way in ways}
-    rounds = harness.merge([harness.interleave(cases, options.rounds, title="starts")])
-    rows = {way: harness.medians(rounds, way) for way in ways}
+    cases = {mode: partial(measure, mode) for mode in modes}
+    rounds = harness.merge([harness.interleave(cases, options.rounds, title="initialization")])
+    rows = {mode: harness.medians(rounds, mode) for mode in modes}
     limit = sizes["shard_bytes"] + sizes["unit_bytes"]
     for figures in rows.values():
         figures["peak_relative"] = figures["peak_bytes"] / limit
@@ -72,41 +73,41 @@ def main() -> None:
         rows["meta"]["same_bits_as_whole"] = digests["meta"] == digests["whole"]
     columns = (
         ("time, s", "seconds", "{:.1f}".format),
-        ("peak of a rank, MB", "peak_bytes", lambda peak: f"{peak / 1e6:,.0f}"),
-        ("of shards and a unit", "peak_relative", "{:.2f} x".format),
-        ("bits of whole", "same_bits_as_whole", lambda same: "the same" if same else "OTHERS"),
+        ("peak per rank, MB", "peak_bytes", lambda peak: f"{peak / 1e6:,.0f}"),
+        ("/ shards and a unit", "peak_relative", "{:.2f} x".format),
+        ("bits of whole", "same_bits_as_whole", lambda same: "the same" if same else "DIFFERENT"),
     )
-    what = f"{options.parameters} on {options.ranks} ranks"
-    title = f"{what}: shards and the largest unit are {limit / 1e6:,.0f} MB"
+    model = f"{options.parameters} on {options.ranks} ranks"
+    title = f"{model}: shards and the largest unit are {limit / 1e6:,.0f} MB"
     harness.publish(title, columns, rows, options.out, sizes=sizes)
 
 
 def measure_sizes(shape: Shape, ranks: int) -> dict[str, int]:
-    """Bytes of a GPT in float32, from its plan."""
+    """Return the bytes of a float32 GPT according to its plan."""
     with torch.device("meta"):
         plan = make_plan(GPT(shape), world_size=ranks, units=Block)
     return {
         "ranks": ranks,
         "parameters": plan.num_parameters,
         "model_bytes": plan.parameter_bytes,
-        "shard_bytes": plan.shard_bytes,  # of one rank
+        "shard_bytes": plan.shard_bytes,  # per rank
         "unit_bytes": max(unit.gathered_bytes for unit in plan.units),
     }
 
 
-def needed_bytes(sizes: dict[str, int], ways: Sequence[str]) -> int:
-    """Of all ranks together, for the way that needs most."""
-    whole = sizes["model_bytes"] if set(ways) - {"meta"} else 0
+def needed_bytes(sizes: dict[str, int], modes: Sequence[str]) -> int:
+    """Return the memory of all ranks together, for the mode that needs the most."""
+    whole = sizes["model_bytes"] if set(modes) - {"meta"} else 0
     return sizes["ranks"] * (whole + sizes["shard_bytes"] + sizes["unit_bytes"] + LIBRARIES_BYTES)
 
 
-def start(_world: World, way: str, parameters: str) -> tuple[Figures, str]:
-    """One rank's start: its time and peak, and a digest of its shards."""
-    WAYS[way](SHAPES["tiny"])  # loads what is loaded lazily
+def start(_world: World, mode: str, parameters: str) -> tuple[Figures, str]:
+    """Initialize on one rank; return time and peak, and a digest of its shards."""
+    MODES[mode](SHAPES["tiny"])  # runs lazy imports
     dist.barrier()
     reset_high_water()
     before, began = resident_bytes(), time.perf_counter()
-    model = WAYS[way](SHAPES[parameters])
+    model = MODES[mode](SHAPES[parameters])
     dist.barrier()
     seconds, peak = time.perf_counter() - began, high_water_bytes() - before
     return {"seconds": seconds, "peak_bytes": peak}, digest(model)
@@ -132,7 +133,7 @@ def from_eager(shape: Shape) -> nn.Module:
     return sw.fully_shard(GPT(shape), units=Block)
 
 
-WAYS: dict[str, Callable[[Shape], nn.Module]] = {
+MODES: dict[str, Callable[[Shape], nn.Module]] = {
     "meta": from_meta,
     "whole": from_whole,
     "eager": from_eager,
@@ -140,7 +141,7 @@ WAYS: dict[str, Callable[[Shape], nn.Module]] = {
 
 
 def digest(model: nn.Module) -> str:
-    """Of the bits of this rank's shards, by name."""
+    """Hash the bits of this rank's shards, with their names."""
     found = hashlib.sha256()
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, sw.ShardedTensor)

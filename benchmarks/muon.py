@@ -1,15 +1,15 @@
-"""``python -m benchmarks.muon``: a step of Muon by owners, and torch's own way on FSDP2.
+"""``python -m benchmarks.muon``: a step of Muon on owner ranks, compared with PyTorch's on FSDP2.
 
-The blocks of a GPT are sharded, have random gradients, and are stepped alone, by turns: by
-`torch.optim.Muon` on the DTensors of `torch.distributed.fsdp`, where every matrix product gathers a
-factor or sums up over ranks; by the same optimizer on whole copies, so that every rank gathers
-every gradient and orthogonalizes every matrix; and by `sw.optim.Muon`, with parameters that are cut
-anywhere and with matrices that are whole on a rank. All orthogonalize in bfloat16, one thread on
-each rank. *Collectives* are calls, and *bytes* are what a rank sends: of torch, in the collectives
-that DTensor calls, and of shardwise, as its transport counts them.
+The blocks of a GPT are sharded and get random gradients. Only the optimizer step is measured, in
+turns, for three optimizers. `torch.optim.Muon` on the DTensors of FSDP2 gathers a factor or reduces
+over ranks in every matrix product. The same optimizer on whole copies gathers every gradient on
+every rank, and every rank orthogonalizes every matrix. `sw.optim.Muon` runs with parameters that
+are cut anywhere, and with matrices that are whole on one rank. All orthogonalize in bfloat16 with
+one thread per rank. *Collectives* counts calls, and *bytes* what a rank sends: for torch, in the
+collectives that DTensor calls; for shardwise, as its transport counts.
 
-``--picture`` trains a small GPT on the source of Python's standard library instead, with AdamW,
-Muon and SOAP at the same learning rate, and draws the losses.
+``--picture`` instead trains a small GPT on the source of Python's standard library with AdamW, Muon
+and SOAP at the same learning rate, and plots the losses.
 """
 
 import contextlib
@@ -38,17 +38,17 @@ from shardwise.train.text import STDLIB, Text, find_files, split_files
 from shardwise.transport.communicator import Collectives, communicator
 
 BASE = "torch.optim.Muon, on DTensors"
-RATE, STEPS, SEQUENCES, CONTEXT = 3e-3, 300, 16, 64  # of the picture
-_SMOOTH = 20  # steps of which the picture shows the mean
+RATE, STEPS, SEQUENCES, CONTEXT = 3e-3, 300, 16, 64  # for the plot
+_SMOOTH = 20  # number of steps that the plot averages
 _GATHER, _REDUCE, _SCATTER = "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"
 
 
 def main() -> None:
     """Parse the command line, run, print."""
     parser = make_parser("muon", __doc__, ranks=4, rounds=7)
-    parser.add_argument("--width", type=int, default=256, help="of the GPT")
-    parser.add_argument("--layers", type=int, default=4, help="of the GPT")
-    parser.add_argument("--picture", type=Path, help="train instead, and draw the losses there")
+    parser.add_argument("--width", type=int, default=256, help="width of the GPT")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the GPT")
+    parser.add_argument("--picture", type=Path, help="train instead, and plot losses to this file")
     options = parser.parse_args()
     if options.picture is not None:
         draw(train(), options.picture)
@@ -64,26 +64,26 @@ def main() -> None:
     }
     columns = (
         ("ms", "seconds", lambda seconds: f"{seconds * 1e3:.0f}"),
-        ("to torch's", "ratio", "{:.2f}".format),
+        ("/ torch", "ratio", "{:.2f}".format),
         ("CPU s", "cpu_seconds", "{:.3f}".format),
-        ("to torch's", "cpu_ratio", "{:.2f}".format),
+        ("/ torch", "cpu_ratio", "{:.2f}".format),
         ("collectives", "num_collectives", "{:.0f}".format),
         ("MB sent", "sent_bytes", lambda sent: f"{sent / 1e6:.2f}"),
     )
     setting = {name: getattr(options, name) for name in ("ranks", "width", "layers", "rounds")}
-    title = f"a step of Muon alone, {options.ranks} CPU ranks"
+    title = f"optimizer step of Muon, {options.ranks} CPU ranks"
     harness.publish(title, columns, rows, options.out, **setting)
 
 
-# -- steps alone -----------------------------------------------------------------------------------
+# -- optimizer steps -------------------------------------------------------------------------------
 
 
 def measure(world: World, options: Namespace) -> list[Round]:
-    """Interleaved steps on this rank."""
+    """Measure interleaved steps on this rank."""
     torch.set_num_threads(1)
     cases = {
-        BASE: _torchs(options),
-        "torch.optim.Muon, all gathered": _gathering(options),
+        BASE: _torch_muon(options),
+        "torch.optim.Muon, all gathered": _gathering_muon(options),
         "sw.optim.Muon": _ours(options, "element"),
         'sw.optim.Muon, granularity="tensor"': _ours(options, "tensor"),
     }
@@ -96,13 +96,13 @@ def _gpt(options: Namespace) -> GPT:
     return GPT(Shape(256, 64, options.width, options.layers, heads=4))
 
 
-def _torchs(options: Namespace) -> Callable[[int], Figures]:
+def _torch_muon(options: Namespace) -> Callable[[int], Figures]:
     matrices = _fsdp2_matrices(options)
     optimizer: Optimizer = torch.optim.Muon(matrices)
     return partial(_step, matrices, optimizer.step, _Collectives())
 
 
-def _gathering(options: Namespace) -> Callable[[int], Figures]:
+def _gathering_muon(options: Namespace) -> Callable[[int], Figures]:
     matrices = _fsdp2_matrices(options)
     copies = [nn.Parameter(matrix.full_tensor().detach()) for matrix in matrices]
     optimizer: Optimizer = torch.optim.Muon(copies)
@@ -159,7 +159,7 @@ def _step(
 
 
 class _Watch(Protocol):
-    """Calls of collectives, and the bytes that this rank sent in them."""
+    """Counts calls of collectives, and the bytes that this rank sends in them."""
 
     @property
     def sent(self) -> tuple[float, float]: ...
@@ -170,7 +170,7 @@ class _Watch(Protocol):
 
 
 class _OwnCollectives(contextlib.nullcontext[None]):
-    """Those of shardwise, which counts them itself."""
+    """Reads the counters of shardwise's collectives."""
 
     def __init__(self, queues: Sequence[Collectives]) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class _OwnCollectives(contextlib.nullcontext[None]):
 
 
 class _Collectives(TorchDispatchMode):
-    """Those that DTensor calls."""
+    """Counts the collectives that DTensor calls."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -192,7 +192,7 @@ class _Collectives(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if DTensor in types:  # DTensor calls its collectives if this mode leaves the op to it
+        if DTensor in types:  # let DTensor handle the op, so that it calls its collectives
             return NotImplemented
         name = func._schema.name.rpartition("::")[2]
         if func.namespace == "_c10d_functional" and name in (_GATHER, _REDUCE, _SCATTER):
@@ -208,7 +208,7 @@ class _Collectives(TorchDispatchMode):
 
 
 def train() -> dict[str, list[float]]:
-    """Losses by optimizer, all from the same start on the same batches."""
+    """Return the losses by optimizer, all from the same initial model and on the same batches."""
     shape = Shape(vocabulary=256, context=CONTEXT, width=96, layers=3, heads=4)
     makers: dict[str, Callable[[nn.Module], Optimizer]] = {
         "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, fused=True),
@@ -244,7 +244,7 @@ def _train_step(model: nn.Module, optimizer: Optimizer, text: Text, step: int) -
 
 
 def draw(losses: dict[str, list[float]], path: Path) -> None:
-    """A curve for each optimizer."""
+    """Plot a curve for each optimizer."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (an optional dependency)
 
     figure = Figure(figsize=(7, 4), layout="constrained")

@@ -24,7 +24,7 @@ def test_both_engines_train_as_one_of_eight(
     monkeypatch.setattr("benchmarks.gpu.get_context", lambda _: CONTEXT)  # which has torch
     out = tmp_path / "gpu.json"
     main([*TINY, "--ranks", "8", "--rounds", "1", "--out", str(out)])
-    assert "no network is in it" in capsys.readouterr().out
+    assert "no network is involved" in capsys.readouterr().out
     results = json.loads(out.read_text(encoding="utf-8"))
     tasks = results["tasks"].values()
     assert [(task["engine"], task["ranks"]) for task in tasks] == [("fsdp2", 8), ("shardwise", 8)]
