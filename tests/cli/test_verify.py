@@ -42,8 +42,8 @@ USAGE_ERRORS = {
     "to 1/254 (int8), 1/16 (fp8) or 1/14 (int4) of the largest value in their block; pass "
     "--tolerance. With block=8 and --optimizer sgd, 0.5 is enough for int8 and fp8, and for int4 "
     "in reductions",
-    "--wire int8": "--wire int8: expected some of gather=, reduce=, block=, ranks_per_host=, "
-    "error_feedback=, such as gather=int8,reduce=int4; got 'int8'",
+    "--wire int8": "--wire int8: expected one or more of gather=, reduce=, block=, "
+    "ranks_per_host=, error_feedback=, such as gather=int8,reduce=int4; got 'int8'",
     "--wire gather=int7 --tolerance 1": "Wire(gather='int7'): expected one of int8, int4, fp8",
     "--wire gather=int8 --engine ddp": "--wire gather=int8: other engines do not use it",
 }

@@ -147,7 +147,7 @@ def test_adapters_are_merged_and_exported(root: Path, trained: tuple[list[float]
 
 def test_adapters_are_of_linear_layers(root: Path) -> None:
     changed = {"lora_rank": 2, "lora_targets": ["embed_tokens"]}
-    with pytest.raises(ConfigError, match="only linear layers are adapted"):
+    with pytest.raises(ConfigError, match="expected only linear layers"):
         check(config_of(root, "errors", model=changed))
 
 

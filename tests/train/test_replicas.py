@@ -56,7 +56,7 @@ def test_keys_that_do_not_fit_replicas_are_refused(given: dict[str, Any], messag
 def test_the_batch_is_divided_among_the_ranks_of_all_replicas() -> None:
     config = Config.model_validate({"outer": {"hub": "a:1", "replicas": 2}}).with_ranks(2)
     assert config.rank_batch == 4
-    with pytest.raises(ConfigError, match="does not divide into 6 ranks"):
+    with pytest.raises(ConfigError, match="is not divisible by 6 ranks"):
         config.with_ranks(3)
 
 

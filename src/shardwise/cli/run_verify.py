@@ -115,7 +115,7 @@ class VerifyOptions:
             name, _, value = part.strip().partition("=")
             if name not in known or not value:
                 raise ConfigError(
-                    f"--wire {self.wire}: expected some of {'=, '.join(known)}=, such as "
+                    f"--wire {self.wire}: expected one or more of {'=, '.join(known)}=, such as "
                     f"gather=int8,reduce=int4; got {part.strip()!r}"
                 )
             options[name] = int(value) if value.isdecimal() else _BOOLEANS.get(value, value)

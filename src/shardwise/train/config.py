@@ -274,7 +274,7 @@ def check_batch(train: TrainConfig, num_ranks: int) -> None:
         way_out += f", or train.micro_batch to {max(divisors)}"
     batches = f" x micro-batches of {train.micro_batch}" if train.micro_batch else ""
     raise ConfigError(
-        f"train.global_batch={train.global_batch} does not divide into {num_ranks} ranks{batches}; "
+        f"train.global_batch={train.global_batch} is not divisible by {num_ranks} ranks{batches}; "
         f"{way_out}"
     )
 

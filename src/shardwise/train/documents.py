@@ -74,7 +74,9 @@ def read_arrow(path: Path, column: str) -> Iterator[Document]:
 
 def _check_column(path: Path, column: str, names: Sequence[str]) -> None:
     if column not in names:
-        raise ConfigError(f"data.column={column!r}: {path} has {', '.join(names)}")
+        raise ConfigError(
+            f"data.column={column!r}: {path} has no such column; expected one of {', '.join(names)}"
+        )
 
 
 _READERS: Mapping[str, Reader] = {

@@ -107,7 +107,7 @@ class HuggingFace:
             if parameter.requires_grad and not (".lora_A." in name or ".lora_B." in name)
         ]
         if others:
-            raise ConfigError(f"model.lora_targets: {others[0]}: only linear layers are adapted")
+            raise ConfigError(f"model.lora_targets: {others[0]}: expected only linear layers")
         return adapted
 
     def filler(self, model: nn.Module) -> Callable[[nn.Module], None]:

@@ -122,7 +122,7 @@ def _resume(run: RunDirectory, config: Config) -> RunDirectory:
     step = _check_same_run(checkpoint, config)
     if step > config.train.steps:
         raise ConfigError(
-            f"train.steps={config.train.steps}: {checkpoint} is beyond it; choose another "
+            f"train.steps={config.train.steps}: {checkpoint} is from a later step; choose another "
             "run.directory, or set run.overwrite=true to start over"
         )
     return replace(run, checkpoint=checkpoint, step=step, history=read_history(run.metrics, step))
