@@ -1,13 +1,14 @@
-"""``python -m benchmarks.outer``: replicas behind a slow network against synchronous training.
+"""``python -m benchmarks.outer``: replicas on a slow network, compared with synchronous training.
 
-Three runs of a small GPT on the standard library's text, of two replicas of two ranks each, with
-the same batches: synchronous ones (strategy "hsdp"), replicas that meet at a hub every few steps,
-and the same with one replica that is killed and started again. All of them go on from one
-checkpoint after ``--warm`` synchronous steps, at the same place of one schedule. Between a replica
-and the hub a relay lets 10 Mbit/s through in each direction, and counts bytes.
+A small GPT trains on the text of the standard library in three runs, each with two replicas of two
+ranks and the same batches: synchronous replicas (strategy "hsdp"), replicas that synchronize at a
+hub every few steps, and the latter with one replica that is killed and restarted. All runs continue
+from one checkpoint after ``--warm`` synchronous steps, at the same position of one schedule. A
+relay between each replica and the hub limits the rate to 10 Mbit/s in each direction and counts
+bytes.
 
-Goodput is the share of the tokens that count of those that two replicas train while the one that
-stays trains its own. Steps of the killed one since its last synchronization do not count.
+Goodput is the number of useful tokens, relative to the tokens that two replicas would train in the
+same time. Steps of the killed replica since its last synchronization are not useful.
 """
 
 import argparse
@@ -43,7 +44,7 @@ from shardwise.train.data import VOCABULARY, Sequences, open_corpus
 from shardwise.train.model import GPT, Block, Shape
 from shardwise.transport.communicator import communicator
 
-RANKS = 2  # of a replica
+RANKS = 2  # ranks per replica
 REPLICAS = 2
 FORKS = multiprocessing.get_context("forkserver")
 VALIDATION_BATCHES = 48
@@ -51,7 +52,7 @@ RESULTS = Path(__file__).parent / "results" / "outer.json"
 
 
 def main() -> None:
-    """Run what was asked for, and print a table."""
+    """Run the selected runs and print a report."""
     options = _parser().parse_args()
     FORKS.set_forkserver_preload(["shardwise.public", "shardwise.train.data"])
     with tempfile.TemporaryDirectory() as name:
@@ -80,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     for key, factor in factors.items():
         parser.add_argument(f"--{key}", type=float, default=factor)
     parser.add_argument("--dtype", default="int4")
-    parser.add_argument("--checkpoint", default="", help="after the warm steps; made if missing")
+    parser.add_argument(
+        "--checkpoint", default="", help="checkpoint after the warm steps; made if missing"
+    )
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
     return parser
 
@@ -93,7 +96,7 @@ def _setting(options: Namespace) -> dict[str, Any]:
 
 
 def _work(options: Namespace, environment: dict[str, str]) -> None:
-    """One rank."""
+    """Train on one rank."""
     os.environ.update(environment)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -123,7 +126,7 @@ def _work(options: Namespace, environment: dict[str, str]) -> None:
         outer = sw.outer_optimizer(
             model,
             optimizer,
-            _row(options),
+            _outer_of(options),
             hub=options.hub,
             replica=options.replica,
             num_replicas=REPLICAS,
@@ -157,7 +160,7 @@ def _work(options: Namespace, environment: dict[str, str]) -> None:
     dist.destroy_process_group()
 
 
-def _row(options: Namespace) -> sw.Outer:
+def _outer_of(options: Namespace) -> sw.Outer:
     return sw.Outer(
         every=options.every,
         fragments=options.fragments,
@@ -176,7 +179,7 @@ def _row(options: Namespace) -> sw.Outer:
 
 
 def _schedule(share: float) -> float:
-    """A warm-up, and half a cosine down to a fiftieth."""
+    """Return a factor on the rate: a warm-up, then half a cosine down to 1/50."""
     return min((share + 1e-3) / 0.1, 0.51 + 0.49 * math.cos(math.pi * max(0.0, share - 0.1) / 0.9))
 
 
@@ -187,7 +190,7 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
 def _losses(
     model: nn.Module, held_out: Sequences, outer: sw.OuterOptimizer | None
 ) -> dict[str, float]:
-    """Of the model, and then of the shared parameters, which it takes."""
+    """Return validation losses of the model and of the shared parameters, which replace its own."""
     found = {"own": _validate(model, held_out)}
     if outer is not None:
         with torch.no_grad():
@@ -209,7 +212,7 @@ def _validate(model: nn.Module, data: Sequences) -> float:
 
 
 class Relay:
-    """Lets ``bytes_per_second`` through to ``target`` in each direction; a token bucket."""
+    """Relays to ``target`` with at most ``bytes_per_second`` in each direction (token bucket)."""
 
     def __init__(self, target: str, bytes_per_second: float) -> None:
         self.target = target
@@ -246,15 +249,15 @@ class Relay:
         )
 
     async def _pass(
-        self, way: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, direction: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         with closing(writer), suppress(OSError):
             while piece := await reader.read(1 << 13):
                 now = time.monotonic()
-                begins = max(now, self._free_at[way])
-                self._free_at[way] = begins + len(piece) / self.rate
-                await asyncio.sleep(self._free_at[way] - now)
-                self.passed[way] += len(piece)
+                begins = max(now, self._free_at[direction])
+                self._free_at[direction] = begins + len(piece) / self.rate
+                await asyncio.sleep(self._free_at[direction] - now)
+                self.passed[direction] += len(piece)
                 writer.write(piece)
                 await writer.drain()
 
@@ -263,7 +266,7 @@ class Relay:
 
 
 def _start(options: Namespace, worker: str, ranks: int, out: Path, **more: Any) -> list[Any]:
-    """Start the ranks of one world, forked from a process that has imported torch."""
+    """Start the ranks of one world by forking a process that has imported torch."""
     port = _free_port()
     own = Namespace(**{**vars(options), **more, "worker": worker, "out": out})
     environments = [
@@ -283,7 +286,7 @@ def _start(options: Namespace, worker: str, ranks: int, out: Path, **more: Any) 
 
 
 def _free_port() -> int:
-    with HubThread() as hub:  # whose port is free again
+    with HubThread() as hub:  # its port is free again after the block
         return int(hub.address.rpartition(":")[2])
 
 
@@ -302,7 +305,7 @@ def _read(out: Path, rank: int = 0) -> list[dict[str, Any]]:
 
 def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     steps = [line for line in lines if "step" in line]
-    # From the second step on, as buffers are gathered in the order of the first.
+    # From the second step on, because the first one records the order of the gathers.
     per_step = (steps[-1]["inner_bytes"] - steps[0]["inner_bytes"]) / (len(steps) - 1)
     return {
         "validation": lines[-1]["validation"],
@@ -391,22 +394,23 @@ def _goodput(options: Namespace, stayed: Path, killed: Path) -> dict[str, Any]:
 
 
 def _unshared_steps(options: Namespace, after: int) -> float:
-    """Steps that no other replica has learned of, as a mean over the fragments."""
-    row = _row(options)
+    """Return the steps that other replicas have not received, as a mean over fragments."""
+    outer = _outer_of(options)
     shared = [
         max(
-            (step for step in range(1, after - row.delay) if one in row.sent_after(step)), default=0
+            (step for step in range(1, after - outer.delay) if fragment in outer.sent_after(step)),
+            default=0,
         )
-        for one in range(row.fragments)
+        for fragment in range(outer.fragments)
     ]
-    return after - sum(shared) / row.fragments
+    return after - sum(shared) / outer.fragments
 
 
 def _compared(found: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if {"synchronous", "outer"} <= found.keys():
         synchronous, outer = found["synchronous"], found["outer"]
-        # What the replicas of the synchronous run send each other.
+        # Bytes that the replicas of the synchronous run send each other.
         axis = synchronous["inner_bytes_per_step"] - outer["inner_bytes_per_step"]
         result["synchronous_outer_bytes_per_step"] = axis
         result["fewer_bytes"] = axis / outer["outer_bytes_per_step"]

@@ -1,10 +1,10 @@
-"""``python -m benchmarks.padding``: what each granularity costs in padding, block by block.
+"""``python -m benchmarks.padding``: the padding of each granularity, by model.
 
-One transformer block is one unit, with parameters of float32. The padding is relative to the
-parameters. *in one* is the best of one flat buffer, *common multiple* that of shards which are
-whole numbers of every granule; *planned* is what `sw.fully_shard` does, in one buffer or two.
+Each unit is one transformer block with float32 parameters. Padding is relative to the parameters.
+*planned* is the padding of `sw.fully_shard`, in one or two flat buffers; *in one* that of the best
+single flat buffer; *common multiple* that of shards whose length is a multiple of every granule.
 
-Shapes [out, in], from the configurations that are published with the weights.
+Shapes are [out, in], from the configurations published with the weights.
 """
 
 import statistics
@@ -23,11 +23,11 @@ from shardwise.plan.packing import pack
 Shapes = Mapping[str, tuple[int, ...]]
 RANKS = (8, 64, 512, 1024)
 GRANULARITIES: tuple[Granularity, ...] = ("element", "row", block(4), "tensor")
-TURNS = 5  # of which the median time counts
+TURNS = 5  # number of times that each plan is timed
 
 
 def attention(hidden: int, queries: int, keys: int, *biases: str) -> Shapes:
-    """The norms and the four projections of attention."""
+    """Return the norms and the four projections of attention."""
     rows = {"q": queries, "k": keys, "v": keys, "o": hidden}
     shapes: dict[str, tuple[int, ...]] = {"input_norm.weight": (hidden,)}
     for name, size in rows.items():
@@ -59,7 +59,7 @@ BLOCKS: dict[str, Shapes] = {
 
 
 def main() -> None:
-    """Plan every block, print."""
+    """Plan every block and print the padding."""
     options = make_parser("padding", __doc__).parse_args()
     rows = {
         f"{name}, {granularity}, {ranks:,} ranks": measure(as_specs(shapes, granularity), ranks)
@@ -72,14 +72,14 @@ def main() -> None:
         ("buffers", "buffers", str),
         ("in one", "in_one", percent),
         ("common multiple", "common_multiple", percent),
-        ("planned in, ms", "seconds", lambda seconds: f"{1e3 * seconds:.1f}"),
-        ("the best suggestion, and what it leaves", "suggestion", str),
+        ("time to plan, ms", "seconds", lambda seconds: f"{1e3 * seconds:.1f}"),
+        ("best suggestion, and its padding", "suggestion", str),
     )
     harness.publish("padding, relative to the parameters", columns, rows, options.out)
 
 
 def measure(specs: list[ParameterSpec], ranks: int) -> dict[str, Any]:
-    """Plan one block. Paddings are relative to the parameters."""
+    """Plan one block; paddings are relative to the parameters."""
     seconds = []
     for _ in range(TURNS):
         pack.cache_clear()
@@ -100,7 +100,7 @@ def measure(specs: list[ParameterSpec], ranks: int) -> dict[str, Any]:
 
 
 def as_specs(shapes: Shapes, granularity: Granularity) -> list[ParameterSpec]:
-    """The parameters of a block."""
+    """Return the specs of a block's parameters."""
     return [
         ParameterSpec((name,), shape, "float32", 4, trainable=True, granularity=granularity)
         for name, shape in shapes.items()
@@ -108,7 +108,7 @@ def as_specs(shapes: Shapes, granularity: Granularity) -> list[ParameterSpec]:
 
 
 def with_common_multiple(specs: list[ParameterSpec], ranks: int) -> int:
-    """The length of shards that are whole numbers of every granule."""
+    """Return the length of shards that are a multiple of every granule."""
     granules = [min(spec.granule_elements, spec.num_elements) for spec in specs]
     multiple = lcm(8, *granules)
     elements = sum(spec.num_elements for spec in specs)

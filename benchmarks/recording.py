@@ -1,9 +1,9 @@
-"""``python -m benchmarks.recording``: what the ledger and a recording cost of a step.
+"""``python -m benchmarks.recording``: the cost of the ledger and of a recording.
 
-The same model steps without a ledger, with it, with a recording of totals, and with one of every
-event and of memory; the cases take turns. The machine is shared, so processor seconds of a rank
-count. They scatter by more than the cost, which is therefore also taken by itself: the calls of a
-step, repeated with the records of a real one.
+The same model takes steps without a ledger, with it, with a recording of totals, and with a
+recording of all events and memory; the cases take turns. Times are CPU seconds of a rank, because
+other processes share the machine. They scatter by more than the cost. The cost is therefore also
+measured alone, by repeating the calls of a step with the records of a real step.
 """
 
 import tempfile
@@ -31,17 +31,17 @@ from shardwise.runtime.scheduler import Scheduler
 from shardwise.schedule.events import Event, EventKind
 from shardwise.train.model import Shape
 
-CALLS = 200  # of which the mean counts
+CALLS = 200  # number of calls that a mean is taken over
 BASE = "no ledger"
-NUM_STEPS = 1000  # of the run to which the share of detailed steps refers
+NUM_STEPS = 1000  # steps of the run that determines the default share of detailed steps
 
 
 def main() -> None:
     """Parse the command line, run, print."""
     parser = make_parser("recording", __doc__, ranks=2, rounds=25)
-    parser.add_argument("--batch", type=int, default=4, help="sequences of a rank")
-    parser.add_argument("--width", type=int, default=256, help="of the GPT")
-    parser.add_argument("--layers", type=int, default=12, help="of the GPT")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per rank")
+    parser.add_argument("--width", type=int, default=256, help="width of the GPT")
+    parser.add_argument("--layers", type=int, default=12, help="layers of the GPT")
     options = parser.parse_args()
     by_rank = harness.run_ranks(options.ranks, measure, options)
     rounds = harness.merge([rounds for rounds, _ in by_rank], worst=())
@@ -52,8 +52,8 @@ def main() -> None:
     usual = (1 - detailed) * alone["totals"] + detailed * alone["details"]
     rows["by default"] = {"alone_seconds": usual, "share": usual / base}
     columns = (
-        ("CPU s a step", "cpu_seconds", "{:.3f}".format),
-        ("to no ledger", "ratio", "{:.3f}".format),
+        ("CPU s per step", "cpu_seconds", "{:.3f}".format),
+        ("/ no ledger", "ratio", "{:.3f}".format),
         ("calls alone, ms", "alone_seconds", lambda seconds: f"{seconds * 1e3:.2f}"),
         ("share of the step", "share", "{:.2%}".format),
     )
@@ -72,7 +72,7 @@ def _row(rounds: Sequence[Round], name: str, alone: float, base: float) -> dict[
 
 
 def measure(world: World, options: Namespace) -> tuple[list[Round], Figures]:
-    """Processor seconds of a step in each case, and seconds of the calls alone."""
+    """Measure CPU seconds of a step in each case, and of the calls alone."""
     width, layers = options.width, options.layers
     shape = Shape(vocabulary=256, context=128, width=width, layers=layers, heads=4)
     setting = Setting("", shape, world.size, "fp32", (), options.rounds, options.batch)
@@ -119,14 +119,14 @@ def measure(world: World, options: Namespace) -> tuple[list[Round], Figures]:
 
 
 def perform_only(scheduler: Scheduler, events: Sequence[Event]) -> None:
-    """`Scheduler._perform` without records."""
+    """Run `Scheduler._perform` without records."""
     for event in events:
         if event.kind is not EventKind.FORWARD:
             scheduler._do(event.kind, scheduler.units[event.unit])
 
 
 def write(ledger: Ledger, records: Sequence[Record]) -> None:
-    """What the scheduler does to record a step; activations are not saved here."""
+    """Record a step as the scheduler does; no activations are saved here."""
     ledger.begin_forward()
     ledger.end_forward(awaits_backward=True)
     for record in records:
@@ -136,7 +136,7 @@ def write(ledger: Ledger, records: Sequence[Record]) -> None:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """The mean of many calls, in processor seconds."""
+    """Return the mean CPU seconds of many calls."""
     began = time.process_time()
     for _ in range(CALLS):
         call()

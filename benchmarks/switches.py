@@ -1,16 +1,17 @@
-"""``python -m benchmarks.switches``: every combination of what a training run can switch on.
+"""``python -m benchmarks.switches``: all combinations of training options.
 
-`shardwise train` on local CPU ranks: precision x checkpointing x offload x accumulation, 81 rows.
-Each trains a few steps on the same batches as the plain run (float32, nothing switched on):
+`shardwise train` runs on local CPU ranks with precision x checkpointing x offload x accumulation,
+81 rows. Each row trains a few steps on the same batches as the plain run (float32, all options
+off):
 
 - *loss*: the largest relative difference from the plain run in any step, in units of the precision
   (2^-8 for bfloat16, 2^-11 for float16, 2^-24 for float32); float16 may skip its first steps;
-- *transient*: the peak of what the engine allocates and frees in a step (gathered units, gradients
-  and reductions), and its difference from the forecast, which also counts the gradient of the tied
-  embedding that autograd keeps;
-- *time*: of a step, relative to the plain run in the same round.
+- *transient*: the peak memory that the engine allocates and frees in a step (gathered units,
+  gradients and reductions), and its difference from the forecast, which also counts the gradient of
+  the tied embedding that autograd keeps;
+- *time*: step time relative to the plain run in the same round.
 
-Nothing is asserted; a row that is off is marked.
+Nothing is asserted; rows outside the expected range are marked.
 """
 
 import gc
@@ -57,7 +58,7 @@ def main() -> None:
     columns = (
         ("loss, units off", "loss_units", "{:.2f}".format),
         ("transient, MB", "transient_bytes", lambda peak: f"{peak / 1e6:.1f}"),
-        ("of the forecast", "memory_off", "{:+.1%}".format),
+        ("vs. forecast", "memory_off", "{:+.1%}".format),
         ("time", "time", "{:.2f}".format),
         ("", "is_off", lambda is_off: "off" if is_off else ""),
     )
@@ -90,7 +91,7 @@ def make_config(options: Namespace, switches: tuple[str, ...]) -> Config:
 
 
 def measure_all(world: World, options: Namespace) -> dict[str, Figures]:
-    """One rank's part; the rows are the same on every rank."""
+    """Measure all rows on one rank; the result is the same on every rank."""
     plain_config = make_config(options, PLAIN)
     steps = loop.steps(Trainer(plain_config, world))
     expected = [next(steps).loss for _ in range(WARM_UP + options.rounds)]
@@ -98,7 +99,7 @@ def measure_all(world: World, options: Namespace) -> dict[str, Figures]:
     for switches in product(PRECISIONS, CHECKPOINTING, OFFLOADS, ACCUMULATION):
         name = ", ".join(switches)
         rows[name] = measure(world, options, switches, steps, expected)
-        if world.is_first:  # a run takes long, and may be stopped
+        if world.is_first:  # show rows as they come, because a run takes long
             print(name, rows[name], flush=True)  # noqa: T201
         gc.collect()
     return rows
@@ -111,7 +112,7 @@ def measure(
     plain: Iterator[StepMetrics],
     expected: list[float],
 ) -> Figures:
-    """Train a model with these switches on, and the plain one, in turns."""
+    """Train a model with these options and the plain model in turns."""
     config = make_config(options, switches)
     trainer, losses = Trainer(config, world), []
     steps = loop.steps(trainer)
@@ -130,9 +131,11 @@ def measure(
     rounds = harness.merge(world.gather(rounds))
     transient = max(world.gather(runtime_of_root(trainer.model).pools.peak_bytes))
     forecast = rank_footprint(build_plan(trainer.model, config), config, "cpu").transient
-    off = max(abs(loss / right - 1.0) for loss, right in zip(losses, expected, strict=True))
-    loss_units, memory_off = off / UNITS[switches[0]], transient / forecast - 1.0
-    is_far = not loss_units <= LOSS_OFF[switches[0]]  # or not a number
+    error = max(
+        abs(loss / plain_loss - 1.0) for loss, plain_loss in zip(losses, expected, strict=True)
+    )
+    loss_units, memory_off = error / UNITS[switches[0]], transient / forecast - 1.0
+    is_far = not loss_units <= LOSS_OFF[switches[0]]  # also true for NaN
     return {
         "loss_units": loss_units,
         "transient_bytes": transient,

@@ -1,11 +1,11 @@
-"""``python -m benchmarks.wire``: training with fewer bytes, compared with exact training.
+"""``python -m benchmarks.wire``: quantized training, compared with exact training.
 
-A small GPT learns the sources of Python's standard library, on CPU ranks, from the same start and
-on the same batches: with quantized gathers and reductions, and with Adam's states in 8 bits.
+A small GPT trains on the source of Python's standard library, on CPU ranks, from the same initial
+model and on the same batches: with quantized gathers and reductions, and with 8-bit Adam states.
 
-Columns: *loss*, the mean over the last 20 steps; *of exact*, its ratio to the first row's; *gather*
-and *reduce*, bytes that a rank sent in a step, as a share of the first row's; *states*, likewise
-the bytes of the optimizer's states.
+Columns: *loss* is the mean over the last 20 steps, and *of exact* its ratio to the first row;
+*gather* and *reduce* are the bytes that a rank sends per step, relative to the first row; *states*
+are the bytes of the optimizer states, relative to the first row.
 """
 
 import sys
@@ -31,7 +31,7 @@ from shardwise.train.model import GPT, Block, Shape
 from shardwise.transport.communicator import communicator
 
 LAST = 20  # steps whose losses are averaged
-ROWS = 8  # of a batch, on each rank
+ROWS = 8  # batch rows per rank
 TEXT_BYTES = 4 << 20
 CASES: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -47,7 +47,7 @@ SHAPE = Shape(vocabulary=256, context=32, width=64, layers=2, heads=2)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What ranks measured of a case."""
+    """The results of a case."""
 
     loss: float
     gathered_bytes: float
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def train_all(world: World, steps: int) -> dict[str, Outcome]:
-    """Train all cases; the means over ranks."""
+    """Train all cases; return means over ranks."""
     found: dict[str, Outcome] = {}
     for name in CASES:
         outcome = found[name] = mean_over_ranks(train(world, name, steps))
@@ -121,7 +121,7 @@ def train(world: World, name: str, steps: int) -> Outcome:
 
 
 def batches(rank: int) -> Iterator[Tensor]:
-    """Rows of bytes [ROWS, context + 1], others on every rank."""
+    """Yield rows of bytes [ROWS, context + 1], which differ between ranks."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(file.read_bytes() for file in files)[:TEXT_BYTES]
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
