@@ -248,7 +248,7 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_a_template_that_changes_messages_is_refused() -> None:
     tokenizer = Subwords.train(TEXTS, 300)
-    tokenizer.of_transformers.chat_template = (
+    tokenizer.hf_tokenizer.chat_template = (
         "{% for m in messages %}{% if loop.last %}{{ m.content }}{% else %}.{% endif %}{% endfor %}"
     )
     with pytest.raises(ConfigError, match="chat template changes a message"):

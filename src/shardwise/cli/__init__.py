@@ -50,8 +50,8 @@ app.command()(report)
 app.command()(plan)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"shardwise {__version__}")
         raise typer.Exit
 

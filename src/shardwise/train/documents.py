@@ -163,9 +163,9 @@ def _write(
     held_out = 0.0 if validation else data.validation_share
     for batch in _batched(documents(files)):
         is_held_out = [zlib.crc32(_text_of(d).encode()) < held_out * 2**32 for d in batch]
-        for name, wanted in zip(names, (False, True), strict=True):
+        for name, is_validation in zip(names, (False, True), strict=True):
             writers[name].write(
-                [d for d, out in zip(batch, is_held_out, strict=True) if out is wanted]
+                [d for d, out in zip(batch, is_held_out, strict=True) if out is is_validation]
             )
     for batch in _batched(documents(validation)):
         writers["validation"].write(batch)
@@ -200,7 +200,7 @@ def _check(document: object, path: Path, column: str) -> None:
     if isinstance(document, str):
         return
     messages = document if isinstance(document, list) else [None]
-    if not all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in messages):
+    if not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
         raise ConfigError(
             f"{path}: data.column={column!r}: expected a text, or a list of messages "
             f'{{"role": ..., "content": ...}}, got {reprlib.repr(document)}'

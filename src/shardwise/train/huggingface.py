@@ -101,13 +101,13 @@ class HuggingFace:
             base_model_name_or_path=str(self.directory.resolve()),
         )
         adapted: nn.Module = get_peft_model(model, lora)
-        others = [
+        unsupported = [
             name
             for name, parameter in adapted.named_parameters()
             if parameter.requires_grad and not (".lora_A." in name or ".lora_B." in name)
         ]
-        if others:
-            raise ConfigError(f"model.lora_targets: {others[0]}: expected only linear layers")
+        if unsupported:
+            raise ConfigError(f"model.lora_targets: {unsupported[0]}: expected only linear layers")
         return adapted
 
     def filler(self, model: nn.Module) -> Callable[[nn.Module], None]:

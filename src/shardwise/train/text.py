@@ -116,14 +116,14 @@ def split_files(files: dict[str, Path], share: float) -> tuple[Text, Text]:
     """
     pieces = {name: FileRange(path, 0, path.stat().st_size) for name, path in files.items()}
     text = Text(list(pieces.values()))
-    wanted = left = round(share * len(text))
+    target = left = round(share * len(text))
     chosen = set()
     for name in sorted(pieces, key=_digest):
         if 0 < pieces[name].size <= left:
             chosen.add(name)
             left -= pieces[name].size
     if not chosen:
-        return text.split(len(text) - wanted)
+        return text.split(len(text) - target)
     train = [piece for name, piece in pieces.items() if name not in chosen]
     return Text(train), Text([piece for name, piece in pieces.items() if name in chosen])
 

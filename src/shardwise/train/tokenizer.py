@@ -53,7 +53,7 @@ class Subwords:
             raise ConfigError("[tokenizer]: expected a fast tokenizer that has an eos_token")
         tokenizer.model_max_length = int(1e30)  # no warning: the trainer cuts documents itself
         tokenizer.chat_template = tokenizer.chat_template or CHATML
-        self.of_transformers = tokenizer
+        self.hf_tokenizer = tokenizer
         self.vocabulary = len(tokenizer)
 
     @classmethod
@@ -102,26 +102,26 @@ class Subwords:
         return cls(PreTrainedTokenizerFast(tokenizer_object=model, eos_token=END, pad_token=END))
 
     def encode(self, text: str) -> list[int]:
-        tokens: list[int] = self.of_transformers.encode(text, add_special_tokens=False)
+        tokens: list[int] = self.hf_tokenizer.encode(text, add_special_tokens=False)
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.of_transformers.decode(tokens))
+        return str(self.hf_tokenizer.decode(tokens))
 
     def save(self, directory: Path) -> None:
-        self.of_transformers.save_pretrained(str(directory))
+        self.hf_tokenizer.save_pretrained(str(directory))
 
     def encode_texts(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """Yield the tokens of each text, followed by the end-of-text token."""
-        encoded = self.of_transformers(list(texts), add_special_tokens=False)["input_ids"]
+        encoded = self.hf_tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         for tokens in encoded:
-            yield [*tokens, self.of_transformers.eos_token_id]
+            yield [*tokens, self.hf_tokenizer.eos_token_id]
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[list[int], NDArray[np.bool_]]:
-        """The tokens of a conversation, and which of them the assistant wrote.
+        """Return the tokens of a conversation, and whether the assistant wrote each of them.
 
         Raises:
-            ConfigError: the template writes a message otherwise when others follow it.
+            ConfigError: the template writes a message differently if other messages follow it.
         """
         texts = ["", *(self._render(messages[: n + 1]) for n in range(len(messages)))]
         if not all(text.startswith(start) for start, text in pairwise(texts)):
@@ -136,7 +136,7 @@ class Subwords:
                 follows = texts[number + 1].startswith(prompt)
                 start = len(prompt) if follows else len(texts[number])
                 is_answer[start : len(texts[number + 1])] = True
-        encoded = self.of_transformers(
+        encoded = self.hf_tokenizer(
             texts[-1], add_special_tokens=False, return_offsets_mapping=True
         )
         starts = [start for start, _ in encoded["offset_mapping"]]
@@ -144,7 +144,7 @@ class Subwords:
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         return str(
-            self.of_transformers.apply_chat_template(
+            self.hf_tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
             )
         )
