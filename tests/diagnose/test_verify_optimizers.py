@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim import SGD
 
 import shardwise as sw
 from shardwise.diagnose.optimizers import OPTIMIZERS
@@ -38,21 +37,36 @@ def test_an_optimizer_equals_one_process(name: str) -> None:
 
 
 @on_ranks(2)
-def test_a_wire_differs_by_its_rounding_alone() -> None:
-    found = sw.verify(
+@pytest.mark.parametrize("reduce", ["int8", "int4"])
+def test_a_wire_differs_by_its_rounding_alone(reduce: str) -> None:
+    (one,) = _verify_wire(reduce).comparisons
+    assert one.ok, one.differences
+    assert one.gradient.error > 1e-6
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reduce", ["int8", "int4"])
+def test_a_sum_in_the_place_of_a_mean_is_found_with_a_wire(reduce: str) -> None:
+    def finish(self: Any) -> None:
+        self._reduction.out.copy_(self._value)
+
+    with mock.patch("shardwise.transport.quantized._Sum._finish", finish):
+        (one,) = _verify_wire(reduce).comparisons
+    assert any("the gradient of" in difference for difference in one.differences)
+
+
+def _verify_wire(reduce: str) -> sw.Verification:
+    return sw.verify(
         lambda: Stack(depth=2),
         _batch,
         ["fsdp"],
         units=Block,
         loss_fn=_loss,
-        optimizer_fn=lambda parameters: SGD(parameters, lr=0.1),
+        optimizer_fn=OPTIMIZERS["sgd"],
         tolerance=0.5,
-        wire=sw.Wire("int8", "int8", block=64),
+        wire=sw.Wire("int8", reduce, block=8),
         quiet=True,
     )
-    assert found.ok, found.explanation
-    (one,) = found.comparisons
-    assert one.gradient.error > 1e-6
 
 
 def _loss(model: nn.Module, batch: Tensor) -> Tensor:
