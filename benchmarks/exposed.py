@@ -115,13 +115,13 @@ class Graph:
 GRAPH = Graph()  # the graph under recording
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, record, print."""
     parser = make_parser("exposed", __doc__)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--layers", type=int, default=GPT.layers)
     parser.add_argument("--batch", type=int, default=2, help="sequences of a rank")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     small = Shape(
         GPT.vocabulary // SCALE, GPT.context // SCALE, GPT.width // SCALE, options.layers, GPT.heads
     )

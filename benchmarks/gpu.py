@@ -69,7 +69,7 @@ class Task:
         return f"{self.model}, {self.blocks} blocks, {self.ranks} ranks: {self.engine}"
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print."""
     parser = make_parser("gpu", __doc__, rounds=3)
     parser.add_argument("--models", default="gpt-175b,llama-8b", help="models, comma-separated")
@@ -80,7 +80,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--blocks", type=int, help="number of blocks, instead of each model's own")
     parser.add_argument("--steps", type=int, default=5, help="number of timed steps per turn")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     _check(parser, options)
     models = tuple(options.models.split(","))
     real = Options(models, options.blocks, options.steps, options.rounds, options.out)

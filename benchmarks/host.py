@@ -81,7 +81,7 @@ class Setting:
     rounds: int
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print."""
     parser = make_parser("host", __doc__, rounds=60)
     parser.add_argument(
@@ -90,7 +90,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--units", type=int, default=50, help="number of units")
     parser.add_argument("--layers", type=int, default=1, help="layers per unit")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     rows: dict[str, Figures] = {}
     for num_ranks in map(int, options.ranks.split(",")):
         is_bf16 = options.dtype == "bf16"

@@ -118,7 +118,7 @@ def by_step(records: Iterable[_Timed]) -> dict[int, list[_Timed]]:
 
 def _compute_bars(events: Iterable[RecordedEvent], totals: StepTotals) -> Iterator[Bar]:
     kind: BarKind | None = None
-    unit, since = 0, totals.began  # of the compute bar under way
+    unit, since = 0, totals.began  # unit and start of the current compute bar
     for event in events:
         begins, waits = _COMPUTE.get(event.event), _WAITS.get(event.event)
         if begins is None and (waits is None or event.ended <= event.began):

@@ -34,7 +34,7 @@ class Judge:
 
     training: Training
     batches: Sequence[Sequence[Part]]  # by step, then by rank
-    outcomes: Sequence[Outcome]  # of the reference, by step
+    outcomes: Sequence[Outcome]  # outcomes of the reference, by step
     exchange: RankExchange
     tolerance: float
     reference: Reference | None = None  # where given, errors come with a likely cause

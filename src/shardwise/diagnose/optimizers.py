@@ -1,7 +1,8 @@
 """The optimizers that `shardwise verify` knows by name.
 
-One process and several ranks round differently, so ``eps`` is large: with a small one, a gradient
-that is only rounding would become a step. Parameters with two dims or more are matrices.
+One process and several ranks round differently, so ``eps`` is large: with a small ``eps``, a
+gradient that is pure rounding error would become a step. Parameters with two or more dims are
+matrices.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,18 +38,19 @@ def soap(parameters: Iterator[nn.Parameter]) -> Optimizer:
 
 
 def adam8bit(parameters: Iterator[nn.Parameter]) -> Optimizer:
-    """With blocks that divide the rows, as those of one process do not start anew in each row."""
-    every = list(parameters)
-    quantized = [p for p in every if p.ndim > 1 and _row(p) % 2 == 0]
-    others = [p for p in every if p.ndim <= 1 or _row(p) % 2]
+    """Use blocks that divide rows, because one process does not start a new block in each row."""
+    all_parameters = list(parameters)
+    quantized = [p for p in all_parameters if p.ndim > 1 and _row(p) % 2 == 0]
+    others = [p for p in all_parameters if p.ndim <= 1 or _row(p) % 2]
     groups = _groups(quantized, others, state_bits=32)
     block = gcd(*map(_row, quantized)) or 2
     return Adam8bit(groups, lr=1e-2, eps=EPS, block=block, min_elements=1)
 
 
 def _matrices(parameters: Iterator[nn.Parameter]) -> list[dict[str, Any]]:
-    every = list(parameters)
-    matrices, others = [p for p in every if p.ndim > 1], [p for p in every if p.ndim <= 1]
+    all_parameters = list(parameters)
+    matrices = [p for p in all_parameters if p.ndim > 1]
+    others = [p for p in all_parameters if p.ndim <= 1]
     return _groups(matrices, others, method="adamw")
 
 
@@ -60,7 +62,7 @@ def _groups(
 
 
 def _row(parameter: nn.Parameter) -> int:
-    """The number of elements of a row."""
+    """Return the number of elements in a row."""
     return prod(parameter.shape[1:])
 
 

@@ -27,7 +27,7 @@ class Planned:
     model: str
     num_parameters: int
     ranking: Ranking
-    plan: Plan  # of the winner
+    plan: Plan  # the winner's plan
     curves: list[Curve]
     config: str  # TOML for `shardwise train`
     budget: Budget

@@ -103,7 +103,7 @@ class Recorder(LedgerReader):
         self._steps = steps
         self._device = device_of(runtime.pools.device)
         self._meter = MemoryMeter(model, runtime, optimizer)
-        self._samples: list[tuple[Record, HeldBytes]] = []  # of the step under way
+        self._samples: list[tuple[Record, HeldBytes]] = []  # samples of the current step
         self._sampled_step = -1
         self._tokens: tuple[int, int] | None = None
         self._pending: deque[EndedStep | EndedSpan] = deque()  # the device may not be done

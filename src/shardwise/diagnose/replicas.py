@@ -81,14 +81,14 @@ class ReplicaTraining(Training):
 
 
 def names_in_fragments(model: nn.Module, outer: Outer) -> list[list[str]]:
-    """The parameters of each fragment of a sharded ``model``."""
+    """Return the names of the parameters in each fragment of a sharded ``model``."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     fragments = fragments_of(runtime_of_root(model), outer)
-    return [[names[parameter] for parameter in one.parameters] for one in fragments]
+    return [[names[parameter] for parameter in fragment.parameters] for fragment in fragments]
 
 
 class _Simulation:
-    """All replicas in this process."""
+    """Simulates all replicas in this process."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class _Simulation:
             for replica, own in zip(self._replicas, self._parts, strict=True)
         ]
         self._shared.synchronize(number)
-        loss = fsum(one.loss for one in outcomes) / len(outcomes)
+        loss = fsum(outcome.loss for outcome in outcomes) / len(outcomes)
         return [
             replace(outcome, loss=loss, parameters=replica.values())
             for outcome, replica in zip(outcomes, self._replicas, strict=True)
@@ -120,7 +120,7 @@ class _Simulation:
 
 
 class SharedParameters:
-    """The shared parameters of replicas that hold whole parameters, and their outer optimizer."""
+    """The shared parameters of replicas with whole parameters, and their outer optimizer."""
 
     def __init__(
         self,

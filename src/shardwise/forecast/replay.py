@@ -207,7 +207,7 @@ class _Collectives:
         self._costs = costs
         self._all: defaultdict[EventKind, list[_Collective]] = defaultdict(list)
         self._free_at: defaultdict[EventKind | None, float] = defaultdict(float)
-        self._spans: list[tuple[float, float]] = []  # of all collectives whose end is known
+        self._spans: list[tuple[float, float]] = []  # spans of the collectives whose end is known
 
     def launch(self, event: Event, number: int, now: float) -> _Collective:
         """Launch the ``number``-th collective of a stream on one rank."""

@@ -1,7 +1,7 @@
-"""What quantized wires send, and the memory that they take meanwhile: of `transport.quantized`.
+"""Bytes that quantized wires send, and their scratch memory, as in `transport.quantized`.
 
-A hop holds the codes that it sends and those that it receives, decodes one row after another into a
-sum, and encodes and decodes some elements at a time (`Blocks.scratch_bytes`).
+A hop holds the codes that it sends and receives, decodes one row after another into a sum, and
+encodes and decodes a limited number of elements at a time (`Blocks.scratch_bytes`).
 """
 
 from collections.abc import Iterator
@@ -15,28 +15,28 @@ from shardwise.plan.units import UnitPlan
 
 __all__ = ["gather_scratch", "reduce_scratch", "reduced_bytes", "row_of"]
 
-_DOUBLE = 8  # bytes; the sums of such addends are in double precision
+_DOUBLE = 8  # bytes of a float64; float64 addends are summed in float64
 
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
-    """An exchange of a reduction: ``elements`` for each of ``ranks``."""
+    """One exchange of a reduction."""
 
     ranks: int
-    elements: int
-    is_in_row: bool  # of the mesh
-    gathers: bool = False  # the same ones for all
-    copies: int = 0  # of all addends, before they are encoded
+    elements: int  # for each rank
+    is_in_row: bool  # whether it runs along a mesh row, not a column
+    gathers: bool = False  # whether all ranks get the same elements
+    copies: int = 0  # copies of all addends before they are encoded
 
 
 def row_of(plan: Plan, unit: UnitPlan | None = None) -> int:
-    """Ranks of a row of the mesh."""
+    """Return the number of ranks in a row of the mesh."""
     num_shards = plan.world_size if unit is None else unit.num_shards or plan.world_size
     return num_shards // plan.replicas if plan.strategy.is_two_level else num_shards
 
 
 def reduced_bytes(plan: Plan, unit: UnitPlan, layout: Layout, blocks: Blocks) -> AxisBytes:
-    """What a rank sends in a quantized reduction."""
+    """Return the bytes that a rank sends in a quantized reduction."""
     in_row = elsewhere = 0
     for hop in _hops(plan, unit, layout):
         sent = blocks.num_bytes(hop.elements) * (hop.ranks - 1)
@@ -46,7 +46,7 @@ def reduced_bytes(plan: Plan, unit: UnitPlan, layout: Layout, blocks: Blocks) ->
 
 
 def gather_scratch(unit: UnitPlan, ranks: int, *, on_cpu: bool) -> int:
-    """The most that a quantized gather of the shards of ``ranks`` allocates; one runs at a time."""
+    """Return the scratch memory of a quantized gather over ``ranks``; one gather runs at a time."""
     found = [0]
     for layout in unit.layouts:
         blocks, size = unit.gathers(layout), layout.shard_elements
@@ -57,7 +57,7 @@ def gather_scratch(unit: UnitPlan, ranks: int, *, on_cpu: bool) -> int:
 
 
 def reduce_scratch(plan: Plan, unit: UnitPlan, *, on_cpu: bool) -> int:
-    """The most that a quantized reduction of the unit allocates; one runs at a time."""
+    """Return the scratch memory of a unit's quantized reduction; one reduction runs at a time."""
     return max(
         (
             _sum_bytes(plan, unit, layout, blocks, on_cpu=on_cpu)
@@ -69,7 +69,7 @@ def reduce_scratch(plan: Plan, unit: UnitPlan, *, on_cpu: bool) -> int:
 
 
 def _gather_bytes(blocks: Blocks, ranks: int, size: int, itemsize: int, *, on_cpu: bool) -> int:
-    """Of codes, and of what encodes one row or decodes all."""
+    """Return the bytes of the codes, and of encoding one row or decoding all rows."""
     work = max(
         blocks.scratch_bytes(rows, size, to_numbers=rows > 1, itemsize=itemsize, on_cpu=on_cpu)
         for rows in (1, ranks)
@@ -78,10 +78,10 @@ def _gather_bytes(blocks: Blocks, ranks: int, size: int, itemsize: int, *, on_cp
 
 
 def _sum_bytes(plan: Plan, unit: UnitPlan, layout: Layout, blocks: Blocks, *, on_cpu: bool) -> int:
-    peak = value = 0  # the sum so far, which is the reduce buffer first
-    itemsize = layout.cast.reduce_itemsize  # of what is encoded
+    peak = value = 0  # value: bytes of the sum so far; at first it is the reduce buffer
+    itemsize = layout.cast.reduce_itemsize  # bytes of an element to encode
     sum_itemsize = max(4, itemsize) if itemsize != _DOUBLE else _DOUBLE
-    keeps_rounding = unit.wire.error_feedback  # in the first hop
+    keeps_rounding = unit.wire.error_feedback  # only in the first hop
     for hop in _hops(plan, unit, layout):
         size, ranks = hop.elements, hop.ranks
         if hop.gathers:
@@ -96,7 +96,7 @@ def _sum_bytes(plan: Plan, unit: UnitPlan, layout: Layout, blocks: Blocks, *, on
             encoding = copies + blocks.scratch_bytes(
                 ranks, size, to_numbers=False, itemsize=itemsize, on_cpu=on_cpu
             )
-            result = 2 * sum_itemsize * size  # and one addend
+            result = 2 * sum_itemsize * size  # the sum and one addend
             decoding = result + blocks.scratch_bytes(
                 1, size, to_numbers=True, itemsize=sum_itemsize, on_cpu=on_cpu
             )
@@ -106,9 +106,9 @@ def _sum_bytes(plan: Plan, unit: UnitPlan, layout: Layout, blocks: Blocks, *, on
 
 
 def _hops(plan: Plan, unit: UnitPlan, layout: Layout) -> Iterator[_Hop]:
-    """As `QuantizedSums` exchanges: over the row, and then over the column."""
+    """Yield the exchanges of `QuantizedSums`: first along the row, then along the column."""
     size, is_two_level = layout.num_elements, plan.strategy.is_two_level
-    near = unit.wire.ranks_per_host  # of the first stage
+    near = unit.wire.ranks_per_host  # ranks of the first stage
     for is_in_row, ranks in ((True, row_of(plan, unit)), (False, plan.replicas)):
         if ranks == 1:
             continue

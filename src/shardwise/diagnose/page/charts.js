@@ -21,11 +21,11 @@ export function addChart(parent, chart) {
   const figure = parent.appendChild(document.createElement("figure"));
   const caption = figure.appendChild(document.createElement("figcaption"));
   caption.appendChild(document.createElement("strong")).textContent = chart.title;
-  const words = chart.note || `last: ${chart.lines.map((line) => `${line.label} ${format(line.y.at(-1))}`).join(", ")}`;
-  caption.appendChild(document.createElement("span")).textContent = words;
+  const text = chart.note || `last: ${chart.lines.map((line) => `${line.label} ${format(line.y.at(-1))}`).join(", ")}`;
+  caption.appendChild(document.createElement("span")).textContent = text;
   const canvas = figure.appendChild(document.createElement("canvas"));
   canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", `${chart.title} by ${chart.x_name}; ${words}`);
+  canvas.setAttribute("aria-label", `${chart.title} by ${chart.x_name}; ${text}`);
   if (chart.note) figure.appendChild(legendOf(chart));
   const draw = () => paint(canvas, chart, format);
   new ResizeObserver(draw).observe(canvas);
@@ -76,9 +76,9 @@ function paint(canvas, chart, format) {
   }
   context.textAlign = "center";
   for (const mark of marks(axis, chart)) {
-    const words = FORMATS[chart.x_unit](mark);
-    const half = context.measureText(words).width / 2;
-    context.fillText(words, Math.min(axis.x(mark), canvas.clientWidth - half), HEIGHT - 8);
+    const text = FORMATS[chart.x_unit](mark);
+    const half = context.measureText(text).width / 2;
+    context.fillText(text, Math.min(axis.x(mark), canvas.clientWidth - half), HEIGHT - 8);
   }
   context.textAlign = "left";
   if (chart.limit) paintLimit(context, axis.x(chart.limit));

@@ -30,8 +30,8 @@ export class MemoryChart {
     this.step = step;
     this.memory = step.ranks[position].memory;
     this.peak = peakOf(this.memory);
-    const words = document.getElementById("memory-peak");
-    words.textContent = this.peak
+    const label = document.getElementById("memory-peak");
+    label.textContent = this.peak
       ? `peak ${bytesText(this.peak.bytes)} at ${this.unit(this.peak.sample)}`
       : "no samples were recorded";
     this.draw();
@@ -106,8 +106,8 @@ export class MemoryChart {
   paintPeak(context) {
     const x = this.view.x(this.memory.at[this.peak.sample]);
     if (x < GUTTER || x > GUTTER + this.view.width) return;
-    const words = `peak ${bytesText(this.peak.bytes)}, ${this.unit(this.peak.sample)}`;
-    const fits = x + context.measureText(words).width + 12 < GUTTER + this.view.width;
+    const text = `peak ${bytesText(this.peak.bytes)}, ${this.unit(this.peak.sample)}`;
+    const fits = x + context.measureText(text).width + 12 < GUTTER + this.view.width;
     context.fillStyle = context.strokeStyle = color("text");
     context.setLineDash([3, 3]);
     context.beginPath();
@@ -116,7 +116,7 @@ export class MemoryChart {
     context.stroke();
     context.setLineDash([]);
     context.textAlign = fits ? "left" : "right";
-    context.fillText(words, x + (fits ? 6 : -6), 9);
+    context.fillText(text, x + (fits ? 6 : -6), 9);
     context.textAlign = "left";
   }
 

@@ -91,8 +91,8 @@ function listen() {
 
 /** Show the last step, because the first ones of a run are slower, and handle buttons and keys. */
 export async function startStep() {
-  const words = (one) => `${one.step}: ${secondsText(one.stepSeconds)}, ${secondsText(one.exposedSeconds)} exposed`;
-  addOptions(get("step"), index.steps.map((one, number) => [number, words(one)]));
+  const label = (step) => `${step.step}: ${secondsText(step.stepSeconds)}, ${secondsText(step.exposedSeconds)} exposed`;
+  addOptions(get("step"), index.steps.map((step, number) => [number, label(step)]));
   addOptions(get("unit"), index.labels.slice(0, index.numUnits).map((label, number) => [number, label]));
   addOptions(get("memory-rank"), index.ranks.map((rank, position) => [position, rank]));
   get("step").value = index.steps.length - 1;

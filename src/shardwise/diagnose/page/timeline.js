@@ -163,8 +163,8 @@ export class Timeline {
     context.fillStyle = color("muted");
     for (const mark of marks) {
       const x = Math.round(this.view.x(mark / this.step.tick)) + 0.5;
-      const words = secondsText(mark);
-      if (x + 4 + context.measureText(words).width < this.width) context.fillText(words, x + 4, RULER / 2);
+      const text = secondsText(mark);
+      if (x + 4 + context.measureText(text).width < this.width) context.fillText(text, x + 4, RULER / 2);
       context.fillRect(x - 0.5, 6, 1, RULER - 6);
     }
     context.fillStyle = color("line");

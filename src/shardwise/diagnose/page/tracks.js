@@ -8,11 +8,11 @@ const [COMPUTE, GATHER, REDUCE] = [0, 1, 2];
 const LABEL_WIDTH = 40; // pixels from which a bar shows its unit's name
 
 /**
- * Draw what is visible of a track. Bars under a pixel share a column, which has the color of the
- * longest; columns of one color are one rectangle, so that the cost depends on the width alone.
+ * Draw the visible part of a track. Bars within one pixel share a column, which has the color of the
+ * longest bar. Adjacent columns of one color are one rectangle, so the cost depends only on the width.
  *
- * `colors` has two lists by kind, for bars of the highlighted unit and for others; without a color,
- * a bar is left out.
+ * `colors` has two lists by kind, for bars of the highlighted unit and for others; bars without a
+ * color are not drawn.
  */
 export function drawTrack(context, track, view, box, colors, unit) {
   const { began, lasted, label, kind } = track;
