@@ -120,6 +120,15 @@ def test_other_differences_are_reported() -> None:
     assert "the loss in step 0 is off by inf" in _differences(loss_fn=not_a_number)
 
 
+@on_ranks(2)
+def test_a_model_whose_own_gradients_are_not_finite_is_named() -> None:
+    def infinite(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) * 0.0).sqrt().mean()  # the loss is 0
+
+    explanation = _differences(loss_fn=infinite)
+    assert "is not finite in one process, so nothing can be said" in explanation
+
+
 @on_ranks(4)
 def test_each_rank_has_its_own_buffers() -> None:
     found = sw.verify(Steered, _rows, "fsdp", loss_fn=_square, units=Block, steps=3, quiet=True)

@@ -92,7 +92,8 @@ class Judge:
                 error, note = _presence(wanted, missing, len(holders))
             else:
                 assert tensor is not None
-                error, note = _distance(_full(tensor), wanted, SMALL * norm), ""
+                error = _distance(_full(tensor), wanted, SMALL * norm)
+                note = _not_finite(wanted) if math.isinf(error) else ""
             worst = _farther(worst, Worst(error, name if error else "", step, note))
         return _farther(*self.exchange.gather(worst))
 
@@ -145,6 +146,12 @@ def _distance(tensor: Tensor, wanted: Tensor, least: float) -> float:
     distance = _norm(tensor - wanted)
     scale = max(_norm(wanted), least)
     return _finite(distance / scale if scale else distance)
+
+
+def _not_finite(wanted: Tensor) -> str:
+    """The note for an infinite error."""
+    is_finite = bool(torch.isfinite(wanted).all())
+    return "is not finite" if is_finite else "is not finite in one process, so nothing can be said"
 
 
 def _norm(tensor: Tensor) -> float:
