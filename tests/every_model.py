@@ -21,6 +21,8 @@ from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import shardwise as sw
+from shardwise.errors import PlanError
+from shardwise.plan.policies import choose_units
 
 MAPPINGS = {
     "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -89,7 +91,7 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers.logging.set_verbosity_error()
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     counts = dict.fromkeys(("equal", "DIFFERS", "FAILS", "skipped"), 0)
@@ -151,6 +153,13 @@ def _check(made: Any, config: Any) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and not parameter.grad.isfinite().all():
             raise ValueError(f"the gradient of {name} is not finite")
+
+
+def _repeats_blocks(model: nn.Module) -> bool:
+    try:
+        return len(choose_units(model, "auto")) > 1
+    except PlanError:
+        return False
 
 
 def _tokens(_step: int) -> dict[str, Tensor]:
