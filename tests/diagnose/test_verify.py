@@ -123,7 +123,8 @@ def test_other_differences_are_reported() -> None:
 @on_ranks(2)
 def test_a_model_whose_own_gradients_are_not_finite_is_named() -> None:
     def infinite(model: nn.Module, x: Tensor) -> Tensor:
-        return (model(x) * 0.0).sqrt().mean()  # the loss is 0
+        loss: Tensor = (model(x) * 0.0).sqrt().mean()
+        return loss  # 0, and its gradient is not finite
 
     explanation = _differences(loss_fn=infinite)
     assert "is not finite in one process, so nothing can be said" in explanation
