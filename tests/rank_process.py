@@ -16,9 +16,8 @@ import signal
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -32,7 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.runtime import flat_parameters
 from shardwise.transport import communicator
-from shardwise.transport.health.monitor import Patience
+from shardwise.transport.health.monitor import Patience, usual_patience
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,7 +148,7 @@ class Serving:
         # That of the module formats a stack for each kind of device that is absent.
         mock.patch.object(torch, "manual_seed", torch.default_generator.manual_seed).start()
         # Many tests wait until a rank looks whether another one has failed: look more often.
-        mock.patch.object(communicator, "Patience", partial(Patience, poll_seconds=0.1)).start()
+        mock.patch.object(communicator, "usual_patience", _impatient).start()
         with self.stacks.open("w") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
             rank = Rank(self.pool, self.rank, self.world_size)
@@ -157,6 +156,10 @@ class Serving:
             rank.pool.send_bytes(pickle.dumps((True, pickle.dumps(None))))
             rank.serve()
         return 0
+
+
+def _impatient(device: torch.device) -> Patience:
+    return replace(usual_patience(device), poll_seconds=0.1)
 
 
 def run(pool: Connection, stacks: Path, output: Path, rank: int, world_size: int) -> None:

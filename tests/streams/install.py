@@ -191,9 +191,9 @@ def simulated(
         _install_transport(installed, patch, exchanges=exchanges)
         if patience is None:
             patch.setattr(communicator, "Monitor", _Monitor)
-            patch.setattr(communicator, "_store", lambda _patience: None)
+            patch.setattr(communicator, "connect_to_store", lambda _patience: None)
         else:
-            patch.setattr(communicator, "Patience", lambda **_options: patience)
+            patch.setattr(communicator, "usual_patience", lambda _device: patience)
         if simulation.is_late:
             _poison_pools(patch)
         stack.callback(simulation.memory.close)

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 import sys
 import threading
 import time
@@ -10,17 +9,14 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from itertools import count
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
-from shardwise._private import default_store
 from shardwise.errors import PeerAborted, PeerLost, PeerSilent, PlanError, StepError
 from shardwise.transport.api import RankGroup, Work
-from shardwise.transport.device import ThreadStream, is_accelerator
+from shardwise.transport.device import ThreadStream
 from shardwise.transport.health.comparison import Comparison
 from shardwise.transport.health.history import History
 from shardwise.transport.health.monitor import (
@@ -28,7 +24,9 @@ from shardwise.transport.health.monitor import (
     Heartbeat,
     Monitor,
     Patience,
+    connect_to_store,
     describe_elsewhere,
+    usual_patience,
 )
 from shardwise.transport.health.python_stack import calls_of, collective_of, fingerprint
 from shardwise.transport.health.status import QueueState, Report
@@ -37,12 +35,9 @@ from shardwise.transport.process_group import ProcessGroupCollectives, backend_o
 
 __all__ = ["POLL_SECONDS", "Collectives", "Communicator", "communicator", "make_collectives"]
 
-_PATIENCE_VARIABLE = "SHARDWISE_PATIENCE_SECONDS"
 RECENT_UNITS = 64  # a rank stalls a few units after it took another way than the others
 # A kernel may take long, so a device counts as stuck after so many looks without progress.
 _DEVICE_GRACE = 2
-# Nothing else detects it: no connection between the hosts ends with a process.
-_DEVICE_SILENT_SECONDS = 8.0
 _NUM_SAID = 4  # ranks of those that another one waits for
 
 _log = logging.getLogger("shardwise")
@@ -100,7 +95,7 @@ class Communicator:
     ) -> None:
         self.num_ranks = world.size
         self.rank = world.own_rank
-        self.patience = patience = patience or _default_patience(device)
+        self.patience = patience = patience or usual_patience(device)
         self.gather = make_collectives(world, device, "gather")
         self.reduce = make_collectives(world, device, "reduce")
         self._monitored = [q for q in (self.gather, self.reduce) if q.is_monitored]
@@ -129,7 +124,7 @@ class Communicator:
             assert world.parent is not None
             name = f"{world.parent.group_name}/{self.gather.name}"
             self._monitor = Monitor(
-                _store(patience),
+                connect_to_store(patience),
                 name,
                 self.rank,
                 self.num_ranks,
@@ -391,21 +386,3 @@ class Communicator:
 
 def _shown(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:500]
-
-
-def _default_patience(device: torch.device) -> Patience:
-    usual = Patience()
-    silent = _DEVICE_SILENT_SECONDS if is_accelerator(device) else usual.silent_seconds
-    say = float(os.environ.get(_PATIENCE_VARIABLE, usual.say_seconds))
-    return Patience(silent_seconds=silent * say / usual.say_seconds, say_seconds=say)
-
-
-def _store(patience: Patience) -> Store:
-    """The job's store, by a connection of our own.
-
-    So no other wait on it blocks the heartbeat, and if the process that holds it was stopped, calls
-    do not wait as long as the job's own would.
-    """
-    store: Store = default_store().clone()  # type: ignore[attr-defined]
-    store.set_timeout(timedelta(seconds=patience.silent_seconds))
-    return store

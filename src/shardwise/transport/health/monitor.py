@@ -8,18 +8,23 @@ others' counters. It goes by its own clock alone.
 """
 
 import contextlib
+import os
 import pickle
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch.distributed.distributed_c10d import Store
 
+from shardwise._private import default_store
 from shardwise.errors import PeerLost, PeerSilent
+from shardwise.transport.device import is_accelerator
 from shardwise.transport.health.history import Mark
 from shardwise.transport.health.status import Report, table, verdict
 
@@ -28,10 +33,15 @@ __all__ = [
     "Heartbeat",
     "Monitor",
     "Patience",
+    "connect_to_store",
     "describe_elsewhere",
+    "usual_patience",
 ]
 
+_PATIENCE_VARIABLE = "SHARDWISE_PATIENCE_SECONDS"
 POLL_SECONDS = 1.0
+# Nothing else detects it: no connection between the hosts ends with a process.
+_DEVICE_SILENT_SECONDS = 8.0
 _MEET_SECONDS = 0.01
 
 
@@ -44,6 +54,25 @@ class Patience:
     # A rank whose C code holds Python's lock for so long counts as stopped.
     silent_seconds: float = 10.0
     say_seconds: float = 15.0  # until a waiting rank logs it; then twice as long each time
+
+
+def usual_patience(device: torch.device) -> Patience:
+    """That of ranks on ``device``, scaled by the environment variable."""
+    usual = Patience()
+    silent = _DEVICE_SILENT_SECONDS if is_accelerator(device) else usual.silent_seconds
+    say = float(os.environ.get(_PATIENCE_VARIABLE, usual.say_seconds))
+    return Patience(silent_seconds=silent * say / usual.say_seconds, say_seconds=say)
+
+
+def connect_to_store(patience: Patience) -> Store:
+    """The job's store, by a connection of its own.
+
+    So no other wait on it blocks the heartbeat, and if the process that holds it was stopped, calls
+    do not wait as long as the job's own would.
+    """
+    store: Store = default_store().clone()  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=patience.silent_seconds))
+    return store
 
 
 @dataclass(frozen=True, slots=True)
