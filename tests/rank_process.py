@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shardwise.runtime import flat_parameters
+from shardwise.runtime import unit
 from shardwise.transport import communicator
 from shardwise.transport.health.monitor import Patience, usual_patience
 
@@ -144,7 +144,7 @@ class Serving:
     def pytest_cmdline_main(self) -> int:
         pytest.register_assert_rewrite("tests")
         torch.set_num_threads(1)
-        flat_parameters.SMALL_BYTES = 256  # so that the units of tests are treated as large ones
+        unit.SMALL_BYTES = 256  # so that the units of tests are treated as large ones
         # That of the module formats a stack for each kind of device that is absent.
         mock.patch.object(torch, "manual_seed", torch.default_generator.manual_seed).start()
         # Many tests wait until a rank looks whether another one has failed: look more often.

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise as sw
-from shardwise.runtime import flat_parameters
+from shardwise.runtime import unit
 from shardwise.runtime.buffers import ChunkedBuffer
 from tests.lossless import lossless_wires
 from tests.ranks import on_ranks
@@ -193,7 +193,7 @@ def test_ranks_that_are_late_keep_what_they_share_with_ranks_of_other_experts() 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     with (
         mock.patch.object(ChunkedBuffer, "unpack", late),
-        mock.patch.object(flat_parameters, "SMALL_BYTES", 0),  # so that all are in shared memory
+        mock.patch.object(unit, "SMALL_BYTES", 0),  # so that all are in shared memory
     ):
         check_training(mesh, as_dtensors=True, granularity="dim")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.blockwise import Blocks
-from shardwise.runtime.flat_parameters import FlatParameters
+from shardwise.runtime.unit import FlatParameters
 from shardwise.tensor.sharding import local_of
 from shardwise.transport.communicator import communicator
 from tests.covering import covered_first

@@ -13,13 +13,12 @@ from shardwise.features import activation_offload
 from shardwise.features.unused import UsedParameterSync, gradients_of
 from shardwise.optim import exchange as matrix_exchange
 from shardwise.runtime import memory as runtime_memory, offload
-from shardwise.runtime.flat_parameters import FlatParameters
 from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.unit import Unit
+from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.schedule import memory as schedule_memory
 from shardwise.schedule.events import EventKind
 from shardwise.schedule.memory import MemoryPlacement

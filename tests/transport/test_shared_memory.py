@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out
 from shardwise.plan.strategy import PRESETS
-from shardwise.runtime import flat_parameters
+from shardwise.runtime import unit
 from shardwise.runtime.buffers import FlatBuffer
 from shardwise.runtime.memory import Pools
 from shardwise.tensor.mesh import resolve_mesh
@@ -215,7 +215,7 @@ def test_units_that_a_subgroup_gathers_again_are_not_shared() -> None:
 
 @on_ranks(2)
 def test_small_units_are_sent_inline() -> None:
-    with mock.patch.object(flat_parameters, "SMALL_BYTES", 4096):
+    with mock.patch.object(unit, "SMALL_BYTES", 4096):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for width in (8, 45, 46, 100)))
         sw.fully_shard(model, units=nn.Linear)
         assert_equal_training("gpt")

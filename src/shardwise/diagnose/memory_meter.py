@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._private import has_saved_tensors_hooks
 from shardwise.features.activation_offload import Unmoved, storage_of, unpack
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.flat_parameters import FlatParameters
+from shardwise.runtime.unit import FlatParameters
 from shardwise.tensor.sharding import local_of
 from shardwise.transport.device import allocated_bytes, is_accelerator
 

@@ -15,11 +15,10 @@ from shardwise.plan.units import UnitPlan, keeps_its_class, named_parameters
 from shardwise.runtime import optimizers
 from shardwise.runtime.checks import is_on_meta
 from shardwise.runtime.extensions import ExtendedParameters
-from shardwise.runtime.flat_parameters import FlatParameters
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter, ParameterOwner
-from shardwise.runtime.unit import Unit
+from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import sharding_for
 from shardwise.tensor.sharding import ExtendedSharding, Sharding, local_of, sharding_of

@@ -30,9 +30,9 @@ from shardwise.errors import PlanError
 from shardwise.plan.chunks import chunk_dim, chunk_shape
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.runtime import hooks
-from shardwise.runtime.flat_parameters import FlatParameters
 from shardwise.runtime.memory import aligned
 from shardwise.runtime.parameters import FSDPParameter
+from shardwise.runtime.unit import FlatParameters
 from shardwise.schedule.events import EventKind
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharding import local_of

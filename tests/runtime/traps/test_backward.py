@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.runtime.buffers import FlatBuffer
-from shardwise.runtime.flat_parameters import FlatParameters
 from shardwise.runtime.memory import Arena, Pool
+from shardwise.runtime.unit import FlatParameters
 from shardwise.transport.host.handshake import Host
 from tests.models import CASES, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks
