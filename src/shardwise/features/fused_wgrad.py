@@ -33,7 +33,6 @@ from shardwise.features.slot_functions import (
 )
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.unit import FlatParameters
 
 __all__ = ["SlotEmbedding", "SlotLinear", "offer_slots", "replace_layers"]
 
@@ -57,24 +56,23 @@ def offer_slots(runtime: Runtime) -> None:
     """Let backward claim the slots of the parameters of ``runtime`` in the reduce buffers."""
     scheduler = weakref.ref(runtime.scheduler)
     for index, unit in enumerate(runtime.units):
-        for flat in unit.flats:
+        for number, flat in enumerate(unit.flats):
             for position, parameter in enumerate(flat.parameters):
                 if parameter.dense.numel() >= _LEAST_ELEMENTS:
-                    claim = partial(_claim_slot, scheduler, index, weakref.ref(flat), position)
+                    claim = partial(_claim_slot, scheduler, index, number, position)
                     offer_slot(parameter.dense, claim)
 
 
 def _claim_slot(
-    scheduler_ref: weakref.ref[Scheduler],
-    index: int,
-    flat_ref: weakref.ref[FlatParameters],
-    position: int,
+    scheduler_ref: weakref.ref[Scheduler], index: int, number: int, position: int
 ) -> tuple[Tensor, bool] | None:
-    scheduler, flat = scheduler_ref(), flat_ref()
-    if scheduler is None or flat is None:
+    scheduler = scheduler_ref()
+    if scheduler is None:
         return None
+    unit = scheduler.units[index]
+    flat = unit.flats[number]
     in_slot = all(map(_computes_in_slot, flat.parameters[position].modules))
-    return scheduler.units[index].claim_gradient(flat, position, in_slot=in_slot)
+    return unit.claim_gradient(flat, position, in_slot=in_slot)
 
 
 def _computes_in_slot(module: nn.Module | None) -> bool:

@@ -27,7 +27,7 @@ from shardwise.runtime.observer import StepObserver
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.structure import Structure
-from shardwise.runtime.unit import FlatParameters, Unit, plan_memory
+from shardwise.runtime.unit import Unit, plan_memory
 from shardwise.schedule.sequencer import Outcome, schedule
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.transport.registered_memory import MemoryKind
@@ -177,29 +177,26 @@ class Runtime:
 
     def _listen(self, index: int, unit: Unit) -> None:
         scheduler = weakref.ref(self.scheduler)
-        for flat in unit.flats:
+        for number, flat in enumerate(unit.flats):
             for position in range(len(flat.parameters)):
-                accept = partial(_accept, scheduler, index, weakref.ref(flat), position)
-                flat.listen(position, accept)
+                flat.listen(position, partial(_accept, scheduler, index, number, position))
 
 
 # -- backward ------------------------------------------------------------------------------------
 
 
 def _accept(
-    scheduler_ref: "weakref.ref[Scheduler]",
-    index: int,
-    flat_ref: "weakref.ref[FlatParameters]",
-    position: int,
+    scheduler_ref: "weakref.ref[Scheduler]", index: int, number: int, position: int
 ) -> None:
-    scheduler, flat = scheduler_ref(), flat_ref()
-    if scheduler is None or flat is None:
+    scheduler = scheduler_ref()
+    if scheduler is None:
         return  # the model is gone, and its graph outlived it
     hidden = scheduler.hidden_call(index)
     if hidden is not None:
         scheduler.before_backward(hidden)
     try:
-        scheduler.units[index].accept(flat, position)
+        unit = scheduler.units[index]
+        unit.accept(unit.flats[number], position)
     except BaseException as error:
         scheduler.explain(error)
         raise
