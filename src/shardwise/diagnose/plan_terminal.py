@@ -84,9 +84,9 @@ def _candidates_table(planned: Planned) -> Table:
         table.add_column(heading, overflow="fold")
     for heading in ("ahead", "tokens/s", "MFU", "exposed", "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for number, one in enumerate(planned.ranking.fitting[:MAX_ROWS], start=1):
-        mark = "*" if one in planned.frontier else ""
-        table.add_row(f"{number}{mark}", *_named(one.configuration), *_times(one))
+    for number, forecast in enumerate(planned.ranking.fitting[:MAX_ROWS], start=1):
+        mark = "*" if forecast in planned.frontier else ""
+        table.add_row(f"{number}{mark}", *_named(forecast.configuration), *_times(forecast))
     rest = len(planned.ranking.fitting) - MAX_ROWS
     if rest > 0:
         table.caption = f"{rest} more on the page (--html FILE)"
@@ -105,13 +105,13 @@ def _named(configuration: Configuration) -> tuple[str, ...]:
     )
 
 
-def _times(one: Forecast) -> tuple[str, ...]:
-    step = one.step
+def _times(forecast: Forecast) -> tuple[str, ...]:
+    step = forecast.step
     return (
         f"{step.tokens_per_second:,.0f}",
         f"{step.mfu:.1%}",
         percent(step.exposed_seconds / step.seconds),
-        bytes_text(one.memory.device_bytes),
+        bytes_text(forecast.memory.device_bytes),
     )
 
 
@@ -121,11 +121,11 @@ def _scaling_table(curves: Sequence[Curve]) -> Table:
     for curve in curves:
         table.add_column(curve.label, justify="right")
         table.add_column("MFU", justify="right")
-    sizes = sorted({one.cluster.num_devices for curve in curves for one in curve.points})
+    sizes = sorted({point.cluster.num_devices for curve in curves for point in curve.points})
     for size in sizes:
         cells: list[str] = []
         for curve in curves:
-            found = [one.step for one in curve.points if one.cluster.num_devices == size]
+            found = [point.step for point in curve.points if point.cluster.num_devices == size]
             cells += (
                 [f"{found[0].tokens_per_second:,.0f}", f"{found[0].mfu:.1%}"] if found else ["", ""]
             )
@@ -197,7 +197,7 @@ def _memory_table(memory: Certificate) -> Table:
 def _moments(memory: Certificate) -> list[Moment]:
     """Return the first and last moments, the peak, and the highest moment before backward."""
     timeline = memory.timeline
-    backward = next(n for n, one in enumerate(timeline) if one.label.startswith("backward"))
+    backward = next(n for n, moment in enumerate(timeline) if moment.label.startswith("backward"))
     found = [timeline[0], max(timeline[:backward], key=_total), memory.peak, timeline[-1]]
     return sorted(dict.fromkeys(found), key=timeline.index)
 

@@ -187,7 +187,7 @@ def _difference(ranking: Ranking, other: Forecast) -> str:
 
 def _largest_cost(winner: Mapping[str, float], other: Mapping[str, float]) -> str:
     more = {name: seconds - winner.get(name, 0.0) for name, seconds in other.items()}
-    name = max(more, key=lambda one: more[one])
+    name = max(more, key=lambda cause: more[cause])
     if more[name] <= 0 or name not in _COSTS:
         return ""
     return _COSTS[name].format(more=seconds_text(more[name]))
@@ -200,19 +200,20 @@ def _too_large(ranking: Ranking) -> Iterator[str]:
     """
     best = ranking.winner.configuration
     seen = set()
-    for one in ranking.too_large:
-        kind = one.configuration.checkpointing
-        if kind not in seen and sharding_text(one.configuration) == sharding_text(best):
+    for forecast in ranking.too_large:
+        kind = forecast.configuration.checkpointing
+        if kind not in seen and sharding_text(forecast.configuration) == sharding_text(best):
             seen.add(kind)
-            micro = one.configuration.micro_batch
-            yield f"checkpointing {kind}, micro-batch {micro}: does not fit, needs {lacks(one)}"
+            micro = forecast.configuration.micro_batch
+            needed = lacks(forecast)
+            yield f"checkpointing {kind}, micro-batch {micro}: does not fit, needs {needed}"
 
 
-def lacks(one: Forecast) -> str:
+def lacks(forecast: Forecast) -> str:
     """Format by how much a configuration exceeds the memory of a device."""
-    available = bytes_text(one.cluster.accelerator.memory_bytes)
+    available = bytes_text(forecast.cluster.accelerator.memory_bytes)
     return with_device_word(
-        one.cluster, f"{bytes_text(one.missing_bytes)} more than a GPU's {available}"
+        forecast.cluster, f"{bytes_text(forecast.missing_bytes)} more than a GPU's {available}"
     )
 
 

@@ -55,7 +55,7 @@ def search(forecaster: Forecaster, goal: Goal, progress: Progress = lambda _: No
         fitting += fits
         too_large += misfits
     fitting.sort(key=_key(goal))
-    too_large.sort(key=lambda one: one.missing_bytes)
+    too_large.sort(key=lambda forecast: forecast.missing_bytes)
     return Ranking(goal, tuple(fitting), tuple(too_large), len(fitting) + len(too_large))
 
 
@@ -83,19 +83,21 @@ def _search_cluster(
         except (PlanError, ConfigError) as error:  # a degree does not divide the model
             problem = error
             continue
-        in_memory += [one for one in found if one.fits]
-        too_large += [one for one in found if not one.fits]
+        in_memory += [forecast for forecast in found if forecast.fits]
+        too_large += [forecast for forecast in found if not forecast.fits]
     if problem is not None and not in_memory and not too_large:
         raise problem
     to_offload = in_memory + too_large if goal.objective == "memory" else too_large
-    in_memory += [one for base in to_offload for one in _offloaded(forecaster, goal, base)]
+    in_memory += [
+        forecast for base in to_offload for forecast in _offloaded(forecaster, goal, base)
+    ]
     timed = []
-    for number, one in enumerate(in_memory, start=1):
+    for number, forecast in enumerate(in_memory, start=1):
         progress(f"time of {number} of {len(in_memory)} configurations that fit {_named(cluster)}")
-        timed.append(forecaster.timed(one))
+        timed.append(forecaster.timed(forecast))
     timed.sort(key=_key(goal))
-    for one in timed[:REFINED]:
-        timed += _refined(forecaster, one)
+    for forecast in timed[:REFINED]:
+        timed += _refined(forecaster, forecast)
     return timed, too_large
 
 
@@ -106,9 +108,9 @@ def _named(cluster: Cluster) -> str:
 def _by_micro_batch(candidates: Iterable[Configuration]) -> list[list[Configuration]]:
     """Group candidates that differ only in the micro-batch, which ascends within a group."""
     groups: dict[Configuration, list[Configuration]] = {}
-    for one in candidates:
-        groups.setdefault(replace(one, micro_batch=1, accumulation=1), []).append(one)
-    return [sorted(group, key=lambda one: one.micro_batch) for group in groups.values()]
+    for candidate in candidates:
+        groups.setdefault(replace(candidate, micro_batch=1, accumulation=1), []).append(candidate)
+    return [sorted(group, key=lambda candidate: candidate.micro_batch) for group in groups.values()]
 
 
 def _until_too_large(forecaster: Forecaster, group: Iterable[Configuration]) -> Iterator[Forecast]:
@@ -138,13 +140,13 @@ def _offloaded(forecaster: Forecaster, goal: Goal, base: Forecast) -> Iterator[F
                 return
 
 
-def _refined(forecaster: Forecaster, one: Forecast) -> Iterator[Forecast]:
+def _refined(forecaster: Forecaster, forecast: Forecast) -> Iterator[Forecast]:
     for prefetch in PREFETCHES:
-        found = forecaster.memory(replace(one.configuration, prefetch=prefetch))
+        found = forecaster.memory(replace(forecast.configuration, prefetch=prefetch))
         if not found.fits:
             return
         found = forecaster.timed(found)
-        if found.tokens_per_second < WORTHWHILE * one.tokens_per_second:
+        if found.tokens_per_second < WORTHWHILE * forecast.tokens_per_second:
             return
         yield found
 
@@ -153,11 +155,11 @@ def _key(goal: Goal) -> Callable[[Forecast], Any]:
     """Return a sort key, best first; ties are broken by less memory or more speed."""
     match goal.objective:
         case "memory":
-            return lambda one: (one.missing_bytes, -one.tokens_per_second)
+            return lambda forecast: (forecast.missing_bytes, -forecast.tokens_per_second)
         case "cost":
-            return lambda one: (one.gpu_hours(1.0), one.missing_bytes)
+            return lambda forecast: (forecast.gpu_hours(1.0), forecast.missing_bytes)
         case _:
-            return lambda one: (-one.tokens_per_second, one.missing_bytes)
+            return lambda forecast: (-forecast.tokens_per_second, forecast.missing_bytes)
 
 
 def best_alternatives(ranking: Ranking, fields: Sequence[str]) -> list[Forecast]:
@@ -165,19 +167,19 @@ def best_alternatives(ranking: Ranking, fields: Sequence[str]) -> list[Forecast]
     found: list[Forecast] = []
     for field in fields:
         seen = {getattr(ranking.winner.configuration, field)}
-        for one in ranking.fitting:
-            value = getattr(one.configuration, field)
+        for forecast in ranking.fitting:
+            value = getattr(forecast.configuration, field)
             if value not in seen:
                 seen.add(value)
-                found += [] if one in found else [one]
+                found += [] if forecast in found else [forecast]
     return found
 
 
 def frontier(ranking: Ranking) -> list[Forecast]:
     """Return the candidates such that no other is both faster and smaller, fastest first."""
     found: list[Forecast] = []
-    by_speed = lambda one: (one.gpu_hours(1.0), one.missing_bytes)  # noqa: E731
-    for one in sorted(ranking.fitting, key=by_speed):
-        if not found or one.missing_bytes < found[-1].missing_bytes:
-            found.append(one)
+    by_speed = lambda forecast: (forecast.gpu_hours(1.0), forecast.missing_bytes)  # noqa: E731
+    for forecast in sorted(ranking.fitting, key=by_speed):
+        if not found or forecast.missing_bytes < found[-1].missing_bytes:
+            found.append(forecast)
     return found

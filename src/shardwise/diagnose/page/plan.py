@@ -92,17 +92,20 @@ def _candidates(planned: Planned) -> str:
     caption = "Configurations that fit, best first, followed by those that do not fit"
     rows = (*planned.ranking.fitting, *planned.ranking.too_large)
     return table(
-        "candidates", caption, _COLUMNS, (_row(number, one) for number, one in enumerate(rows, 1))
+        "candidates",
+        caption,
+        _COLUMNS,
+        (_row(number, forecast) for number, forecast in enumerate(rows, 1)),
     )
 
 
-def _row(number: int, one: Forecast) -> str:
-    configuration, memory = one.configuration, one.memory
+def _row(number: int, forecast: Forecast) -> str:
+    configuration, memory = forecast.configuration, forecast.memory
     name = escape(described(configuration))
     ranks = configuration.shard_ranks
     sharding = (sharding_text(configuration), degrees_text(configuration))
     return (
-        f'<tr data-name="{name}"{"" if one.fits else " class=short"}>'
+        f'<tr data-name="{name}"{"" if forecast.fits else " class=short"}>'
         f'<th scope="row" data-value="{number}">{number}</th>'
         + cell(ranks, ", ".join(filter(None, sharding)))
         + cell(
@@ -111,16 +114,19 @@ def _row(number: int, one: Forecast) -> str:
         + cell(number, escape(str(configuration.checkpointing)))
         + cell(number, host_text(configuration))
         + cell(configuration.prefetch, str(configuration.prefetch))
-        + _time_cells(one)
+        + _time_cells(forecast)
         + cell(memory.device_bytes, bytes_text(memory.device_bytes))
         + cell(memory.host_bytes, bytes_text(memory.host_bytes))
-        + cell(max(0, one.missing_bytes), "" if one.fits else bytes_text(one.missing_bytes))
+        + cell(
+            max(0, forecast.missing_bytes),
+            "" if forecast.fits else bytes_text(forecast.missing_bytes),
+        )
         + "</tr>"
     )
 
 
-def _time_cells(one: Forecast) -> str:
-    step = one.time
+def _time_cells(forecast: Forecast) -> str:
+    step = forecast.time
     if step is None:
         return cell(0, NOTHING) * 5
     return (
@@ -152,8 +158,8 @@ def _charts(planned: Planned) -> list[Chart]:
                 [
                     Series(
                         curve.label,
-                        [float(one.cluster.num_devices) for one in curve.points],
-                        [one.step.tokens_per_second for one in curve.points],
+                        [float(point.cluster.num_devices) for point in curve.points],
+                        [point.step.tokens_per_second for point in curve.points],
                     )
                     for curve in planned.curves
                 ],
@@ -167,17 +173,17 @@ def _charts(planned: Planned) -> list[Chart]:
 
 def _by_strategy(planned: Planned) -> list[Series]:
     groups: dict[str, list[Forecast]] = {}
-    for one in planned.ranking.fitting:
-        groups.setdefault(one.configuration.strategy, []).append(one)
+    for forecast in planned.ranking.fitting:
+        groups.setdefault(forecast.configuration.strategy, []).append(forecast)
     return [_points(name, group) for name, group in groups.items()]
 
 
 def _points(label: str, found: Iterable[Forecast], *, joined: bool = False) -> Series:
-    shown = sorted(found, key=lambda one: one.memory.device_bytes)
+    shown = sorted(found, key=lambda forecast: forecast.memory.device_bytes)
     return Series(
         label,
-        [float(one.memory.device_bytes) for one in shown],
-        [one.step.tokens_per_second for one in shown],
-        [described(one.configuration) for one in shown],
+        [float(forecast.memory.device_bytes) for forecast in shown],
+        [forecast.step.tokens_per_second for forecast in shown],
+        [described(forecast.configuration) for forecast in shown],
         joined,
     )
