@@ -59,6 +59,7 @@ _COSTS = {
     "pipeline bubble": "stages are idle for {more} more",
     "pipeline sends": "sends between stages take {more} more",
     "optimizer": "the update takes {more} more",
+    "owners": "the owners of matrices take {more} more",
     "stragglers": "the slowest rank takes {more} more",
 }
 _BOUNDS = {
@@ -71,6 +72,7 @@ _BOUNDS = {
     "pipeline bubble": "idle stages of the pipeline",
     "pipeline sends": "sends between stages of the pipeline",
     "optimizer": "the update of the parameters",
+    "owners": "the owners of matrices, and the exchange with them",
 }
 
 

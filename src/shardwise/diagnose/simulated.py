@@ -42,7 +42,7 @@ def recording_of(forecast: Forecast, plan: Plan) -> RankRecording:
         units=tuple(UnitFigures.of(unit, unit.shard_bytes) for unit in plan.units),
         info={},
     )
-    update = step.breakdown.get("optimizer", 0.0)
+    update = sum(step.breakdown.get(name, 0.0) for name in ("optimizer", "owners"))
     span = Span(len(passes), "optimizer", ends[-1], ends[-1] + update)
     return RankRecording(
         header,

@@ -206,6 +206,10 @@ class CalibratedMachine(Machine):
             reduce_itemsize=configuration.reduce_dtype.itemsize,
         )
 
+    @property
+    def computes_on_cpu(self) -> bool:
+        return bool(self.calibration.cores)
+
     # -- operations ------------------------------------------------------------------------------
 
     def operation_seconds(self, operation: Operation, *, is_flash1: bool = False) -> float:  # noqa: ARG002
@@ -256,6 +260,10 @@ class CalibratedMachine(Machine):
         if group.size == 1:
             return 0.0
         return self._collective("all_reduce", self.reduce_itemsize, num_bytes)
+
+    def all_to_all_seconds(self, num_bytes: float, group: Group) -> float:
+        """Take as long as a gather in which each rank receives as many bytes."""
+        return self._collective("gather", 4, num_bytes) if group.size > 1 else 0.0
 
     def _collective(self, kind: str, itemsize: int, num_bytes: float) -> float:
         curve = self.measured.collectives.get(f"{kind}/{itemsize}")

@@ -144,6 +144,11 @@ class Machine:
         return cls(cluster, constants)
 
     @property
+    def computes_on_cpu(self) -> bool:
+        """Whether ranks compute on CPU cores."""
+        return False
+
+    @property
     def device(self) -> Accelerator:
         return self.cluster.accelerator
 

@@ -1,9 +1,10 @@
 """Bytes of the optimizer states on one rank."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import prod
 
 from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.owned import hidden_matrices
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 
@@ -23,26 +24,25 @@ _STATES = {
 
 def state_bytes(plan: Plan, configuration: Configuration, offloaded: bool | None) -> int:
     """Return the bytes of the states for the layouts of `trained_layouts`."""
-    total = 0
+    total, hidden = 0, {extent.parameter.name for _, extent in hidden_matrices(plan)}
     for layout in trained_layouts(plan, offloaded):
         match configuration.optimizer:
             case "adafactor":
                 total += sum(_factored_bytes(layout, one.parameter.shape) for one in layout.extents)
             case "muon" | "soap":
-                total += _of_matrices_bytes(plan, layout, configuration.optimizer)
+                total += _of_matrices_bytes(plan, layout, configuration.optimizer, hidden)
             case other:
                 copies, num_bytes = _STATES[other]
                 total += copies * layout.shard_bytes + round(num_bytes * layout.shard_elements)
     return total
 
 
-def _of_matrices_bytes(plan: Plan, layout: Layout, optimizer: str) -> int:
+def _of_matrices_bytes(plan: Plan, layout: Layout, optimizer: str, hidden: Collection[str]) -> int:
     """Return bytes of Muon's momentum or SOAP's states of matrices, and AdamW's of the rest."""
-    outside = {id(one) for unit in plan.units if unit.has_child_units for one in unit.layouts}
     total = 0.0
     for one in layout.extents:
         shape, here = one.parameter.shape, one.parameter.num_bytes / layout.world_size
-        if len(shape) < 2 or id(layout) in outside:  # noqa: PLR2004 - a vector, or an embedding
+        if one.parameter.name not in hidden:  # a vector, or an embedding
             total += 2 * here
         elif optimizer == "muon":
             total += here

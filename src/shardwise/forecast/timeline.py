@@ -13,6 +13,7 @@ from itertools import groupby
 
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.machine import Group, Machine, SegmentCost
+from shardwise.forecast.owned import OWNER_OPTIMIZERS, PlannedOwners
 from shardwise.forecast.replay import Costs, Part, Program, Replayed, replay
 from shardwise.forecast.work import Kind, Operation, Segment, Workload
 from shardwise.plan.plan import Plan
@@ -122,7 +123,7 @@ class _Step:
         sends = self._send_seconds() * micro_batches
         bubble = (seconds + sends) * (configuration.pipeline - 1) / micro_batches
         bubble /= configuration.chunks
-        update = self._update_seconds()
+        update, owners = self._update_seconds(), self._owner_seconds()
         breakdown = compute | {
             "host": host,
             "exposed communication": exposed,
@@ -130,8 +131,9 @@ class _Step:
             "pipeline bubble": bubble,
             "pipeline sends": sends,
             "optimizer": update,
+            "owners": owners,
         }
-        total = seconds + sends + bubble + update
+        total = seconds + sends + bubble + update + owners
         slowest = self.machine.straggler_factor(configuration.world_size)
         breakdown["stragglers"] = total * (slowest - 1.0)
         total *= slowest
@@ -248,6 +250,15 @@ class _Step:
             return update
         # Gradients are copied to the host and parameters back. Host memory is slower as well.
         return self.machine.copy_seconds(shards * (2 + passes))
+
+    def _owner_seconds(self) -> float:
+        """Predict the exchange with owners of matrices and their work, after the backward."""
+        optimizer = self.configuration.optimizer
+        if optimizer not in OWNER_OPTIMIZERS:
+            return 0.0
+        itemsize = 2 if optimizer == "muon" and not self.machine.computes_on_cpu else 4
+        owners = PlannedOwners(self.plan, optimizer, itemsize)
+        return owners.seconds(self.machine, self.configuration.tensor)
 
 
 _HOLD_GRADIENTS = ("ddp", "zero1")  # strategies that reduce only after the last micro-batch

@@ -1,20 +1,33 @@
 """A parameter as the matrices that it consists of, and their orthogonalization."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod, sqrt
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.errors import PlanError
 
-__all__ = ["Coefficients", "Matrices", "orthogonalize"]
+__all__ = ["Coefficients", "Matrices", "Product", "cost_of", "orthogonalize"]
 
 Coefficients = tuple[float, float, float] | Sequence[tuple[float, float, float]]
 _RMS_OF_ADAMW = 0.2  # of its updates, as measured by Liu et al. (Moonlight)
 _ORIENTATIONS = 2
+
+
+class Product(NamedTuple):
+    """A product of matrices [m, k] and [k, n] in a batch."""
+
+    shape: tuple[int, int, int, int]  # batch, m, n, k
+    times: float  # in a step
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one."""
+        return 2 * prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -104,13 +117,30 @@ class Matrices:
             return tuple(_RMS_OF_ADAMW * sqrt(max(m, n)) for _, m, n in self.shapes)
         return tuple(sqrt(max(1.0, m / n)) if n else 1.0 for _, m, n in self.shapes)
 
-    def orthogonalization_cost(self, steps: int) -> int:
-        """Floating-point operations of `orthogonalize`."""
-        total = 0
+    def orthogonalization(self, steps: int) -> Iterator[Product]:
+        """The products of `orthogonalize`."""
         for stack, m, n in self.shapes:
             small, large = min(m, n), max(m, n)
-            total += stack * steps * (4 * small * small * large + 2 * small**3)
-        return total
+            yield Product((stack, small, small, large), steps)
+            yield Product((stack, small, small, small), steps)
+            yield Product((stack, small, large, small), steps)
+
+    def preconditioning(self, frequency: int, largest: int) -> Iterator[Product]:
+        """The products of a step of `SOAP`, with sides up to ``largest``.
+
+        A covariance and three rotations by a basis for each side; every ``frequency`` steps a power
+        iteration and a QR decomposition, which takes as long as two products.
+        """
+        for stack, m, n in self.shapes:
+            for side, other in ((m, n), (n, m)):
+                if side <= largest:
+                    yield Product((stack, side, other, side), 4)
+                    yield Product((stack, side, side, side), 3 / frequency)
+
+
+def cost_of(products: Iterable[Product]) -> int:
+    """Floating-point operations."""
+    return round(sum(one.times * one.flops for one in products))
 
 
 def orthogonalize(matrices: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:

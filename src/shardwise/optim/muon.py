@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardwise.errors import PlanError
 from shardwise.optim.exchange import Member
-from shardwise.optim.matrices import Coefficients, Matrices, orthogonalize
+from shardwise.optim.matrices import Coefficients, Matrices, cost_of, orthogonalize
 from shardwise.optim.owner_optimizer import Group, OwnerOptimizer, local_part
 
 __all__ = ["Muon"]
@@ -96,7 +96,7 @@ class Muon(OwnerOptimizer):
         super().__init__(params, defaults, ns_dtype)
 
     def _cost(self, matrices: Matrices, group: Group) -> int:
-        return matrices.orthogonalization_cost(group["ns_steps"])
+        return cost_of(matrices.orthogonalization(group["ns_steps"]))
 
     def _direction(self, parameter: Tensor, group: Group) -> Tensor:
         assert parameter.grad is not None

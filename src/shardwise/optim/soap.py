@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.optim.exchange import Member
-from shardwise.optim.matrices import Matrices
+from shardwise.optim.matrices import Matrices, cost_of
 from shardwise.optim.owner_optimizer import Group, OwnerOptimizer, local_part
 from shardwise.plan.layout import Layout, ParameterExtent, ParameterSpec
 from shardwise.tensor.mesh import DataParallelMesh
@@ -102,12 +102,8 @@ class SOAP(OwnerOptimizer):
         return torch.float64 if parameter.dtype is torch.float64 else torch.float32
 
     def _cost(self, matrices: Matrices, group: Group) -> int:
-        cost = 0
-        for stack, m, n in matrices.shapes:
-            for side, other in ((m, n), (n, m)):
-                if side <= group["max_precondition_dim"]:
-                    refresh = 6 * side**3 // group["precondition_frequency"]
-                    cost += stack * (8 * side * side * other + refresh)
+        frequency, largest = group["precondition_frequency"], group["max_precondition_dim"]
+        cost = cost_of(matrices.preconditioning(frequency, largest))
         return max(cost, matrices.num_matrices)
 
     def _direction(self, parameter: Tensor, group: Group) -> Tensor:

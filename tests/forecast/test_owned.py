@@ -1,0 +1,83 @@
+"""The work of owners of matrices: against arithmetic, and against optimizers on ranks."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.hardware import parse_cluster
+from shardwise.forecast.machine import Machine
+from shardwise.forecast.owned import PlannedOwners
+from shardwise.forecast.timeline import StepTime, step_time
+from shardwise.forecast.work import Segment, Workload
+from shardwise.plan.plan import Plan, make_plan
+from shardwise.runtime.module import runtime_of_root
+from shardwise.schedule.events import EventKind
+from tests.checkpoint.training import options_for
+from tests.models import Gpt, GptBlock
+from tests.ranks import on_ranks
+
+RANKS, WIDTH = 8, 8192
+LOCAL = Configuration(shard_size=RANKS, sequence=8192)
+_A100 = Machine.of(parse_cluster("8xA100"))
+MACHINE = replace(_A100, constants=_A100.constants.updated({"link": 0.01}))  # a slow one
+
+
+def plan_of_squares(count: int, granularity: Any = "element") -> Plan:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
+    return make_plan(model, world_size=RANKS, units=nn.Linear, granularity=granularity)
+
+
+def step_of(plan: Plan, configuration: Configuration) -> StepTime:
+    """Of a model that computes nothing."""
+    names = tuple(unit.name for unit in plan.units)
+    order = range(len(names))
+    forward = [Segment(EventKind.FORWARD, unit, (), 0, 0, 0) for unit in order]
+    backward = [Segment(EventKind.BACKWARD, unit, (), 0, 0, 0) for unit in (0, *order[:0:-1])]
+    workload = Workload(names, (*forward, *backward), len(forward), 1, 8192)
+    return step_time(plan, workload, MACHINE, configuration)
+
+
+@pytest.mark.parametrize(("count", "most"), [(8, 1), (9, 2)])
+def test_the_slowest_owner_and_the_exchange_are_in_the_step(count: int, most: int) -> None:
+    """Five Newton-Schulz steps of three products each; parts travel to one rank and back."""
+    constants, device = MACHINE.constants, MACHINE.device
+    plan = plan_of_squares(count)
+    step = step_of(plan, replace(LOCAL, optimizer="muon"))
+    flops = most * 5 * 3 * 2 * WIDTH**3
+    work = flops / (device.peak_flops * constants.matmul)
+    # An owner receives 7/8 of each of its matrices, and returns as much; one is in a batch.
+    transfer = 2 * WIDTH * WIDTH * (RANKS - 1) // RANKS
+    owners = PlannedOwners(plan, "muon", 2)
+    assert owners.exchanged_bytes(owners.loads(MACHINE)) == (most * transfer,) * 2
+    exchange = 2 * transfer / (device.link_bandwidth * constants.link)
+    assert step.breakdown["owners"] == pytest.approx(work + exchange, rel=0.05)
+    assert exchange > 0.2 * work
+    assert "owners" not in step_of(plan, LOCAL).breakdown
+    assert sum(step.breakdown.values()) == pytest.approx(step.seconds)
+
+
+def test_whole_matrices_need_no_exchange() -> None:
+    owners = PlannedOwners(plan_of_squares(8, "tensor"), "muon", 2)
+    assert owners.exchanged_bytes(owners.loads(MACHINE))[0] == 0
+    (job, *_), (owner, *_) = owners.owned.jobs, owners.owned.owners
+    assert job.parts[owner] == WIDTH * WIDTH
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "hfsdp", "ddp"])
+def test_owners_and_bytes_are_those_of_the_optimizer(strategy: str) -> None:
+    model = sw.fully_shard(Gpt(vocabulary=50, width=32), units=GptBlock, **options_for(strategy))
+    plan = runtime_of_root(model).plan
+    for name, kind in (("muon", sw.optim.Muon), ("soap", sw.optim.SOAP)):
+        optimizer = kind(sw.optim.parameter_groups(model))
+        planned = PlannedOwners(plan, name, 4)
+        assert tuple(optimizer.owners().values()) == planned.owned.owners
+        sent = planned.sent_bytes(dist.get_rank())
+        assert sent == optimizer.sent_bytes()
