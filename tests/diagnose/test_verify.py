@@ -127,7 +127,7 @@ def test_a_model_whose_own_gradients_are_not_finite_is_named() -> None:
         return loss  # 0, and its gradient is not finite
 
     explanation = _differences(loss_fn=infinite)
-    assert "is not finite in one process, so nothing can be said" in explanation
+    assert "is not finite in one process, so cannot be compared" in explanation
 
 
 @on_ranks(4)

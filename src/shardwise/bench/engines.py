@@ -66,7 +66,7 @@ class Ours:
     granularity: Literal["element", "row", "dim"] = "element"
     wire: sw.Wire = field(default_factory=sw.Wire)
     optimizer: Literal["adamw", "adam8bit", "muon"] = "adamw"
-    outer: sw.Outer | None = None  # between two replicas of half the ranks
+    outer: sw.Outer | None = None  # synchronizes two replicas, each with half of the ranks
 
     @property
     def is_exact(self) -> bool:

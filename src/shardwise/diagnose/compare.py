@@ -149,9 +149,9 @@ def _distance(tensor: Tensor, wanted: Tensor, least: float) -> float:
 
 
 def _not_finite(wanted: Tensor) -> str:
-    """The note for an infinite error."""
+    """Return the note for an infinite error."""
     is_finite = bool(torch.isfinite(wanted).all())
-    return "is not finite" if is_finite else "is not finite in one process, so nothing can be said"
+    return "is not finite" if is_finite else "is not finite in one process, so cannot be compared"
 
 
 def _norm(tensor: Tensor) -> float:

@@ -127,7 +127,7 @@ class MemoryReplay:
             sum(_gradient_bytes(unit, options).buffer for unit in plan.units) * options.unreduced
         )
         self.gathered, self.reducing = self._carried, whole
-        # By unit, while its collective is under way; those of one kind run one after the other.
+        # Scratch bytes by unit while its collective runs; collectives of one kind run in sequence.
         self._gathers: dict[int, int] = {}
         self._reductions: dict[int, int] = {}
         self._in_subgroup = set[int]()
@@ -145,8 +145,8 @@ class MemoryReplay:
 
     @property
     def encoding(self) -> int:
-        """Bytes of codes, and of what encodes and decodes them, on the device now."""
-        return sum(max(each.values(), default=0) for each in (self._gathers, self._reductions))
+        """Bytes of quantized codes and of their encoding and decoding on the device now."""
+        return sum(max(sizes.values(), default=0) for sizes in (self._gathers, self._reductions))
 
     @property
     def gradient_shards(self) -> int:
@@ -196,7 +196,7 @@ class MemoryReplay:
         return self.peak > before
 
     def _encode(self, event: Event) -> None:
-        """Allocate or free what a quantized wire takes."""
+        """Allocate or free the scratch memory of a quantized wire."""
         plan, index, on_cpu = self._plan, event.unit, self._options.on_cpu
         unit = plan.units[index]
         match event.kind:
