@@ -1,16 +1,23 @@
-"""Replicas of `shardwise train` that meet at a hub, of which one is killed and started again."""
+"""Replicas of `shardwise train` that meet at a hub: what is killed or stopped comes back."""
 
 import json
+import os
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardwise.outer import hub as hub_module
+from shardwise.outer.members import Role
 from shardwise.outer.serving import HubThread
 
-from .commands import Command
+from .commands import Command, Finished, environment
 
 
 class EndTogether:
@@ -87,3 +94,78 @@ def test_a_replica_that_is_killed_comes_back_with_the_state_of_the_other(
     for steps in (own, others):  # one that is late takes the other's number of steps
         assert steps == sorted(set(steps))
         assert steps[-1] >= last
+
+
+def _end(tmp_path: Path, *commands: Command) -> list[Finished]:
+    """End the replicas 40 steps later."""
+    last = max(_steps(path)[-1] for path in tmp_path.iterdir() if _steps(path)) + 40
+    (tmp_path / "last-step.new").write_text(str(last))
+    (tmp_path / "last-step.new").rename(tmp_path / "last-step")
+    finished = [command.finish() for command in commands]
+    assert [one.code for one in finished] == [0 for _ in finished], finished
+    return finished
+
+
+def _start_hub(address: str, log: Path) -> "subprocess.Popen[bytes]":
+    with log.open("wb") as file:
+        words = [sys.executable, "-m", "shardwise.outer", address]
+        return subprocess.Popen(words, stderr=file, env=environment())
+
+
+@pytest.mark.thorough
+def test_replicas_train_on_alone_while_the_hub_is_gone(tiny: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    hub = _start_hub(address, tmp_path / "hub.log")
+    try:
+        pair = [_start(tiny, address, n, place) for n, place in ((0, first), (1, second))]
+        for command, place in zip(pair, (first, second), strict=True):
+            command.wait_for(lambda place=place: len(_steps(place)) > 10)  # type: ignore[misc]
+        hub.kill()
+        hub.wait()
+        for command, place in zip(pair, (first, second), strict=True):
+            later = _steps(place)[-1] + 12  # more than a round
+            command.wait_for(lambda place=place, later=later: _steps(place)[-1] > later)  # type: ignore[misc]
+        hub = _start_hub(address, again := tmp_path / "hub-again.log")
+        for number, command in enumerate(pair):
+            name = f"replica {number} is there"
+            command.wait_for(lambda name=name: name in again.read_text())  # type: ignore[misc]
+        ends = _end(tmp_path, *pair)
+    finally:
+        hub.kill()
+        hub.wait()
+    for number, end in enumerate(ends):
+        assert f"replica {number}, rank 0 lost the hub at {address}" in end.stderr
+        assert "it trains on alone until the hub is back" in end.stderr
+        assert f"replica {number}, rank 0 reached the hub at {address}" in end.stderr
+
+
+@pytest.mark.thorough
+def test_a_replica_that_is_stopped_for_long_comes_back_with_the_state_of_the_other(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "SILENT_SECONDS", 5.0)
+    first, second = tmp_path / "first", tmp_path / "second"
+    with HubThread() as hub:
+        replicas = hub.hub.replicas
+        stayed, stopped = (
+            _start(tiny, hub.address, n, place) for n, place in ((0, first), (1, second))
+        )
+        for command, place in ((stayed, first), (stopped, second)):
+            command.wait_for(lambda place=place: len(_steps(place)) > 10)  # type: ignore[misc]
+        os.killpg(stopped.pid, signal.SIGSTOP)
+        try:
+            stayed.wait_for(lambda: 1 not in replicas)
+            later = _steps(first)[-1] + 12
+            stayed.wait_for(lambda: _steps(first)[-1] > later)
+        finally:
+            os.killpg(stopped.pid, signal.SIGCONT)
+        stopped.wait_for(lambda: getattr(replicas.get(1), "role", None) is Role.MEMBER)
+        stopped.wait_for(lambda: _steps(second)[-1] > later)
+        ends = _end(tmp_path, stayed, stopped)
+    assert "went on without replica 1, which is gone" in ends[0].stderr
+    assert "replica 1, rank 0 lost the hub at" in ends[1].stderr
+    assert "replica 1, rank 0 took the state of another replica, after step" in ends[1].stderr
+    steps = _steps(second)
+    assert steps == sorted(set(steps))

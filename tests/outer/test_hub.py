@@ -16,9 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.errors import PeerLost, PlanError
+from shardwise.outer.hub import Hub
 from shardwise.outer.serving import HubThread
 from shardwise.tensor.sharding import local_of
 from tests.models import Block, Stack
@@ -113,7 +115,36 @@ def test_a_hub_gives_the_numbers_of_a_process_group() -> None:
         hub.stop()
 
 
-def test_a_replica_that_ends_does_not_stop_the_others_and_comes_back() -> None:
+@on_ranks(2)
+def test_no_rank_sends_while_another_one_of_its_replica_is_cut_off() -> None:
+    """It would wait for a decision that needs what the other one has not sent."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    hub = HubThread() if dist.get_rank() == 0 else None
+    address = [hub.address if hub else ""]
+    dist.broadcast_object_list(address)
+    torch.manual_seed(3)
+    model = sw.fully_shard(Stack().double(), mesh=mesh["shard"], units=Block)
+    optimizer = torch.optim.AdamW(model.parameters())
+    outer = sw.Outer(every=1, dtype="float64", deadline=DEADLINE)
+    handle = sw.outer_optimizer(model, optimizer, outer, hub=address[0])
+    handle.join()
+    rounds = []
+    for is_cut_off in (False, True, False):
+        if dist.get_rank() == 1:
+            handle.exchange.is_member = not is_cut_off
+        train(model, optimizer, 0, range(1))
+        rounds.append(handle.progress[0].round)
+    assert rounds == [1, 1, 2]
+    assert handle.exchange.sent_bytes == 2 * handle.planned_bytes(1)
+    dist.barrier()
+    handle.remove()
+    if hub is not None:
+        hub.stop()
+
+
+def test_a_replica_that_ends_does_not_stop_the_others_and_comes_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     outer = sw.Outer(every=4, fragments=2, dtype="float32", deadline=DEADLINE)
     with HubThread() as hub:
         a, b = (Replica(hub.address, number, outer, num_replicas=2) for number in range(2))
@@ -123,6 +154,8 @@ def test_a_replica_that_ends_does_not_stop_the_others_and_comes_back() -> None:
         assert eventually(lambda: 1 not in hub.hub.replicas)
         a.train(6)
         assert [one.round for one in a.outer.progress] == [3, 3]
+        assert "replica 1 is gone after step 6, in rounds 2, 1 of fragments 0 to 1" in caplog.text
+        assert "round 1 of fragment 1 went on without replica 1, which is gone" in caplog.text
         back = Replica(hub.address, 1, outer, num_replicas=2, seed=9)
         has_joined, target = threading.Event(), Future[int]()
 
@@ -215,6 +248,46 @@ def test_all_replicas_go_on_from_checkpoints_that_were_saved_during_a_round(tmp_
         assert all(map(torch.equal, one.shared, other.shared))
         pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
         assert all(torch.equal(local_of(p), local_of(q)) for p, q in pairs)
+
+
+def test_a_late_replica_keeps_the_first_rounds_of_fragments_apart() -> None:
+    """They follow on the same digest."""
+    outer = sw.Outer(every=2, fragments=2, dtype="float64", deadline=1.0)
+    with HubThread() as hub:
+        a, b = (Replica(hub.address, number, outer, num_replicas=2) for number in range(2))
+        at_once(a.outer.join, b.outer.join)
+        a.train(2)  # goes on alone, with both fragments
+        assert eventually(lambda: b.outer.exchange.group_step == 2)
+        b.train(1)
+        assert b.outer.progress[0] == a.outer.progress[0]
+        for one, other in zip(
+            *(each.outer.fragments[0].parameters for each in (a, b)), strict=True
+        ):
+            states = a.outer.state[one], b.outer.state[other]
+            assert torch.equal(*(local_of(state["anchor"]) for state in states))
+        close(a, b)
+
+
+def test_replicas_that_come_back_at_different_steps_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One is before the step of the first fragment, and the other one after it."""
+    expired: list[int] = []
+    monkeypatch.setattr(Hub, "_expire", lambda _, fragment: expired.append(fragment))
+    outer = sw.Outer(every=4, fragments=2, dtype="float32", deadline=DEADLINE)
+    with HubThread() as hub:
+        a, b = (Replica(hub.address, number, outer, num_replicas=2) for number in range(2))
+        together(a, b, until=4)
+    assert eventually(lambda: not (a.outer.exchange.is_member or b.outer.exchange.is_member))
+    a.train_until(5)
+    b.train_until(7)
+    host, _, port = hub.address.rpartition(":")
+    with HubThread(host, int(port)):
+        assert eventually(lambda: a.outer.exchange.is_member and b.outer.exchange.is_member)
+        together(a, b, until=12)
+        assert_equal_shared(a, b)
+        close(a, b)
+    assert not expired
 
 
 @pytest.mark.parametrize(

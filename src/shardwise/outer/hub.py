@@ -4,11 +4,12 @@ Every rank of every replica has a connection to it. It averages nothing and keep
 puts the differences that count into an order and sends them to all. So all replicas compute the
 same, and the hub may end and start again at any time; replicas train on alone until it is back.
 
-A round is decided when the differences of all members have come, or ``deadline`` seconds after
-those of the first replica. It counts replicas of which every rank has sent its shard. What was
-decided for a fragment is identified by a digest of all decisions, so two replicas with the same
-digest have the same bits, whatever happened in between. Who says hello with another digest than
-the hub's has to take the state of a member.
+A round is decided when the differences of all members have come, except of members that had no
+connection at its step and are past it, or ``deadline`` seconds after those of the first replica. It
+counts replicas of which every rank has sent its shard. What was decided for a fragment is
+identified by a digest of all decisions, so two replicas with the same digest have the same bits,
+whatever happened in between. Who says hello with another digest than the hub's has to take the
+state of a member.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from pydantic import ValidationError
 
 from shardwise.outer.frames import ALIVE_SECONDS, SILENT_SECONDS, Frame, Kind, read_frame
 from shardwise.outer.members import Connection, Hello, Replica, Role
-from shardwise.outer.rounds import Difference, Round
+from shardwise.outer.rounds import Difference, Round, rounds_text
 
 __all__ = ["Hub"]
 
@@ -131,7 +132,9 @@ class Hub:
 
     def _lose(self, number: int, error: BaseException) -> None:
         replica = self.replicas[number]
-        logger.warning("replica %d is gone after step %d: %s", number, replica.step, _reason(error))
+        rounds = rounds_text([one.number for one in self._rounds])
+        message = "replica %d is gone after step %d, %s: %s"
+        logger.warning(message, number, replica.step, rounds, _reason(error))
         for connection in replica.ranks.values():
             connection.writer.transport.abort()
         self._remove(replica)
@@ -207,7 +210,10 @@ class Hub:
         replica.step = max(replica.step, frame.header.get("step", 0))
         match frame.kind:
             case Kind.DELTA:
+                connection.sent_step = frame.header["step"]
                 self._take_difference(replica, connection.hello.rank, frame)
+                for fragment in range(len(self._rounds)):
+                    self._decide_if_complete(fragment)
             case Kind.STATE:
                 self._pass_on(frame, connection.hello.rank)
             case Kind.READY:
@@ -237,13 +243,17 @@ class Hub:
             return
         if current.timer is None and current.has_all_of(replica):
             loop, fragment = asyncio.get_running_loop(), current.fragment
-            current.timer = loop.call_later(replica.hello.deadline, self._decide, fragment)
-        self._decide_if_complete(current.fragment)
+            current.timer = loop.call_later(replica.hello.deadline, self._expire, fragment)
 
     def _decide_if_complete(self, fragment: int) -> None:
-        members = self._with_role(Role.MEMBER)
-        if members and all(map(self._rounds[fragment].has_all_of, members)):
+        current, members = self._rounds[fragment], self._with_role(Role.MEMBER)
+        waited_for = [one for one in members if not current.is_passed_by(one)]
+        if waited_for and all(map(current.has_all_of, waited_for)):
             self._decide(fragment)
+
+    def _expire(self, fragment: int) -> None:
+        """Go on without those that are late."""
+        self._decide(fragment)
 
     def _decide(self, fragment: int) -> None:
         """Send what has come of the round to all, and begin the next."""

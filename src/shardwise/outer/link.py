@@ -16,6 +16,7 @@ from torch import Tensor
 from shardwise.errors import PlanError
 from shardwise.outer.exchange import Decision, Exchange, Progress
 from shardwise.outer.frames import ALIVE_SECONDS, SILENT_SECONDS, Frame, Kind, read_frame
+from shardwise.outer.rounds import rounds_text
 
 __all__ = ["HubExchange"]
 
@@ -46,12 +47,14 @@ class HubExchange(Exchange):
         # Below: guarded by it.
         self._progress: list[Progress] = []
         self._values = ""
-        self._decisions: dict[str, tuple[int, Decision]] = {}  # by the digest that they follow on
+        # By fragment, and by the digest that they follow on, which is the same for all at first.
+        self._decisions: dict[tuple[int, str], Decision] = {}
         self._sent: dict[int, tuple[str, Tensor]] = {}  # the last difference of each fragment
         self._pieces: dict[int, bytes] = {}  # of the state of the last ticket
         self._ticket = 0
         self._states: dict[int, bytes] = {}  # that are complete, by ticket
         self._refusal = ""
+        self._counted: set[int] = set()  # replicas of the last round
         self.is_member = False
         self._writer: asyncio.StreamWriter | None = None
         self._is_closing = False
@@ -99,7 +102,9 @@ class HubExchange(Exchange):
             self._wait(lambda: bool(self._chain(fragment)) or not self.is_member, patience)
             found = self._chain(fragment)
             later = [
-                one.progress.round for number, one in self._decisions.values() if number == fragment
+                one.progress.round
+                for (number, _), one in self._decisions.items()
+                if number == fragment
             ]
             if not found and max(later, default=0) > own.round:
                 logger.warning("%s misses round %d of fragment %d", self._name, own.round, fragment)
@@ -109,7 +114,7 @@ class HubExchange(Exchange):
     def applied(self, fragment: int, decision: Decision) -> None:
         with self._changed:
             self._values = ""  # of other parameters by now
-            self._decisions.pop(self._progress[fragment].digest, None)
+            self._decisions.pop((fragment, self._progress[fragment].digest), None)
             self._progress[fragment] = decision.progress
 
     def wait(self, seconds: float) -> None:
@@ -132,11 +137,14 @@ class HubExchange(Exchange):
 
     def ready(self, progress: Sequence[Progress]) -> None:
         with self._changed:
-            self._values = ""
+            level = logging.WARNING if self._counted else logging.INFO  # it had taken part before
+            message = "%s took the state of another replica, after step %d, %s"
             self._progress = list(progress)
+            logger.log(level, message, self._name, self.step, self._rounds_text())
+            self._values = ""
             self._decisions = {
-                digest: (fragment, one)
-                for digest, (fragment, one) in self._decisions.items()
+                (fragment, digest): one
+                for (fragment, digest), one in self._decisions.items()
                 if one.progress.round > progress[fragment].round
             }
             self.is_member = self._writer is not None
@@ -150,6 +158,9 @@ class HubExchange(Exchange):
             self._thread.join()
             self._thread = None
 
+    def _rounds_text(self) -> str:
+        return rounds_text([one.round for one in self._progress])
+
     def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
         until = time.monotonic() + seconds
         while not condition() and not self._refusal and time.monotonic() < until:
@@ -160,8 +171,8 @@ class HubExchange(Exchange):
     def _chain(self, fragment: int) -> list[Decision]:
         """What follows on what was applied, as far as it has come."""
         found, digest = [], self._progress[fragment].digest
-        while digest in self._decisions:
-            _, decision = self._decisions[digest]
+        while (fragment, digest) in self._decisions:
+            decision = self._decisions[fragment, digest]
             found.append(decision)
             digest = decision.progress.digest
         return found
@@ -197,7 +208,8 @@ class HubExchange(Exchange):
         except (OSError, EOFError, TimeoutError, ValueError, LookupError, TypeError) as error:
             reason = str(error) or type(error).__name__
             self.trouble = f"{self._name} lost the hub at {self.address}: {reason}"
-            logger.warning("%s; trains on alone until it is back", self.trouble)
+            message = "%s; after step %d, %s, it trains on alone until the hub is back"
+            logger.warning(message, self.trouble, self.step, self._rounds_text())
         finally:
             self._forget()
             writer.close()
@@ -265,6 +277,12 @@ class HubExchange(Exchange):
             match frame.kind:
                 case Kind.WELCOME:
                     self.is_member = not frame.header["joins"]
+                    if self.trouble:
+                        state = "goes on" if self.is_member else "waits for a state"
+                        message = "%s reached the hub at %s and %s, %s"
+                        rounds = self._rounds_text()
+                        logger.warning(message, self._name, self.address, state, rounds)
+                    self.trouble = ""
                     self._states.clear()  # of earlier connections
                 case Kind.REFUSED:
                     self._refusal = frame.body.decode()
@@ -289,17 +307,21 @@ class HubExchange(Exchange):
             if digest != header["before"]:
                 raise ValueError("a difference counts that this rank has not sent")
             parts.insert(replicas.index(self._replica), own)
-        for name in header["late"] if self._hello["rank"] == 0 else ():
-            logger.warning(
-                "round %d of fragment %d went on without %s, which is late",
-                header["round"],
-                fragment,
-                name,
-            )
+        self._name_absent(header)
         progress = Progress(header["round"] + 1, header["after"], header["step"])
         self.group_step = max(self.group_step, progress.step)
         decision = Decision(parts, progress, counts_own, header.get("ticket", 0))
-        self._decisions[header["before"]] = fragment, decision
+        self._decisions[fragment, header["before"]] = decision
+
+    def _name_absent(self, header: dict[str, Any]) -> None:
+        counted, late = set(header["replicas"]), header["late"]
+        absent = [f"{name}, which is late" for name in late]
+        if not late:
+            absent = [f"replica {n}, which is gone" for n in sorted(self._counted - counted)]
+        self._counted = counted | self._counted if late else counted
+        for name in absent if self._hello["rank"] == 0 else ():
+            message = "round %d of fragment %d went on without %s"
+            logger.warning(message, header["round"], header["fragment"], name)
 
     def _take_piece(self, frame: Frame) -> None:
         ticket, count = frame.header["ticket"], frame.header["count"]

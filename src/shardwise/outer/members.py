@@ -46,6 +46,7 @@ class Connection:
     writer: asyncio.StreamWriter
     hello: Hello
     heard: float = 0.0  # when something came from it, on the clock of the event loop
+    sent_step: int = 0  # the local step of its last difference, of any fragment
     is_ready: bool = False
 
     def send(self, frame: Frame) -> None:

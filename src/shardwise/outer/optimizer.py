@@ -11,7 +11,6 @@ The shared parameters are the same bits in all replicas. Each rank keeps its sha
 exchanges that with the ranks at its place in the other replicas, so nothing is gathered.
 """
 
-import logging
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -35,8 +34,6 @@ from shardwise.tensor.sharding import Sharding, local_of, sharding_of
 from shardwise.transport.communicator import communicator
 
 __all__ = ["OuterOptimizer", "maker_of", "template_of"]
-
-logger = logging.getLogger("shardwise.outer")
 
 _PATIENCE_SECONDS = 5.0
 _DILOCO = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -64,6 +61,7 @@ class OuterOptimizer(Optimizer):
         self._optimizer = optimizer
         self._has_joined = False
         self._group_step = 0  # the last one that all ranks know of
+        self._takes_part = False  # as far as all ranks know
         self._ticket = 0  # of the state that this rank has to give after the step
         for parameter in parameters:
             self.state[parameter] = {ANCHOR: _copy_of(parameter)}
@@ -179,7 +177,9 @@ class OuterOptimizer(Optimizer):
             if self.progress[fragment].step >= step:  # the others did not wait for this replica
                 self.param_groups[0]["local_steps"] = max(step, self._group_step)
                 return
-            self._send_difference(fragment)
+            # Not while some rank of this replica is cut off: the others would wait for its part.
+            if self._takes_part or not self.exchange.is_elastic:
+                self._send_difference(fragment)
         if not delay:
             all(map(self._apply_decided, applied))
 
@@ -215,7 +215,7 @@ class OuterOptimizer(Optimizer):
         decisions = self.exchange.decided(number, seconds)
         if self.exchange.is_elastic:
             known = self._agree(len(decisions))
-            self._group_step = known.group_step
+            self._group_step, self._takes_part = known.group_step, known.is_member
             if known.ticket:
                 self._take_state(known.ticket)
                 return False
@@ -258,8 +258,8 @@ class OuterOptimizer(Optimizer):
         decode_state(self.exchange.take_state(ticket), self._optimizer, self)
         for state in self.state.values():  # what is on its way is the other's
             state.pop(SENT, None)
+        self.exchange.step = self.local_steps
         self.exchange.ready(self.progress)
-        logger.info("took the state of another replica after step %d", self.local_steps)
 
     def _checksum(self, parameters: Iterable[Tensor]) -> str:
         """Of this rank's shards of the shared values of ``parameters``."""

@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.outer.frames import Frame, Kind
 from shardwise.outer.members import Replica
 
-__all__ = ["Difference", "Round"]
+__all__ = ["Difference", "Round", "rounds_text"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,19 @@ class Round:
 
     def has_all_of(self, replica: Replica) -> bool:
         return len(self.differences.get(replica.number, ())) == len(replica.ranks)
+
+    def is_passed_by(self, replica: Replica) -> bool:
+        """Whether a rank of it has sent nothing, and a later difference of another fragment.
+
+        It was not a member at the step of this round. It may wait for the other fragment now, as
+        those that have sent this one wait for this one.
+        """
+        every = [one.step for ranks in self.differences.values() for one in ranks.values()]
+        own = self.differences.get(replica.number, ())
+        return bool(every) and any(
+            rank not in own and connection.sent_step > min(every)
+            for rank, connection in replica.ranks.items()
+        )
 
     def missing(self, late: Sequence[Replica]) -> list[str]:
         """The ranks of late replicas that have sent nothing."""
@@ -83,3 +96,10 @@ class Round:
             self.timer.cancel()
         after = hashlib.sha256((self.digest + salt).encode()).hexdigest()[:24]
         return Round(self.fragment, self.number + 1, after)
+
+
+def rounds_text(rounds: Sequence[int]) -> str:
+    """The rounds of all fragments, for messages."""
+    if not rounds:
+        return "before the first round"
+    return f"in rounds {', '.join(map(str, rounds))} of fragments 0 to {len(rounds) - 1}"
