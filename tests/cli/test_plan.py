@@ -174,7 +174,7 @@ def test_a_run_is_trained_from_the_file_of_a_plan(tmp_path: Path) -> None:
     )  # fmt: skip
     assert found.code == 0, found.errors
     assert "GPU" not in found.output
-    assert "tokens/s a rank" in found.output
+    assert "tokens/s per rank" in found.output
     settings: dict[str, object] = {f"model.{name}": value for name, value in shape.items()}
     settings |= {"data.path": Path(sysconfig.get_path("stdlib")) / "email", "train.steps": 2}
     settings |= {"run.directory": tmp_path / "run", "sample.bytes": 0}
