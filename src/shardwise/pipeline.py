@@ -67,7 +67,7 @@ class PipelineStage(pipelining.PipelineStage):
                     "schedule divides gradients by the number of micro-batches; call "
                     "optimizer.step() after the schedule's step instead"
                 )
-            if scheduler.sequencer.holds_gradients:
+            if scheduler.sequencer.has_unreduced_gradients:
                 scheduler.abandon(StepError("the last step of the pipeline did not reach its end"))
         self._accumulate(True)
 

@@ -350,7 +350,7 @@ class Driver:
             return None
         if op.grad:
             self.pending.insert(0, ran[0])
-        if not any(call.is_differentiable for call in ran[0].call.of.calls):
+        if not any(call.is_differentiable for call in ran[0].call.forward_pass.calls):
             assert not self.monitor.gathered, "no backward will come"
         return ran[0]
 
@@ -469,7 +469,7 @@ class Driver:
     def _expected_reductions(self, arrivals: list[Ran]) -> Counter[str]:
         """Every trainable unit with a differentiable call, once for each pass that is walked."""
         expected = Counter[str]()
-        for of in dict.fromkeys(ran.call.of for ran in arrivals):
+        for of in dict.fromkeys(ran.call.forward_pass for ran in arrivals):
             units = {self.plan.units[call.unit] for call in of.calls if call.is_differentiable}
             expected.update(unit.label for unit in units if unit.gradient_bytes)
         return expected

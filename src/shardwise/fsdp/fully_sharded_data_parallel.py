@@ -273,7 +273,7 @@ class FullyShardedDataParallel(nn.Module):
             WrapperError: the parameters are already gathered.
         """
         units = [module for module in self.modules() if isinstance(module, FSDPModule)]
-        if any(handle_of(unit).runtime.scheduler.is_held for unit in units):
+        if any(handle_of(unit).runtime.scheduler.in_gathered for unit in units):
             raise WrapperError(
                 "apply: FSDP modules are expected to be in states between steps, with sharded "
                 "parameters; call it outside summon_full_params"

@@ -64,7 +64,7 @@ def summon_full_params(
 
 def _check_between_steps(scheduler: Scheduler) -> None:
     in_backward = hooks.current_task() != hooks.NO_TASK
-    if in_backward or scheduler.is_held or not scheduler.is_idle:
+    if in_backward or scheduler.in_gathered or not scheduler.is_idle:
         raise InStepError(
             "Cannot manually unshard parameters during forward/backward, or inside "
             "summon_full_params; use it between steps"

@@ -120,7 +120,7 @@ class Runtime:
         task = hooks.current_task()
         if task != hooks.NO_TASK:
             scheduler.join_backward(task)
-        elif not scheduler.is_held:
+        elif not scheduler.in_gathered:
             self._structures[index].check(module)
         call = scheduler.enter(index, recomputed=task != hooks.NO_TASK)
         if call is None:

@@ -48,7 +48,7 @@ class Scheduler:
         self.units = tuple(units)
         self.observer = observer
         self._held_memory = held_memory
-        self.is_held = False  # by `gathered`
+        self.in_gathered = False  # by `gathered`
         self._versions = ShardVersions(self.units)
         self._mesh = mesh
         self._device = here = device_of(device)
@@ -59,7 +59,8 @@ class Scheduler:
         self._tasks: set[int] = set()  # autograd's graph tasks that have reached the model
         self._finishing: int | None = None  # the task that has ended last
         self._abandoning = threading.RLock()  # held while a graph task that died is cleaned up
-        self._is_broken = False  # an event failed, so units are not where the sequencer has them
+        # While events are performed, and after one failed: units are not in the sequencer's states.
+        self._events_incomplete = False
         # After an exception, until `recover`: units with communication under way, and objects that
         # own memory which other ranks may still write to.
         self._in_flight: list[Unit] = []
@@ -81,7 +82,7 @@ class Scheduler:
 
     @property
     def is_between_steps(self) -> bool:
-        return self.is_idle and not self.is_held
+        return self.is_idle and not self.in_gathered
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
@@ -97,14 +98,14 @@ class Scheduler:
 
     def enter(self, index: int, *, recomputed: bool) -> Call | None:
         """Make a unit ready to compute; None inside `gathered`."""
-        if self.is_held:
+        if self.in_gathered:
             return None
         if not recomputed and self._depth == 0:
             self.await_abandoned()
         with self.guarded():
             if self.is_idle:
                 self._begin_step()
-            if self._is_broken:
+            if self._events_incomplete:
                 raise StepError("this step has failed; let its exception leave the model")
             label = self.units[index].plan.label
             self.report(f"forward of {label}")
@@ -138,7 +139,7 @@ class Scheduler:
         with self.guarded():
             self._perform(events)
         if self.is_idle:
-            self.ledger.end_forward(awaits_backward=call.of.is_differentiable)
+            self.ledger.end_forward(awaits_backward=call.forward_pass.is_differentiable)
         self._conceal((call.unit,))
 
     def _begin_step(self) -> None:
@@ -251,7 +252,7 @@ class Scheduler:
     def finish_accumulation(self) -> None:
         """Reduce the gradients that wait for it, as a backward would at its end, and free all."""
         with self.guarded():
-            if self.sequencer.holds_gradients:
+            if self.sequencer.has_unreduced_gradients:
                 self.finish_backward(hooks.NO_TASK)
             else:
                 self._perform(self.sequencer.request(EventKind.FREE, range(len(self.units))))
@@ -294,7 +295,7 @@ class Scheduler:
 
     def request(self, kind: EventKind, index: int) -> None:
         """Gather a unit, wait for it or free it, for a user; all ranks have to do the same."""
-        if self.is_held:
+        if self.in_gathered:
             return
         self.await_abandoned()
         with self.guarded():
@@ -313,14 +314,13 @@ class Scheduler:
         self.check_idle("parameters cannot be gathered in the middle of a step")
         with self.guarded():
             self.recover()
-            everything = range(len(self.units))
-            self._perform(self.sequencer.request(EventKind.FREE_SUBGROUP, everything))
+            self._perform(self.sequencer.release_all())
             self.report("gathered()")
             for unit in self.units:
                 unit.launch_hold(self._links.gather)
             for unit in self.units:
                 unit.await_hold(self._links)
-        self.is_held, is_agreed, changed = True, False, set[str]()
+        self.in_gathered, is_agreed, changed = True, False, set[str]()
         before = sums_of(self.units) if write_back else {}
         try:
             try:
@@ -339,7 +339,7 @@ class Scheduler:
                 names = [one.name for one in unit.parameters if one.name in changed]
                 if names:
                     self._versions.note(index, self.sequencer.tick, names)
-            self.is_held = False
+            self.in_gathered = False
 
     # -- errors ----------------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class Scheduler:
         self._links.abort(error)
         self.sequencer.abandon()
         self._offloading = None
-        self._is_broken = False
+        self._events_incomplete = False
         self._exchanges += self.observer.failed()
         # Collectives that all ranks launched end in a moment; the others never will.
         patience = 0.0 if isinstance(error, StepError) else POLL_SECONDS
@@ -392,9 +392,9 @@ class Scheduler:
     # -- events ----------------------------------------------------------------------------------
 
     def _perform(self, events: Sequence[Event]) -> None:
-        if self._is_broken or not events:
+        if self._events_incomplete or not events:
             return
-        self._is_broken = True
+        self._events_incomplete = True
         clock = self.ledger.clock
         now = clock()
         try:
@@ -410,7 +410,7 @@ class Scheduler:
         except BaseException as error:
             self.explain(error)
             raise
-        self._is_broken = False
+        self._events_incomplete = False
 
     def _do(self, kind: EventKind, unit: Unit) -> tuple[Work, ...]:
         """Let an event take place; returns the communication that it launched."""

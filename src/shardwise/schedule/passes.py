@@ -50,7 +50,7 @@ class Call:
     """One run of a unit's forward."""
 
     unit: int  # index in the plan
-    of: Pass
+    forward_pass: Pass
     entered: int  # tick
     exited: int = -1
     outcome: Outcome = Outcome.DETACHED

@@ -16,9 +16,9 @@ What is decided here, and why:
   collective that is launched ahead on one rank is launched ahead on all.
 - *Backward* visits calls by their exit, last first. A call that no gradient reaches on this rank
   is visited all the same, because one may reach it on another.
-- *A call is finished* when backward reaches one that had ended before it began: autograd runs
-  nodes by descending age, so nothing of the younger call is left. Counting gradients instead
-  would wait forever for an unused parameter.
+- *A call is finished* when backward reaches one that had ended before it began: autograd runs the
+  youngest nodes first, so nothing of the younger call is left. Counting gradients instead would
+  wait forever for an unused parameter.
 - *Two reductions* run at most, and the root's alone: nothing is left to compute then.
 - *A unit lingers* after its call until another is entered, for the next may be the same unit, or
   the first of backward.
@@ -26,7 +26,7 @@ What is decided here, and why:
   its calls of this step were visited. Where that cannot be known, at the end of backward.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -99,12 +99,15 @@ _FOR_THE_NEXT_PASS = (Reservation.REQUEST, Reservation.MICRO_BATCH)
 
 
 @dataclass(slots=True)
-class Residency:
-    """The state of a unit on this rank."""
+class UnitStatus:
+    """The state of a unit and of its gradients on this rank."""
 
     state: UnitState = UnitState.SHARDED
     has_subgroup_shard: bool = False
     reservation: Reservation | None = None
+    awaits_reduction: bool = False  # in a later backward
+    awaits_step: bool = False  # has reduced gradients, and may get more
+    calls_left: int = 0  # of forward, not visited by a backward yet
 
 
 _BYTES = {
@@ -129,7 +132,7 @@ class Sequencer:
         self._settings = settings or [UnitSettings() for _ in plan.units]
         self._prefetch = plan.prefetch
         self.steps_in_backward = False
-        self._residency = [Residency() for _ in plan.units]
+        self._status = [UnitStatus() for _ in plan.units]
         self.tick = 0  # counts the calls that begin or end
         self._stack: list[Call] = []
         self._expected: dict[bool, tuple[int, ...]] = {False: (), True: ()}
@@ -137,10 +140,7 @@ class Sequencer:
         self._backwards: dict[int, dict[Pass, BackwardPass]] = {}
         self._lingering: int | None = None
         self._reducing: deque[int] = deque()
-        self._unreduced: set[int] = set()  # units whose gradients wait for a later reduction
         self._is_accumulating = False  # no optimizer steps before the next backward
-        self._calls_left: Counter[int] = Counter()  # of forward, not visited by a backward yet
-        self._unstepped: set[int] = set()  # have gradients and may get more
         self._events: list[Event] = []
 
     # -- forward ---------------------------------------------------------------------------------
@@ -153,15 +153,15 @@ class Sequencer:
             grad: autograd records.
             recomputed: it runs inside backward, as activation checkpointing does.
         """
-        of = self._pass(grad=grad, recomputed=recomputed)
-        call = Call(unit, of, entered=self._next_tick())
-        of.append(call)
+        forward_pass = self._pass(grad=grad, recomputed=recomputed)
+        call = Call(unit, forward_pass, entered=self._next_tick())
+        forward_pass.append(call)
         self._stack.append(call)
-        if self._residency[unit].reservation is Reservation.PREFETCH:
-            self._residency[unit].reservation = None
-        if not of.on_track:
+        if self._status[unit].reservation is Reservation.PREFETCH:
+            self._status[unit].reservation = None
+        if not forward_pass.on_track:
             self._free_prefetched()
-        window = [unit, *self._distinct(of.upcoming, self._prefetch)]
+        window = [unit, *self._distinct(forward_pass.upcoming, self._prefetch)]
         self._end_lingering(keep=window)
         self._gather(unit)
         for ahead in window[1:]:
@@ -176,16 +176,16 @@ class Sequencer:
             pass
         call.exited = self._next_tick()
         call.outcome = outcome
-        if call.of.grad and not call.of.recomputed:
-            self._calls_left[call.unit] += 1  # even if detached: it may be recomputed
+        if call.forward_pass.grad and not call.forward_pass.recomputed:
+            self._status[call.unit].calls_left += 1  # even if detached: it may be recomputed
         if not self._is_kept_for_backward(call):
             self._end_lingering()
             if call.is_differentiable:
                 self._lingering = call.unit
             else:
                 self._free(call.unit)
-        if not self._stack or self._stack[-1].of is not call.of:
-            self._end_pass(call.of, failed=outcome is Outcome.FAILED)
+        if not self._stack or self._stack[-1].forward_pass is not call.forward_pass:
+            self._end_pass(call.forward_pass, failed=outcome is Outcome.FAILED)
         return self._flush()
 
     # -- backward --------------------------------------------------------------------------------
@@ -197,12 +197,12 @@ class Sequencer:
     def before_backward(self, call: Call, task: int) -> list[Event]:
         """Gradients reach what ``call`` returned, in autograd's graph task ``task``."""
         backwards = self._backwards.setdefault(task, {})
-        if call.of not in backwards:
-            backwards[call.of] = BackwardPass(call.of)
-        backward = backwards[call.of]
+        if call.forward_pass not in backwards:
+            backwards[call.forward_pass] = BackwardPass(call.forward_pass)
+        backward = backwards[call.forward_pass]
         window = self._window(backward.upcoming)
-        for of, other in backwards.items():
-            if of.calls[0].entered > call.exited:
+        for forward_pass, other in backwards.items():
+            if forward_pass.calls[0].entered > call.exited:
                 # Before any visit, so that ranks agree whichever of its calls were reached.
                 self._complete(other, keep=window)
         for visited in backward.visit_until(call):
@@ -217,14 +217,15 @@ class Sequencer:
         if self._backwards:  # an outer backward, which needs room to go on
             self._finish_reduces(1)
             return self._flush()
-        for unit in sorted(self._unreduced):
-            if self._settings[unit].reduces_fully:
+        for unit, status in enumerate(self._status):
+            if status.awaits_reduction and self._settings[unit].reduces_fully:
                 self._reduce(unit)
         self._finish_reduces(0)
-        for unit in sorted(self._unstepped):
-            self._step(unit)
-        if not self.steps_in_backward:
-            self._calls_left.clear()
+        for unit, status in enumerate(self._status):
+            if status.awaits_step:
+                self._step(unit)
+            if not self.steps_in_backward:
+                status.calls_left = 0
         self._is_accumulating = not all(one.reduces_fully for one in self._settings)
         self._free_all()
         return self._flush()
@@ -235,9 +236,9 @@ class Sequencer:
         self._expected = {False: (), True: ()}
         self._backwards.clear()
         self._reducing.clear()
-        self._unreduced.clear()
-        self._calls_left.clear()
-        self._unstepped.clear()
+        for status in self._status:
+            status.awaits_reduction = status.awaits_step = False
+            status.calls_left = 0
         self._is_accumulating = False
         self._free_all(everything=True)
         return self._flush()
@@ -245,10 +246,7 @@ class Sequencer:
     # -- requests of the user --------------------------------------------------------------------
 
     def request(self, kind: EventKind, units: Iterable[int]) -> list[Event]:
-        """Gather units, wait for them or free them outside the schedule; those in use stay.
-
-        FREE_SUBGROUP frees everything but shards, whatever a later backward would need again.
-        """
+        """Gather units, wait for them or free them outside the schedule; those in use stay."""
         for unit in units:
             match kind:
                 case EventKind.GATHER:
@@ -258,28 +256,32 @@ class Sequencer:
                     self._wait(unit)
                 case EventKind.FREE:
                     self._free(unit)
-                case EventKind.FREE_SUBGROUP:
-                    self._is_accumulating = False
-                    self._free(unit)
-                    self._free_subgroup(unit)
+        return self._flush()
+
+    def release_all(self) -> list[Event]:
+        """Free everything but shards, even what a later backward would need again."""
+        self._is_accumulating = False
+        for unit in range(len(self._units)):
+            self._free(unit)
+            self._free_subgroup(unit)
         return self._flush()
 
     def state(self, unit: int) -> UnitState:
-        return self._residency[unit].state
+        return self._status[unit].state
 
     def is_usable(self, unit: int) -> bool:
         """Whether its parameters are gathered, or there is nothing to gather."""
-        is_gathered = self._residency[unit].state is UnitState.GATHERED
+        is_gathered = self._status[unit].state is UnitState.GATHERED
         return is_gathered or not self._units[unit].gathered_bytes
 
     @property
-    def holds_gradients(self) -> bool:
+    def has_unreduced_gradients(self) -> bool:
         """Whether gradients of earlier backwards wait for a reduction."""
-        return bool(self._unreduced)
+        return any(status.awaits_reduction for status in self._status)
 
     def outlasts_passes(self, unit: int) -> bool:
         """Whether it stays gathered for another forward: no optimizer steps before that."""
-        is_kept = self._residency[unit].reservation is Reservation.MICRO_BATCH
+        is_kept = self._status[unit].reservation is Reservation.MICRO_BATCH
         return is_kept or self._keeps_after_backward(unit)
 
     def is_in_use(self, unit: int) -> bool:
@@ -291,27 +293,27 @@ class Sequencer:
     # -- steps of the above ----------------------------------------------------------------------
 
     def _pass(self, *, grad: bool, recomputed: bool) -> Pass:
-        if self._stack and self._stack[-1].of.recomputed == recomputed:
-            return self._stack[-1].of
+        if self._stack and self._stack[-1].forward_pass.recomputed == recomputed:
+            return self._stack[-1].forward_pass
         if recomputed:
             return Pass(recomputed, grad, expected=(), on_track=False)
         # An optimizer may have stepped, so gathered units are stale unless they were requested.
         self._free_all(but_requested=True)
         return Pass(recomputed, grad, self._expected[grad])
 
-    def _end_pass(self, of: Pass, *, failed: bool) -> None:
+    def _end_pass(self, forward_pass: Pass, *, failed: bool) -> None:
         self._free_prefetched()
-        if of.recomputed:
+        if forward_pass.recomputed:
             return
-        if failed or not of.is_differentiable:
+        if failed or not forward_pass.is_differentiable:
             self._free_all()
         if not failed:
-            self._expected[of.grad] = tuple(call.unit for call in of.calls)
+            self._expected[forward_pass.grad] = tuple(call.unit for call in forward_pass.calls)
 
     def _is_kept_for_backward(self, call: Call) -> bool:
         if self.is_in_use(call.unit) or self._is_prefetched_by_backward(call.unit):
             return True
-        calls = call.of.by_unit[call.unit]
+        calls = call.forward_pass.by_unit[call.unit]
         if any(other.outcome is Outcome.HIDDEN for other in calls):
             return True  # nothing would gather it before its backward
         chosen = self._settings[call.unit].reshard_after_forward
@@ -340,18 +342,18 @@ class Sequencer:
     def _finish(self, backward: BackwardPass, call: Call, keep: Collection[int]) -> None:
         unit, is_last = call.unit, backward.is_finished(call.unit)
         if self._keeps_after_backward(unit):
-            self._residency[unit].reservation = Reservation.MICRO_BATCH
+            self._status[unit].reservation = Reservation.MICRO_BATCH
         elif unit not in keep:
             # Another backward follows before an optimizer changes the parameters.
             reduces_fully = self._settings[unit].reduces_fully
             accumulates = self._units[unit].two_level_gather and not reduces_fully
             self._free(unit, to_subgroup=not is_last or accumulates)
         if self._units[unit].gradient_bytes and is_last:
-            self._calls_left[unit] -= backward.num_calls[unit]
+            self._status[unit].calls_left -= backward.num_calls[unit]
             if self._settings[unit].reduce_grads:
                 self._reduce(unit)
             else:
-                self._unreduced.add(unit)
+                self._status[unit].awaits_reduction = True
 
     # -- reductions ------------------------------------------------------------------------------
 
@@ -365,18 +367,16 @@ class Sequencer:
         self._finish_reduces_of(unit)
         self._emit(EventKind.REDUCE, unit)
         self._reducing.append(unit)
-        if self._settings[unit].all_reduce_grads:
-            self._unreduced.discard(unit)
-        else:
-            self._unreduced.add(unit)
+        self._status[unit].awaits_reduction = not self._settings[unit].all_reduce_grads
 
     def _finish_reduces(self, left: int) -> None:
         while len(self._reducing) > left:
             unit = self._reducing.popleft()
             self._emit(EventKind.FINISH_REDUCE, unit)
-            if self.steps_in_backward and unit not in self._unreduced:
-                self._unstepped.add(unit)
-                if not self._backwards or self._calls_left[unit] == 0:
+            status = self._status[unit]
+            if self.steps_in_backward and not status.awaits_reduction:
+                status.awaits_step = True
+                if not self._backwards or status.calls_left == 0:
                     self._step(unit)
 
     def _finish_reduces_of(self, unit: int) -> None:
@@ -385,8 +385,8 @@ class Sequencer:
             self._finish_reduces(len(self._reducing) - 1)
 
     def _step(self, unit: int) -> None:
-        self._unstepped.discard(unit)
-        self._calls_left[unit] = 0
+        self._status[unit].awaits_step = False
+        self._status[unit].calls_left = 0
         self._emit(EventKind.STEP, unit)
 
     # -- what to gather --------------------------------------------------------------------------
@@ -424,53 +424,53 @@ class Sequencer:
     # -- residency -------------------------------------------------------------------------------
 
     def _gather(self, unit: int, reservation: Reservation | None = None) -> None:
-        residency = self._residency[unit]
-        if residency.state is not UnitState.SHARDED or not self._units[unit].gathered_bytes:
+        status = self._status[unit]
+        if status.state is not UnitState.SHARDED or not self._units[unit].gathered_bytes:
             return
         if self._units[unit].two_level_gather:
             self._reshard_to_subgroup(unit)
         self._move(EventKind.GATHER, unit)
-        residency.reservation = reservation
+        status.reservation = reservation
 
     def _wait(self, unit: int) -> None:
-        if self._residency[unit].state is UnitState.GATHERING:
+        if self._status[unit].state is UnitState.GATHERING:
             self._move(EventKind.WAIT, unit)
 
     def _free(self, unit: int, *, to_subgroup: bool = False) -> None:
         """Free a gathered unit, with ``to_subgroup`` all but its shard within a subgroup."""
-        residency = self._residency[unit]
-        if residency.state is UnitState.SHARDED or self.is_in_use(unit):
+        status = self._status[unit]
+        if status.state is UnitState.SHARDED or self.is_in_use(unit):
             return
         if to_subgroup and self._units[unit].subgroup:
             self._reshard_to_subgroup(unit)
         self._move(EventKind.FREE, unit)
-        residency.reservation = None
+        status.reservation = None
         if not to_subgroup:
             self._free_subgroup(unit)
 
     def _reshard_to_subgroup(self, unit: int) -> None:
-        if not self._residency[unit].has_subgroup_shard:
-            self._residency[unit].has_subgroup_shard = True
+        if not self._status[unit].has_subgroup_shard:
+            self._status[unit].has_subgroup_shard = True
             self._emit(EventKind.RESHARD_TO_SUBGROUP, unit)
 
     def _free_subgroup(self, unit: int) -> None:
         outlives = self._units[unit].two_level_gather and self._is_accumulating
         if self.steps_in_backward and self._settings[unit].reduces_fully:
             outlives = False  # it has stepped, even if other units wait
-        if self._residency[unit].has_subgroup_shard and not outlives and not self.is_in_use(unit):
-            self._residency[unit].has_subgroup_shard = False
+        if self._status[unit].has_subgroup_shard and not outlives and not self.is_in_use(unit):
+            self._status[unit].has_subgroup_shard = False
             self._emit(EventKind.FREE_SUBGROUP, unit)
 
     def _free_prefetched(self) -> None:
-        for unit, residency in enumerate(self._residency):
-            if residency.reservation is Reservation.PREFETCH:
+        for unit, status in enumerate(self._status):
+            if status.reservation is Reservation.PREFETCH:
                 self._free(unit, to_subgroup=self._units[unit].two_level_gather)
 
     def _free_all(self, *, but_requested: bool = False, everything: bool = False) -> None:
         self._lingering = None
-        for unit, residency in enumerate(self._residency):
-            if but_requested and residency.reservation in _FOR_THE_NEXT_PASS:
-                residency.reservation = None
+        for unit, status in enumerate(self._status):
+            if but_requested and status.reservation in _FOR_THE_NEXT_PASS:
+                status.reservation = None
             elif everything or not self._keeps_after_backward(unit):
                 self._free(unit)
                 self._free_subgroup(unit)
@@ -481,8 +481,8 @@ class Sequencer:
         self._lingering = None
 
     def _move(self, kind: EventKind, unit: int) -> None:
-        residency = self._residency[unit]
-        residency.state = _TRANSITIONS[residency.state, kind]
+        status = self._status[unit]
+        status.state = _TRANSITIONS[status.state, kind]
         self._emit(kind, unit)
 
     def _emit(self, kind: EventKind, unit: int) -> None:
