@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
+from shardwise.forecast.traffic import sent_bytes
 from shardwise.plan.strategy import PRESETS
 from shardwise.tensor.mesh import resolve_mesh
 from shardwise.transport import communicator as module, process_group
@@ -24,8 +25,9 @@ from shardwise.transport.communicator import Collectives, communicator, make_col
 from shardwise.transport.device import DeviceStream
 from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.process_group import ProcessGroupCollectives
+from tests.models import Gpt, GptBlock
 from tests.ranks import on_ranks
-from tests.runtime.one_process import assert_equal_training
+from tests.runtime.one_process import assert_equal_training, options_of, runtime_of
 
 CPU = torch.device("cpu")
 
@@ -51,6 +53,21 @@ def test_slots_follow_the_order_of_the_mesh_without_point_to_point() -> None:
             mesh = DeviceMesh("cpu", order)
             assert_equal_training("stack", mesh=mesh)
             assert not communicator(resolve_mesh(mesh, PRESETS["fsdp"]).world, CPU)._monitored
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", ["hsdp", pytest.param("ddp", marks=pytest.mark.thorough)])
+def test_the_ledger_counts_collectives_of_a_process_group_too(strategy: str) -> None:
+    def make(world: RankGroup, device: torch.device, name: str) -> ProcessGroupCollectives:
+        return _by_torch(world, device, f"{name}, counted with {strategy}")  # of no other test
+
+    with _made_by(make):
+        for wire in (sw.Wire(), sw.Wire(gather="int8", reduce="int4", block=64)):
+            model = Gpt(vocabulary=50, width=32)
+            sw.fully_shard(model, units=GptBlock, wire=wire, **options_of(strategy))
+            for _ in range(2):
+                model(torch.randint(50, (2, 16))).backward()
+            assert sw.ledger(model).sent_bytes() == sent_bytes(runtime_of(model).plan)
 
 
 @on_ranks(4)
