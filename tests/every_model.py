@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ MAPPINGS = {
     "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
+CALLS_FORWARD = {"squeezebert"}  # of its blocks, past what a unit does in a call
 VOCABULARY, LENGTH, ROWS = 64, 12, 4
 MOST_PARAMETERS = 3_000_000
 # Sizes by the names that configurations have for them. A configuration gets those that it knows.
@@ -123,7 +124,14 @@ def _verdict(made: Any, name: str, strategies: list[str]) -> tuple[str, str]:
             note = _line(error)
             continue
         try:
-            found = sw.verify(partial(made, config), _tokens, strategies, loss_fn=_loss, quiet=True)
+            found = sw.verify(
+                partial(made, config),
+                _tokens,
+                strategies,
+                loss_fn=_loss,
+                units=_units_of(made(config), name),
+                quiet=True,
+            )
         except Exception as error:  # noqa: BLE001 (it is shown, and the next type follows)
             return "FAILS", _line(error)
         return ("equal", "") if found.ok else ("DIFFERS", found.explanation)
@@ -155,11 +163,13 @@ def _check(made: Any, config: Any) -> None:
             raise ValueError(f"the gradient of {name} is not finite")
 
 
-def _repeats_blocks(model: nn.Module) -> bool:
+def _units_of(model: nn.Module, name: str) -> Literal["auto"] | None:
+    """The repeated blocks; the whole model if it has none, or calls their ``forward`` directly."""
     try:
-        return len(choose_units(model, "auto")) > 1
+        choose_units(model, "auto")
     except PlanError:
-        return False
+        return None
+    return None if name in CALLS_FORWARD else "auto"
 
 
 def _tokens(_step: int) -> dict[str, Tensor]:
