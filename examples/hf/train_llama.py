@@ -58,7 +58,7 @@ def main(out: Path, engine: str, resume: Path | None = None) -> list[dict[str, f
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     trainer.evaluate()  # evaluates the best model
     prompt = make_text(1, 8)[0]["input_ids"][None].to(model.device)
-    tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, synced_gpus=True)
+    tokens = model.generate(prompt, max_new_tokens=4, do_sample=False)
     trainer.save_model(str(out / "model"))  # for from_pretrained
     generated = bytes(tokens[0].tolist()).decode("latin-1")
     return [*trainer.state.log_history, {"generated": generated}]
