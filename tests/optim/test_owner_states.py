@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from tests.models import CASES, build
-from tests.ranks import run_on
+from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import assert_equal_models, options_of, own_part
 
 Make = Callable[[Iterator[nn.Parameter]], Optimizer]
@@ -109,6 +109,59 @@ def _reload(make: Make) -> None:
         _train(one, its, range(3, 5))
     for parameter, loaded in zip(model.parameters(), twin.parameters(), strict=True):
         assert parameter.equal(loaded)
+
+
+@pytest.mark.parametrize("make", [muon, soap])
+@on_ranks(3)
+def test_matrices_are_frozen_released_and_added_between_steps(make: Make) -> None:
+    """Those that have states keep their owners."""
+
+    def trained(*, shards: bool) -> nn.Module:
+        model = build("gpt")
+        added = list(model.layers[1].parameters())  # type: ignore[index,union-attr]
+        frozen = model.layers[0].requires_grad_(False)  # type: ignore[index]
+        if shards:
+            sw.fully_shard(model, units=CASES["gpt"].units)
+            added = list(model.layers[1].parameters())  # type: ignore[index,union-attr]
+        late = {id(parameter) for parameter in added}
+        optimizer = make(p for p in model.parameters() if id(p) not in late)
+        _train(model, optimizer, range(2))
+        frozen.requires_grad_(True)
+        _train(model, optimizer, range(2, 4))
+        for group in _groups(iter(added)):
+            optimizer.add_param_group({"method": optimizer.defaults["method"], **group})
+        _train(model, optimizer, range(4, 6))
+        model.embedding.requires_grad_(False)
+        _train(model, optimizer, range(6, 8))
+        return model
+
+    assert_equal_models(trained(shards=True), trained(shards=False), 8)
+
+
+@pytest.mark.parametrize("make", [muon, soap])
+@on_ranks(2)
+def test_a_state_dict_of_other_owners_is_loaded(make: Make) -> None:
+    """The states were made while another part of the model was frozen."""
+    (model, optimizer), (twin, other) = (_sharded(make, "fsdp") for _ in range(2))
+    twin.layers[0].requires_grad_(False)  # type: ignore[index]
+    _train(twin, other, range(1))
+    twin.layers[0].requires_grad_(True)  # type: ignore[index]
+    _train(model, optimizer, range(3))
+    twin.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, its in ((model, optimizer), (twin, other)):
+        _train(one, its, range(3, 5))
+    for parameter, loaded in zip(model.parameters(), twin.parameters(), strict=True):
+        assert parameter.equal(loaded)
+
+
+@pytest.mark.parametrize("make", [sw.optim.Muon, sw.optim.SOAP, sw.optim.Adam8bit])
+def test_a_state_dict_of_another_optimizer_is_refused(make: Any) -> None:
+    parameter = nn.Parameter(torch.ones(4, 3))
+    saved = torch.optim.SGD([parameter], lr=0.1).state_dict()
+    expected = rf"expected the state_dict\(\) of {make.__name__}"
+    with pytest.raises(sw.CheckpointError, match=expected):
+        make([parameter]).load_state_dict(saved)
 
 
 def test_states_keep_their_dtype() -> None:

@@ -35,6 +35,7 @@ class Member:
     parameter: Tensor
     matrices: Matrices
     cost: int  # floating-point operations of its owner
+    owner: int | None = None  # that it has already
 
     @property
     def sharding(self) -> Sharding | None:
@@ -52,7 +53,7 @@ class Member:
     def job(self) -> Job:
         whole = torch.empty(self.matrices.shape, device="meta")
         parts = (self.part(whole, shard).numel() for shard in range(self.num_shards))
-        return Job(self.cost, tuple(parts))
+        return Job(self.cost, tuple(parts), self.owner)
 
     @property
     def label(self) -> str:
@@ -105,6 +106,11 @@ class MatrixExchange:
         # Of states that are on owners as a whole.
         self.flat_mesh = None if self.mesh is None else self.mesh.cut_over_all()
         self._batches: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+
+    @property
+    def trainable(self) -> list[int]:
+        """The indices of members that are not frozen."""
+        return [i for i, one in enumerate(self.members) if one.parameter.requires_grad]
 
     def batches(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
         """The members that are worked on at a time, of those at ``indices``."""

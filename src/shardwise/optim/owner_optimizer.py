@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from shardwise.errors import PlanError
+from shardwise.errors import CheckpointError, PlanError
 from shardwise.optim.exchange import MatrixExchange, Member, Steps
 from shardwise.optim.matrices import Matrices
 from shardwise.plan.axes import NOTHING, AxisBytes
@@ -20,6 +20,7 @@ from shardwise.tensor.sharding import ExtendedSharding, local_of, sharding_of
 __all__ = ["OwnerOptimizer"]
 
 Group = dict[str, Any]
+_MATRIX_OPTIONS = ("split", "transposed", "stacked")
 
 
 class OwnerOptimizer(Optimizer):
@@ -34,7 +35,9 @@ class OwnerOptimizer(Optimizer):
     def __init__(self, params: Any, defaults: Group, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
         self._exchanges: list[MatrixExchange] = []
-        self._planned: tuple[int, ...] = ()  # ids of the parameters that these are of
+        self._planned: list[
+            tuple[object, ...]
+        ] = []  # the parameters that these are of, and their options
         shared = {"betas": (0.9, 0.999), "adamw_eps": 1e-8, "fused": True}
         super().__init__(params, {"method": self.method, **shared, **defaults})
 
@@ -81,21 +84,27 @@ class OwnerOptimizer(Optimizer):
     def owners(self) -> dict[str, int]:
         """The rank that works on each matrix, by the name of the parameter."""
         return {
-            member.matrices.name: owner
+            exchange.members[index].matrices.name: exchange.owners[index]
             for exchange in self._plan()
-            for member, owner in zip(exchange.members, exchange.owners, strict=True)
+            for index in exchange.trainable
         }
 
     def sent_bytes(self, rank: int | None = None) -> AxisBytes:
         """What this rank, or ``rank``, sends in a step in which all matrices have gradients."""
         return sum(
-            (exchange.sent_bytes(range(len(exchange.members)), rank) for exchange in self._plan()),
+            (exchange.sent_bytes(exchange.trainable, rank) for exchange in self._plan()),
             start=NOTHING,
         )
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As in torch, but states keep their dtypes, which may differ from the parameter's."""
+        """As in torch, but states keep their dtypes, which may differ from the parameter's.
+
+        Raises:
+            CheckpointError: the states are of another kind of optimizer.
+        """
+        check_options(self, state_dict)
         super().load_state_dict(state_dict)
+        self._planned = []  # the loaded states may have other owners
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for key, parameter in zip(keys, parameters, strict=True):
@@ -118,6 +127,10 @@ class OwnerOptimizer(Optimizer):
     def _work(self, member: Member, group: Group, whole: Tensor) -> Tensor:
         """The update from the whole of all directions; called once in the world."""
 
+    def _owner_of_state(self, parameter: Tensor) -> int | None:  # noqa: ARG002
+        """The rank that has the states of a matrix, if they are on one rank."""
+        return None
+
     def _scale(self, matrices: Matrices, group: Group) -> float:  # noqa: ARG002
         """What the learning rate is multiplied by."""
         return 1.0
@@ -134,19 +147,24 @@ class OwnerOptimizer(Optimizer):
 
     def _plan(self) -> list[MatrixExchange]:
         """The exchanges, one for each mesh, dtype and device."""
-        groups = self._groups_by_parameter()
-        if tuple(groups) == self._planned:
+        described: list[tuple[object, ...]] = [
+            (key, *map(group.get, _MATRIX_OPTIONS))
+            for key, group in self._groups_by_parameter().items()
+        ]
+        if described == self._planned:
             return self._exchanges
         together: dict[tuple[int, torch.dtype, torch.device], list[Member]] = {}
         for number, group in enumerate(self.param_groups):
             if group["method"] != self.method:
                 continue
             for position, parameter in enumerate(group["params"]):
-                if not parameter.requires_grad:
+                if not parameter.is_floating_point():
                     continue
                 self._check(parameter)
                 matrices = self._matrices(parameter, group, number, position)
-                member = Member(parameter, matrices, self._cost(matrices, group))
+                # A frozen matrix may be trained later. The work on it does not count until then.
+                cost = self._cost(matrices, group) if parameter.requires_grad else 0
+                member = Member(parameter, matrices, cost, self._owner_of_state(parameter))
                 device = self._device_of(member)
                 mesh = 0 if member.sharding is None else id(member.sharding.mesh)
                 key = mesh, self._dtype_on(device, parameter), device
@@ -155,7 +173,7 @@ class OwnerOptimizer(Optimizer):
             MatrixExchange(members, dtype, device, type(self).__name__)
             for (_, dtype, device), members in together.items()
         ]
-        self._planned = tuple(groups)
+        self._planned = described
         return self._exchanges
 
     def _place_of(self, parameter: Tensor) -> tuple[MatrixExchange, int]:
@@ -289,6 +307,17 @@ class OwnerOptimizer(Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         return state
+
+
+def check_options(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Raise a CheckpointError if a group of ``state_dict`` lacks options of ``optimizer``."""
+    for number, group in enumerate(state_dict["param_groups"]):
+        lacking = sorted(optimizer.defaults.keys() - group.keys())
+        if lacking:
+            raise CheckpointError(
+                f"param_groups[{number}] of the state dict has no {', '.join(lacking)}; expected "
+                f"the state_dict() of {type(optimizer).__name__}, got that of another optimizer"
+            )
 
 
 def local_part(tensor: Tensor) -> Tensor:

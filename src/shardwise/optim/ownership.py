@@ -26,6 +26,7 @@ class Job:
 
     cost: int  # floating-point operations
     parts: tuple[int, ...]  # elements by shard
+    owner: int | None = None  # that it has already, and keeps
 
     @property
     def num_elements(self) -> int:
@@ -117,14 +118,18 @@ def between(flows: Iterator[_Flow]) -> dict[tuple[int, int], int]:
 def assign_owners(jobs: Sequence[Job], shard_of: Sequence[int]) -> tuple[int, ...]:
     """The owner of each job; ``shard_of`` is the shard that a rank holds, by rank.
 
-    A job that is whole on a rank, or on several, belongs to one of them.
+    A job that has an owner keeps it. One that is whole on a rank, or on several, belongs to one of
+    them.
     """
     ranks = range(len(shard_of))
-    loads = [0] * len(ranks)
+    loads = [sum(job.cost for job in jobs if job.owner == rank) for rank in ranks]
     share = sum(job.cost for job in jobs) / len(ranks) * (1 + SLACK)
     owners = [0] * len(jobs)
     for index in sorted(range(len(jobs)), key=lambda index: (-jobs[index].cost, index)):
         job = jobs[index]
+        if job.owner is not None:
+            owners[index] = job.owner
+            continue
         held = [job.parts[shard_of[rank]] for rank in ranks]
         least = min(loads)
         if max(held) == job.num_elements:

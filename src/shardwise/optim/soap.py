@@ -101,6 +101,11 @@ class SOAP(OwnerOptimizer):
             return self._dtype
         return torch.float64 if parameter.dtype is torch.float64 else torch.float32
 
+    def _owner_of_state(self, parameter: Tensor) -> int | None:
+        state = self.state.get(parameter, {}).get("exp_avg")
+        runs = state.sharding.runs if isinstance(state, ShardedTensor) else ()
+        return next((rank for rank, run in enumerate(runs) if len(run)), None)
+
     def _cost(self, matrices: Matrices, group: Group) -> int:
         frequency, largest = group["precondition_frequency"], group["max_precondition_dim"]
         cost = cost_of(matrices.preconditioning(frequency, largest))

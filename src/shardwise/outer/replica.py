@@ -1,7 +1,7 @@
 """The ranks of one replica: what all of them know, and a copy of what each of them has."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -63,6 +63,7 @@ def decode_state(encoded: bytes, inner: Optimizer, outer: Optimizer) -> None:
     """The reverse, of the rank at the same place in another replica."""
     state = torch.load(io.BytesIO(encoded), weights_only=True)
     parameters = list(_parameters(inner))
+    _check_kind(inner, state["inner"])
     if [p.shape for p in state["parameters"]] != [_local(p).shape for p in parameters]:
         raise PlanError("the state of another replica has other shards; start all of them alike")
     for parameter, values in zip(parameters, state["parameters"], strict=True):
@@ -81,11 +82,15 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _states(optimizer: Optimizer) -> dict[str, Any]:
-    """Of shards as pairs, marked by True; of anything else by False."""
+    """Each state with the shape of the whole, if it is sharded, and whether it was on the host."""
     return {
         "states": [
             {
-                key: (isinstance(value, DTensor), _on_host(value))
+                key: (
+                    list(value.shape) if isinstance(value, DTensor) else None,
+                    not isinstance(value, Tensor) or value.is_cpu,
+                    _on_host(value),
+                )
                 for key, value in optimizer.state.get(parameter, {}).items()
             }
             for parameter in _parameters(optimizer)
@@ -101,22 +106,53 @@ def _on_host(value: Any) -> Any:
     return _local(value).detach().cpu() if isinstance(value, Tensor) else value
 
 
+def _check_kind(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    groups, own = saved["groups"], optimizer.param_groups
+    lacking = sorted({key for group in groups for key in optimizer.defaults.keys() - group.keys()})
+    if lacking or len(groups) != len(own):
+        raise PlanError(
+            f"the state of another replica has {len(groups)} groups of parameters with the options "
+            f"{', '.join(groups[0])}; expected {len(own)} groups of {type(optimizer).__name__} "
+            f"with {', '.join(optimizer.defaults)}; make the same optimizer in all replicas"
+        )
+
+
 def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update(options)
+    # As in a checkpoint: memory for states that are not cut as their parameters are.
+    make = getattr(optimizer, "empty_state", None)
     for parameter, state in zip(_parameters(optimizer), saved["states"], strict=True):
-        if state:
-            optimizer.state[parameter] = {
-                key: _restored(parameter, value, is_shard=is_shard)
-                for key, (is_shard, value) in state.items()
-            }
+        restored = {
+            # "step" of torch's optimizers may be on the host beside parameters on an accelerator.
+            key: (value if on_host else value.to(parameter.device))
+            if shape is None
+            else _restored(parameter, key, shape, value, make)
+            for key, (shape, on_host, value) in state.items()
+        }
+        optimizer.state.pop(parameter, None)
+        if restored:
+            optimizer.state[parameter] = restored
 
 
-def _restored(parameter: Tensor, value: Any, *, is_shard: bool) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if not is_shard:
-        return value  # as "step" of torch's optimizers, which is on the host
-    sharding = sharding_of(parameter)
-    assert sharding is not None
-    return sharding.wrap(value.to(parameter.device).reshape(-1))
+def _restored(
+    parameter: Tensor,
+    key: str,
+    shape: list[int],
+    value: Tensor,
+    make: Callable[..., Tensor | None] | None,
+) -> Tensor:
+    """A sharded state with the elements ``value`` on this rank."""
+    made = None if make is None else make(parameter, key, shape, value.dtype)
+    if made is None:
+        sharding = sharding_of(parameter)
+        assert sharding is not None
+        return sharding.wrap(value.to(parameter.device).reshape(-1))
+    local = _local(made)
+    if local.numel() != value.numel():
+        raise PlanError(
+            f"{key}: this rank has {local.numel()} of its elements, and the same rank of the other "
+            f"replica {value.numel()}; make the groups of parameters in one order in all replicas"
+        )
+    local.copy_(value.view(local.shape))
+    return made

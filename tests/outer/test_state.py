@@ -1,0 +1,79 @@
+"""The state that a replica which comes back takes from another one."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import shardwise as sw
+from shardwise.errors import PlanError
+from shardwise.outer.replica import decode_state, encode_state
+from tests.models import WIDTH, Block, Stack
+from tests.ranks import on_ranks
+from tests.runtime.one_process import own_part
+
+Make = Callable[[Iterator[nn.Parameter]], Optimizer]
+
+
+def muon(parameters: Iterator[nn.Parameter]) -> Optimizer:
+    return sw.optim.Muon(_groups(parameters))
+
+
+def soap(parameters: Iterator[nn.Parameter]) -> Optimizer:
+    return sw.optim.SOAP(_groups(parameters), precondition_frequency=2, damping=1e-3)
+
+
+def adam8bit(parameters: Iterator[nn.Parameter]) -> Optimizer:
+    return sw.optim.Adam8bit(parameters, min_elements=0, block=4)
+
+
+def _groups(parameters: Iterator[nn.Parameter]) -> list[dict[str, Any]]:
+    every = list(parameters)
+    others = {"params": [p for p in every if p.ndim <= 1], "method": "adamw"}
+    return [{"params": [p for p in every if p.ndim > 1]}, others]
+
+
+class Replica:
+    """One of those that have the same ranks; its outer optimizer is any optimizer with states."""
+
+    def __init__(self, make: Make, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = sw.fully_shard(Stack(1).double(), units=Block, granularity="row")
+        self.inner = make(self.model.parameters())
+        self.outer = torch.optim.SGD(self.model.parameters(), lr=0, momentum=0.9)
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            torch.manual_seed(step)
+            batch = torch.randn(12, WIDTH, dtype=torch.float64)
+            self.model(own_part(batch)).square().mean().backward()
+            self.inner.step()
+            self.outer.step()
+            self.inner.zero_grad()
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, muon, soap, adam8bit])
+@on_ranks(2)
+def test_a_replica_continues_with_the_states_of_any_optimizer(make: Make) -> None:
+    giver, taker = Replica(make, seed=3), Replica(make, seed=9)
+    giver.train(range(3))
+    taker.train(range(1))  # it was cut off since then
+    decode_state(encode_state(giver.inner, giver.outer), taker.inner, taker.outer)
+    for replica in (giver, taker):
+        replica.train(range(3, 6))
+    for given, taken in zip(giver.model.parameters(), taker.model.parameters(), strict=True):
+        assert given.equal(taken)
+
+
+@on_ranks(2)
+def test_the_state_of_another_optimizer_changes_nothing() -> None:
+    giver, taker = Replica(muon, seed=3), Replica(torch.optim.AdamW, seed=9)
+    giver.train(range(1))
+    before = [parameter.detach().clone() for parameter in taker.model.parameters()]
+    with pytest.raises(PlanError, match=r"2 groups .* momentum.* expected 1 groups of AdamW"):
+        decode_state(encode_state(giver.inner, giver.outer), taker.inner, taker.outer)
+    for parameter, value in zip(taker.model.parameters(), before, strict=True):
+        assert parameter.equal(value)
