@@ -286,3 +286,9 @@ def _step_and_raise(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
         if dist.get_rank() == 1:
             raise ZeroDivisionError
+
+
+def test_a_parameter_without_elements_is_stepped() -> None:
+    parameter = nn.Parameter(torch.zeros(0, 3))
+    parameter.grad = torch.zeros(0, 3)
+    sw.optim.Adam8bit([parameter], min_elements=0).step()

@@ -139,6 +139,9 @@ class Adam8bit(Optimizer):
                 copied = value.clone() if is_step else value.to(parameter.device, copy=True)
                 self.state[parameter][key] = copied
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_min_elements": self._min_elements}
+
     def empty_state(
         self,
         parameter: Tensor,
@@ -259,11 +262,12 @@ class _Granules:
         self.parameter = parameter
         self.block = block
         self.sharding: Sharding | None = sharding_of(parameter)
-        self._size = parameter.numel()
+        size = parameter.numel()
         if self.sharding is not None:
             spec = self.sharding.extent.parameter
             in_rows = isinstance(spec.granularity, Dim)
-            self._size = max(1, prod(spec.shape[1:])) if in_rows else spec.granule_elements
+            size = prod(spec.shape[1:]) if in_rows else spec.granule_elements
+        self._size = max(1, size)  # of a parameter without elements, too
         self._per_granule = -(-self._size // block)
 
     @property

@@ -95,6 +95,9 @@ class Muon(OwnerOptimizer):
         }
         super().__init__(params, defaults, ns_dtype)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_momentum_dtype": self._momentum_dtype}
+
     def _cost(self, matrices: Matrices, group: Group) -> int:
         return cost_of(matrices.orthogonalization(group["ns_steps"]))
 

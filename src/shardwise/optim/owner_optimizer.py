@@ -104,7 +104,6 @@ class OwnerOptimizer(Optimizer):
         """
         check_options(self, state_dict)
         super().load_state_dict(state_dict)
-        self._planned = []  # the loaded states may have other owners
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for key, parameter in zip(keys, parameters, strict=True):
@@ -112,6 +111,13 @@ class OwnerOptimizer(Optimizer):
                 loaded = self.state[parameter][name]
                 if isinstance(value, Tensor) and value.dtype is not loaded.dtype:
                     self.state[parameter][name] = value.to(loaded.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_dtype": self._dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, or of ``load_state_dict``: states may have other owners now."""
+        super().__setstate__({**state, "_exchanges": [], "_planned": []})
 
     # -- what a subclass says ----------------------------------------------------------------------
 
@@ -312,7 +318,8 @@ class OwnerOptimizer(Optimizer):
 def check_options(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Raise a CheckpointError if a group of ``state_dict`` lacks options of ``optimizer``."""
     for number, group in enumerate(state_dict["param_groups"]):
-        lacking = sorted(optimizer.defaults.keys() - group.keys())
+        # torch adds "differentiable" to the defaults of an optimizer that has loaded a state dict.
+        lacking = sorted(optimizer.defaults.keys() - group.keys() - {"differentiable"})
         if lacking:
             raise CheckpointError(
                 f"param_groups[{number}] of the state dict has no {', '.join(lacking)}; expected "

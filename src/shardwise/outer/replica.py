@@ -108,8 +108,8 @@ def _on_host(value: Any) -> Any:
 
 def _check_kind(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     groups, own = saved["groups"], optimizer.param_groups
-    lacking = sorted({key for group in groups for key in optimizer.defaults.keys() - group.keys()})
-    if lacking or len(groups) != len(own):
+    needed = optimizer.defaults.keys() - {"differentiable"}  # which torch adds after a load
+    if len(groups) != len(own) or any(needed - group.keys() for group in groups):
         raise PlanError(
             f"the state of another replica has {len(groups)} groups of parameters with the options "
             f"{', '.join(groups[0])}; expected {len(own)} groups of {type(optimizer).__name__} "
