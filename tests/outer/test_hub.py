@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,31 +222,6 @@ def test_replicas_train_on_without_a_hub_and_meet_again_at_the_next() -> None:
         assert a.outer.progress[0].round > rounds
         assert_equal_shared(a, b)
         close(a, b)
-
-
-def test_all_replicas_go_on_from_checkpoints_that_were_saved_during_a_round(tmp_path: Path) -> None:
-    outer = sw.Outer(every=4, fragments=2, delay=2, dtype="int8", deadline=DEADLINE)
-
-    def start(hub: HubThread) -> list[Replica]:
-        return [Replica(hub.address, number, outer, num_replicas=2) for number in range(2)]
-
-    with HubThread() as hub:
-        replicas = start(hub)
-        together(*replicas, until=3)
-        for one in replicas:
-            sw.save(tmp_path / str(one.number), **one.state)
-        together(*replicas, until=8)
-        close(*replicas)
-    with HubThread() as hub:
-        others = start(hub)
-        for one in others:
-            sw.load(tmp_path / str(one.number), **one.state)
-        together(*others, until=8)
-        close(*others)
-    for one, other in zip(replicas, others, strict=True):
-        assert all(map(torch.equal, one.shared, other.shared))
-        pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
-        assert all(torch.equal(local_of(p), local_of(q)) for p, q in pairs)
 
 
 def test_a_late_replica_keeps_the_first_rounds_of_fragments_apart() -> None:
