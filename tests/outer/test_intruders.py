@@ -91,6 +91,32 @@ def test_another_outer_optimizer_and_another_model_are_refused() -> None:
         close(a, b)
 
 
+def test_replicas_with_other_frozen_values_are_refused_and_one_that_unfreezes_is_told() -> None:
+    class Tuned(Replica):
+        """Its first layer is frozen."""
+
+        def __init__(self, hub: str, number: int, seed: int) -> None:
+            torch.manual_seed(seed)
+            self.number = number
+            model = Stack(1).double()
+            model.first.requires_grad_(False)
+            self.model = sw.fully_shard(model, units=nn.Linear)
+            self.optimizer = torch.optim.AdamW(self.model.parameters())
+            self.outer = sw.outer_optimizer(
+                self.model, self.optimizer, ROW, hub=hub, replica=number, num_replicas=2
+            )
+
+    with HubThread() as hub:
+        a, b, other = (Tuned(hub.address, n, seed) for n, seed in ((0, 3), (1, 3), (2, 9)))
+        together(a, b, until=2)
+        with pytest.raises(PlanError, match=r"replica 2 has checksum of frozen parameters="):
+            other.outer.join()
+        a.model.requires_grad_(True)
+        with pytest.raises(PlanError, match=r"first.weight was frozen when sw.outer_optimizer"):
+            a.train(1)
+        close(a, b, other)
+
+
 def test_replicas_whose_outer_optimizers_drift_apart_get_an_error() -> None:
     """A schedule of the outer learning rate in one replica alone."""
     with HubThread() as hub:

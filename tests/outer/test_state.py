@@ -69,6 +69,18 @@ def test_a_replica_continues_with_the_states_of_any_optimizer(make: Make) -> Non
 
 
 @on_ranks(2)
+def test_parameters_that_another_optimizer_steps_are_taken_too() -> None:
+    def norms_alone(parameters: Iterator[nn.Parameter]) -> Optimizer:
+        return torch.optim.AdamW([p for p in parameters if p.ndim == 1])
+
+    giver, taker = Replica(norms_alone, seed=3), Replica(norms_alone, seed=9)
+    giver.train(range(1))
+    decode_state(encode_state(giver.inner, giver.outer), taker.inner, taker.outer)
+    for given, taken in zip(giver.model.parameters(), taker.model.parameters(), strict=True):
+        assert given.equal(taken)
+
+
+@on_ranks(2)
 def test_the_state_of_another_optimizer_changes_nothing() -> None:
     giver, taker = Replica(muon, seed=3), Replica(torch.optim.AdamW, seed=9)
     giver.train(range(1))

@@ -1,6 +1,7 @@
 """How a model and its optimizer become a replica."""
 
 from hashlib import sha256
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -10,11 +11,13 @@ from shardwise.errors import PlanError
 from shardwise.outer.exchange import GroupExchange
 from shardwise.outer.link import HubExchange
 from shardwise.outer.optimizer import OuterOptimizer, template_of
+from shardwise.outer.replica import checksum_of, checksum_over_ranks
 from shardwise.plan.outer import Outer
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 from shardwise.tensor.sharding import sharding_of
+from shardwise.transport.communicator import communicator
 
 __all__ = ["outer_optimizer"]
 
@@ -66,7 +69,7 @@ def outer_optimizer(
     if group is not None:
         return OuterOptimizer(model, optimizer, outer, GroupExchange(group))
     names = [p.name for unit in runtime.units for p in unit.parameters]
-    hello = {
+    hello: dict[str, Any] = {
         "num_ranks": runtime.mesh.num_ranks,
         "num_replicas": num_replicas,
         "deadline": outer.deadline,
@@ -81,6 +84,11 @@ def outer_optimizer(
             "digest of model and units": sha256(repr((runtime.plan, names)).encode()).hexdigest(),
         },
     }
+    if frozen := [p for p in model.parameters() if not p.requires_grad]:
+        device = runtime.pools.device
+        links = communicator(runtime.mesh.world, device)
+        checksum = checksum_over_ranks(checksum_of(frozen), links, device)
+        hello["options"]["checksum of frozen parameters"] = checksum
     exchange = HubExchange(hub, replica, runtime.mesh.world.own_rank, hello)
     return OuterOptimizer(model, optimizer, outer, exchange)
 

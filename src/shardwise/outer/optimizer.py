@@ -12,7 +12,6 @@ exchanges that with the ranks at its place in the other replicas, so nothing is 
 """
 
 import time
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple
 from functools import partial
@@ -26,7 +25,15 @@ from shardwise.errors import PeerLost, PlanError, StepError
 from shardwise.outer.exchange import Decision, Exchange, Progress
 from shardwise.outer.fragments import Fragment, fragments_of
 from shardwise.outer.packing import mean_of, pack
-from shardwise.outer.replica import ANCHOR, SENT, Known, agree, decode_state, encode_state
+from shardwise.outer.replica import (
+    ANCHOR,
+    SENT,
+    Known,
+    agree,
+    checksum_of,
+    decode_state,
+    encode_state,
+)
 from shardwise.plan.axes import AxisBytes
 from shardwise.plan.outer import Outer
 from shardwise.runtime.module import runtime_of_root
@@ -66,6 +73,7 @@ class OuterOptimizer(Optimizer):
         for parameter in parameters:
             self.state[parameter] = {ANCHOR: _copy_of(parameter)}
         self.fragments = fragments_of(self._runtime, outer)
+        self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         self._hook = optimizer.register_step_post_hook(self._after_step)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
@@ -152,6 +160,13 @@ class OuterOptimizer(Optimizer):
                 "sw.transaction cannot undo what replicas have agreed on; step outside of it, or "
                 "train without sw.outer_optimizer"
             )
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise PlanError(
+                    f"{name} was frozen when sw.outer_optimizer was called, so replicas do not "
+                    "share it; call remove() of its result, and sw.outer_optimizer again, in all "
+                    "replicas"
+                )
         self.join()
         self.param_groups[0]["local_steps"] += 1
         self.exchange.step = self.local_steps
@@ -263,11 +278,7 @@ class OuterOptimizer(Optimizer):
 
     def _checksum(self, parameters: Iterable[Tensor]) -> str:
         """Of this rank's shards of the shared values of ``parameters``."""
-        total = 0
-        for parameter in parameters:
-            flat = self._anchor(parameter).detach().cpu().contiguous().reshape(-1)
-            total = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), total)
-        return f"{total:08x}"
+        return f"{checksum_of(map(self._anchor, parameters)):08x}"
 
     def _anchor(self, parameter: Tensor) -> Tensor:
         return local_of(self.state[parameter][ANCHOR])

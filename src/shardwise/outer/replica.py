@@ -1,7 +1,8 @@
 """The ranks of one replica: what all of them know, and a copy of what each of them has."""
 
 import io
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -14,7 +15,16 @@ from shardwise.errors import PlanError
 from shardwise.tensor.sharding import local_of, sharding_of
 from shardwise.transport.communicator import Communicator
 
-__all__ = ["ANCHOR", "SENT", "Known", "agree", "decode_state", "encode_state"]
+__all__ = [
+    "ANCHOR",
+    "SENT",
+    "Known",
+    "agree",
+    "checksum_of",
+    "checksum_over_ranks",
+    "decode_state",
+    "encode_state",
+]
 
 # States beside those of the outer optimizer: the shared parameters and, with a delay, a difference
 # that is on its way, which is sent again after a load.
@@ -35,21 +45,45 @@ def agree(own: Known, links: Communicator, device: torch.device) -> Known:
     """What all ranks have received, so that all of them do the same next."""
     if links.num_ranks == 1:
         return own
-    table = torch.zeros(links.num_ranks, len(astuple(own)), dtype=torch.int64)
-    table[links.rank] = torch.tensor(astuple(own))
-    table = table.to(device).flatten()
-    links.where = "agreement on what other replicas have sent"
-    links.wait(links.reduce.all_gather(table, links.world, links.where))
-    table = table.view(links.num_ranks, -1).cpu()
+    table = _of_all_ranks(astuple(own), links, device, "agreement on what other replicas have sent")
     least, most = table.amin(0).tolist(), table.amax(0).tolist()
     ticket = least[1] if least[1] == most[1] else 0
     return Known(least[0], ticket, bool(least[2]), least[3])
 
 
+def checksum_over_ranks(own: int, links: Communicator, device: torch.device) -> str:
+    """A checksum of the `checksum_of` all ranks of this replica."""
+    table = _of_all_ranks((own,), links, device, "checksum of frozen parameters")
+    return f"{zlib.crc32(table.numpy().tobytes()):08x}"
+
+
+def checksum_of(tensors: Iterable[Tensor]) -> int:
+    """Of what this rank has of them."""
+    total = 0
+    for tensor in tensors:
+        flat = _local(tensor).detach().cpu().contiguous().reshape(-1)
+        total = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), total)
+    return total
+
+
+def _of_all_ranks(
+    own: Sequence[int], links: Communicator, device: torch.device, where: str
+) -> Tensor:
+    """The numbers of each rank, as a table [rank, number]."""
+    table = torch.zeros(links.num_ranks, len(own), dtype=torch.int64)
+    table[links.rank] = torch.tensor(own)
+    if links.num_ranks == 1:
+        return table
+    table = table.to(device).flatten()
+    links.where = where
+    links.wait(links.reduce.all_gather(table, links.world, where))
+    return table.view(links.num_ranks, -1).cpu()
+
+
 def encode_state(inner: Optimizer, outer: Optimizer) -> bytes:
     """What this rank has of parameters and both optimizers."""
     state = {
-        "parameters": [_local(p).detach().cpu() for p in _parameters(inner)],
+        "parameters": [_local(p).detach().cpu() for p in _parameters(outer)],
         "inner": _states(inner),
         "outer": _states(outer),
     }
@@ -62,7 +96,7 @@ def encode_state(inner: Optimizer, outer: Optimizer) -> bytes:
 def decode_state(encoded: bytes, inner: Optimizer, outer: Optimizer) -> None:
     """The reverse, of the rank at the same place in another replica."""
     state = torch.load(io.BytesIO(encoded), weights_only=True)
-    parameters = list(_parameters(inner))
+    parameters = list(_parameters(outer))  # all that are trained; others may step some of them
     _check_kind(inner, state["inner"])
     if [p.shape for p in state["parameters"]] != [_local(p).shape for p in parameters]:
         raise PlanError("the state of another replica has other shards; start all of them alike")
