@@ -51,7 +51,7 @@ def test_a_small_comparison(
     monkeypatch.setenv(*malloc.split("="))
     monkeypatch.setattr("shardwise.bench.harness.run_on_local_ranks", run_with_few_units)
     out = tmp_path / "out"
-    options = ["--vs", "ddp", "--ours", "fsdp", "--rounds", "2", "--sequence", "16"]
+    options = ["--vs", "ddp", "--ours", "fsdp,fsdp-outer", "--rounds", "2", "--sequence", "16"]
     measures = ["--measure", "time,traffic,units", "--out", str(out)]
     assert main(["bench", "--size", str(tiny), *options, *measures]) == 0
     printed = capfd.readouterr()
@@ -66,7 +66,11 @@ def test_a_small_comparison(
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert results["machine"]["torch"]
     assert results["machine"]["malloc"] == malloc
-    assert results["setting"]["engines"] == ["ddp", "shardwise-fsdp"]
+    assert results["setting"]["engines"] == ["ddp", "shardwise-fsdp", "shardwise-fsdp-outer"]
+    figures = {name: row["figures"] for name, row in results["engines"].items()}
+    assert [one["outer_bytes"] > 0 for one in figures.values()] == [False, False, True]
+    same_losses = [one.get("same_loss") for one in figures.values()]
+    assert same_losses == [1, 1, None]  # replicas that step alone have other losses
     assert len(results["rounds"]) == len(results["tiny_rounds"]) == 2
     ours, ddp = results["engines"]["shardwise-fsdp"], results["engines"]["ddp"]
     assert ddp["ratio"] == {"median": 1.0, "least": 1.0, "most": 1.0}

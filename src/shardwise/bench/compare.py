@@ -103,7 +103,10 @@ def _measure_time(compared: Comparison, eta: TimeLeft) -> None:
     for name, row in compared.rows.items():
         row.ratio = ratio(rounds, name, BASE)
         row.cpu_ratio = ratio(rounds, name, BASE, "cpu_seconds")
-        row.figures |= medians(rounds, name) | {"loss_gap": loss_gap(rounds, name)}
+        gap = loss_gap(rounds, name)
+        row.figures |= medians(rounds, name) | {"loss_gap": gap}
+        if ENGINES[name].is_exact and not setting.is_bf16:
+            row.figures["same_loss"] = float(gap <= report.LOSS_TOLERANCE)
 
 
 def loss_gap(rounds: Sequence[Round], name: str) -> float:

@@ -4,7 +4,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +117,7 @@ def show(directory: Path, compared: Comparison) -> None:
         else row.figures
         for name, row in compared.rows.items()
     }
-    for title, columns in _tables(compared).items():
+    for title, columns in _tables().items():
         table = make_table(title, columns, rows)
         if table.row_count:
             console.print(table)
@@ -172,7 +171,7 @@ def _ratios(compared: Comparison, name: str) -> list[float]:
     return [cases[name]["seconds"] / cases[BASE]["seconds"] for cases in quiet]
 
 
-def _tables(compared: Comparison) -> dict[str, tuple[Column, ...]]:
+def _tables() -> dict[str, tuple[Column, ...]]:
     return {
         f"time of a step; ratios to {BASE} in the same round, median (min-max)": (
             ("time", "ratio", str),
@@ -184,7 +183,8 @@ def _tables(compared: Comparison) -> dict[str, tuple[Column, ...]]:
             ("page faults", "page_faults", "{:,.0f}".format),
             ("communication, ms", "busy_seconds", _milliseconds),
             ("exposed, ms", "exposed_seconds", _milliseconds),
-            (f"loss - {BASE}'s", "loss_gap", partial(_loss_gap, compared.setting)),
+            (f"loss - {BASE}'s", "loss_gap", "{:.1e}".format),
+            ("same loss", "same_loss", lambda is_same: "yes" if is_same else "NO"),
         ),
         "traffic per step and rank": (
             ("copied", "copied_bytes", _bytes),
@@ -208,11 +208,6 @@ def _milliseconds(seconds: float) -> str:
 
 def _bytes(number: float) -> str:
     return decimal(int(number))
-
-
-def _loss_gap(setting: Setting, gap: float) -> str:
-    verdict = "" if setting.is_bf16 else " ok" if gap <= LOSS_TOLERANCE else " FAR"
-    return f"{gap:.1e}{verdict}"
 
 
 # -- bench.png -----------------------------------------------------------------------------------
