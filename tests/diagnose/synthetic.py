@@ -210,9 +210,9 @@ class _Simulation:
         shards = self._shards
         rank.memory.append(
             MemorySample(
-                step,
-                rank.now,
-                rank.unit,
+                step=step,
+                at=rank.now,
+                unit=rank.unit,
                 shards=shards,
                 gathered=rank.gathered,
                 gradients=shards + rank.reducing,

@@ -89,7 +89,7 @@ def test_time_per_unit_is_that_of_its_events() -> None:
             for event in rank.events
             if event.unit == unit.index and event.event is EventKind.WAIT
         ]
-        assert unit.wait_seconds == pytest.approx(math.fsum(waits) / 3 / len(RANKS))
+        assert unit.seconds[BarKind.WAIT_GATHER] == pytest.approx(math.fsum(waits) / 3 / len(RANKS))
 
 
 def test_columns_hold_every_bar_and_every_sample() -> None:

@@ -52,7 +52,7 @@ def recording_of(*events: RecordedEvent, rank: int = 0, shift: float = 0.0) -> R
         header,
         tuple(moved),
         (Span(3, "data", 9.0 + shift, 9.5 + shift),),
-        (MemorySample(3, 10.6 + shift, 0, 1, 2, 3, 4, 5, 6),),
+        (MemorySample(1, 2, 3, 4, 5, 6, step=3, at=10.6 + shift, unit=0),),
         (StepTotals(3, 10.0 + shift, 13.0 + shift, 0, 0.5, 1.0, 64, 64),),
     )
 
@@ -99,9 +99,9 @@ def test_each_stream_of_a_rank_has_a_track() -> None:
     (memory,) = (one for one in events if one["ph"] == "C")
     assert memory["args"] == {
         "shards": 1,
-        "gathered": 2,
+        "optimizer": 2,
         "gradients": 3,
-        "optimizer": 4,
+        "gathered": 4,
         "activations": 5,
         "buffers": 6,
     }

@@ -17,10 +17,9 @@ from shardwise.diagnose.recording import (
     Span,
     StepTotals,
 )
-from shardwise.schedule.events import EventKind
+from shardwise.schedule.events import COMPUTE, EventKind
 
-__all__ = ["Bar", "BarKind", "Timeline", "Track", "by_step"]
-
+__all__ = ["Bar", "BarKind", "Timeline", "Track", "by_step", "compute_spans"]
 
 _Timed = TypeVar("_Timed", RecordedEvent, Span, MemorySample)
 
@@ -60,8 +59,9 @@ class Bar(NamedTuple):
     ended: float
 
 
-_COMPUTE = {EventKind.FORWARD: BarKind.FORWARD, EventKind.BACKWARD: BarKind.BACKWARD}
-_WAITS = {
+_COMPUTE = {
+    EventKind.FORWARD: BarKind.FORWARD,
+    EventKind.BACKWARD: BarKind.BACKWARD,
     EventKind.WAIT: BarKind.WAIT_GATHER,
     EventKind.FINISH_REDUCE: BarKind.WAIT_REDUCE,
     EventKind.STEP: BarKind.STEP,
@@ -78,6 +78,7 @@ class Timeline:
     """The bars of one rank, by step and in order of time."""
 
     def __init__(self, rank: RankRecording) -> None:
+        self.header = rank.header
         self._events: Mapping[int, Sequence[RecordedEvent]] = by_step(rank.events)
         self._spans = by_step(rank.spans)
         self._memory = by_step(rank.memory)
@@ -89,9 +90,10 @@ class Timeline:
 
     def bars(self, step: int) -> Iterator[Bar]:
         """Return the bars of a complete step, from the events of that step alone."""
-        totals = self._steps[step]
-        yield from _compute_bars(self._events.get(step, ()), totals)
-        for event in self._events.get(step, ()):
+        events = self._events.get(step, ())
+        for event, began, ended in compute_spans(events, self._steps[step].ended):
+            yield Bar(Track.COMPUTE, _COMPUTE[event.event], event.unit, "", 0, began, ended)
+        for event in events:
             for began, ended in event.spans:
                 track, kind = _LAUNCHES[event.event]
                 yield Bar(track, kind, event.unit, "", event.bytes, began, ended)
@@ -116,22 +118,28 @@ def by_step(records: Iterable[_Timed]) -> dict[int, list[_Timed]]:
     return dict(steps)
 
 
-def _compute_bars(events: Iterable[RecordedEvent], totals: StepTotals) -> Iterator[Bar]:
-    kind: BarKind | None = None
-    unit, since = 0, totals.began  # unit and start of the current compute bar
+def compute_spans(
+    events: Iterable[RecordedEvent], step_ended: float
+) -> Iterator[tuple[RecordedEvent, float, float]]:
+    """Yield what a rank's compute stream did in a step, and from when to when.
+
+    This is a forward or backward, until the next one begins, or a wait.
+    """
+    computing: RecordedEvent | None = None  # the last forward or backward that began
+    since = 0.0
     for event in events:
-        begins, waits = _COMPUTE.get(event.event), _WAITS.get(event.event)
-        if begins is None and (waits is None or event.ended <= event.began):
+        begins = event.event in COMPUTE
+        if event.event not in _COMPUTE or (event.ended <= event.began and not begins):
             continue
-        if kind is not None and event.began > since:
-            yield Bar(Track.COMPUTE, kind, unit, "", 0, since, event.began)
-        if waits is not None:
-            yield Bar(Track.COMPUTE, waits, event.unit, "", 0, event.began, event.ended)
-        if begins is not None:
-            kind, unit = begins, event.unit
+        if computing is not None and event.began > since:
+            yield computing, since, event.began
+        if begins:
+            computing = event
+        else:
+            yield event, event.began, event.ended
         since = event.ended
-    if kind is not None and totals.ended > since:
-        yield Bar(Track.COMPUTE, kind, unit, "", 0, since, totals.ended)
+    if computing is not None and step_ended > since:
+        yield computing, since, step_ended
 
 
 def _span_bar(span: Span) -> Bar:

@@ -96,29 +96,19 @@ def _split_over(
     return found
 
 
+_SIZES = (
+    "num_elements", "gathered_bytes", "kept_bytes", "shard_bytes", "own_bytes", "gradient_bytes",
+    "gradient_shard_bytes",
+)  # fmt: skip
+
+
 def _sum_of(units: Sequence[UnitFigures]) -> UnitFigures:
-    return replace(
-        units[0],
-        label=f"{units[0].label} to {units[-1].label}",
-        num_parameters=sum(unit.num_parameters for unit in units),
-        num_elements=sum(unit.num_elements for unit in units),
-        gathered_bytes=sum(unit.gathered_bytes for unit in units),
-        kept_bytes=sum(unit.kept_bytes for unit in units),
-        shard_bytes=sum(unit.shard_bytes for unit in units),
-        own_bytes=sum(unit.own_bytes for unit in units),
-        gradient_bytes=sum(unit.gradient_bytes for unit in units),
-        gradient_shard_bytes=sum(unit.gradient_shard_bytes for unit in units),
-    )
+    sizes = {name: sum(getattr(unit, name) for unit in units) for name in _SIZES}
+    label = f"{units[0].label} to {units[-1].label}"
+    num_parameters = sum(unit.num_parameters for unit in units)
+    return replace(units[0], label=label, num_parameters=num_parameters, **sizes)
 
 
 def _scaled(unit: UnitFigures, share: float) -> UnitFigures:
-    return replace(
-        unit,
-        num_elements=round(unit.num_elements * share),
-        gathered_bytes=round(unit.gathered_bytes * share),
-        kept_bytes=round(unit.kept_bytes * share),
-        shard_bytes=round(unit.shard_bytes * share),
-        own_bytes=round(unit.own_bytes * share),
-        gradient_bytes=round(unit.gradient_bytes * share),
-        gradient_shard_bytes=round(unit.gradient_shard_bytes * share),
-    )
+    sizes = {name: round(getattr(unit, name) * share) for name in _SIZES}
+    return replace(unit, **sizes)

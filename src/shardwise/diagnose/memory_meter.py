@@ -3,7 +3,6 @@
 import contextlib
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,25 +10,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from shardwise._private import has_saved_tensors_hooks
+from shardwise.diagnose.recording import HeldBytes
 from shardwise.features.activation_offload import Unmoved, storage_of, unpack
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.unit import FlatParameters
 from shardwise.tensor.sharding import local_of
 from shardwise.transport.device import allocated_bytes, is_accelerator
 
-__all__ = ["HeldBytes", "MemoryMeter"]
-
-
-@dataclass(frozen=True, slots=True)
-class HeldBytes:
-    """The categories of a `MemorySample`, without its time."""
-
-    shards: int
-    gathered: int
-    gradients: int
-    optimizer: int
-    activations: int
-    buffers: int
+__all__ = ["MemoryMeter"]
 
 
 class MemoryMeter:

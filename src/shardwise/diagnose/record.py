@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from shardwise.diagnose.clocks import measure_clock_offset
-from shardwise.diagnose.memory_meter import HeldBytes, MemoryMeter
+from shardwise.diagnose.memory_meter import MemoryMeter
 from shardwise.diagnose.recorded_steps import EndedSpan, EndedStep
 from shardwise.diagnose.recording import (
     Header,
+    HeldBytes,
     Line,
     StepTotals,
     UnitFigures,

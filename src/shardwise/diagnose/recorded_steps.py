@@ -5,8 +5,14 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import SupportsFloat
 
-from shardwise.diagnose.memory_meter import HeldBytes
-from shardwise.diagnose.recording import Line, MemorySample, RecordedEvent, Span, StepTotals
+from shardwise.diagnose.recording import (
+    HeldBytes,
+    Line,
+    MemorySample,
+    RecordedEvent,
+    Span,
+    StepTotals,
+)
 from shardwise.runtime.records import Record
 from shardwise.schedule.events import WAITS
 from shardwise.transport.device import Device
@@ -62,8 +68,8 @@ class EndedStep:
             kept = set(map(id, self.records))  # samples of an evaluation are left out
             for record, held in self.samples:
                 if id(record) in kept:
-                    at = float(record.ended) + offset
-                    yield MemorySample(self.step, at, record.event.unit, **asdict(held))
+                    at, unit = float(record.ended) + offset, record.event.unit
+                    yield MemorySample(**asdict(held), step=self.step, at=at, unit=unit)
         yield self._totals(offset)
 
     def _totals(self, offset: float) -> StepTotals:

@@ -5,7 +5,7 @@ spans and memory samples in chronological order. Times are seconds on the clock 
 measures the offset of its own clock when it starts to record, and adds it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,7 +16,9 @@ from shardwise.plan.units import UnitPlan
 from shardwise.schedule.events import EventKind
 
 __all__ = [
+    "MEMORY_CATEGORIES",
     "Header",
+    "HeldBytes",
     "Line",
     "MemorySample",
     "RankRecording",
@@ -91,8 +93,18 @@ class Header:
     kind: Literal["header"] = "header"
 
 
+class _Interval:
+    __slots__ = ()
+    began: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
 @dataclass(frozen=True, slots=True)
-class RecordedEvent:
+class RecordedEvent(_Interval):
     """An event of the schedule, with its times."""
 
     step: int  # in the ledger's count: one forward and its backward
@@ -104,13 +116,9 @@ class RecordedEvent:
     spans: tuple[tuple[float, float], ...] = ()  # begin and end of communication it launched
     kind: Literal["event"] = "event"
 
-    @property
-    def seconds(self) -> float:
-        return self.ended - self.began
-
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Span(_Interval):
     """Work around the steps: "data", "optimizer", "validation", "checkpoint", ..."""
 
     step: int  # in the ledger's count: the current step, or the next one
@@ -119,34 +127,38 @@ class Span:
     ended: float
     kind: Literal["span"] = "span"
 
+
+@dataclass(frozen=True, slots=True)
+class HeldBytes:
+    """Bytes that a rank holds, by category; the page stacks them in this order."""
+
+    shards: int
+    optimizer: int
+    gradients: int  # gradient shards and reduce buffers
+    gathered: int
+    activations: int  # tensors that autograd keeps for backward
+    buffers: int
+
     @property
-    def seconds(self) -> float:
-        return self.ended - self.began
+    def total(self) -> int:
+        return sum(getattr(self, category) for category in MEMORY_CATEGORIES)
+
+
+MEMORY_CATEGORIES = tuple(field.name for field in fields(HeldBytes))
 
 
 @dataclass(frozen=True, slots=True)
-class MemorySample:
-    """Bytes that a rank holds at one time, by category."""
+class MemorySample(HeldBytes):
+    """Bytes that a rank holds at one time."""
 
     step: int
     at: float
     unit: int  # the last unit whose forward or backward began
-    shards: int
-    gathered: int
-    gradients: int  # gradient shards and reduce buffers
-    optimizer: int
-    activations: int  # tensors that autograd keeps for backward
-    buffers: int
     kind: Literal["memory"] = "memory"
-
-    @property
-    def total(self) -> int:
-        parts = (self.shards, self.gathered, self.gradients)
-        return sum(parts) + self.optimizer + self.activations + self.buffers
 
 
 @dataclass(frozen=True, slots=True)
-class StepTotals:
+class StepTotals(_Interval):
     """The totals of one step. They are written for every step, even if it has no events."""
 
     step: int
@@ -160,10 +172,6 @@ class StepTotals:
     tokens: int | None = None  # tokens that counted on this rank
     padded_tokens: int | None = None  # padding
     kind: Literal["step"] = "step"
-
-    @property
-    def seconds(self) -> float:
-        return self.ended - self.began
 
 
 Line = Header | RecordedEvent | Span | MemorySample | StepTotals

@@ -1,12 +1,13 @@
 """Converts a forecast to a recording, so that the same plots and traces can show it."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import groupby
-from typing import Any
 
 from shardwise.diagnose.recording import (
     Header,
+    HeldBytes,
     MemorySample,
     RankRecording,
     RecordedEvent,
@@ -78,18 +79,19 @@ def _samples(forecast: Forecast, plan: Plan, events: list[TimedEvent]) -> Iterat
             moment = moments.popleft()
         if timed.event.kind in COMPUTE:
             unit = timed.event.unit
-        yield MemorySample(timed.step, timed.ended, unit, **_categories(moment))
+        held = asdict(_held(moment))
+        yield MemorySample(**held, step=timed.step, at=timed.ended, unit=unit)
 
 
-def _categories(moment: Moment) -> Mapping[str, Any]:
-    return {
-        "shards": moment.parameters,
-        "gathered": moment.gathered,
-        "gradients": moment.gradients + moment.communication,
-        "optimizer": moment.optimizer,
-        "activations": moment.activations,
-        "buffers": moment.buffers + moment.temporaries,
-    }
+def _held(moment: Moment) -> HeldBytes:
+    return HeldBytes(
+        shards=moment.parameters,
+        gathered=moment.gathered,
+        gradients=moment.gradients + moment.communication,
+        optimizer=moment.optimizer,
+        activations=moment.activations,
+        buffers=moment.buffers + moment.temporaries,
+    )
 
 
 def _totals(events: list[TimedEvent], ended: float) -> StepTotals:

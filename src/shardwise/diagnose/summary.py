@@ -1,19 +1,27 @@
 """Summary of a recording by unit and rank: means over the steps whose events were recorded."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
 from shardwise.diagnose.bars import BarKind, Timeline
 from shardwise.diagnose.recording import MemorySample, RankRecording
 
-__all__ = ["Finding", "Peak", "RankSummary", "Summary", "UnitSummary", "summarize"]
+__all__ = ["EXPOSED", "Finding", "Peak", "RankSummary", "Summary", "UnitSummary", "summarize"]
 
 STRAGGLER_THRESHOLD = 0.05  # share of a step; smaller differences are noise
 _IN_STEPS = (BarKind.FORWARD, BarKind.BACKWARD, BarKind.STEP)
 _AROUND_STEPS = (BarKind.DATA, BarKind.OPTIMIZER, BarKind.OTHER)
-_WAITS = (BarKind.WAIT_GATHER, BarKind.WAIT_REDUCE)
+EXPOSED = (BarKind.WAIT_GATHER, BarKind.WAIT_REDUCE)
+_UNIT_KINDS = (
+    BarKind.GATHER,
+    BarKind.WAIT_GATHER,
+    BarKind.FORWARD,
+    BarKind.BACKWARD,
+    BarKind.REDUCE,
+    BarKind.WAIT_REDUCE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +38,18 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class UnitSummary:
-    """One unit: seconds per step, as means over ranks and steps."""
+    """One unit."""
 
     index: int
     label: str
     num_elements: int
     gathered_bytes: int
     shard_bytes: int
-    gather_seconds: float
-    wait_seconds: float  # exposed waits for gathers
-    forward_seconds: float
-    backward_seconds: float
-    reduce_seconds: float
-    reduce_wait_seconds: float  # exposed waits for reductions
+    seconds: Mapping[BarKind, float]  # of a step, as means over ranks and steps
+
+    @property
+    def exposed_seconds(self) -> float:
+        return sum(self.seconds[kind] for kind in EXPOSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,11 @@ class Summary:
         return mean(rank.exposed_seconds for rank in self.ranks)
 
     @property
+    def exposed_share(self) -> float:
+        """Exposed communication as a share of a step."""
+        return self.exposed_seconds / self.seconds if self.seconds else 0.0
+
+    @property
     def peak(self) -> tuple[int, Peak] | None:
         """The rank that held the most memory, and its peak."""
         found = [(rank.rank, rank.peak) for rank in self.ranks if rank.peak is not None]
@@ -117,21 +129,11 @@ def summarize(ranks: Sequence[RankRecording]) -> Summary:
             figures.num_elements,
             figures.gathered_bytes,
             figures.shard_bytes,
-            *(per_step * by_unit[index, kind] for kind in _UNIT_KINDS),
+            {kind: per_step * by_unit[index, kind] for kind in _UNIT_KINDS},
         )
         for index, figures in enumerate(ranks[0].header.units)
     )
     return Summary(steps, units, tuple(rows), _straggler(rows))
-
-
-_UNIT_KINDS = (
-    BarKind.GATHER,
-    BarKind.WAIT_GATHER,
-    BarKind.FORWARD,
-    BarKind.BACKWARD,
-    BarKind.REDUCE,
-    BarKind.WAIT_REDUCE,
-)
 
 
 def _add_up(
@@ -161,7 +163,7 @@ def _rank_row(
         rank=rank.header.rank,
         seconds=mean(step.seconds for step in own) if own else 0.0,
         compute_seconds=sum(by_kind.get(kind, 0.0) for kind in _IN_STEPS) / num_steps,
-        exposed_seconds=sum(by_kind.get(kind, 0.0) for kind in _WAITS) / num_steps,
+        exposed_seconds=sum(by_kind.get(kind, 0.0) for kind in EXPOSED) / num_steps,
         around_seconds=sum(by_kind.get(kind, 0.0) for kind in _AROUND_STEPS) / num_steps,
         communication_bytes=mean(step.communication_bytes for step in own) if own else 0.0,
         own_bytes=sum(unit.own_bytes for unit in rank.header.units),

@@ -27,11 +27,11 @@ def overview(summary: Summary) -> str:
     """Summarize step time, exposed communication, peak memory and straggler in one line."""
     ranks = f"{len(summary.ranks)} rank{'' if len(summary.ranks) == 1 else 's'}"
     steps = f"{len(summary.steps)} recorded step{'' if len(summary.steps) == 1 else 's'}"
-    share = summary.exposed_seconds / summary.seconds if summary.seconds else 0.0
+    exposed = f"{seconds_text(summary.exposed_seconds)} of it exposed communication"
     parts = [
         f"{ranks}, {steps}",
         f"{seconds_text(summary.seconds)} per step",
-        f"{seconds_text(summary.exposed_seconds)} of it exposed communication ({share:.0%})",
+        f"{exposed} ({summary.exposed_share:.0%})",
     ]
     if summary.peak is not None:
         rank, peak = summary.peak
@@ -59,17 +59,10 @@ def _units_table(units: Sequence[UnitSummary]) -> Table:
     table.add_column("unit", overflow="fold", ratio=1)
     for heading in ("bytes", "gather", "exposed", "forward", "backward", "reduce", "exposed"):
         table.add_column(heading, justify="right", no_wrap=True)
-    by_cost = sorted(units, key=lambda unit: -(unit.wait_seconds + unit.reduce_wait_seconds))
+    by_cost = sorted(units, key=lambda unit: -unit.exposed_seconds)
     for unit in by_cost[:MAX_ROWS]:
-        times = (
-            unit.gather_seconds,
-            unit.wait_seconds,
-            unit.forward_seconds,
-            unit.backward_seconds,
-            unit.reduce_seconds,
-            unit.reduce_wait_seconds,
-        )
-        table.add_row(Text(unit.label), bytes_text(unit.gathered_bytes), *map(seconds_text, times))
+        times = map(seconds_text, unit.seconds.values())
+        table.add_row(Text(unit.label), bytes_text(unit.gathered_bytes), *times)
     _caption_hidden_rows(table, len(units))
     return table
 

@@ -6,6 +6,7 @@ first use of its result.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -13,8 +14,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from shardwise.diagnose.recording import RankRecording, RecordedEvent
-from shardwise.schedule.events import COMPUTE, EventKind
+from shardwise.diagnose.bars import compute_spans
+from shardwise.diagnose.recording import MEMORY_CATEGORIES, RankRecording, RecordedEvent
+from shardwise.schedule.events import EventKind
 
 __all__ = ["trace_events", "write_trace"]
 
@@ -24,8 +26,12 @@ _LAUNCHES = {
     EventKind.RESHARD_TO_SUBGROUP: "gathers",
     EventKind.REDUCE: "reductions",
 }
-_WAITS = {EventKind.WAIT: "gathers", EventKind.FINISH_REDUCE: "reductions"}
-_MEMORY = ("shards", "gathered", "gradients", "optimizer", "activations", "buffers")
+_NEEDS = {
+    EventKind.WAIT: "gathers",
+    EventKind.FORWARD: "gathers",
+    EventKind.BACKWARD: "gathers",
+    EventKind.FINISH_REDUCE: "reductions",
+}
 
 _Json = dict[str, Any]
 
@@ -64,8 +70,6 @@ class _Rank:
         self._recording = recording
         self._labels = [unit.label for unit in recording.header.units]
         self._num_flows = 0
-        # Slices of the collectives that nothing has waited for or used yet, by track and unit.
-        self._launched: dict[tuple[str, int], list[_Json]] = {}
 
     def trace(self) -> Iterator[_Json]:
         for step in self._recording.steps:
@@ -77,7 +81,7 @@ class _Rank:
         for _, events in groupby(self._recording.events, key=attrgetter("step")):
             yield from self._step(list(events))
         for sample in self._recording.memory:
-            held = {name: getattr(sample, name) for name in _MEMORY}
+            held = {name: getattr(sample, name) for name in MEMORY_CATEGORIES}
             yield {
                 "ph": "C",
                 "name": "memory (bytes)",
@@ -87,43 +91,20 @@ class _Rank:
             }
 
     def _step(self, events: Sequence[RecordedEvent]) -> Iterator[_Json]:
-        self._launched.clear()
-        computing: RecordedEvent | None = None  # the last forward or backward that began
-        since = 0.0
+        # Slices of the collectives that nothing has waited for or used yet, by track and unit.
+        launched: defaultdict[tuple[str, int], list[_Json]] = defaultdict(list)
         for event in events:
-            if event.event in _LAUNCHES:
-                yield from self._launch(event)
-            is_wait = event.event in _WAITS or event.event is EventKind.STEP
-            if not is_wait and event.event not in COMPUTE:
-                continue
-            yield from self._on_compute(computing, since, event.began)
-            if is_wait:
-                yield from self._on_compute(event, event.began, event.ended)
-            else:
-                computing = event
-            since = event.ended
-        yield from self._on_compute(computing, since, events[-1].ended)
-
-    def _launch(self, event: RecordedEvent) -> Iterator[_Json]:
-        track = _LAUNCHES[event.event]
-        slices = [
-            self._slice(track, self._name(event), began, ended, {"bytes": event.bytes})
-            for began, ended in event.spans
-        ]
-        self._launched[track, event.unit] = slices
-        yield from slices
-
-    def _on_compute(
-        self, event: RecordedEvent | None, began: float, ended: float
-    ) -> Iterator[_Json]:
-        """Yield a slice of the compute stream and the arrows that lead to it."""
-        if event is None or began >= ended:
-            return
-        yield self._slice("compute", self._name(event), began, ended, {"step": event.step})
-        track = "gathers" if event.event in COMPUTE else _WAITS.get(event.event, "")
-        for launched in self._launched.pop((track, event.unit), ()):
-            if launched["ts"] < ended:
-                yield from self._arrow(launched, (max(began, launched["ts"]) + ended) / 2)
+            for began, ended in event.spans:
+                track, figures = _LAUNCHES[event.event], {"bytes": event.bytes}
+                one = self._slice(track, self._name(event), began, ended, figures)
+                launched[track, event.unit].append(one)
+                yield one
+        for event, began, ended in compute_spans(events, events[-1].ended):
+            yield self._slice("compute", self._name(event), began, ended, {"step": event.step})
+            needed = launched[_NEEDS.get(event.event, ""), event.unit]
+            while needed and needed[0]["ts"] < ended:
+                one = needed.pop(0)
+                yield from self._arrow(one, (max(began, one["ts"]) + ended) / 2)
 
     def _arrow(self, launched: _Json, at: float) -> Iterator[_Json]:
         self._num_flows += 1

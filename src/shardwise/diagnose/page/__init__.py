@@ -36,7 +36,7 @@ def render(
     shown = {"findings": bool(findings), "run": bool(charts)}
     return document(
         "report",
-        Drawing(ranks, lines, _drawn_steps(summary.steps, lines), charts),
+        Drawing(lines, _drawn_steps(summary.steps, lines), charts),
         title=title,
         facts=[
             f"{header.world_size} ranks",

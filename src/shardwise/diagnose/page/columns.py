@@ -21,11 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.diagnose.bars import Bar, Timeline, Track
-from shardwise.diagnose.recording import MemorySample
+from shardwise.diagnose.recording import MEMORY_CATEGORIES, MemorySample
 
-__all__ = ["CATEGORIES", "EncodedStep", "Labels", "encode_step"]
+__all__ = ["EncodedStep", "Labels", "encode_step"]
 
-CATEGORIES = ("shards", "optimizer", "gradients", "gathered", "activations", "buffers")
 _TICKS = 2**32 - 1
 
 
@@ -96,12 +95,12 @@ def _rank_columns(line: Timeline, step: int, labels: Labels) -> _RankColumns:
     samples = [_sample_row(sample) for sample in line.memory(step)]
     return _RankColumns(
         tuple(np.array(sorted(track), dtype=np.float64).reshape(-1, 5) for track in tracks),
-        np.array(samples, dtype=np.float64).reshape(-1, 2 + len(CATEGORIES)),
+        np.array(samples, dtype=np.float64).reshape(-1, 2 + len(MEMORY_CATEGORIES)),
     )
 
 
 def _sample_row(sample: MemorySample) -> tuple[float, ...]:
-    return (sample.at, sample.unit, *(getattr(sample, name) for name in CATEGORIES))
+    return (sample.at, sample.unit, *(getattr(sample, name) for name in MEMORY_CATEGORIES))
 
 
 def _compress(columns: bytes) -> str:

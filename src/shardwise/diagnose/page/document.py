@@ -13,9 +13,9 @@ from string import Template
 from typing import Any
 
 from shardwise.diagnose.bars import BarKind, Timeline, Track
-from shardwise.diagnose.page.columns import CATEGORIES, Labels, encode_step
+from shardwise.diagnose.page.columns import Labels, encode_step
 from shardwise.diagnose.page.metrics import Chart
-from shardwise.diagnose.recording import RankRecording
+from shardwise.diagnose.recording import MEMORY_CATEGORIES
 
 __all__ = ["Drawing", "document"]
 
@@ -27,12 +27,11 @@ class Drawing:
 
     def __init__(
         self,
-        ranks: Sequence[RankRecording],
         lines: Sequence[Timeline],
         steps: Iterable[int],
         charts: Sequence[Chart],
     ) -> None:
-        units = ranks[0].header.units
+        units = lines[0].header.units
         labels = Labels([unit.label for unit in units])
         encoded = [encode_step(lines, step, labels) for step in steps]
         self.columns = "\n".join(
@@ -44,8 +43,8 @@ class Drawing:
             "numUnits": len(units),
             "kinds": {kind.name: kind.value for kind in BarKind},
             "tracks": [track.name.lower() for track in Track],
-            "categories": CATEGORIES,
-            "ranks": [rank.header.rank for rank in ranks],
+            "categories": MEMORY_CATEGORIES,
+            "ranks": [line.header.rank for line in lines],
             "steps": [step.index for step in encoded],
             "charts": [chart.as_json() for chart in charts],
         }

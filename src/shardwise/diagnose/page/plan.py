@@ -35,7 +35,7 @@ def render_plan(planned: Planned) -> str:
     last = recording.steps[-1].step
     text = document(
         "plan",
-        Drawing([recording], [Timeline(recording)], [last], _charts(planned)),
+        Drawing([Timeline(recording)], [last], _charts(planned)),
         title=planned.title,
         facts=planned.facts,
         sections={

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from statistics import median_low
 
 from shardwise.diagnose.formatting import NOTHING, bytes_text, percent, savings, seconds_text
 from shardwise.diagnose.recording import Header
-from shardwise.diagnose.summary import Finding, RankSummary, Summary, UnitSummary
+from shardwise.diagnose.summary import EXPOSED, Finding, RankSummary, Summary, UnitSummary
 
 __all__ = [
     "cell",
@@ -20,10 +21,10 @@ __all__ = [
 
 def tiles(summary: Summary, header: Header) -> str:
     """Render the figures at the top of the page."""
-    share = summary.exposed_seconds / summary.seconds if summary.seconds else 0.0
+    share = f"{summary.exposed_share:.0%} of a step"
     found = [
         ("Step", seconds_text(summary.seconds), f"mean of {len(summary.steps)} recorded steps"),
-        ("Exposed communication", seconds_text(summary.exposed_seconds), f"{share:.0%} of a step"),
+        ("Exposed communication", seconds_text(summary.exposed_seconds), share),
     ]
     if summary.peak is not None:
         rank, peak = summary.peak
@@ -48,9 +49,8 @@ def figure_tiles(figures: Iterable[tuple[str, str, str]]) -> str:
 
 
 def lateness(summary: Summary, rank: int) -> str:
-    busy = sorted(row.busy_seconds for row in summary.ranks)
-    own = next(row.busy_seconds for row in summary.ranks if row.rank == rank)
-    return seconds_text(own - busy[len(busy) // 2 - (len(busy) % 2 == 0)])
+    busy = {row.rank: row.busy_seconds for row in summary.ranks}
+    return seconds_text(busy[rank] - median_low(busy.values()))
 
 
 def findings_section(findings: Sequence[Finding], summary: Summary) -> str:
@@ -100,19 +100,15 @@ def _unit_row(unit: UnitSummary) -> str:
     name = escape(unit.label)
     button = f'<button data-unit="{unit.index}" aria-pressed="false">{name}</button>'
     times = (
-        (unit.gather_seconds, ""),
-        (unit.wait_seconds, "exposed"),
-        (unit.forward_seconds, ""),
-        (unit.backward_seconds, ""),
-        (unit.reduce_seconds, ""),
-        (unit.reduce_wait_seconds, "exposed"),
+        cell(seconds, seconds_text(seconds), "exposed" if kind in EXPOSED else "")
+        for kind, seconds in unit.seconds.items()
     )
     return (
         f'<tr data-name="{name}"><th scope="row" data-value="{unit.index}">{button}</th>'
         + cell(unit.num_elements, f"{unit.num_elements:,}")
         + cell(unit.gathered_bytes, bytes_text(unit.gathered_bytes))
         + cell(unit.shard_bytes, bytes_text(unit.shard_bytes))
-        + "".join(cell(seconds, seconds_text(seconds), css) for seconds, css in times)
+        + "".join(times)
         + "</tr>"
     )
 
