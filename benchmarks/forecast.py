@@ -20,7 +20,7 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+import shardwise as sw
 from benchmarks import make_parser
 from benchmarks.forecast_page import write_table
 from shardwise.bench import harness
@@ -49,6 +50,7 @@ from shardwise.forecast.tracing import trace
 from shardwise.forecast.traffic import sent_bytes
 from shardwise.forecast.work import Workload
 from shardwise.launch.world import World
+from shardwise.plan.plan import Plan
 from shardwise.train.model import GPT, Shape
 
 SEQUENCE = 128
@@ -78,6 +80,7 @@ class Case:
     dtype: str = "fp32"
     checkpointing: bool = False
     accumulation: int = 1
+    wire: sw.Wire = field(default_factory=sw.Wire)
 
     @property
     def name(self) -> str:
@@ -156,25 +159,35 @@ _CASES = [
 def predict(case: Case, calibrations: Sequence[RanksCalibration]) -> tuple[Figures, list[float]]:
     """Predict bytes, and the seconds of a step with each calibration, from the plan and a trace."""
     configuration, workload = case.configuration, _workload(_one_rank(case))
-    with torch.device("meta"):
-        model = GPT(case.shape)
-    plan = plan_of(model, configuration)
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    memory = memory_certificate(plan, workload, configuration, buffer_bytes=buffers, on_cpu=True)
+    plan, figures = predict_bytes(case)
     machines = [
         CalibratedMachine.measured_on(calibration_of({case.ranks: calibration}), case.ranks)
         for calibration in calibrations
     ]
     seconds = [step_time(plan, workload, machine, configuration).seconds for machine in machines]
-    figures: Figures = {"live_peak": live_bytes(memory, plan.world_size)}
+    return figures, seconds
+
+
+def predict_bytes(case: Case) -> tuple[Plan, Figures]:
+    """Return the plan, and the bytes that a rank has at the peak and sends in a step."""
+    configuration, workload = case.configuration, _workload(_one_rank(case))
+    with torch.device("meta"):
+        model = GPT(case.shape)
+    plan = plan_of(model, configuration)
+    plan = replace(plan, units=tuple(replace(unit, wire=case.wire) for unit in plan.units))
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    memory = memory_certificate(plan, workload, configuration, buffer_bytes=buffers, on_cpu=True)
+    # Ranks that decode what they gather have the arena of gathered units for themselves.
+    sharing = 1 if case.wire.gather else plan.world_size
+    figures: Figures = {"live_peak": live_bytes(memory, sharing)}
     if case.accumulation == 1:
         figures["sent_bytes"] = sent_bytes(plan).total
-    return figures, seconds
+    return plan, figures
 
 
 def _one_rank(case: Case) -> Case:
     """Return the single-rank case that has the same trace."""
-    return replace(case, ranks=1, strategy="fsdp", accumulation=1)
+    return replace(case, ranks=1, strategy="fsdp", accumulation=1, wire=sw.Wire())
 
 
 @cache
@@ -192,13 +205,13 @@ def _workload(case: Case) -> Workload:
     )
 
 
-def live_bytes(memory: Certificate, ranks: int) -> int:
+def live_bytes(memory: Certificate, sharing: int) -> int:
     """Return the live bytes at the peak on a CPU.
 
-    The arena of gathered units lives as long as the model, and the ranks of a host share it.
+    The arena of gathered units lives as long as the model, and ``sharing`` ranks have it together.
     """
     arena = max(moment.gathered for moment in memory.timeline)
-    return max(moment.total - moment.gathered for moment in memory.timeline) + arena // ranks
+    return max(moment.total - moment.gathered for moment in memory.timeline) + arena // sharing
 
 
 def next_token_loss(logits: Tensor) -> Tensor:
@@ -223,9 +236,9 @@ def measure(world: World, cases: Sequence[Case], options: Namespace) -> Measured
     trainees: dict[Case, Trainee] = {}
     figures: dict[str, Figures] = {}
     for dtype in sorted({case.dtype for case in cases}):  # libraries allocate on first use
-        _measure_memory(world, next(case for case in cases if case.dtype == dtype))
+        measure_bytes(world, next(case for case in cases if case.dtype == dtype))
     for case in cases:
-        figures[case.name], trainees[case] = _measure_memory(world, case)
+        figures[case.name], trainees[case] = measure_bytes(world, case)
     found = Measured(figures, [], [])
     title = f"{world.size} ranks"
     with harness.show_progress(title, options.rounds, visible=world.is_first) as begin:
@@ -241,13 +254,13 @@ def measure(world: World, cases: Sequence[Case], options: Namespace) -> Measured
     return found
 
 
-def _measure_memory(world: World, case: Case) -> tuple[Figures, Trainee]:
+def measure_bytes(world: World, case: Case) -> tuple[Figures, Trainee]:
     """Measure peak memory and traffic of a few steps; return them and the model."""
     work = gpt_work(case.setting)
     gc.collect()
     before = SharedMemoryUse.read()
     with Peak(allocated_bytes, SAMPLE_SECONDS) as live:
-        trainee = Ours(case.strategy)(work)
+        trainee = Ours(case.strategy, wire=case.wire)(work)
         assert isinstance(trainee.model, GPT)
         trainee.model.checkpoint_every = int(case.checkpointing)
         for number in range(MEMORY_STEPS):
@@ -336,12 +349,15 @@ def main() -> None:
         write_table(options.page, rows)
 
 
-_COLUMNS: list[harness.Column] = [
+BYTE_COLUMNS: list[harness.Column] = [
     ("sent MB", "predicted sent_bytes", lambda value: f"{value / 1e6:.3f}"),
     ("measured", "sent_bytes", lambda value: f"{value / 1e6:.3f}"),
     ("memory MB", "predicted live_peak", lambda value: f"{value / 1e6:.0f}"),
     ("measured", "live_peak", lambda value: f"{value / 1e6:.0f}"),
     ("error", "live_peak error", lambda value: f"{value:+.1%}"),
+]
+_COLUMNS = [
+    *BYTE_COLUMNS,
     ("step ms", "predicted seconds", lambda value: f"{value * 1e3:.0f}"),
     ("measured", "seconds", lambda value: f"{value * 1e3:.0f}"),
     ("error", "seconds error", lambda value: f"{value:+.1%}"),

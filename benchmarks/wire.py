@@ -6,11 +6,14 @@ model and on the same batches: with quantized gathers and reductions, and with 8
 Columns: *loss* is the mean over the last 20 steps, and *of exact* its ratio to the first row;
 *gather* and *reduce* are the bytes that a rank sends per step, relative to the first row; *states*
 are the bytes of the optimizer states, relative to the first row.
+
+``--memory`` instead compares the peak of live memory and the bytes of a step of the GPT of 10 M
+parameters of `shardwise bench` with their prediction, for each strategy and wire.
 """
 
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from torch.nn import functional
 
 import shardwise as sw
 from benchmarks import make_parser
+from benchmarks.forecast import BYTE_COLUMNS, Case, measure_bytes, predict_bytes
 from shardwise.bench import harness
 from shardwise.launch.local import run_on_local_ranks
 from shardwise.launch.world import World
@@ -42,6 +46,13 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8 gathers, int8 reductions": {"wire": sw.Wire(gather="fp8", reduce="int8", block=256)},
     "Adam8bit": {"granularity": "row"},
 }
+WIRES = {
+    "exact": sw.Wire(),
+    "int8 gathers": sw.Wire("int8"),
+    "int4 reductions": sw.Wire(None, "int4"),
+    "int8 gathers, int4 reductions": sw.Wire("int8", "int4"),
+    "the same, with error feedback": sw.Wire("int8", "int4", error_feedback=True),
+}
 SHAPE = Shape(vocabulary=256, context=32, width=64, layers=2, heads=2)
 
 
@@ -58,7 +69,11 @@ class Outcome:
 def main() -> None:
     parser = make_parser("wire", __doc__, ranks=2)
     parser.add_argument("--steps", type=int, default=300, help="number of steps")
+    parser.add_argument("--memory", metavar="STRATEGY,STRATEGY", help="measure memory instead")
     options = parser.parse_args()
+    if options.memory:
+        compare_memory(options.ranks, options.memory.split(","), options.out)
+        return
     rows = run_on_local_ranks(options.ranks, train_all, options.steps)[0]
     if options.out:
         harness.write_json(options.out, {"cases": {name: vars(row) for name, row in rows.items()}})
@@ -80,6 +95,29 @@ def train_all(world: World, steps: int) -> dict[str, Outcome]:
             sys.stdout.write(line)
             sys.stdout.flush()
     return found
+
+
+def compare_memory(ranks: int, strategies: Sequence[str], out: Path | None) -> None:
+    """Print predicted and measured bytes."""
+    cases = {
+        f"{strategy}, {name}": Case("10M", ranks, strategy, wire=wire)
+        for strategy in strategies
+        for name, wire in WIRES.items()
+    }
+    by_rank = harness.run_ranks(ranks, measure_all, [*cases.values()])
+    rows = {}
+    for index, (name, case) in enumerate(cases.items()):
+        measured = harness.largest([own[index] for own in by_rank])
+        predicted = predict_bytes(case)[1]
+        error = predicted["live_peak"] / measured["live_peak"] - 1
+        rows[name] = measured | {f"predicted {k}": v for k, v in predicted.items()}
+        rows[name]["live_peak error"] = error
+    harness.publish(f"{ranks} ranks", BYTE_COLUMNS, rows, out)
+
+
+def measure_all(world: World, cases: Sequence[Case]) -> list[harness.Figures]:
+    measure_bytes(world, cases[0])  # libraries allocate on first use
+    return [measure_bytes(world, case)[0] for case in cases]
 
 
 def mean_over_ranks(own: Outcome) -> Outcome:
