@@ -268,6 +268,11 @@ def test_blocks_that_would_be_cut_are_refused() -> None:
     assert {one["exp_avg"].dtype for one in states_of(optimizer)} == {torch.float32}
     with pytest.raises(sw.PlanError, match=r"state_bits=4\): expected 8 or 32"):
         sw.optim.Adam8bit(model.parameters(), state_bits=4)
+    whole = make_model()
+    optimizer = sw.optim.Adam8bit(whole.parameters())
+    sw.fully_shard(whole)
+    with pytest.raises(sw.PlanError, match=r"0\.weight: cut by element"):
+        step(whole, optimizer, [0])
 
 
 @on_ranks(2)

@@ -195,9 +195,11 @@ class Adam8bit(Optimizer):
         self._write(granules, "exp_avg_sq", squares)
 
     def _begin(self, parameter: Tensor, group: _Group) -> None:
+        is_quantized = self._is_quantized(parameter, group)
+        if is_quantized:  # the parameter may have been sharded since it was added
+            _check_uncut(parameter, "a parameter")
         state = self.state[parameter]
         state["step"] = torch.zeros((), dtype=torch.float32)
-        is_quantized = self._is_quantized(parameter, group)
         for name in _QUANTIZED:
             dtype = torch.uint8 if is_quantized else torch.float32
             contiguous = parameter if isinstance(parameter, DTensor) else parameter.contiguous()
