@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import PeerLost, PlanError
+from shardwise.errors import PeerLost, PlanError, StepError
 from shardwise.outer import hub as hub_module, optimizer as optimizer_module
 from shardwise.outer.serving import HubThread
+from shardwise.tensor.sharding import local_of
 from tests.models import Stack
 from tests.outer.test_hub import DEADLINE, Replica, at_once, close, together
 
@@ -136,6 +137,21 @@ def test_replicas_whose_outer_optimizers_drift_apart_get_an_error() -> None:
         assert len(errors) == 1
         assert "other shared parameters than replica" in str(errors[0])
         assert "use the same outer optimizer and learning rates" in str(errors[0])
+        close(a, b)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_replica_whose_parameters_are_not_finite_leaves_the_others_theirs(value: float) -> None:
+    with HubThread() as hub:
+        a, b = (Replica(hub.address, number, ROW, num_replicas=2) for number in range(2))
+        together(a, b, until=2)
+        with torch.no_grad():
+            local_of(b.model.first.weight)[0] = value
+        with pytest.raises(StepError, match="weight of this replica is not finite after step 4"):
+            b.train_until(4)
+        a.train_until(6)
+        assert a.outer.progress[0].round == 3
+        assert all(one.isfinite().all() for one in a.shared)
         close(a, b)
 
 

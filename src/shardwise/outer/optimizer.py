@@ -218,7 +218,18 @@ class OuterOptimizer(Optimizer):
 
     def _send(self, number: int, differences: Sequence[Tensor]) -> None:
         fragment = self.fragments[number]
-        packed = pack(fragment.flat(differences), self.outer.dtype, self.outer.block)
+        flat = fragment.flat(differences)
+        if not flat.isfinite().all():
+            self.exchange.close()  # so that the others do not wait
+            pairs = zip(fragment.parameters, differences, strict=True)
+            found = next(p for p, one in pairs if not one.isfinite().all())
+            name = cast("Sharding", sharding_of(found)).name
+            raise StepError(
+                f"{name} of this replica is not finite after step {self.local_steps}; it has left "
+                "the other replicas, whose parameters would not be finite either; start it again, "
+                "and it takes the state of another one"
+            )
+        packed = pack(flat, self.outer.dtype, self.outer.block)
         before = self.exchange.sent_bytes
         self.exchange.send(number, packed, self._checksum(fragment.parameters))
         sent = AxisBytes(outer=self.exchange.sent_bytes - before)
