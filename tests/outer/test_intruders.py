@@ -1,8 +1,10 @@
 """What reaches a hub and does not belong there, and replicas that do not fit together."""
 
+import asyncio
 import json
 import socket
 import struct
+import threading
 from functools import partial
 
 import pytest
@@ -61,6 +63,29 @@ def test_a_stranger_is_shown_out_and_replicas_go_on(
         assert a.outer.progress[0].round == 1
         assert list(hub.hub.replicas) == [0]
         close(a)
+
+
+@pytest.mark.parametrize("iterations", range(6))  # from a connection to the end of the hub
+def test_a_hub_that_ends_finishes_the_connections_that_it_has_just_accepted(
+    iterations: int,
+) -> None:
+    hub = HubThread()
+    host, _, port = hub.address.rpartition(":")
+    loop, ended = hub._loop, threading.Event()
+
+    def end_after(iterations: int) -> None:
+        if iterations:
+            loop.call_soon(end_after, iterations - 1)
+        else:
+            hub._task.cancel()
+            ended.set()
+
+    with socket.socket() as stranger:
+        loop.call_soon_threadsafe(stranger.connect, (host, int(port)))
+        loop.call_soon_threadsafe(end_after, iterations)
+        assert ended.wait(DEADLINE)
+        hub.stop()
+    assert not asyncio.all_tasks(loop)
 
 
 def test_two_replicas_with_one_number_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,10 @@ logger = logging.getLogger("shardwise.outer")
 
 
 async def serve(host: str, port: int, started: "Future[tuple[Hub, int]] | None" = None) -> None:
-    """Run a hub at ``host:port`` until cancelled; ``started`` gets it and its port."""
+    """Run a hub at ``host:port`` until cancelled; ``started`` gets it and its port.
+
+    At the end it cancels all other tasks of the event loop.
+    """
     hub = Hub()
     server = await asyncio.start_server(hub.accept, host, port, limit=1 << 22)
     beat = asyncio.create_task(hub.beat())
@@ -26,10 +29,13 @@ async def serve(host: str, port: int, started: "Future[tuple[Hub, int]] | None" 
     finally:
         beat.cancel()
         server.close()
-        ending = [task for task in hub.connections if task is not None]
-        for writer in hub.connections.values():
-            writer.transport.abort()
-        await asyncio.gather(*ending)
+        # A connection that was just accepted has a task before the hub knows of it.
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for writer in hub.connections.values():
+                writer.transport.abort()
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
 
 
 class HubThread:
