@@ -166,6 +166,17 @@ def test_a_state_dict_of_another_optimizer_is_refused(make: Any) -> None:
         make([parameter]).load_state_dict(saved)
 
 
+@pytest.mark.parametrize("make", [muon, soap])
+@on_ranks(2)
+def test_a_state_dict_of_one_process_is_refused(make: Make) -> None:
+    model = build("gpt")
+    alone = make(model.parameters())
+    _train(model, alone, range(2))
+    _, optimizer = _sharded(make, "fsdp")
+    with pytest.raises(sw.CheckpointError, match=r"on each rank, expected a shard; load whole"):
+        optimizer.load_state_dict(alone.state_dict())
+
+
 def test_states_keep_their_dtype() -> None:
     parameter = nn.Parameter(torch.ones(4, 3))
     optimizer, other = (sw.optim.Muon([parameter], momentum_dtype=torch.bfloat16) for _ in range(2))

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from shardwise.blockwise import Blocks
 from shardwise.errors import CheckpointError, PlanError
-from shardwise.optim.owner_optimizer import check_options, local_part
+from shardwise.optim.owner_optimizer import check_state_dict, local_part
 from shardwise.plan.granularity import Dim
 from shardwise.plan.layout import Layout, ParameterExtent, ParameterSpec, Run
 from shardwise.tensor.sharded_tensor import RunSharding, ShardedTensor
@@ -124,9 +124,9 @@ class Adam8bit(Optimizer):
 
         Raises:
             CheckpointError: the states are quantized in other blocks, or of another kind of
-                optimizer.
+                optimizer, or of one process.
         """
-        check_options(self, state_dict)
+        check_state_dict(self, state_dict)
         saved = state_dict["state"]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         super().load_state_dict({**state_dict, "state": {}})

@@ -100,9 +100,9 @@ class OwnerOptimizer(Optimizer):
         """As in torch, but states keep their dtypes, which may differ from the parameter's.
 
         Raises:
-            CheckpointError: the states are of another kind of optimizer.
+            CheckpointError: the states are of another kind of optimizer, or of one process.
         """
-        check_options(self, state_dict)
+        check_state_dict(self, state_dict)
         super().load_state_dict(state_dict)
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -315,8 +315,12 @@ class OwnerOptimizer(Optimizer):
         return state
 
 
-def check_options(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError if a group of ``state_dict`` lacks options of ``optimizer``."""
+def check_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Refuse a ``state_dict`` of another kind of optimizer, or with whole states of shards.
+
+    Raises:
+        CheckpointError: names the options that it lacks, or the parameter.
+    """
     for number, group in enumerate(state_dict["param_groups"]):
         # torch adds "differentiable" to the defaults of an optimizer that has loaded a state dict.
         lacking = sorted(optimizer.defaults.keys() - group.keys() - {"differentiable"})
@@ -325,6 +329,18 @@ def check_options(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
                 f"param_groups[{number}] of the state dict has no {', '.join(lacking)}; expected "
                 f"the state_dict() of {type(optimizer).__name__}, got that of another optimizer"
             )
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for key, parameter in zip(keys, parameters, strict=False):  # torch compares their numbers
+        sharding = sharding_of(parameter)
+        for name, value in state_dict["state"].get(key, {}).items():
+            is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+            if sharding is not None and is_plain and value.ndim:
+                raise CheckpointError(
+                    f"{sharding.name}: {name} in the state dict has shape {list(value.shape)} on "
+                    'each rank, expected a shard; load whole states with granularity="dim" and '
+                    "set_optimizer_state_dict of torch.distributed.checkpoint.state_dict"
+                )
 
 
 def local_part(tensor: Tensor) -> Tensor:
