@@ -67,7 +67,7 @@ def test_a_stranger_is_shown_out_and_replicas_go_on(
 
 @pytest.mark.parametrize("iterations", range(6))  # from a connection to the end of the hub
 def test_a_hub_that_ends_finishes_the_connections_that_it_has_just_accepted(
-    iterations: int,
+    iterations: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub = HubThread()
     host, _, port = hub.address.rpartition(":")
@@ -84,8 +84,10 @@ def test_a_hub_that_ends_finishes_the_connections_that_it_has_just_accepted(
         loop.call_soon_threadsafe(stranger.connect, (host, int(port)))
         loop.call_soon_threadsafe(end_after, iterations)
         assert ended.wait(DEADLINE)
-        hub.stop()
+        hub._thread.join(DEADLINE)
+    assert loop.is_closed()
     assert not asyncio.all_tasks(loop)
+    assert "asyncio" not in {record.name for record in caplog.records}
 
 
 def test_two_replicas_with_one_number_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

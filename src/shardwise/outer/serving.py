@@ -11,11 +11,13 @@ __all__ = ["HubThread", "serve"]
 
 logger = logging.getLogger("shardwise.outer")
 
+_ABORT_SECONDS = 0.01  # until connections that were accepted meanwhile are aborted, too
+
 
 async def serve(host: str, port: int, started: "Future[tuple[Hub, int]] | None" = None) -> None:
     """Run a hub at ``host:port`` until cancelled; ``started`` gets it and its port.
 
-    At the end it cancels all other tasks of the event loop.
+    At the end it waits for all other tasks of the event loop.
     """
     hub = Hub()
     server = await asyncio.start_server(hub.accept, host, port, limit=1 << 22)
@@ -33,9 +35,7 @@ async def serve(host: str, port: int, started: "Future[tuple[Hub, int]] | None" 
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             for writer in hub.connections.values():
                 writer.transport.abort()
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.wait(others, timeout=_ABORT_SECONDS)
 
 
 class HubThread:
