@@ -2,9 +2,8 @@
 
     torchrun --nproc-per-node=2 examples/hf/sft_lora.py OUT [--resume OUT/trainer/checkpoint-4]
 
-Compared with a program that uses DDP, the class of the trainer and its argument ``fully_shard``
-change. The program writes only the adapter, to OUT/adapter. The model, the tokenizer and the texts
-are tiny and artificial.
+Compared with DDP, the class of the trainer and its argument ``fully_shard`` change. Only the
+adapter is written, to OUT/adapter. The model, the tokenizer and the texts are tiny and artificial.
 """
 
 import argparse
@@ -64,16 +63,16 @@ def main(make_base: Callable[[SFTConfig], LlamaForCausalLM]) -> None:
     )
     numbers = torch.randint(60, (32, 10), generator=torch.Generator().manual_seed(1)).tolist()
     texts = Dataset.from_list([{"text": " ".join(f"w{n}" for n in row)} for row in numbers])
-    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    parts = {"train_dataset": texts, "processing_class": make_tokenizer(), "peft_config": adapters}
-    kind = SFTTrainer
-    if options.engine == "shardwise":
-        kind = partial(ShardedSFTTrainer, fully_shard={"units": LlamaDecoderLayer})
+    parts = {"train_dataset": texts, "processing_class": make_tokenizer()}
+    parts["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    sharded = partial(ShardedSFTTrainer, fully_shard={"units": LlamaDecoderLayer})
+    kind = sharded if options.engine == "shardwise" else SFTTrainer
     trainer = kind(make_base(arguments), arguments, **parts)
     trainer.train(resume_from_checkpoint=options.resume)
     trainer.save_model(str(options.out / "adapter"))
     if dist.get_rank() == 0:
         (options.out / f"{options.engine}.json").write_text(json.dumps(trainer.state.log_history))
+    dist.barrier()  # DDP's end deadlocks while Gloo's threads still free what they have gathered
     dist.destroy_process_group()
 
 
