@@ -24,9 +24,8 @@ from shardwise.bench.options import Setting
 from shardwise.bench.work import gpt_work
 from shardwise.diagnose.record import SomeSteps
 from shardwise.launch.world import World
-from shardwise.runtime.ledger import Ledger
+from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.module import runtime_of_root
-from shardwise.runtime.records import Record
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.schedule.events import Event, EventKind
 from shardwise.train.model import Shape

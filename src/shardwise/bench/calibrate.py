@@ -32,7 +32,7 @@ from shardwise.forecast.recorder import Recorder
 from shardwise.forecast.work import Kind, Operation
 from shardwise.launch.local import run_on_local_ranks
 from shardwise.launch.world import World
-from shardwise.runtime.records import Record
+from shardwise.runtime.ledger import Record
 from shardwise.schedule.events import EventKind
 from shardwise.train.model import GPT, Shape
 from shardwise.transport.device import num_local_accelerators, wait_for_device

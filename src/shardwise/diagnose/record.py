@@ -29,9 +29,8 @@ from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.policies import choose_units
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.ledger import LedgerReader
+from shardwise.runtime.ledger import LedgerReader, Record
 from shardwise.runtime.module import runtime_of_root
-from shardwise.runtime.records import Record
 from shardwise.schedule.events import COMPUTE
 from shardwise.transport.device import device_of, is_accelerator, name_of
 

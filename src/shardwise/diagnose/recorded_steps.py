@@ -13,7 +13,7 @@ from shardwise.diagnose.recording import (
     Span,
     StepTotals,
 )
-from shardwise.runtime.records import Record
+from shardwise.runtime.ledger import Record
 from shardwise.schedule.events import WAITS
 from shardwise.transport.device import Device
 

@@ -76,7 +76,6 @@ class Configuration:
             optimizers.
         compiled: whether the model runs under ``torch.compile``.
         attention: "flash": a fused attention kernel; "math": matrix products and a softmax.
-        flat_units: whether units are the blocks alone, without one for the embedding and the head.
         stack: the library whose buffers are counted.
 
     Raises:
@@ -112,7 +111,6 @@ class Configuration:
     clips: bool = True
     compiled: bool = False
     attention: Attention = "flash"
-    flat_units: bool = True
     stack: Stack = "shardwise"
 
     def __post_init__(self) -> None:

@@ -5,10 +5,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import SupportsFloat
 
 from shardwise.plan.axes import NOTHING, AxisBytes
-from shardwise.runtime.records import Record
 from shardwise.schedule.events import GATHERS, Event, EventKind, describe
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.transport.api import Work
@@ -36,6 +36,32 @@ def note_sent(mesh: DataParallelMesh | None, work: Work, *, after_backward: bool
     ledger = None if reference is None else reference()
     if ledger is not None and mesh is not None:
         ledger.add_sent(mesh.axis_bytes([work]), after_backward=after_backward)
+
+
+@dataclass(slots=True)
+class Record:
+    """One event that took place.
+
+    Times are seconds of `time.perf_counter`, of the stream that computes: floats, or events of a
+    device that are converted to floats when they have taken place.
+    """
+
+    event: Event
+    step: int
+    began: SupportsFloat
+    ended: SupportsFloat = 0.0
+    works: tuple[Work, ...] = ()  # the communication that it launched
+    sent: AxisBytes = NOTHING  # what this rank sends in it
+
+    @property
+    def seconds(self) -> float:
+        """How long it took; for a wait, exposed communication."""
+        return float(self.ended) - float(self.began)
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the communication that it launched ran."""
+        return sum(ended - began for began, ended in (work.span for work in self.works))
 
 
 class LedgerReader:
