@@ -1,17 +1,23 @@
 """All engines train the same model to the same losses, and move the bytes calculated by hand."""
 
 import ast
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardwise as sw
+from shardwise.bench import measure
 from shardwise.bench.engines import ENGINES, choose_engines
 from shardwise.bench.harness import merge
 from shardwise.bench.measure import inspect_engine, measure_steps
+from shardwise.bench.memory import Peak
 from shardwise.bench.options import SIZES, BenchOptions, Setting, read_shape
 from shardwise.bench.traffic import watch_traffic
 from shardwise.bench.work import gpt_work, tiny_work
@@ -20,6 +26,7 @@ from shardwise.errors import ConfigError
 from shardwise.launch.world import World
 from shardwise.train.model import GPT, Shape
 from tests.ranks import on_ranks
+from tests.waiting import eventually
 
 SHAPE = Shape(vocabulary=64, context=8, width=16, layers=2, heads=2)
 PARAMETERS = 64 * 16 + 16 + 2 * (12 * 16 * 16 + 2 * 16)
@@ -40,6 +47,32 @@ def setting(ranks: int, dtype: str = "fp32") -> Setting:
 
 def this_rank() -> World:
     return World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+
+
+class PeakOfSteps(Peak):
+    """Each step of an optimizer waits until its memory was read, however busy the machine is."""
+
+    def __init__(self, read: Callable[[], int], seconds: float) -> None:
+        self.num_reads = 0
+        super().__init__(partial(self.counted, read), seconds)
+
+    def counted(self, read: Callable[[], int]) -> int:
+        found = read()
+        self.num_reads += 1
+        return found
+
+    def __enter__(self) -> "PeakOfSteps":
+        self.hook = register_optimizer_step_pre_hook(self.wait_for_read)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.hook.remove()
+        super().__exit__(*error)
+
+    def wait_for_read(self, *_: object) -> None:
+        before = self.num_reads
+        assert eventually(lambda: self.num_reads > before + 1), "one began before"
 
 
 def losses_of(dtype: str, names: list[str]) -> dict[str, list[float]]:
@@ -99,7 +132,8 @@ def test_two_level_strategies_have_the_same_losses() -> None:
 @on_ranks(2)
 def test_traffic_calculated_by_hand() -> None:
     names = ["alone", "ddp", "fsdp2", "fsdp2-no-reshard", "shardwise-fsdp"]
-    found = {name: inspect_engine(this_rank(), setting(2), name) for name in names}
+    with mock.patch.object(measure, "Peak", PeakOfSteps):
+        found = {name: inspect_engine(this_rank(), setting(2), name) for name in names}
     copied, collectives, sent, live = (
         {name: figures[key] for name, figures in found.items()}
         for key in ("copied_bytes", "num_collectives", "sent_bytes", "live_peak")
