@@ -1,0 +1,15 @@
+"""The engine stays readable: how much of it a plain training step runs."""
+
+from tests import reading
+from tests.forked import run_forked
+
+# In tests/reading.py's step: what somebody reads to follow it. Raise them only with a reason.
+MAX_LINES = 2_400
+MAX_FILES = 60
+
+
+def test_a_plain_step_runs_few_lines() -> None:
+    found = run_forked(reading.lines_of_a_step)
+    assert {"runtime/scheduler.py", "schedule/sequencer.py"} <= found.keys()
+    assert sum(found.values()) <= MAX_LINES, found
+    assert len(found) <= MAX_FILES, found
