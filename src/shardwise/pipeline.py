@@ -163,10 +163,10 @@ def _all_reach(outputs: Sequence[Tensor], inputs: Sequence[Any]) -> bool:
     cannot be divided.
     """
     leaves = {id(x) for x in inputs if isinstance(x, Tensor) and x.requires_grad}
-    trained = [output for output in outputs if output.requires_grad]
     return all(
         any(id(getattr(node, "variable", None)) in leaves for node in _nodes(output))
-        for output in trained
+        for output in outputs
+        if output.requires_grad
     )
 
 
@@ -179,8 +179,4 @@ def _nodes(output: Tensor) -> Iterator[Node]:
         if node is not None and node not in visited:
             visited.add(node)
             yield node
-            pending += _next(node)
-
-
-def _next(node: Node) -> Iterable[Node | None]:
-    return (edge[0] for edge in node.next_functions)
+            pending += [following for following, _ in node.next_functions]
