@@ -1,8 +1,8 @@
 """When everything happens: one state machine that turns calls of units into events.
 
-The engine reports what its hooks see (a unit is entered, left, reached by backward) and performs
-the events that come back. `schedule` reports a simulated step to the same machine, so what it
-predicts is what the engine does, by construction.
+The engine reports what its hooks observe (a unit is entered, exited or reached by backward) and
+performs the events that this machine returns. `schedule` drives the same machine through a
+simulated step, so a prediction and the engine's behavior cannot differ.
 
 Two blocks inside a root, prefetch=1, from the second step on::
 
@@ -12,18 +12,18 @@ Two blocks inside a root, prefetch=1, from the second step on::
 
 What is decided here, and why:
 
-- *Order* is that of the last pass. Ranks run the same program, so they see the same order, and a
-  collective that is launched ahead on one rank is launched ahead on all.
-- *Backward* visits calls by their exit, last first. A call that no gradient reaches on this rank
-  is visited all the same, because one may reach it on another.
-- *A call is finished* when backward reaches one that had ended before it began: autograd runs the
-  youngest nodes first, so nothing of the younger call is left. Counting gradients instead would
-  wait forever for an unused parameter.
-- *Two reductions* run at most, and the root's alone: nothing is left to compute then.
-- *A unit lingers* after its call until another is entered, for the next may be the same unit, or
-  the first of backward.
-- *A unit is stepped in backward*, if the user wants that, when its gradients are complete and all
-  its calls of this step were visited. Where that cannot be known, at the end of backward.
+- *Units are gathered ahead* in the order of the last pass. All ranks run the same program, so they
+  recorded the same order and launch the same collectives.
+- *Backward visits calls* in reverse order of their exits. It also visits a call that no gradient
+  reaches on this rank, because one may reach it on another rank.
+- *A call is finished* when backward reaches a call that had ended before it began: autograd runs
+  the youngest nodes first, so no node of the younger call is left. Counting gradients instead
+  would wait forever for an unused parameter.
+- *At most two reductions* run at once. The root's runs alone: nothing is left to compute then.
+- *A unit lingers* after its call: it stays gathered until another unit is entered, because the
+  next call may be of the same unit, or the first one of backward.
+- *With steps in backward*, a unit is updated when its gradients are complete and backward has
+  visited all its calls of this step, or else at the end of backward.
 """
 
 from collections import deque
@@ -82,17 +82,17 @@ class UnitState(Enum):
 _TRANSITIONS = {
     (UnitState.SHARDED, EventKind.GATHER): UnitState.GATHERING,
     (UnitState.GATHERING, EventKind.WAIT): UnitState.GATHERED,
-    (UnitState.GATHERING, EventKind.FREE): UnitState.SHARDED,  # gathered in vain
+    (UnitState.GATHERING, EventKind.FREE): UnitState.SHARDED,  # prefetched and not used
     (UnitState.GATHERED, EventKind.FREE): UnitState.SHARDED,
 }
 
 
 class Reservation(Enum):
-    """For what a unit was gathered before its forward began."""
+    """Why a unit was gathered before its forward began."""
 
     PREFETCH = auto()  # for a later call of this pass
-    REQUEST = auto()  # by the user between passes, for the next
-    MICRO_BATCH = auto()  # kept by a backward, for the next pass
+    REQUEST = auto()  # by the user between passes, for the next pass
+    MICRO_BATCH = auto()  # kept by a backward for the next pass
 
 
 _FOR_THE_NEXT_PASS = (Reservation.REQUEST, Reservation.MICRO_BATCH)
@@ -105,9 +105,9 @@ class UnitStatus:
     state: UnitState = UnitState.SHARDED
     has_subgroup_shard: bool = False
     reservation: Reservation | None = None
-    awaits_reduction: bool = False  # in a later backward
+    awaits_reduction: bool = False  # gradients are reduced in a later backward
     awaits_step: bool = False  # has reduced gradients, and may get more
-    calls_left: int = 0  # of forward, not visited by a backward yet
+    calls_left: int = 0  # forward calls that no backward has visited yet
 
 
 _BYTES = {
@@ -146,12 +146,12 @@ class Sequencer:
     # -- forward ---------------------------------------------------------------------------------
 
     def enter(self, unit: int, *, grad: bool, recomputed: bool = False) -> tuple[Call, list[Event]]:
-        """A unit's forward begins.
+        """Begin a unit's forward.
 
         Args:
             unit: index in the plan.
-            grad: autograd records.
-            recomputed: it runs inside backward, as activation checkpointing does.
+            grad: whether autograd records it.
+            recomputed: whether it runs inside backward, as with activation checkpointing.
         """
         forward_pass = self._pass(grad=grad, recomputed=recomputed)
         call = Call(unit, forward_pass, entered=self._next_tick())
@@ -171,7 +171,7 @@ class Sequencer:
         return call, self._flush()
 
     def exit(self, call: Call, outcome: Outcome) -> list[Event]:
-        """A unit's forward ends; ``call`` is what `enter` returned."""
+        """End a unit's forward; `enter` returned ``call``."""
         while self._stack.pop() is not call:
             pass
         call.exited = self._next_tick()
@@ -191,11 +191,11 @@ class Sequencer:
     # -- backward --------------------------------------------------------------------------------
 
     def begin_backward(self, task: int) -> None:
-        """Autograd's graph task ``task`` runs until `finish_backward`."""
+        """Begin autograd's graph task ``task``, which runs until `finish_backward`."""
         self._backwards.setdefault(task, {})
 
     def before_backward(self, call: Call, task: int) -> list[Event]:
-        """Gradients reach what ``call`` returned, in autograd's graph task ``task``."""
+        """Gradients have reached the output of ``call``, in autograd's graph task ``task``."""
         backwards = self._backwards.setdefault(task, {})
         if call.forward_pass not in backwards:
             backwards[call.forward_pass] = BackwardPass(call.forward_pass)
@@ -203,7 +203,7 @@ class Sequencer:
         window = self._window(backward.upcoming)
         for forward_pass, other in backwards.items():
             if forward_pass.calls[0].entered > call.exited:
-                # Before any visit, so that ranks agree whichever of its calls were reached.
+                # Before any visit, so that ranks agree even if they reached different calls.
                 self._complete(other, keep=window)
         for visited in backward.visit_until(call):
             self._visit(backward, visited)
@@ -214,7 +214,7 @@ class Sequencer:
         for backward in self._backwards.get(task, {}).values():
             self._complete(backward)
         self._backwards.pop(task, None)
-        if self._backwards:  # an outer backward, which needs room to go on
+        if self._backwards:  # an outer backward, which needs room to continue
             self._finish_reduces(1)
             return self._flush()
         for unit, status in enumerate(self._status):
@@ -231,7 +231,7 @@ class Sequencer:
         return self._flush()
 
     def abandon(self) -> list[Event]:
-        """A step failed: drop all state of it; reductions in flight count as finished."""
+        """Drop the state of a step that failed; reductions in flight count as finished."""
         # Only some ranks may have ended the pass, so no rank expects an order in the next one.
         self._expected = {False: (), True: ()}
         self._backwards.clear()
@@ -239,14 +239,12 @@ class Sequencer:
         for status in self._status:
             status.awaits_reduction = status.awaits_step = False
             status.calls_left = 0
-        self._is_accumulating = False
-        self._free_all(everything=True)
-        return self._flush()
+        return self.release_all()
 
     # -- requests of the user --------------------------------------------------------------------
 
     def request(self, kind: EventKind, units: Iterable[int]) -> list[Event]:
-        """Gather units, wait for them or free them outside the schedule; those in use stay."""
+        """Gather, wait for or free units outside the schedule; units in use are not freed."""
         for unit in units:
             match kind:
                 case EventKind.GATHER:
@@ -259,18 +257,16 @@ class Sequencer:
         return self._flush()
 
     def release_all(self) -> list[Event]:
-        """Free everything but shards, even what a later backward would need again."""
+        """Free everything but shards, even if a later backward will need it again."""
         self._is_accumulating = False
-        for unit in range(len(self._units)):
-            self._free(unit)
-            self._free_subgroup(unit)
+        self._free_all(everything=True)
         return self._flush()
 
     def state(self, unit: int) -> UnitState:
         return self._status[unit].state
 
     def is_usable(self, unit: int) -> bool:
-        """Whether its parameters are gathered, or there is nothing to gather."""
+        """Whether compute can use the parameters: they are gathered, or need no gather."""
         is_gathered = self._status[unit].state is UnitState.GATHERED
         return is_gathered or not self._units[unit].gathered_bytes
 
@@ -280,7 +276,7 @@ class Sequencer:
         return any(status.awaits_reduction for status in self._status)
 
     def outlasts_passes(self, unit: int) -> bool:
-        """Whether it stays gathered for another forward: no optimizer steps before that."""
+        """Whether the unit stays gathered for the next forward: no optimizer steps before it."""
         is_kept = self._status[unit].reservation is Reservation.MICRO_BATCH
         return is_kept or self._keeps_after_backward(unit)
 
@@ -380,7 +376,7 @@ class Sequencer:
                     self._step(unit)
 
     def _finish_reduces_of(self, unit: int) -> None:
-        """Make the buffer of its gradients free; another pass may have reduced it last."""
+        """Finish a reduction of ``unit`` in another pass, so that its gradient buffer is free."""
         while unit in self._reducing:
             self._finish_reduces(len(self._reducing) - 1)
 
@@ -392,24 +388,24 @@ class Sequencer:
     # -- what to gather --------------------------------------------------------------------------
 
     def _window(self, units: Iterable[int]) -> list[int]:
-        """Of units in the order of backward: the first, and those to gather while it computes."""
+        """The first of ``units``, in backward order, and the units to gather while it computes."""
         following = iter(units)
         first = next(following, None)
         if first is None:
             return []
-        # While an enclosing unit's own backward runs there is room for the first one inside it.
+        # While an enclosing unit's own backward runs, there is room for the first unit inside it.
         ahead = max(self._prefetch, int(self._units[first].has_child_units))
         return [first, *self._distinct(following, ahead)]
 
     def _distinct(self, upcoming: Iterable[int], count: int) -> list[int]:
-        """The next ``count`` units to have gathered: those with parameters, not being called."""
+        """The next ``count`` different units to gather: with parameters, and not being called."""
         chosen: list[int] = []
-        in_use = {call.unit for call in self._stack} if count else ()
-        for unit in upcoming if count else ():  # no further than needed: there may be hundreds
+        in_use = {call.unit for call in self._stack}
+        for unit in upcoming:  # no further than needed: there may be hundreds
+            if len(chosen) == count:
+                break
             if unit not in in_use and unit not in chosen and self._units[unit].gathered_bytes:
                 chosen.append(unit)
-                if len(chosen) == count:
-                    break
         return chosen
 
     def _is_prefetched_by_backward(self, unit: int) -> bool:
@@ -437,7 +433,7 @@ class Sequencer:
             self._move(EventKind.WAIT, unit)
 
     def _free(self, unit: int, *, to_subgroup: bool = False) -> None:
-        """Free a gathered unit, with ``to_subgroup`` all but its shard within a subgroup."""
+        """Free a gathered unit; with ``to_subgroup``, keep its shard within a subgroup."""
         status = self._status[unit]
         if status.state is UnitState.SHARDED or self.is_in_use(unit):
             return
@@ -456,7 +452,7 @@ class Sequencer:
     def _free_subgroup(self, unit: int) -> None:
         outlives = self._units[unit].two_level_gather and self._is_accumulating
         if self.steps_in_backward and self._settings[unit].reduces_fully:
-            outlives = False  # it has stepped, even if other units wait
+            outlives = False  # this unit has stepped, even if others accumulate
         if self._status[unit].has_subgroup_shard and not outlives and not self.is_in_use(unit):
             self._status[unit].has_subgroup_shard = False
             self._emit(EventKind.FREE_SUBGROUP, unit)
@@ -499,14 +495,14 @@ class Sequencer:
 
 
 def schedule(plan: Plan, *, steps_in_backward: bool = False) -> list[Event]:
-    """The events of one training step, from the second on, if units run in module order.
+    """The events of one training step, from the second step on, if units run in module order.
 
-    Every unit runs once, inside the one around it. Its output needs gradients if the unit, a unit
-    inside it or an earlier unit has a trainable parameter.
+    Every unit runs once, inside its parent. Its output needs gradients if the unit, a unit inside
+    it or an earlier unit has a trainable parameter.
 
     Args:
-        plan: of the model.
-        steps_in_backward: with `sw.optimizer_in_backward`.
+        plan: the plan of the model.
+        steps_in_backward: whether `sw.optimizer_in_backward` is used.
     """
     sequencer = Sequencer(plan)
     sequencer.steps_in_backward = steps_in_backward
