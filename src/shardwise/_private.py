@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # for `new_dtensor`
 from torch.distributed.tensor.placement_types import _StridedShard  # a dim cut by two mesh dims
 from torch.optim.optimizer import _foreach_supported_types as _in_optimizers
@@ -87,6 +87,8 @@ __all__ = [
     "without_torch_functions",
 ]
 
+D = TypeVar("D", bound=DTensor)
+
 REQUIRED = (
     "torch._C._are_functorch_transforms_active",
     "torch._C._autograd._top_saved_tensors_default_hooks",
@@ -142,9 +144,12 @@ if missing(REQUIRED):
 # -- tensors and storages ------------------------------------------------------------------------
 
 
-def new_dtensor(cls: Any, local: Tensor, spec: DTensorSpec, requires_grad: bool) -> Any:
-    """A new instance of ``cls``, a subclass of DTensor; ``DTensor.__new__`` only makes DTensors."""
-    return torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)
+def new_dtensor(
+    cls: type[D], local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False
+) -> D:
+    """A new instance of ``cls``; ``DTensor.__new__`` cannot make instances of a subclass."""
+    made: D = torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)
+    return made
 
 
 def strided_shard(dim: int, num_inner: int) -> Placement:
