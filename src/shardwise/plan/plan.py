@@ -11,6 +11,7 @@ from shardwise.plan.layout import ParameterSpec
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.policies import Units, choose_units
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
+from shardwise.plan.spelling import divisors
 from shardwise.plan.strategy import Level, Strategy, resolve_strategy
 from shardwise.plan.units import UnitOptions, UnitPlan, plan_units
 from shardwise.plan.wire import EXACT, Wire
@@ -223,8 +224,7 @@ def _check_subgroup(name: str, size: int, strategy: Strategy, world_size: int) -
             "parameters over subgroups; use True or False, or strategy 'fsdp' or 'hsdp'"
         )
     if size < 1 or world_size % size:
-        fitting = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise PlanError(
             f"{name or 'root'}: reshard_after_forward={size}: expected a number that divides the "
-            f"{world_size} ranks of the shard axis: {fitting}"
+            f"{world_size} ranks of the shard axis: {divisors(world_size)}"
         )

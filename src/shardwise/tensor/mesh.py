@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise._private import flat_mesh, joined_mesh, mesh_without_groups
 from shardwise.errors import PlanError
 from shardwise.plan.axes import AxisBytes
+from shardwise.plan.spelling import divisors
 from shardwise.plan.strategy import STRATEGIES, Strategy
 from shardwise.transport.api import Operation, RankGroup, Stage, Work
 from shardwise.transport.process_group import (
@@ -270,8 +271,9 @@ def _without_mesh(strategy: Strategy, sharding_factor: int | None) -> DataParall
         )
     factor = num_ranks if sharding_factor is None else sharding_factor
     if factor < 1 or num_ranks % factor:
-        fitting = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
-        raise PlanError(f"sharding_factor={factor}: expected a divisor of {num_ranks}: {fitting}")
+        raise PlanError(
+            f"sharding_factor={factor}: expected a divisor of {num_ranks}: {divisors(num_ranks)}"
+        )
     rows = [list(range(i, i + factor)) for i in range(0, num_ranks, factor)]
     return _groups(rows, dist.group.WORLD if num_ranks > 1 else None, strategy)
 
