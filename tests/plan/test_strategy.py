@@ -1,4 +1,4 @@
-"""Strategies are rows: what each shards over which axis, and which rows make no sense."""
+"""What each strategy shards over which axis, and which combinations are refused."""
 
 import itertools
 import re
@@ -88,7 +88,7 @@ def test_one_axis_takes_zeros_four_stages_and_nothing_else() -> None:
         try:
             valid[row] = Strategy(*row).inner
         except PlanError as error:
-            assert "; shard " in str(error), "says the way out"  # noqa: PT017
+            assert "; shard " in str(error), "it suggests a fix"  # noqa: PT017
     assert valid == {
         (WHOLE, WHOLE, WHOLE): Level.NOTHING,
         (WHOLE, WHOLE, CUT): Level.OPTIMIZER,
