@@ -122,9 +122,9 @@ _BYTES = {
 
 
 class Sequencer:
-    """Turns what happens to a model's units into the events that must follow.
+    """Turns the calls of a model's units into events.
 
-    Every method returns the events to perform, in order, before the caller goes on.
+    Every method returns the events that the caller must perform, in order, before it continues.
     """
 
     def __init__(self, plan: Scheduled, settings: Sequence[UnitSettings] | None = None) -> None:
@@ -136,8 +136,7 @@ class Sequencer:
         self.tick = 0  # counts the calls that begin or end
         self._stack: list[Call] = []
         self._expected: dict[bool, tuple[int, ...]] = {False: (), True: ()}
-        # By the id of autograd's graph task.
-        self._backwards: dict[int, dict[Pass, BackwardPass]] = {}
+        self._backwards: dict[int, dict[Pass, BackwardPass]] = {}  # by id of autograd's graph task
         self._lingering: int | None = None
         self._reducing: deque[int] = deque()
         self._is_accumulating = False  # no optimizer steps before the next backward
@@ -154,7 +153,7 @@ class Sequencer:
             recomputed: whether it runs inside backward, as with activation checkpointing.
         """
         forward_pass = self._pass(grad=grad, recomputed=recomputed)
-        call = Call(unit, forward_pass, entered=self._next_tick())
+        call = Call(unit, forward_pass, entered=self._advance_tick())
         forward_pass.append(call)
         self._stack.append(call)
         if self._status[unit].reservation is Reservation.PREFETCH:
@@ -174,11 +173,11 @@ class Sequencer:
         """End a unit's forward; `enter` returned ``call``."""
         while self._stack.pop() is not call:
             pass
-        call.exited = self._next_tick()
+        call.exited = self._advance_tick()
         call.outcome = outcome
         if call.forward_pass.grad and not call.forward_pass.recomputed:
             self._status[call.unit].calls_left += 1  # even if detached: it may be recomputed
-        if not self._is_kept_for_backward(call):
+        if not self._stays_after_forward(call):
             self._end_lingering()
             if call.is_differentiable:
                 self._lingering = call.unit
@@ -259,7 +258,7 @@ class Sequencer:
     def release_all(self) -> list[Event]:
         """Free everything but shards, even if a later backward will need it again."""
         self._is_accumulating = False
-        self._free_all(everything=True)
+        self._free_all(even_kept=True)
         return self._flush()
 
     def state(self, unit: int) -> UnitState:
@@ -278,7 +277,7 @@ class Sequencer:
     def outlasts_passes(self, unit: int) -> bool:
         """Whether the unit stays gathered for the next forward: no optimizer steps before it."""
         is_kept = self._status[unit].reservation is Reservation.MICRO_BATCH
-        return is_kept or self._keeps_after_backward(unit)
+        return is_kept or self._stays_after_backward(unit)
 
     def is_in_use(self, unit: int) -> bool:
         """Whether a forward or backward of ``unit`` is running."""
@@ -286,7 +285,7 @@ class Sequencer:
             backward.is_active(unit) for backward in self._all_backwards()
         )
 
-    # -- steps of the above ----------------------------------------------------------------------
+    # -- passes and calls ------------------------------------------------------------------------
 
     def _pass(self, *, grad: bool, recomputed: bool) -> Pass:
         if self._stack and self._stack[-1].forward_pass.recomputed == recomputed:
@@ -294,7 +293,7 @@ class Sequencer:
         if recomputed:
             return Pass(recomputed, grad, expected=(), on_track=False)
         # An optimizer may have stepped, so gathered units are stale unless they were requested.
-        self._free_all(but_requested=True)
+        self._free_all(keep_reserved=True)
         return Pass(recomputed, grad, self._expected[grad])
 
     def _end_pass(self, forward_pass: Pass, *, failed: bool) -> None:
@@ -306,7 +305,7 @@ class Sequencer:
         if not failed:
             self._expected[forward_pass.grad] = tuple(call.unit for call in forward_pass.calls)
 
-    def _is_kept_for_backward(self, call: Call) -> bool:
+    def _stays_after_forward(self, call: Call) -> bool:
         if self.is_in_use(call.unit) or self._is_prefetched_by_backward(call.unit):
             return True
         calls = call.forward_pass.by_unit[call.unit]
@@ -317,6 +316,10 @@ class Sequencer:
             return False
         return self.outlasts_passes(call.unit) or any(c.is_differentiable for c in calls)
 
+    def _stays_after_backward(self, unit: int) -> bool:
+        settings = self._settings[unit]
+        return not (settings.reshard_after_backward or settings.reduces_fully)
+
     def _visit(self, backward: BackwardPass, call: Call) -> None:
         window = self._window(chain((call.unit,), backward.upcoming))
         self._end_lingering(keep=window)
@@ -324,20 +327,21 @@ class Sequencer:
             self._finish(backward, finished, keep=window)
         for unit in window:
             self._gather(unit)
-        self._finish_reduces(1)
-        self._finish_reduces_of(call.unit)
+        self._finish_reduces(1, of=call.unit)
         self._wait(call.unit)
         self._emit(EventKind.BACKWARD, call.unit)
 
     def _complete(self, backward: BackwardPass, keep: Collection[int] = ()) -> None:
+        """Visit the remaining calls and finish all of them."""
         for call in backward.visit_until(None):
             self._visit(backward, call)
         for call in backward.finish_younger(than=-1):
             self._finish(backward, call, keep)
 
     def _finish(self, backward: BackwardPass, call: Call, keep: Collection[int]) -> None:
+        """Free the unit unless it is in ``keep``; after its last call, reduce its gradients."""
         unit, is_last = call.unit, backward.is_finished(call.unit)
-        if self._keeps_after_backward(unit):
+        if self._stays_after_backward(unit):
             self._status[unit].reservation = Reservation.MICRO_BATCH
         elif unit not in keep:
             # Another backward follows before an optimizer changes the parameters.
@@ -353,20 +357,19 @@ class Sequencer:
 
     # -- reductions ------------------------------------------------------------------------------
 
-    def _keeps_after_backward(self, unit: int) -> bool:
-        settings = self._settings[unit]
-        return not (settings.reshard_after_backward or settings.reduces_fully)
-
     def _reduce(self, unit: int) -> None:
         is_root = unit == 0 and self._units[unit].has_child_units
-        self._finish_reduces(0 if is_root else 1)
-        self._finish_reduces_of(unit)
+        self._finish_reduces(0 if is_root else 1, of=unit)
         self._emit(EventKind.REDUCE, unit)
         self._reducing.append(unit)
         self._status[unit].awaits_reduction = not self._settings[unit].all_reduce_grads
 
-    def _finish_reduces(self, left: int) -> None:
-        while len(self._reducing) > left:
+    def _finish_reduces(self, left: int, of: int | None = None) -> None:
+        """Finish the oldest reductions until at most ``left`` run, none of them of the unit ``of``.
+
+        Another pass may still reduce the gradients of ``of``, whose buffer is needed now.
+        """
+        while len(self._reducing) > left or of in self._reducing:
             unit = self._reducing.popleft()
             self._emit(EventKind.FINISH_REDUCE, unit)
             status = self._status[unit]
@@ -374,11 +377,6 @@ class Sequencer:
                 status.awaits_step = True
                 if not self._backwards or status.calls_left == 0:
                     self._step(unit)
-
-    def _finish_reduces_of(self, unit: int) -> None:
-        """Finish a reduction of ``unit`` in another pass, so that its gradient buffer is free."""
-        while unit in self._reducing:
-            self._finish_reduces(len(self._reducing) - 1)
 
     def _step(self, unit: int) -> None:
         self._status[unit].awaits_step = False
@@ -462,12 +460,12 @@ class Sequencer:
             if status.reservation is Reservation.PREFETCH:
                 self._free(unit, to_subgroup=self._units[unit].two_level_gather)
 
-    def _free_all(self, *, but_requested: bool = False, everything: bool = False) -> None:
+    def _free_all(self, *, keep_reserved: bool = False, even_kept: bool = False) -> None:
         self._lingering = None
         for unit, status in enumerate(self._status):
-            if but_requested and status.reservation in _FOR_THE_NEXT_PASS:
+            if keep_reserved and status.reservation in _FOR_THE_NEXT_PASS:
                 status.reservation = None
-            elif everything or not self._keeps_after_backward(unit):
+            elif even_kept or not self._stays_after_backward(unit):
                 self._free(unit)
                 self._free_subgroup(unit)
 
@@ -489,7 +487,7 @@ class Sequencer:
         events, self._events = self._events, []
         return events
 
-    def _next_tick(self) -> int:
+    def _advance_tick(self) -> int:
         self.tick += 1
         return self.tick
 
