@@ -24,7 +24,7 @@ Sources: the integer formats follow ZeRO++ (Wang et al., 2023, arXiv 2306.10209)
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -157,27 +157,21 @@ def _unpacked(packed: Tensor, num_codes: int) -> Tensor:
 # -- formats -------------------------------------------------------------------------------------
 
 
-def _integer_codes(zero: int) -> Callable[[Tensor], Tensor]:
-    return lambda scaled: (scaled.round_().nan_to_num_() + zero).to(torch.uint8)
+def _to_integers(scaled: Tensor, zero: int) -> Tensor:
+    return (scaled.round_().nan_to_num_() + zero).to(torch.uint8)
 
 
-def _integers(zero: int) -> Callable[[Tensor], Tensor]:
-    return lambda codes: codes.float() - zero
+def _from_integers(codes: Tensor, zero: int) -> Tensor:
+    return codes.float() - zero
 
 
-def _nearest(*, signed: bool) -> Callable[[Tensor], Tensor]:
-    def codes(scaled: Tensor) -> Tensor:
-        numbers = torch.tensor(dynamic_codebook(signed=signed), device=scaled.device)
-        return torch.bucketize(scaled, (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)
-
-    return codes
+def _to_dynamic(scaled: Tensor, *, signed: bool) -> Tensor:
+    numbers = torch.tensor(dynamic_codebook(signed=signed), device=scaled.device)
+    return torch.bucketize(scaled, (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)
 
 
-def _from_codebook(*, signed: bool) -> Callable[[Tensor], Tensor]:
-    def numbers(codes: Tensor) -> Tensor:
-        return torch.tensor(dynamic_codebook(signed=signed), device=codes.device)[codes.int()]
-
-    return numbers
+def _from_dynamic(codes: Tensor, *, signed: bool) -> Tensor:
+    return torch.tensor(dynamic_codebook(signed=signed), device=codes.device)[codes.int()]
 
 
 @cache
@@ -198,14 +192,18 @@ def dynamic_codebook(*, signed: bool) -> tuple[float, ...]:
 
 
 FORMATS = {
-    "int8": _Format(8, 127.0, _integer_codes(127), _integers(127)),
-    "int4": _Format(4, 7.0, _integer_codes(7), _integers(7)),
+    "int8": _Format(8, 127.0, partial(_to_integers, zero=127), partial(_from_integers, zero=127)),
+    "int4": _Format(4, 7.0, partial(_to_integers, zero=7), partial(_from_integers, zero=7)),
     "fp8": _Format(
         8,
         448.0,
         lambda scaled: scaled.to(torch.float8_e4m3fn).view(torch.uint8),
         lambda codes: codes.view(torch.float8_e4m3fn).float(),
     ),
-    "dynamic": _Format(8, 1.0, _nearest(signed=True), _from_codebook(signed=True)),
-    "dynamic_unsigned": _Format(8, 1.0, _nearest(signed=False), _from_codebook(signed=False)),
+    "dynamic": _Format(
+        8, 1.0, partial(_to_dynamic, signed=True), partial(_from_dynamic, signed=True)
+    ),
+    "dynamic_unsigned": _Format(
+        8, 1.0, partial(_to_dynamic, signed=False), partial(_from_dynamic, signed=False)
+    ),
 }

@@ -123,13 +123,10 @@ class Granularizer:
 
 
 def _checked(granularity: object, where: str) -> Granularity:
-    if isinstance(granularity, (Block, Dim)):
-        return granularity
     if granularity == "dim":
         return Dim()
-    for word in get_args(Word):
-        if granularity == word:
-            return word  # type: ignore[no-any-return]
+    if isinstance(granularity, (Block, Dim)) or granularity in get_args(Word):
+        return granularity  # type: ignore[return-value]
     raise PlanError(
         f"granularity{where}={granularity!r}: expected 'element', 'row', 'tensor', 'dim' or "
         f"sw.block(n){did_you_mean(granularity, [*get_args(Word), 'dim'])}"

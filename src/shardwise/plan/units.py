@@ -6,7 +6,7 @@ around all of them.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor, nn
@@ -187,7 +187,7 @@ def plan_units(
             layouts=_lay_out_by_kind(specs, options[name].num_shards or world_size, options[name]),
             parent=parents.get(name),
             has_child_units=index[name] in enclosing,
-            **{field.name: getattr(options[name], field.name) for field in fields(UnitOptions)},
+            **vars(options[name]),
         )
         for name, specs in owned.items()
     )
