@@ -234,8 +234,8 @@ def _shard(
     manual = _sharded_before(module, separate, mesh)
     own_meshes = {
         name: handle_of(module.get_submodule(name)).mesh
-        for name, choice in manual.items()
-        if choice.ranks is not None
+        for name, earlier in manual.items()
+        if earlier.ranks is not None
     }
     plan = make_plan(
         module,
