@@ -24,6 +24,7 @@ from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy, as_offload_policy
 from shardwise.plan.plan import Plan, UnitChoice, UnitRanks, make_plan
 from shardwise.plan.policies import Units, check_is_unit
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy, as_precision_policy
+from shardwise.plan.spelling import expected_one_of
 from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.units import named_parameters
 from shardwise.plan.wire import EXACT, Wire
@@ -133,8 +134,8 @@ def fully_shard(
 
     Source: Zhao et al., PyTorch FSDP, 2023 (arXiv 2304.11277).
     """
-    if unused not in UNUSED:
-        raise PlanError(f"unused={unused!r}: expected one of {', '.join(UNUSED)}")
+    _check_word("unused", unused, UNUSED)
+    _check_word("on_different_values", on_different_values, ("error", "warn"))
     ignored_params = ignored_params or ()
     dims: tuple[str, ...] = ()
     if dp_mesh_dims is not None:
@@ -178,6 +179,11 @@ def fully_shard(
 def _shard_now(shard: Callable[..., None], module: nn.Module) -> None:
     shard(module)
     handle_of(module).runtime.shard_again = partial(_shard_now, partial(shard, init=None))
+
+
+def _check_word(name: str, given: object, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise PlanError(f"{name}={given!r}: {expected_one_of(known, given)}")
 
 
 def _checked_wire(wire: object) -> Wire:

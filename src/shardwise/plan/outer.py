@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import PlanError
-from shardwise.plan.spelling import did_you_mean
+from shardwise.plan.spelling import expected_one_of
 
 __all__ = ["OUTER_DTYPES", "Outer", "partition"]
 
@@ -52,8 +52,7 @@ class Outer:
     def __post_init__(self) -> None:
         if self.dtype not in OUTER_DTYPES:
             raise PlanError(
-                f"Outer(dtype={self.dtype!r}): expected one of {', '.join(OUTER_DTYPES)}"
-                f"{did_you_mean(str(self.dtype), OUTER_DTYPES)}"
+                f"Outer(dtype={self.dtype!r}): {expected_one_of(OUTER_DTYPES, self.dtype)}"
             )
         ranges = {
             "every": (1, None),
