@@ -11,8 +11,9 @@ from shardwise.plan.spelling import did_you_mean
 
 __all__ = ["NEVER_CALLED", "UnitPolicy", "Units", "check_is_unit", "choose_units"]
 
-# FSDP1's protocol: called with recurse=True on the way down ("look inside this module?") and with
-# recurse=False on the way up ("is it a unit, given the elements that no unit inside it holds?").
+# FSDP1's protocol: called with recurse=True on the way down, to decide whether to look inside the
+# module, and with recurse=False on the way up, to decide whether the module is a unit, given the
+# number of elements outside the units inside it.
 UnitPolicy = Callable[[nn.Module, bool, int], bool]
 Units = type[nn.Module] | Collection[type[nn.Module] | str] | str | int | UnitPolicy | None
 
@@ -32,7 +33,7 @@ def choose_units(root: nn.Module, units: Units) -> list[str]:
     is_pattern = isinstance(units, type) or not (isinstance(units, int) or callable(units))
     if is_pattern and not chosen and not policy(root, False, 0):
         classes = sorted({type(m).__name__ for m in root.modules() if _num_elements(m)})
-        repeated = ", which repeats no block" if units == "auto" else ""
+        repeated = ", which has no repeated blocks" if units == "auto" else ""
         raise PlanError(
             f"units={_shown(units)} matches no module of {type(root).__name__}{repeated}; "
             f"classes that hold parameters: {', '.join(classes)}"
@@ -64,7 +65,7 @@ def _policy(root: nn.Module, units: Units) -> UnitPolicy:
         raise _unknown(units)
     if isinstance(units, int):
         if units < 1:
-            raise PlanError(f"units={units}: a size in parameters is at least 1")
+            raise PlanError(f"units={units}: expected a size in parameters, 1 or more")
         return _size_policy(units)
     if isinstance(units, type) or not callable(units):
         given = tuple(units) if isinstance(units, Collection) else (units,)

@@ -74,7 +74,7 @@ class Strategy:
         if self.outer > self.inner:
             raise PlanError(
                 f"{self}: more is sharded over the outer axis than over the inner one; swap the "
-                "dimensions of the mesh and the pairs"
+                "dimensions of the mesh and the placements in each pair"
             )
 
     def __str__(self) -> str:
@@ -145,8 +145,8 @@ def _axes(kind: str, given: Placements) -> tuple[AxisPlacement, ...]:
 
 
 _REASONS = {
-    ("parameters", "gradients"): "a rank would hold whole gradients of parameters that it does not",
-    ("gradients", "optimizer"): "every rank would need whole gradients again for its whole states",
+    ("parameters", "gradients"): "a rank would hold whole gradients but only shards of parameters",
+    ("gradients", "optimizer"): "whole optimizer states need whole gradients on every rank",
 }
 
 
@@ -154,7 +154,7 @@ def _check_axis(strategy: Strategy, axis: int) -> None:
     for (cut, whole), reason in _REASONS.items():
         if getattr(strategy, cut)[axis] is _CUT and getattr(strategy, whole)[axis] is _WHOLE:
             raise PlanError(
-                f"{strategy}: {cut} are sharded over axis {axis} and {whole} is not: {reason}; "
+                f"{strategy}: {cut} are sharded over axis {axis} and {whole} replicated: {reason}; "
                 f"shard {whole} too, or replicate {cut}"
             )
 
