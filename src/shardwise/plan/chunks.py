@@ -44,6 +44,9 @@ def chunk_shape(parameter: ParameterSpec, world_size: int, rank: int) -> tuple[i
 class ChunkedLayout(Layout):
     """A flat buffer of chunks. The offset of an extent is the offset of its chunk in a shard."""
 
+    needs_gather = True
+    is_whole_sum = False
+
     def __post_init__(self) -> None:
         assert self.extents
         last = self.extents[-1]
@@ -54,14 +57,6 @@ class ChunkedLayout(Layout):
         """The second buffer, of the same length, in which each parameter is contiguous."""
         plain = [replace(extent.parameter, granularity="element") for extent in self.extents]
         return replace(lay_out(plain, 1), shard_elements=self.num_elements)
-
-    @property
-    def needs_gather(self) -> bool:
-        return True
-
-    @property
-    def is_whole_sum(self) -> bool:
-        return False
 
     def run(self, extent: ParameterExtent, rank: int) -> Run:
         """The elements that ``rank`` owns, of a parameter that is cut along dim 0."""
