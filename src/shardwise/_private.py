@@ -75,9 +75,7 @@ __all__ = [
     "run_backward",
     "scaled_sum",
     "set_managed",
-    "stage_backward",
-    "stage_backward_input",
-    "stage_backward_weight",
+    "stage_backwards",
     "strided_shard",
     "swap_storages",
     "symmetric_tensor",
@@ -318,37 +316,12 @@ def accumulated_gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
-def stage_backward(outputs: Any, gradients: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Run the backward of a pipeline stage: fill its parameters' ``.grad``, return the inputs'."""
-    of_inputs: tuple[Any, ...] = _stage_backwards().stage_backward(outputs, gradients, inputs)
-    return of_inputs
+def stage_backwards() -> Any:
+    """The module that runs the backward of a pipeline stage, as a whole or in two halves.
 
-
-def stage_backward_input(
-    outputs: Sequence[Tensor], gradients: Any, inputs: Sequence[Any], weights: Iterable[Tensor]
-) -> tuple[tuple[Any, ...], list[dict[str, Any]]]:
-    """Run the first half of a stage's backward.
-
-    Returns:
-        The gradients of the inputs, and the states for `stage_backward_weight`.
+    There is no public way to divide a backward. Imported here because
+    `torch.distributed.pipelining` takes long to import.
     """
-    halves = _stage_backwards().stage_backward_input(outputs, gradients, inputs, weights)
-    of_inputs, states = halves
-    return of_inputs, states
-
-
-def stage_backward_weight(weights: Iterable[Tensor], states: list[dict[str, Any]]) -> None:
-    """Run the second half: fill ``.grad`` of ``weights``, without calling their hooks.
-
-    The graph is kept until ``states`` is dropped, because the backward of a tied weight may pass
-    through the parts of others.
-    """
-    _stage_backwards().stage_backward_weight(weights, states, retain_graph=True)
-
-
-def _stage_backwards() -> Any:
-    # Imported here because `torch.distributed.pipelining` takes long to import. There is no public
-    # way to divide a backward.
     from torch.distributed.pipelining import _backward  # noqa: PLC0415
 
     return _backward

@@ -57,7 +57,8 @@ def pack(pieces: tuple[Piece, ...], num_shards: int) -> Packing:
     The pieces keep their order where that costs nothing. Results are cached, since most models
     repeat one block.
     """
-    best = _all_on_one(pieces)
+    *offsets, end = accumulate((piece.size for piece in pieces), initial=0)
+    best = Packing(end, tuple(offsets))  # all on the first shard, which the law always allows
     orders = _orders(pieces)
     for lengths in _ladders(pieces, num_shards):
         found = _shortest(pieces, orders, num_shards, lengths, best.shard_length)
@@ -118,12 +119,6 @@ def _shortest(
         found = shorter or found
         failed, worked = (failed, middle) if shorter else (middle, worked)
     return found
-
-
-def _all_on_one(pieces: Sequence[Piece]) -> Packing:
-    """Place everything on the first shard, which the law always allows."""
-    *offsets, end = accumulate((piece.size for piece in pieces), initial=0)
-    return Packing(end, tuple(offsets))
 
 
 # -- places --------------------------------------------------------------------------------------
