@@ -101,9 +101,9 @@ def _size_policy(minimum: int) -> UnitPolicy:
     """Choose modules with at least ``minimum`` elements outside the units inside them."""
 
     def policy(module: nn.Module, recurse: bool, numel: int) -> bool:
-        if recurse:  # attention reads the weights of its children without calling them
-            return numel >= minimum and not isinstance(module, nn.MultiheadAttention)
-        return numel >= minimum and not isinstance(module, NEVER_CALLED)
+        # Attention reads the weights of its children without calling them.
+        excluded = nn.MultiheadAttention if recurse else NEVER_CALLED
+        return numel >= minimum and not isinstance(module, excluded)
 
     return policy
 
