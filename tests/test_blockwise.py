@@ -9,7 +9,7 @@ from tests import wire_reference
 
 SIZES = (2, 8, 64, 256)
 FEW_ULPS = 1 + 1e-5
-UNDERFLOW = 1e-37  # of numbers whose scale is no normal number
+UNDERFLOW = 1e-37  # the error if the scale is subnormal
 
 
 def encoded(blocks: Blocks, numbers: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ def test_no_error_is_larger_than_the_formats(
         numbers = numbers.abs()
     result = through(Blocks(name, size), numbers)
     assert (result - numbers).abs().le(bound(name, numbers, size)).all()
-    # What came out is as in a loop over blocks, whatever is encoded together.
+    # The result does not depend on which blocks are encoded together.
     alone = [through(Blocks(name, size), part) for part in torch.split(numbers, size)]
     assert torch.equal(result, torch.cat(alone))
 
@@ -84,7 +84,7 @@ ON_WIRES = ("int8", "int4", "fp8")
 def test_numbers_are_those_of_the_definition(
     name: str, size: int, n: int, exponent: int, zeros: float, outlier: float | None, seed: int
 ) -> None:
-    """Of zeros, denormals and large numbers, too; what is not finite makes its block NaN."""
+    """Also for zeros, denormals and large numbers. A non-finite number makes its block NaN."""
     generator = torch.Generator().manual_seed(seed)
     numbers = (torch.rand(n, generator=generator) * 2 - 1) * 10.0**exponent
     numbers[torch.rand(n, generator=generator) < zeros] = 0
@@ -106,7 +106,7 @@ def test_codes_are_those_of_the_definition(name: str) -> None:
     codes, scales = wire_reference.codes_and_scales(name, 64, numbers.numpy())
     own, own_scales = Blocks(name, 64).quantize(numbers)
     assert own_scales.tolist() == scales
-    if name == "fp8":  # of which codes are bits: a sign, an exponent and a mantissa
+    if name == "fp8":  # codes consist of a sign, an exponent and a mantissa
         own = torch.where(own >= 0x80, 0x7E - (own.int() - 0x80), own.int() + 0x7E)
     assert own.tolist() == codes
 
@@ -148,7 +148,7 @@ def test_bytes_and_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_zero_stays_and_what_is_not_finite_fills_its_block(name: str) -> None:
+def test_zero_stays_and_non_finite_numbers_fill_their_block(name: str) -> None:
     blocks = Blocks(name, 8)
     numbers = torch.ones(40)
     numbers[0:8] = 0

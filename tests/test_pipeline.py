@@ -61,7 +61,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def stages_here(kind: type, mesh: DeviceMesh) -> list[int]:
-    """The stages of this rank, of all that the schedule needs."""
+    """This rank's stages of the schedule."""
     index, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
     if kind in FLAT:
         return [index]
@@ -95,7 +95,7 @@ def accumulate_reference(stages: list[nn.Module], x: Tensor, y: Tensor, dtype: t
 
 
 def record_events(modules: dict[int, nn.Module]) -> Counter[tuple[int, int, EventKind]]:
-    """What will be appended to the ledgers, by stage, unit and kind."""
+    """Count the events appended to the ledgers from now on, by stage, unit and kind."""
     counts: Counter[tuple[int, int, EventKind]] = Counter()
     for index, module in modules.items():
         ledger = runtime_of(module).scheduler.ledger
@@ -194,7 +194,7 @@ def test_evaluation_gathers_once() -> None:
 
 
 class CheckpointedBlock(Block):
-    """Whose recomputation does not go through a call of the unit."""
+    """A module whose recomputation does not call the unit."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
@@ -209,7 +209,7 @@ def test_activation_checkpointing_equals_one_process(kind: Any) -> None:
 
 
 class TwoOutputs(nn.Module):
-    """Returns something that depends on parameters alone, which zero-bubble schedules lose."""
+    """A module with an output that depends on parameters alone; zero-bubble schedules lose it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,14 +304,14 @@ def test_training_with_tensor_parallelism_equals_one_process(kind: Any) -> None:
 @pytest.mark.parametrize("kind", [V[0], pytest.param(FLAT[1], marks=pytest.mark.thorough)])
 def test_gradients_computed_in_their_slots_equal_one_process(kind: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_wgrad, "_LEAST_ELEMENTS", 0)  # as in layers of any size
+        patch.setattr(fused_wgrad, "_LEAST_ELEMENTS", 0)  # layers of any size
         check_training(kind, init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")))
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("kind", [FLAT[1], pytest.param(V[0], marks=pytest.mark.thorough)])
 def test_mixed_precision_equals_one_process(kind: Any) -> None:
-    """Compute in float32, whose gradients are added in float64."""
+    """Compute in float32, and add gradients in float64."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     policy = sw.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
     check_training(kind, mesh, torch.float32, mp_policy=policy, granularity="dim")

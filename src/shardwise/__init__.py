@@ -38,10 +38,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import torch and the engine when a name is first used, so that ``--help`` is fast."""
-    if name.startswith("_"):  # a module that is being imported: `from shardwise import _private`
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    public = import_module("shardwise.public")
-    globals().update({known: getattr(public, known) for known in public.__all__})
+    if not name.startswith("_"):  # `from shardwise import _private` imports a module
+        public = import_module("shardwise.public")
+        globals().update({known: getattr(public, known) for known in public.__all__})
     if name not in globals():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals()[name]

@@ -8,26 +8,26 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _register_process_group
-from torch._ops import OpOverload  # the type of what `__torch_dispatch__` is called with
+from torch._ops import OpOverload  # the type of an operator in `__torch_dispatch__`
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without memory
 from torch.autograd import Variable, forward_ad
 from torch.distributed import distributed_c10d
-from torch.distributed._functional_collectives import AsyncCollectiveTensor  # what DTensors hold
-from torch.distributed._shard.metadata import ShardMetadata  # of FSDP1's sharded state dicts
+from torch.distributed._functional_collectives import AsyncCollectiveTensor  # in DTensors
+from torch.distributed._shard.metadata import ShardMetadata  # for FSDP1's state dicts
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor as TorchShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
-from torch.distributed.tensor import Placement
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # of a DTensor subclass
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # for `new_dtensor`
 from torch.distributed.tensor.placement_types import _StridedShard  # a dim cut by two mesh dims
 from torch.optim.optimizer import _foreach_supported_types as _in_optimizers
 from torch.utils import (
@@ -75,9 +75,7 @@ __all__ = [
     "run_backward",
     "scaled_sum",
     "set_managed",
-    "stage_backward",
-    "stage_backward_input",
-    "stage_backward_weight",
+    "stage_backwards",
     "strided_shard",
     "swap_storages",
     "symmetric_tensor",
@@ -86,6 +84,8 @@ __all__ = [
     "will_execute",
     "without_torch_functions",
 ]
+
+D = TypeVar("D", bound=DTensor)
 
 REQUIRED = (
     "torch._C._are_functorch_transforms_active",
@@ -142,13 +142,16 @@ if missing(REQUIRED):
 # -- tensors and storages ------------------------------------------------------------------------
 
 
-def new_dtensor(cls: Any, local: Tensor, spec: DTensorSpec, requires_grad: bool) -> Any:
-    """A new instance of ``cls``, a subclass of DTensor; ``DTensor.__new__`` only makes DTensors."""
-    return torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)
+def new_dtensor(
+    cls: type[D], local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False
+) -> D:
+    """A new instance of ``cls``; ``DTensor.__new__`` cannot make instances of a subclass."""
+    made: D = torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)
+    return made
 
 
 def strided_shard(dim: int, num_inner: int) -> Placement:
-    """A cut along ``dim`` of each of the ``num_inner`` parts that another mesh dim makes."""
+    """Cuts ``dim`` again, after another mesh dim has cut it into ``num_inner`` parts."""
     return _StridedShard(dim, split_factor=num_inner)
 
 
@@ -157,9 +160,8 @@ def is_strided_shard(placement: Placement) -> TypeGuard[_StridedShard]:
     return isinstance(placement, _StridedShard)
 
 
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that ``mesh`` is a slice of, or itself."""
-    return mesh._get_root_mesh()
+# The mesh that a mesh is a slice of, or the mesh itself.
+root_mesh = DeviceMesh._get_root_mesh
 
 
 def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
@@ -185,11 +187,10 @@ def register_fully_shard(module: Any) -> None:
 
 
 def set_managed(root: Any, *, is_managed: bool) -> None:
-    """Set what other libraries read to find out whether ranks must call each module together.
+    """Set the attributes that tell other libraries whether ranks must call each module together.
 
-    FSDP2 sets these attributes on every module, for `torch.compile`. transformers reads them:
-    ``generate`` goes on until all ranks have finished, and a layer that layer dropout skips on one
-    rank is called there all the same.
+    FSDP2 sets them on every module, for `torch.compile`. transformers reads them: ``generate``
+    continues until all ranks have finished, and layer dropout still calls the layers it skips.
     """
     for module in root.modules():
         module._is_fsdp_managed_module = is_managed
@@ -234,7 +235,7 @@ def can_swap_storages() -> bool:
 
 
 def swap_storages(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchange the memory of two storages. Tensors that view them keep their storage."""
+    """Exchange the memory of two storages. Their tensors keep their Storage objects."""
     one._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 
@@ -259,55 +260,43 @@ def num_storage_references(storage: torch.UntypedStorage) -> int:
     return count
 
 
-def num_tensor_references(tensor: Tensor) -> int:
-    """How many references a tensor has from C++ and Python."""
-    count: int = tensor._use_count()  # type: ignore[attr-defined]
-    return count
+# The number of references to a tensor from C++ and Python.
+num_tensor_references: Callable[[Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 # -- autograd ------------------------------------------------------------------------------------
 
 
-def current_graph_task() -> int:
-    """The number of the autograd graph task that this thread runs, or -1."""
-    task: int = torch._C._current_graph_task_id()
-    return task
-
+# The id of the autograd graph task that this thread runs, or -1.
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 # A context that hides calls from every `TorchFunctionMode`; the public one leaves modes active.
 without_torch_functions = torch._C.DisableTorchFunction
 
 
 def run_backward(loss: Tensor) -> None:
-    """``loss.backward()`` without suspending a `TorchFunctionMode`, as the method would."""
+    """``loss.backward()``, but with every `TorchFunctionMode` active; the method disables them."""
     Variable._execution_engine.run_backward(
         (loss,),
         (torch.ones_like(loss),),
-        False,  # keeps no graph
-        False,
-        (),
+        False,  # keep_graph
+        False,  # create_graph
+        (),  # inputs: all leaves
         allow_unreachable=True,
         accumulate_grad=True,
     )
 
 
-def queue_callback(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the graph task of this thread ends."""
-    engine = Variable._execution_engine
-    engine.queue_callback(callback)
+# Calls its argument when the graph task of this thread ends.
+queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 
-
-def will_execute(node: Any) -> bool:
-    """Whether the graph task of this thread will run ``node``.
-
-    Raises:
-        RuntimeError: in `torch.autograd.grad`, which captures gradients instead.
-    """
-    return bool(torch._C._will_engine_execute_node(node))
+# Whether the graph task of this thread will run a node. Raises a RuntimeError in
+# `torch.autograd.grad`, which captures gradients instead of accumulating them.
+will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether hooks, such as those of a checkpoint, change what autograd saves."""
+    """Whether saved-tensors hooks are active, such as those of activation checkpointing."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
@@ -327,38 +316,12 @@ def accumulated_gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
-def stage_backward(outputs: Any, gradients: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Run the backward of a pipeline stage: fill its parameters' ``.grad``, return the inputs'."""
-    of_inputs: tuple[Any, ...] = _stage_backwards().stage_backward(outputs, gradients, inputs)
-    return of_inputs
+def stage_backwards() -> Any:
+    """The module that runs the backward of a pipeline stage, as a whole or in two halves.
 
-
-def stage_backward_input(
-    outputs: Sequence[Tensor], gradients: Any, inputs: Sequence[Any], weights: Iterable[Tensor]
-) -> tuple[tuple[Any, ...], list[dict[str, Any]]]:
-    """Run the first half of a stage's backward.
-
-    Returns:
-        The gradients of the inputs, and, by ``weights``, the state that the second half starts
-        from.
+    There is no public way to divide a backward. Imported here because
+    `torch.distributed.pipelining` takes long to import.
     """
-    halves = _stage_backwards().stage_backward_input(outputs, gradients, inputs, weights)
-    of_inputs, states = halves
-    return of_inputs, states
-
-
-def stage_backward_weight(weights: Iterable[Tensor], states: list[dict[str, Any]]) -> None:
-    """Run the second half, which fills ``.grad`` of ``weights`` without calling their hooks.
-
-    The graph is kept until ``states`` is dropped, because the backward of a tied weight may pass
-    through the parts of others.
-    """
-    _stage_backwards().stage_backward_weight(weights, states, retain_graph=True)
-
-
-def _stage_backwards() -> Any:
-    # Imported here because `torch.distributed.pipelining` takes long to import. There is no public
-    # way to divide a backward.
     from torch.distributed.pipelining import _backward  # noqa: PLC0415
 
     return _backward
@@ -370,10 +333,8 @@ def _stage_backwards() -> Any:
 eval_frame = torch._C._dynamo.eval_frame
 
 
-def default_store() -> Store:
-    """The store of the job; a store of our own would need another address."""
-    store: Store = distributed_c10d._get_default_store()
-    return store
+# The store of the job. A second store would need an address of its own.
+default_store: Callable[[], Store] = distributed_c10d._get_default_store
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
@@ -386,9 +347,8 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     return default_pg_timeout
 
 
-def scaled_sum(factor: float) -> Any:
-    """The ReduceOp that sums the ranks' tensors times ``factor``; it has no public constructor."""
-    return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+# The ReduceOp that multiplies by a factor and sums. It has no public constructor.
+scaled_sum: Callable[[float], Any] = dist._make_nccl_premul_sum  # type: ignore[attr-defined]
 
 
 def tensor_allocator(
@@ -409,7 +369,10 @@ def has_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> bool
 
 
 def symmetric_tensor(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """Bytes at the same offset of a shared window on all ranks of ``group``; a collective."""
+    """Allocate bytes at the same offset of a window that the ranks of ``group`` share.
+
+    This is a collective.
+    """
     # The whole module is private. It is imported here because it compiles operators.
     from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415
 
@@ -422,7 +385,7 @@ def symmetric_tensor(num_bytes: int, group: dist.ProcessGroup, device: torch.dev
 
 
 def _nccl_options(timeout: timedelta, *, without_kernels: bool) -> Any:
-    """Options of a communicator; ``without_kernels`` lets copy engines gather if NCCL can."""
+    """Options of a communicator; ``without_kernels`` uses copy engines where NCCL supports it."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     policy = getattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO", None)

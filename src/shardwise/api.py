@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -25,6 +24,7 @@ from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy, as_offload_policy
 from shardwise.plan.plan import Plan, UnitChoice, UnitRanks, make_plan
 from shardwise.plan.policies import Units, check_is_unit
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy, as_precision_policy
+from shardwise.plan.spelling import expected_one_of
 from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.units import named_parameters
 from shardwise.plan.wire import EXACT, Wire
@@ -39,7 +39,7 @@ from shardwise.runtime.checks import (
     check_tensor_parallel,
     is_on_meta,
 )
-from shardwise.runtime.engine import HANDLE, Handle, Runtime
+from shardwise.runtime.engine import Handle, Runtime
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.module import FSDPModule, handle_of, mark, runtimes_in, set_managed
 from shardwise.runtime.optimizers import restore_ties
@@ -134,8 +134,9 @@ def fully_shard(
 
     Source: Zhao et al., PyTorch FSDP, 2023 (arXiv 2304.11277).
     """
-    if unused not in UNUSED:
-        raise PlanError(f"unused={unused!r}: expected one of {', '.join(UNUSED)}")
+    _check_word("unused", unused, UNUSED)
+    _check_word("on_different_values", on_different_values, ("error", "warn"))
+    ignored_params = ignored_params or ()
     dims: tuple[str, ...] = ()
     if dp_mesh_dims is not None:
         dims = (*dp_mesh_dims.replicate_names, *dp_mesh_dims.shard_names)
@@ -150,21 +151,23 @@ def fully_shard(
         mesh=replace(resolve_mesh(mesh, resolved, sharding_factor), dims=dims),
         strategy=resolved,
         units=units,
+        choice=UnitChoice(
+            reshard_after_forward,
+            as_precision_policy(mp_policy),
+            as_offload_policy(offload_policy),
+            _checked_wire(wire),
+        ),
         prefetch=prefetch,
-        reshard_after_forward=reshard_after_forward,
         place=shard_placement_fn,
         granularity=granularity,
-        on_different_values=on_different_values,
-        mp_policy=as_precision_policy(mp_policy),
-        offload_policy=as_offload_policy(offload_policy),
-        wire=_checked_wire(wire),
+        warns=on_different_values == "warn",
         unused=unused,
         init=init,
-        ignored_params=ignored_params or (),
+        ignored_params=ignored_params,
     )
     for each in module if isinstance(module, Sequence) else (module,):
         _check_module(each)
-        if init is not None or not is_deferred(each, ignored_params or ()):
+        if init is not None or not is_deferred(each, ignored_params):
             _shard_now(shard, each)
         elif units is None:
             shard(each, later=partial(_shard_now, shard, each))
@@ -176,6 +179,11 @@ def fully_shard(
 def _shard_now(shard: Callable[..., None], module: nn.Module) -> None:
     shard(module)
     handle_of(module).runtime.shard_again = partial(_shard_now, partial(shard, init=None))
+
+
+def _check_word(name: str, given: object, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise PlanError(f"{name}={given!r}: {expected_one_of(known, given)}")
 
 
 def _checked_wire(wire: object) -> Wire:
@@ -208,26 +216,20 @@ def _shard(
     mesh: DataParallelMesh,
     strategy: Strategy,
     units: Units,
+    choice: UnitChoice,
     prefetch: int,
-    reshard_after_forward: bool | int | None,
     place: Callable[[nn.Parameter], Any] | None,
     granularity: Granularities,
-    on_different_values: Literal["error", "warn"],
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
-    wire: Wire,
+    warns: bool,
     unused: Unused,
     init: Initialization | None,
     ignored_params: Collection[nn.Parameter],
     later: Callable[[], None] | None = None,
 ) -> None:
-    """Plan one module and shard it. If ``later`` is given, call that once the module has storage.
-
-    ``later`` is for a module on the meta device.
-    """
+    """Plan one module and shard it, or have ``later`` called once a meta module has storage."""
     restore_ties(module)
     separate = _separate_models(module, mesh)
-    if separate and on_different_values == "error":
+    if separate and not warns:
         raise _different_ranks_error(separate, mesh)
     ignored_params = [*ignored_params, *(p for m in separate.values() for p in m.parameters())]
     check_tensor_parallel(module, mesh, ignored_params)
@@ -238,8 +240,8 @@ def _shard(
     manual = _sharded_before(module, separate, mesh)
     own_meshes = {
         name: handle_of(module.get_submodule(name)).mesh
-        for name, choice in manual.items()
-        if choice.ranks is not None
+        for name, earlier in manual.items()
+        if earlier.ranks is not None
     }
     plan = make_plan(
         module,
@@ -247,13 +249,13 @@ def _shard(
         units=units,
         strategy=strategy,
         prefetch=prefetch,
-        reshard_after_forward=reshard_after_forward,
+        reshard_after_forward=choice.reshard_after_forward,
         replicas=mesh.column.size,
         granularity=granularity,
         manual=manual,
-        precision=mp_policy,
-        offload=offload_policy,
-        wire=wire,
+        precision=choice.precision,
+        offload=choice.offload,
+        wire=choice.wire,
         settled=_specs_before(module),
         ignored=_names_of(module, ignored_params),
     )
@@ -266,34 +268,32 @@ def _shard(
         defer(module, later, plan, mesh)
         return
     _warn_of_padding(plan, mesh)
-    runtime = _build(module, plan, mesh, unused, init, on_different_values, own_meshes)
-    own = UnitChoice(reshard_after_forward, mp_policy, offload_policy, wire)
-    inner = replace(own, precision=replace(mp_policy, output_dtype=None))
+    runtime = _build(module, plan, mesh, own_meshes, unused, warns, init)
+    inner = replace(choice, precision=replace(choice.precision, output_dtype=None))
     for index, unit in enumerate(plan.units):
-        choice = manual.get(unit.name, inner if index else own)
+        handle = Handle(runtime, index, manual.get(unit.name, inner if index else choice))
         unit_module = module.get_submodule(unit.name)
-        mark(unit_module, Handle(runtime, index, choice), saving_methods(unit_module))
+        mark(unit_module, handle, saving_methods(unit_module))
     set_managed(module, *(one.plan for one in runtimes_in(module)))
-    apply_precision(module, mp_policy, settled=[*manual, *separate])
+    apply_precision(module, choice.precision, settled=[*manual, *separate])
     fused_wgrad.replace_layers(module)
-    runtime.watch_structure(module, warns=on_different_values == "warn")
+    runtime.watch_structure(module, warns=warns)
 
 
 def _build(
     root: nn.Module,
     plan: Plan,
     mesh: DataParallelMesh,
+    own_meshes: Mapping[str, DataParallelMesh],
     unused: Unused,
+    warns: bool,
     init: Initialization | None = None,
-    on_different_values: Literal["error", "warn"] = "error",
-    own_meshes: Mapping[str, DataParallelMesh] = MappingProxyType({}),
     device: torch.device | None = None,
 ) -> Runtime:
     """Shard the parameters of ``root`` and attach the features."""
     planned = {name for unit in plan.units for spec in unit.parameters for name in spec.names}
     ignored = [p for name, p in named_parameters(root) if name not in planned]
     device = device_for(root, mesh, ignored, device or _offloaded_from(root))
-    warns = on_different_values == "warn"
     check_same_plan(plan, mesh, warns=warns)
     if init is None:
         check_same_values(root, plan, mesh, warns=warns)
@@ -311,12 +311,7 @@ def _build(
         materializer.free_last_unit()
         check_same_sums(materializer.checksums, mesh)
     runtime.rebuild = partial(
-        _build,
-        mesh=mesh,
-        unused=unused,
-        on_different_values=on_different_values,
-        own_meshes=own_meshes,
-        device=device,
+        _build, mesh=mesh, own_meshes=own_meshes, unused=unused, warns=warns, device=device
     )
     fused_wgrad.offer_slots(runtime)
     return runtime
@@ -324,13 +319,9 @@ def _build(
 
 def _offloaded_from(root: nn.Module) -> torch.device | None:
     """The compute device of earlier sharded units in ``root`` whose shards are on the host."""
-    handles = (module.__dict__.get(HANDLE) for module in root.modules())
-    devices = (
-        handle.runtime.pools.device
-        for handle in handles
-        if handle is not None and handle.runtime.plan.units[handle.index].offload is not None
-    )
-    return next(devices, None)
+    handles = _handles_in(root).values()
+    offloaded = (handle for handle in handles if handle.unit.plan.offload is not None)
+    return next((handle.runtime.pools.device for handle in offloaded), None)
 
 
 def _placement_granularities(

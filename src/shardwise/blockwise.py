@@ -24,7 +24,7 @@ Sources: the integer formats follow ZeRO++ (Wang et al., 2023, arXiv 2306.10209)
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -41,8 +41,8 @@ _PIECE, _DEVICE_PIECE = 1 << 17, 1 << 24
 @dataclass(frozen=True, slots=True)
 class _Format:
     bits: int
-    largest: float  # the scaled value of the largest number of a block
-    to_codes: Callable[[Tensor], Tensor]  # from scaled numbers to codes, one per uint8
+    largest: float  # the largest number of a block is scaled to this value
+    to_codes: Callable[[Tensor], Tensor]  # from scaled numbers to codes, each in a uint8
     to_numbers: Callable[[Tensor], Tensor]
 
 
@@ -58,10 +58,8 @@ class Blocks:
 
     def num_bytes(self, num_elements: int) -> int:
         """The size of ``num_elements`` encoded numbers, a multiple of 4."""
-        codes = -(-num_elements * FORMATS[self.format].bits // 8)
-        return -(-codes // _SCALE_BYTES) * _SCALE_BYTES + _SCALE_BYTES * self.num_blocks(
-            num_elements
-        )
+        code_words = -(-num_elements * FORMATS[self.format].bits // (8 * _SCALE_BYTES))
+        return _SCALE_BYTES * (self.num_blocks(num_elements) + code_words)
 
     def encode(self, numbers: Tensor, encoded: Tensor) -> None:
         """Encode ``numbers`` [..., n], of any floating dtype, into ``encoded`` [..., B], uint8."""
@@ -79,23 +77,23 @@ class Blocks:
     def scratch_bytes(
         self, num_rows: int, num_elements: int, *, to_numbers: bool, itemsize: int, on_cpu: bool
     ) -> int:
-        """The peak of what `encode` or `decode` allocates for [num_rows, num_elements].
+        """The peak memory that `encode` or `decode` allocates for [num_rows, num_elements].
 
         Args:
-            num_rows: of the numbers.
-            num_elements: in a row.
-            to_numbers: for `decode`.
+            num_rows: rows of numbers.
+            num_elements: numbers in a row.
+            to_numbers: count for `decode` instead of `encode`.
             itemsize: bytes of a number.
-            on_cpu: pieces are as small as on a CPU.
+            on_cpu: use the piece size of a CPU.
         """
         step = self._step(num_rows, on_cpu=on_cpu)
         is_padded = num_elements <= step and num_elements % self.size > 0
         count = num_rows * min(-(-num_elements // self.size) * self.size, step)
-        if to_numbers:  # codes one in a byte, and numbers in single precision before the last step
+        if to_numbers:  # unpacked codes, and float32 numbers before and after scaling
             return (2 * _NUMBER_BYTES + self._is_packed + is_padded) * count
         is_copied = is_padded or itemsize != _NUMBER_BYTES
-        is_cut = num_elements > step  # so codes of a piece are there while the next is encoded
-        scaled = _NUMBER_BYTES * (1 + is_copied) + 1 + is_cut  # and codes
+        is_cut = num_elements > step  # the codes of a piece live until the next piece is encoded
+        scaled = _NUMBER_BYTES * (1 + is_copied) + 1 + is_cut  # with their codes
         return (scaled + _NUMBER_BYTES * (self.format != "fp8")) * count
 
     def quantize(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,12 +116,12 @@ class Blocks:
         return FORMATS[self.format].bits == 4  # noqa: PLR2004 - two in a byte
 
     def _step(self, num_rows: int, *, on_cpu: bool) -> int:
-        """How many elements of each row are encoded at a time."""
+        """The number of elements of each row that are encoded at a time."""
         at_once = _PIECE if on_cpu else _DEVICE_PIECE
         return max(1, at_once // num_rows // self.size) * self.size
 
     def _pieces(self, numbers: Tensor, encoded: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Views of the numbers, their scales and their codes, for some whole blocks at a time."""
+        """Yield views of the numbers, scales and codes of a few whole blocks at a time."""
         n = numbers.shape[-1]
         num_rows = max(1, numbers.numel() // max(1, n))
         step = self._step(num_rows, on_cpu=numbers.device.type == "cpu")
@@ -138,7 +136,7 @@ class Blocks:
 
 
 def _in_blocks(numbers: Tensor, size: int) -> Tensor:
-    """[..., n] as [..., blocks, size], with zeros at the end."""
+    """Reshape [..., n] to [..., blocks, size], padded with zeros at the end."""
     missing = -numbers.shape[-1] % size
     if missing:
         numbers = torch.nn.functional.pad(numbers, (0, missing))
@@ -146,7 +144,7 @@ def _in_blocks(numbers: Tensor, size: int) -> Tensor:
 
 
 def _packed(codes: Tensor) -> Tensor:
-    """Two codes below 16 in each byte, the first one in the low bits."""
+    """Pack two codes below 16 into each byte, the first one in the low bits."""
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
@@ -159,27 +157,21 @@ def _unpacked(packed: Tensor, num_codes: int) -> Tensor:
 # -- formats -------------------------------------------------------------------------------------
 
 
-def _integer_codes(zero: int) -> Callable[[Tensor], Tensor]:
-    return lambda scaled: (scaled.round_().nan_to_num_() + zero).to(torch.uint8)
+def _to_integers(scaled: Tensor, zero: int) -> Tensor:
+    return (scaled.round_().nan_to_num_() + zero).to(torch.uint8)
 
 
-def _integers(zero: int) -> Callable[[Tensor], Tensor]:
-    return lambda codes: codes.float() - zero
+def _from_integers(codes: Tensor, zero: int) -> Tensor:
+    return codes.float() - zero
 
 
-def _nearest(*, signed: bool) -> Callable[[Tensor], Tensor]:
-    def codes(scaled: Tensor) -> Tensor:
-        numbers = torch.tensor(dynamic_codebook(signed=signed), device=scaled.device)
-        return torch.bucketize(scaled, (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)
-
-    return codes
+def _to_dynamic(scaled: Tensor, *, signed: bool) -> Tensor:
+    numbers = torch.tensor(dynamic_codebook(signed=signed), device=scaled.device)
+    return torch.bucketize(scaled, (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)
 
 
-def _from_codebook(*, signed: bool) -> Callable[[Tensor], Tensor]:
-    def numbers(codes: Tensor) -> Tensor:
-        return torch.tensor(dynamic_codebook(signed=signed), device=codes.device)[codes.int()]
-
-    return numbers
+def _from_dynamic(codes: Tensor, *, signed: bool) -> Tensor:
+    return torch.tensor(dynamic_codebook(signed=signed), device=codes.device)[codes.int()]
 
 
 @cache
@@ -200,14 +192,18 @@ def dynamic_codebook(*, signed: bool) -> tuple[float, ...]:
 
 
 FORMATS = {
-    "int8": _Format(8, 127.0, _integer_codes(127), _integers(127)),
-    "int4": _Format(4, 7.0, _integer_codes(7), _integers(7)),
+    "int8": _Format(8, 127.0, partial(_to_integers, zero=127), partial(_from_integers, zero=127)),
+    "int4": _Format(4, 7.0, partial(_to_integers, zero=7), partial(_from_integers, zero=7)),
     "fp8": _Format(
         8,
         448.0,
         lambda scaled: scaled.to(torch.float8_e4m3fn).view(torch.uint8),
         lambda codes: codes.view(torch.float8_e4m3fn).float(),
     ),
-    "dynamic": _Format(8, 1.0, _nearest(signed=True), _from_codebook(signed=True)),
-    "dynamic_unsigned": _Format(8, 1.0, _nearest(signed=False), _from_codebook(signed=False)),
+    "dynamic": _Format(
+        8, 1.0, partial(_to_dynamic, signed=True), partial(_from_dynamic, signed=True)
+    ),
+    "dynamic_unsigned": _Format(
+        8, 1.0, partial(_to_dynamic, signed=False), partial(_from_dynamic, signed=False)
+    ),
 }

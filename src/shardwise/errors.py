@@ -15,8 +15,8 @@
     └── StepError(RuntimeError)          a step ended for every rank of the mesh
         ├── RanksDiverged                ranks wait for different things
         ├── PeerAborted                  another rank raised; its message is in this one
-        └── PeerLost                     another rank is gone or its connection broke
-            └── PeerSilent               another rank's process is silent, and may come back
+        └── PeerLost                     another rank died or its connection broke
+            └── PeerSilent               another rank's process does not respond, and may resume
 """
 
 from importlib.util import find_spec
@@ -41,7 +41,7 @@ __all__ = [
 
 
 class ShardwiseError(Exception):
-    """Base of every error that shardwise raises on purpose."""
+    """Base class of the errors that shardwise raises."""
 
 
 class PlanError(ShardwiseError, ValueError):
@@ -73,7 +73,7 @@ class CheckpointNotFound(CheckpointError):
 
 
 class ConfigError(ShardwiseError, ValueError):
-    """A configuration or command line cannot be run; the message is one line and names the key."""
+    """A configuration or command line is invalid; the message is one line that names the key."""
 
 
 class PackageMissing(ConfigError, ImportError):
@@ -95,7 +95,7 @@ class StepError(ShardwiseError, RuntimeError):
 
 
 class RanksDiverged(StepError):
-    """Ranks wait for different things, so none of them can go on."""
+    """Ranks wait for different things, so none of them can continue."""
 
 
 class PeerAborted(StepError):
@@ -107,4 +107,4 @@ class PeerLost(StepError):
 
 
 class PeerSilent(PeerLost):
-    """Another rank's process is silent; if it comes back, the process group works again."""
+    """Another rank's process does not respond; if it resumes, the process group works again."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed import pipelining
 
-from shardwise import _private
+from shardwise._private import stage_backwards
 from shardwise.errors import PlanError, StepError
 from shardwise.runtime.module import FSDPModule, runtime_of_root, runtimes_in
 from shardwise.runtime.scheduler import Scheduler
@@ -103,22 +103,29 @@ class PipelineStage(pipelining.PipelineStage):
         schedulers = self._schedulers
         if not schedulers:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        backwards = stage_backwards()
         if backward_type == "weight":
             with contextlib.ExitStack() as stack:
                 for scheduler in schedulers:
                     stack.enter_context(scheduler.taking_gradients())
-                _private.stage_backward_weight(_trained(schedulers), bwd_kwargs["param_groups"])
+                # The graph is kept until the groups are dropped, because the backward of a tied
+                # weight may pass through the parts of others.
+                weights, groups = _trained(schedulers), bwd_kwargs["param_groups"]
+                backwards.stage_backward_weight(weights, groups, retain_graph=True)
             return (), None
         outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
         gradients = bwd_kwargs["output_grads"]
         if backward_type == "input" and self._is_divisible:
-            return _private.stage_backward_input(outputs, gradients, inputs, _trained(schedulers))
+            of_inputs, groups = backwards.stage_backward_input(
+                outputs, gradients, inputs, _trained(schedulers)
+            )
+            return of_inputs, groups
         if backward_type == "full" and last_backward:
             self._accumulate(False)
         if backward_type == "input" and self.is_last:
             (outputs,) = outputs  # the loss
         # There is nothing left for the second half to do.
-        return _private.stage_backward(outputs, gradients, inputs), []
+        return backwards.stage_backward(outputs, gradients, inputs), []
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """End a step and divide its gradients."""
@@ -163,10 +170,10 @@ def _all_reach(outputs: Sequence[Tensor], inputs: Sequence[Any]) -> bool:
     cannot be divided.
     """
     leaves = {id(x) for x in inputs if isinstance(x, Tensor) and x.requires_grad}
-    trained = [output for output in outputs if output.requires_grad]
     return all(
         any(id(getattr(node, "variable", None)) in leaves for node in _nodes(output))
-        for output in trained
+        for output in outputs
+        if output.requires_grad
     )
 
 
@@ -179,8 +186,4 @@ def _nodes(output: Tensor) -> Iterator[Node]:
         if node is not None and node not in visited:
             visited.add(node)
             yield node
-            pending += _next(node)
-
-
-def _next(node: Node) -> Iterable[Node | None]:
-    return (edge[0] for edge in node.next_functions)
+            pending += [following for following, _ in node.next_functions]

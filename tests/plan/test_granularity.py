@@ -1,4 +1,4 @@
-"""Where parameters may be cut: what a granule is, and who chooses."""
+"""Where parameters may be cut: the size of granules, and the user's choices."""
 
 from typing import Any
 
@@ -85,7 +85,7 @@ def test_a_function_of_name_and_shape() -> None:
     assert asked == [("embedding.weight", (7, 4)), ("first.weight", (6, 4)), ("first.bias", (6,))]
 
 
-def test_what_is_settled_stays() -> None:
+def test_a_settled_granularity_is_kept() -> None:
     before = ParameterSpec(("first.bias",), (6,), "float32", 4, True, "tensor")
     found = chosen({"*": "row"}, settled={"first.bias": before})
     assert (found["first.bias"], found["first.weight"]) == ("tensor", "row")

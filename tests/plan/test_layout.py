@@ -1,4 +1,4 @@
-"""A layout is arithmetic: every element has one place, and padding is alignment alone."""
+"""Layouts store every element once, and their only padding is alignment."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -45,18 +45,8 @@ def coarse_parameter_lists(draw: st.DrawFn) -> list[ParameterSpec]:
 
 WORLD_SIZES = st.integers(1, 9) | st.integers(1, 1000)
 ALIGNMENTS = st.sampled_from([1, 4, 16, 128])
-LAYOUTS = st.builds(
-    lambda parameters, world_size, alignment: lay_out(parameters, world_size, alignment=alignment),
-    parameter_lists(),
-    WORLD_SIZES,
-    ALIGNMENTS,
-)
-COARSE_LAYOUTS = st.builds(
-    lambda parameters, world_size, alignment: lay_out(parameters, world_size, alignment=alignment),
-    coarse_parameter_lists(),
-    WORLD_SIZES,
-    ALIGNMENTS,
-)
+LAYOUTS = st.builds(lay_out, parameter_lists(), WORLD_SIZES, alignment=ALIGNMENTS)
+COARSE_LAYOUTS = st.builds(lay_out, coarse_parameter_lists(), WORLD_SIZES, alignment=ALIGNMENTS)
 
 
 @given(LAYOUTS | COARSE_LAYOUTS)
@@ -73,7 +63,7 @@ def test_runs_partition_every_parameter(layout: Layout) -> None:
 
 
 @given(LAYOUTS)
-def test_slots_keep_their_order_and_do_not_overlap(layout: Layout) -> None:
+def test_extents_keep_their_order_and_do_not_overlap(layout: Layout) -> None:
     for one, next_one in pairwise(layout.extents):
         assert one.stop <= next_one.offset
     assert layout.extents[0].offset == 0
@@ -110,7 +100,7 @@ def test_offset_in_shard_is_where_the_run_lies(layout: Layout) -> None:
 
 @given(LAYOUTS | COARSE_LAYOUTS)
 def test_scatter_and_reassemble(layout: Layout) -> None:
-    """What the ranks cut out of whole parameters makes the buffer that the parameters view."""
+    """The shards that ranks cut from whole parameters make up the flat buffer."""
     wholes = [
         [(i, element) for element in range(extent.parameter.num_elements)]
         for i, extent in enumerate(layout.extents)
@@ -168,7 +158,7 @@ def test_no_granule_is_cut(
 
 
 def test_the_numbers_of_the_drawing_by_row() -> None:
-    """Of all ways to place them on two shards of 13 there is none: test_packing tries them."""
+    """They cannot be placed on two shards of 13: test_packing tries every way."""
     parameters = [
         spec("W1", 5, 3, granularity="row"),
         spec("W2", 2, 4, granularity="tensor"),
@@ -183,7 +173,7 @@ def test_the_numbers_of_the_drawing_by_row() -> None:
     assert layout.runs(b) == (Run(0, 0), Run(0, 3))
 
 
-def test_slots_are_by_offset_whatever_the_order_of_the_module() -> None:
+def test_extents_are_sorted_by_offset() -> None:
     names = ["a", "b", "c"]
     parameters = [
         spec("a", 8, granularity="tensor"),
@@ -222,7 +212,7 @@ def test_two_buffers_where_one_would_cost_much() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "ranks"),
     [((64, 28), (64, 44), 16), ((38912, 4096), (4096, 14336), 512)],
-    ids=["7 % of a little", "1 % of much"],
+    ids=["7 % of a small buffer", "1 % of a large buffer"],
 )
 def test_one_buffer_where_two_would_save_little(
     one: tuple[int, int], other: tuple[int, int], ranks: int

@@ -88,7 +88,7 @@ def test_the_numbers_of_one_rank() -> None:
 
 def test_one_rank_keeps_everything_and_its_padding() -> None:
     plan = make_plan(Model().to(torch.float64), world_size=1, units=Block)
-    assert sum(unit.gathered_bytes for unit in plan.units) == 0, "it is whole already"
+    assert sum(unit.gathered_bytes for unit in plan.units) == 0, "parameters are whole already"
     assert 0 <= plan.shard_bytes - plan.parameter_bytes < 16 * 2 * 5
 
 
@@ -100,7 +100,7 @@ def test_a_strategy_that_keeps_parameters_whole_frees_no_unit(strategy: str, fre
     assert forced.units[0].reshard
 
 
-def test_the_meta_device_will_do() -> None:
+def test_models_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = Model()
     assert make_plan(model, world_size=4, units="auto") == make_plan(
@@ -113,7 +113,7 @@ def test_negative_prefetch_is_refused() -> None:
         make_plan(Model(), world_size=2, prefetch=-1)
 
 
-def test_the_users_words_are_checked() -> None:
+def test_names_and_units_are_checked() -> None:
     with pytest.raises(PlanError, match="strategy='ddq'"):
         make_plan(Model(), world_size=2, strategy="ddq")
     with pytest.raises(PlanError, match="matches no module"):

@@ -1,4 +1,4 @@
-"""Units: what a wrap choice selects, and who owns which parameter."""
+"""Units: which modules a choice selects, and which unit owns which parameter."""
 
 import sys
 from collections.abc import Iterator
@@ -77,12 +77,12 @@ def test_auto_looks_through_nested_containers() -> None:
     assert choose_units(root, "auto") == ["", "towers.0.0", "towers.0.1"]
 
 
-def test_auto_ignores_what_holds_no_parameters() -> None:
+def test_auto_ignores_modules_without_parameters() -> None:
     root = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU())
     assert choose_units(root, "auto") == ["", "0", "2"]
 
 
-def test_a_size_counts_what_no_unit_inside_holds() -> None:
+def test_a_size_counts_elements_outside_inner_units() -> None:
     block = sum(p.numel() for p in Block().parameters())
     assert choose_units(Model(), block) == ["", "blocks.0", "blocks.1"]
     assert choose_units(Model(), 10**6) == [""]
@@ -90,7 +90,7 @@ def test_a_size_counts_what_no_unit_inside_holds() -> None:
     assert choose_units(Model(), 60) == ["", "blocks.0.attention.qkv", "blocks.1.attention.qkv"]
 
 
-def test_a_size_passes_over_what_is_never_called() -> None:
+def test_a_size_skips_containers_that_are_never_called() -> None:
     """The list holds enough, but only its children or its parent are ever called."""
     root = nn.Sequential(nn.ModuleList(nn.Linear(2, 2) for _ in range(4)), nn.Linear(2, 2))
     assert choose_units(root, 10) == [""]
@@ -112,12 +112,12 @@ def test_a_policy_is_called_as_fsdp1_does() -> None:
     root = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(3)), nn.LayerNorm(2))
     assert choose_units(root, policy) == ["", "0.0"]
     assert calls == [
-        ("Sequential", True, 16),  # the root; it is a unit unasked
+        ("Sequential", True, 16),  # the root, which is always a unit
         ("Sequential", True, 12),
         ("Linear", True, 6),
         ("Linear", False, 6),
-        ("LayerNorm", True, 6),  # not to be looked into, so not a unit either
-        ("Sequential", False, 6),  # what its unit holds is not counted
+        ("LayerNorm", True, 6),  # not recursed into, so not a unit either
+        ("Sequential", False, 6),  # without the elements of the unit inside it
         ("LayerNorm", True, 4),
     ]
 
@@ -167,15 +167,15 @@ def test_the_root_alone_may_match() -> None:
 
 
 @pytest.mark.parametrize("units", ["blocks", True, 0, -3, set(), [3], {int}, int, 2.5])
-def test_choices_of_no_known_kind(units: object) -> None:
+def test_unknown_kinds_of_choices_are_refused(units: object) -> None:
     with pytest.raises(PlanError, match="units="):
         choose_units(Model(), units)  # type: ignore[arg-type]
 
 
-# -- what a unit holds -------------------------------------------------------------------------
+# -- the parameters of units -------------------------------------------------------------------
 
 
-def test_a_unit_owns_what_no_unit_inside_it_does() -> None:
+def test_a_unit_owns_parameters_outside_inner_units() -> None:
     units = planned(Model(1), "blocks.0", "blocks.0.attention")
     assert owned(units[""]) == ["embedding.weight", "head.weight", "head.bias"]
     assert owned(units["blocks.0"]) == ["blocks.0.norm.weight", "blocks.0.norm.bias"]
@@ -194,7 +194,7 @@ def test_names_with_a_common_prefix_are_not_inside_each_other() -> None:
     assert [unit.parent for unit in planned(root, "a", "ab").values()] == [None, 0, 0]
 
 
-def test_reshard_is_the_units_own() -> None:
+def test_each_unit_has_its_own_reshard() -> None:
     wanted = {"": False, "blocks.0": True, "blocks.1": False}
     units = plan_units(
         Model(), {name: UnitOptions(reshard=frees) for name, frees in wanted.items()}, 2
@@ -232,7 +232,7 @@ def test_a_shared_module_that_is_a_unit_keeps_its_parameters() -> None:
     assert owned(units["a"]) == owned(units[""]) == []
 
 
-def test_frozen_parameters_have_a_layout_of_their_own() -> None:
+def test_frozen_parameters_have_a_separate_layout() -> None:
     model = Model(1)
     model.head.weight.requires_grad_(False)
     unit = planned(model, world_size=4)[""]
@@ -253,7 +253,7 @@ def test_each_dtype_has_a_layout() -> None:
     assert [layout.gathered_bytes // layout.num_elements for layout in unit.layouts] == [4, 2]
 
 
-def test_the_meta_device_will_do() -> None:
+def test_models_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = Model()
     assert planned(model, "blocks.0") == planned(Model(), "blocks.0")
@@ -282,7 +282,7 @@ def test_labels_are_unique() -> None:
 
 
 class Node(nn.Module):
-    """Holds whatever is hung on it."""
+    """Gets its parameters and children in `trees`."""
 
 
 @st.composite
@@ -394,13 +394,13 @@ def test_chosen_units_come_in_module_order(
         ("xyz", r"units='xyz'.*or a policy$"),
     ],
 )
-def test_a_word_that_is_no_choice_of_units_gets_a_hint(units: Units, message: str) -> None:
+def test_misspelled_units_get_a_hint(units: Units, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         choose_units(Model(), units)
 
 
 def test_planning_takes_linear_time() -> None:
-    """Calls of Python functions are counted, since time depends on the machine."""
+    """Counts function calls, because time depends on the machine."""
     calls = [_calls_to_plan(num_blocks) for num_blocks in (50, 400)]
     assert calls[1] < 8.8 * calls[0], calls
 

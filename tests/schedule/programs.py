@@ -1,4 +1,4 @@
-"""Random programs on random units, and a monitor that holds the events of a run to their laws."""
+"""Random programs on random units, and a monitor that checks their events against the laws."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -70,7 +70,7 @@ def plans(draw: st.DrawFn, *, reshard_all: bool = False, max_units: int = 6) -> 
 
 @dataclass(frozen=True)
 class CallSpec:
-    """A unit's call: what it calls, how it ends, and whether it gets over a failure inside."""
+    """A unit's call: what it calls, how it ends, and whether it catches a failure inside."""
 
     unit: int
     outcome: Outcome = Outcome.DIFFERENTIABLE
@@ -81,11 +81,11 @@ class CallSpec:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Activation checkpointing, at work when backward has reached a call."""
+    """A recomputation by activation checkpointing, when backward has reached a call."""
 
     reentrant: bool
     region: str  # "self", "inner" or "siblings" of the call that is reached
-    stop_after: int | None  # calls after which the recomputation has all that it needs
+    stop_after: int | None  # calls after which the recomputation stops early
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def programs(
     recomputes: st.SearchStrategy[Recompute] | None = RECOMPUTES,
     may_die: bool = False,
 ) -> Program:
-    """Up to three times some forwards and then some backwards."""
+    """One to three rounds of some forwards followed by some backwards."""
     recompute = st.none() if recomputes is None else st.none() | recomputes | recomputes
     forward = st.builds(
         Forward, call_specs(plan, outcomes), grad=st.sampled_from([True, True, True, False])
@@ -261,13 +261,13 @@ class Monitor:
         return not unit.gathered_bytes or unit.label in self.waited
 
     def _check_bound(self, following: list[Event]) -> None:
-        """Besides the units around the one that is about to compute, 1 + prefetch are gathered."""
+        """At most 1 + prefetch units are gathered besides those around the unit that computes."""
         computes = (EventKind.FORWARD, EventKind.BACKWARD)
         current = next(event for event in following if event.kind in computes)
         unit = self.units[current.unit]
         room = 1 + self.plan.prefetch
         if current.kind is EventKind.BACKWARD and unit.has_child_units:
-            room = max(room, 2)  # the first one inside it comes along
+            room = max(room, 2)  # the first unit inside it is gathered as well
         around = set(self._around(unit))
         assert len(self.gathered - around) <= room, f"{sorted(self.gathered)} at {current}"
 
@@ -286,12 +286,12 @@ class Monitor:
 
 
 class Failed(Exception):  # noqa: N818
-    """A forward raised, or a recomputation was cut short because it has all that it needs."""
+    """A forward raised, or a recomputation stopped early."""
 
 
 @dataclass(eq=False)
 class Ran:
-    """A call that has been made, with those around and inside it."""
+    """A call that was made, with the calls around and inside it."""
 
     spec: CallSpec
     call: Call
@@ -300,7 +300,7 @@ class Ran:
 
     @property
     def order(self) -> float:
-        """Autograd's: by the age of what it returned."""
+        """The position in autograd's order, which is that of the age of outputs."""
         last = self.inner[-1] if self.inner else None
         if self.spec.returns_inner and last is not None and last.call.is_differentiable:
             return last.order - 1e-6
@@ -318,7 +318,7 @@ class Ran:
 
 
 class Driver:
-    """Runs programs as hooks and autograd would, and knows what is under way."""
+    """Runs programs as hooks and autograd would, and tracks the calls that are running."""
 
     def __init__(self, plan: Plan, *, check_bound: bool = False) -> None:
         self.plan = plan
@@ -362,7 +362,7 @@ class Driver:
         grad: bool,
         recompute: list[int] | None = None,
     ) -> None:
-        """Call a unit; ``recompute`` counts down the calls until it is cut short."""
+        """Call a unit; ``recompute`` counts down the calls until the recomputation stops."""
         recomputed = recompute is not None
         call, events = self.sequencer.enter(spec.unit, grad=grad, recomputed=recomputed)
         ran = Ran(spec, call, self.stack[-1] if self.stack else None)
@@ -433,7 +433,7 @@ class Driver:
         assert self.reduced.pop() == self._expected_reductions(arrivals)
 
     def _reach(self, ran: Ran, task: int) -> None:
-        """Autograd runs the node that made what the call returned; nothing younger is left."""
+        """Run the node of the call's output, as autograd would: no younger node is left."""
         under_way = [
             other for other in self.walking[task] if not other.call.entered > ran.call.exited
         ]
@@ -462,7 +462,7 @@ class Driver:
     def _die(self) -> None:
         self.walking.clear()
         self.reduced.clear()
-        self.monitor.reducing.clear()  # what is in flight counts as collected
+        self.monitor.reducing.clear()  # reductions in flight count as finished
         self._perform(self.sequencer.abandon())
         assert not self.monitor.gathered, "something is left gathered"
 
@@ -475,7 +475,7 @@ class Driver:
         return expected
 
     def _perform(self, events: list[Event], *beginning: Ran) -> None:
-        """Have ``events`` monitored, after which ``beginning`` compute too."""
+        """Check ``events`` with the monitor; after them, ``beginning`` compute too."""
         under_way = [*self.stack, *(ran for walk in self.walking.values() for ran in walk)]
         self.monitor.perform(events, {ran.call.unit for ran in under_way})
         self.monitor.check_ready({ran.call.unit for ran in (*under_way, *beginning)})
@@ -483,7 +483,7 @@ class Driver:
             reduced = [e.unit for e in events if e.kind is EventKind.REDUCE]
             self.reduced[-1].update(self.plan.units[unit].label for unit in reduced)
         if self.walking:
-            assert len(self.monitor.reducing) <= 1, "backward goes on without room for gradients"
+            assert len(self.monitor.reducing) <= 1, "backward continues without room for gradients"
 
 
 def reached(top: Ran, missing: int) -> list[Ran]:
@@ -508,7 +508,7 @@ def region(ran: Ran, recompute: Recompute) -> list[CallSpec]:
 
 
 def check_thrift(events: Iterable[Event]) -> None:
-    """Nothing is freed and gathered again before anything else computes."""
+    """Check that no unit is freed and gathered again before another unit computes."""
     freed: set[int] = set()
     for event in events:
         if event.kind is EventKind.FREE:

@@ -1,4 +1,4 @@
-"""Offsets in one piece of memory: neighbors never overlap, and little is left over."""
+"""Offsets in one memory allocation: neighbors never overlap, and little space is wasted."""
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -10,7 +10,7 @@ LIVES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30), st.integers(1
 
 
 def neighbors_of(lives: list[tuple[int, int, int]]) -> list[list[int]]:
-    """For each buffer those that are alive with it."""
+    """The buffers that are alive at the same time as each buffer."""
     return [
         [
             j
@@ -65,7 +65,7 @@ def test_a_step_takes_no_more_than_is_alive_at_once(sizes: tuple[int, ...], pref
     assert plan.observe(0, units[0], [-1, 1]) is not None
 
 
-def test_what_was_not_observed_has_no_offset_until_the_next_update() -> None:
+def test_a_new_buffer_has_no_offset_until_the_next_update() -> None:
     plan: MemoryPlan[str] = MemoryPlan()
     assert plan.observe("a", 10, []) is None
     assert plan.observe("b", 20, []) is None

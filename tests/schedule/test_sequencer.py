@@ -1,4 +1,4 @@
-"""The schedule: written out for a small model, and lawful for random programs."""
+"""The schedule: written out for a small model, and checked for random programs."""
 
 import re
 
@@ -127,7 +127,7 @@ def test_schedules_are_lawful(plan: Plan) -> None:
     assert not monitor.reducing
 
 
-# -- cases of their own ------------------------------------------------------------------------
+# -- single cases ------------------------------------------------------------------------------
 
 
 def flat_plan(num_blocks: int, *, prefetch: int = 1) -> Plan:
@@ -145,7 +145,7 @@ def moves(driver: Driver, start: int = 0) -> list[str]:
 
 
 def test_a_new_order_gathers_nothing_ahead() -> None:
-    """What was gathered ahead in vain is freed at once."""
+    """Units that were gathered ahead and not used are freed immediately."""
     driver = Driver(flat_plan(3))
     driver.run((Forward(CallSpec(0, inner=(CallSpec(1), CallSpec(2)))), Backward()))
     start = len(driver.monitor.events)
@@ -155,7 +155,7 @@ def test_a_new_order_gathers_nothing_ahead() -> None:
     )
 
 
-def test_a_shorter_pass_frees_what_it_gathered_ahead() -> None:
+def test_a_shorter_pass_frees_prefetched_units() -> None:
     driver = Driver(flat_plan(2))
     driver.run((Forward(CallSpec(0, inner=(CallSpec(1), CallSpec(2)))), Backward()))
     start = len(driver.monitor.events)
@@ -164,7 +164,7 @@ def test_a_shorter_pass_frees_what_it_gathered_ahead() -> None:
 
 
 def test_an_older_pass_may_be_walked_first() -> None:
-    """The last unit of forward lingers for its backward, which is not the first to come."""
+    """The last unit of forward lingers for its backward, but another backward comes first."""
     driver = Driver(flat_plan(2))
     driver.run((Forward(CallSpec(1)), Forward(CallSpec(2))))
     start = len(driver.monitor.events)
@@ -200,7 +200,7 @@ def test_one_unit_called_twice_is_reduced_once() -> None:
 
 
 def test_two_passes_in_one_graph_task() -> None:
-    """The younger pass is finished, and its reductions collected before their units are back."""
+    """The younger pass and its reductions finish before its units are visited again."""
     driver = Driver(flat_plan(1))
     call = CallSpec(0, inner=(CallSpec(1),))
     driver.run((Forward(call), Forward(call)))
@@ -212,8 +212,8 @@ def test_two_passes_in_one_graph_task() -> None:
     )
 
 
-def test_a_pass_ends_alike_wherever_backward_leaves_it() -> None:
-    """The younger pass of one graph task is over when the older begins, reached or not.
+def test_a_pass_ends_the_same_way_wherever_backward_leaves_it() -> None:
+    """The younger pass of a graph task ends when the older one begins, reached or not.
 
     u1 is freed by the younger pass's last call, u2, and gathered again for the older pass, also on
     the rank where no gradient reaches u2.
@@ -233,7 +233,7 @@ def test_a_pass_ends_alike_wherever_backward_leaves_it() -> None:
 
 
 def test_a_hidden_result_keeps_its_unit_gathered() -> None:
-    """Nothing tells when its backward begins, so its parameters must be there."""
+    """No hook reports when its backward begins, so its parameters must stay gathered."""
     driver = Driver(flat_plan(2))
     inner = (CallSpec(1, Outcome.HIDDEN), CallSpec(2))
     driver.run((Forward(CallSpec(0, inner=inner)),))
@@ -280,7 +280,7 @@ def test_a_backward_that_dies_leaves_nothing(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_gathered_units_are_bounded(data: st.DataObject) -> None:
-    """Not with recomputation, which adds what it computes, nor with HIDDEN results, which stay."""
+    """Without recomputation, which gathers more units, and HIDDEN outcomes, which keep units."""
     plan = data.draw(plans(reshard_all=True))
     outcomes = (*DIFFERENTIABLE_OR_NOT, Outcome.FAILED)
     program = data.draw(programs(plan, outcomes=outcomes, recomputes=None))
@@ -298,10 +298,10 @@ def with_missing(program: Program, masks: list[int]) -> Program:
 
 @given(st.data())
 def test_ranks_that_reach_different_calls_agree(data: st.DataObject) -> None:
-    """A rank recomputes what its own backward reaches; that stays inside one unit here.
+    """A rank recomputes the calls that its own backward reaches; here, inside one unit.
 
-    A checkpointed region of several units gathers them again on the ranks that reach it and on no
-    other, so there the ranks must take the same branches.
+    A checkpointed region of several units is gathered again only on the ranks that reach it, so
+    these ranks would have to take the same branches.
     """
     plan = data.draw(plans())
     itself = st.builds(

@@ -29,5 +29,5 @@ def test_boxes_are_the_run_in_order(shape: list[int], data: st.DataObject) -> No
     assert torch.equal(torch.cat([*views, local.new_empty(0)]), local)
 
 
-def test_nothing_of_an_empty_tensor() -> None:
+def test_an_empty_tensor_has_no_boxes() -> None:
     assert list(boxes((3, 0), 0, 0)) == []

@@ -1,4 +1,4 @@
-"""Parameters that another library has sharded already."""
+"""Parameters that another library has already sharded."""
 
 import pytest
 from torch import nn

@@ -1,4 +1,4 @@
-"""Groups of ranks that one process can describe without the others."""
+"""Groups of ranks in one process, without process groups."""
 
 from unittest import mock
 
@@ -8,7 +8,7 @@ from shardwise.transport.api import CollectiveId, RankGroup, Work
 
 
 def test_no_step_counts_the_ranks_of_a_group() -> None:
-    """There may be thousands, and a unit has several collectives in a step."""
+    """A group may have thousands of ranks, and a unit has several collectives in a step."""
     world = RankGroup(tuple(range(8)), 5)
     row, column = world.select(4, 5, 6, 7), world.select(1, 5)
     mesh = DataParallelMesh(world, row, column, row, (row.ranks,))

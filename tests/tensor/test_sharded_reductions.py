@@ -1,4 +1,4 @@
-"""Reductions of sharded tensors give the answer of the whole, also where a rank has no element."""
+"""Reductions of sharded tensors equal those of the whole, even if a rank has no elements."""
 
 import math
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ ORDERS = [0, 0.5, 1, 2, 3, -1, -2, math.inf, -math.inf]
 
 
 def _pairs() -> list[tuple[Tensor, Tensor]]:
-    """Sharded tensors and the whole ones; of three ranks, some hold nothing of the small ones."""
+    """Sharded tensors and the whole ones. With three ranks, some hold no part of the small ones."""
     whole = nn.ParameterList(torch.randn(shape).double().sub(0.4) for shape in SHAPES)
     with torch.no_grad():
         whole[1][2] = 0.0

@@ -1,4 +1,4 @@
-"""C1: a sharded parameter is its whole self to the user."""
+"""C1: to the user, a sharded parameter behaves as the whole tensor does."""
 
 import copy
 import math
@@ -46,7 +46,7 @@ def test_reductions_are_global() -> None:
 
 
 @on_ranks(1, 3)
-def test_elementwise_operations_are_those_of_the_whole() -> None:
+def test_elementwise_operations_equal_those_on_whole_tensors() -> None:
     for sharded, whole in _pairs():
         assert isinstance(sharded, sw.ShardedTensor)
         other = torch.randn_like(whole)
@@ -79,7 +79,7 @@ def test_elementwise_operations_are_those_of_the_whole() -> None:
 
 
 @on_ranks(2)
-def test_what_a_shard_cannot_answer_is_refused() -> None:
+def test_unsupported_operations_are_refused() -> None:
     (sharded, whole), *_ = _pairs()
     for function in (
         lambda x: x @ x.T,
@@ -103,23 +103,23 @@ def test_what_a_shard_cannot_answer_is_refused() -> None:
 
 @on_ranks(2)
 def test_torchs_own_clipping_and_grad_scaler() -> None:
-    for sharded, whole in [_gradients()]:
-        norms = [torch.nn.utils.clip_grad_norm_(ps, 0.5) for ps in (sharded, whole)]
-        _equal(norms[0], norms[1])
-        for p, q in zip(sharded, whole, strict=True):
-            assert p.grad is not None
-            assert q.grad is not None
-            _equal(p.grad, q.grad)
-        assert torch.nn.utils.get_total_norm([p.grad for p in sharded if p.grad is not None])
+    sharded, whole = _gradients()
+    norms = [torch.nn.utils.clip_grad_norm_(ps, 0.5) for ps in (sharded, whole)]
+    _equal(norms[0], norms[1])
+    for p, q in zip(sharded, whole, strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        _equal(p.grad, q.grad)
+    assert torch.nn.utils.get_total_norm([p.grad for p in sharded if p.grad is not None])
     parameters, _ = _gradients()
-    gradient = parameters[-1].grad  # of which rank 1 has a part
+    gradient = parameters[-1].grad  # rank 1 stores a part of it
     assert isinstance(gradient, sw.ShardedTensor)
     if torch.distributed.get_rank() == 1:
         gradient.to_local()[-1] = math.inf
     found = torch.zeros(1)
     grads = [p.grad for p in parameters if p.grad is not None]
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.5))
-    assert found.item() == 1, "an overflow on one rank is one on all"
+    assert found.item() == 1, "every rank sees an overflow on one rank"
 
 
 @on_ranks(3)
@@ -140,7 +140,7 @@ def test_state_dict_round_trip_and_whole_values() -> None:
 
 
 @on_ranks(3)
-def test_norms_of_complex_parameters_of_which_some_ranks_have_nothing() -> None:
+def test_norms_of_complex_parameters_that_some_ranks_hold_no_part_of() -> None:
     whole = nn.ParameterList([torch.randn(2, dtype=torch.complex128), torch.randn(1).double()])
     sharded = copy.deepcopy(nn.Sequential(whole))
     sw.fully_shard(sharded)
@@ -152,7 +152,7 @@ def test_norms_of_complex_parameters_of_which_some_ranks_have_nothing() -> None:
 
 
 @on_ranks(2)
-def test_whole_answers_in_inference_mode() -> None:
+def test_results_in_inference_mode() -> None:
     pairs = _pairs()
     with torch.inference_mode():
         for sharded, whole in pairs:
@@ -206,7 +206,7 @@ def test_assigning_data_changes_the_shard() -> None:
 
 
 @on_ranks(2)
-def test_memory_of_the_whole_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_access_to_whole_memory_is_refused_with_a_hint(tmp_path: Path) -> None:
     model = build("stack")
     sw.fully_shard(model, units="auto")
     parameter = next(model.parameters()).detach()

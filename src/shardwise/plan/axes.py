@@ -1,4 +1,4 @@
-"""Bytes by the axis of the mesh that they travel on."""
+"""Bytes sent, by mesh axis."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ __all__ = ["NOTHING", "AxisBytes"]
 
 @dataclass(frozen=True, slots=True)
 class AxisBytes:
-    """What one rank sends, by the ranks that it sends to.
+    """The bytes that one rank sends over each axis of the mesh.
 
-    With strategies that shard nothing, such as ``"ddp"``, all other ranks are replicas.
+    With strategies that shard nothing, such as ``"ddp"``, all of them are in ``replicate``.
     """
 
-    shard: int = 0  # to ranks of its own row of the mesh
-    replicate: int = 0  # to ranks of other rows
-    outer: int = 0  # to other replicas of `sw.Outer`
+    shard: int = 0  # to ranks in its own row of the mesh
+    replicate: int = 0  # to ranks in other rows
+    outer: int = 0  # to other replicas of `sw.outer_optimizer`
 
     @property
     def total(self) -> int:

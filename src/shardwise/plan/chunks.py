@@ -1,12 +1,12 @@
-"""The layout of parameters that are cut as FSDP2 cuts them: into chunks of a dim.
+"""The layout of parameters that are cut into chunks of a dim, as in FSDP2.
 
 Two ranks, W1 [5, 3] and b [3], both by "dim"; W1 has chunks of three rows, b of two elements::
 
     flat buffer   | W1 r0  r1  r2   b 0 1 | W1 r3  r4  . . .   b 2 . |    22 = 2 x 11
                   |<------ rank 0 ------->|<-------- rank 1 -------->|
 
-A chunk has the same place in each rank's shard. So a parameter is in as many pieces as there are
-ranks, and compute needs a second buffer, in which it is in one.
+The chunks of a parameter are at the same offset in every shard. The parameter is therefore in
+pieces, one per rank, and compute needs a second buffer, in which it is contiguous.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ __all__ = ["ChunkedLayout", "chunk_dim", "chunk_of", "chunk_shape", "lay_out_chu
 
 
 def chunk_of(size: int, world_size: int, rank: int) -> Run:
-    """What ``rank`` has of a dim of ``size``, as by `torch.chunk`."""
+    """The part of a dim of ``size`` that `torch.chunk` gives to ``rank``."""
     length = -(-size // world_size)
     return Run(min(rank * length, size), min((rank + 1) * length, size))
 
@@ -42,7 +42,10 @@ def chunk_shape(parameter: ParameterSpec, world_size: int, rank: int) -> tuple[i
 
 @dataclass(frozen=True)
 class ChunkedLayout(Layout):
-    """A flat buffer of chunks; the offset of an extent is that of its chunk in a shard."""
+    """A flat buffer of chunks. The offset of an extent is the offset of its chunk in a shard."""
+
+    needs_gather = True
+    is_whole_sum = False
 
     def __post_init__(self) -> None:
         assert self.extents
@@ -51,22 +54,14 @@ class ChunkedLayout(Layout):
 
     @cached_property
     def whole(self) -> Layout:
-        """The second buffer, of the same length, in which each parameter is in one piece."""
+        """The second buffer, of the same length, in which each parameter is contiguous."""
         plain = [replace(extent.parameter, granularity="element") for extent in self.extents]
         return replace(lay_out(plain, 1), shard_elements=self.num_elements)
 
-    @property
-    def needs_gather(self) -> bool:
-        return True
-
-    @property
-    def is_whole_sum(self) -> bool:
-        return False
-
     def run(self, extent: ParameterExtent, rank: int) -> Run:
-        """The elements that ``rank`` owns; of dims other than the first they are no run."""
+        """The elements that ``rank`` owns, of a parameter that is cut along dim 0."""
         parameter = extent.parameter
-        assert chunk_dim(parameter) == 0, f"{parameter.name}: a chunk of dim 1 or more is no run"
+        assert chunk_dim(parameter) == 0, f"{parameter.name}: only chunks of dim 0 are runs"
         rows, row = chunk_of(parameter.shape[0], self.world_size, rank), prod(parameter.shape[1:])
         return Run(rows.start * row, rows.stop * row)
 

@@ -1,7 +1,7 @@
 """Where a parameter may be cut: anywhere, between rows, between blocks of rows, or nowhere.
 
-By "dim", it is cut as FSDP2 cuts it: into equal chunks of a dim, one for each rank, the last ones
-shorter or empty. Otherwise its elements are in consecutive runs, so that a rank may have none.
+With "dim", it is cut as in FSDP2: into equal chunks of a dim, one for each rank, where the last
+ones may be shorter or empty. Otherwise each rank has one run of elements, which may be empty.
 
 A *granule* is the smallest run of elements of a parameter that stays on one rank. A row is a slice
 along dim 0: the weights of one output of a matrix [out, in], one expert of stacked experts
@@ -54,9 +54,9 @@ class Dim:
 
 Word = Literal["element", "row", "tensor"]
 Granularity = Word | Block | Dim
-# What users write; "dim" is `Dim` of dim 0.
+# What users pass for a parameter; "dim" stands for `Dim` of dim 0.
 Choice = Granularity | Literal["dim"]
-# For all parameters, by pattern of names as in `fnmatch`, or by a function (None: "element").
+# For all parameters, by `fnmatch` patterns of names, or by a function (None means "element").
 Granularities = Choice | Mapping[str, Choice] | Callable[[str, tuple[int, ...]], Choice | None]
 
 
@@ -72,7 +72,7 @@ def block(rows: int) -> Block:
 
 
 def granule_elements(granularity: Granularity, shape: Sequence[int]) -> int:
-    """Elements of a granule of a parameter of ``shape``; at least 1."""
+    """The number of elements in a granule of a parameter of ``shape``; at least 1."""
     match granularity:
         case "element" | Dim():
             return 1
@@ -85,7 +85,7 @@ def granule_elements(granularity: Granularity, shape: Sequence[int]) -> int:
 
 
 class Granularizer:
-    """Answers the user's choice of granularity for each parameter."""
+    """Looks up the granularity that the user chose for each parameter."""
 
     def __init__(self, choice: Granularities) -> None:
         self._by_pattern: Mapping[str, Granularity] = {}
@@ -99,7 +99,7 @@ class Granularizer:
         self._unmatched = dict(self._by_pattern) if isinstance(choice, Mapping) else {}
 
     def of(self, names: Sequence[str], shape: tuple[int, ...]) -> Granularity:
-        """The granularity of a parameter: of the first pattern that matches one of its names."""
+        """The granularity of a parameter; the first pattern that matches a name of it decides."""
         if self._by_function is not None:
             answer = self._by_function(names[0], shape)
             return "element" if answer is None else _checked(answer, f"({names[0]!r}, {shape})")
@@ -117,19 +117,16 @@ class Granularizer:
         for pattern in self._unmatched:
             some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")  # noqa: PLR2004
             raise PlanError(
-                f"granularity[{pattern!r}] matches no parameter; expected a name or a pattern "
-                f"as in fnmatch, such as '*.weight'; the parameters are: {some or 'none'}"
+                f"granularity[{pattern!r}] matches no parameter; expected a name or an fnmatch "
+                f"pattern, such as '*.weight'; the parameters are: {some or 'none'}"
             )
 
 
 def _checked(granularity: object, where: str) -> Granularity:
-    if isinstance(granularity, (Block, Dim)):
-        return granularity
     if granularity == "dim":
         return Dim()
-    for word in get_args(Word):
-        if granularity == word:
-            return word  # type: ignore[no-any-return]
+    if isinstance(granularity, (Block, Dim)) or granularity in get_args(Word):
+        return granularity  # type: ignore[return-value]
     raise PlanError(
         f"granularity{where}={granularity!r}: expected 'element', 'row', 'tensor', 'dim' or "
         f"sw.block(n){did_you_mean(granularity, [*get_args(Word), 'dim'])}"

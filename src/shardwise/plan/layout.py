@@ -1,8 +1,8 @@
-"""Where every element of every parameter lives: integers only, no torch.
+"""Where every element of every parameter is stored: integers only, no torch.
 
 A unit's parameters of one dtype share a *flat buffer*, and rank r owns the r-th of ``world_size``
-equal *shards* of it, each of ``shard_elements`` (S). So the all-gather writes straight into the
-buffer, the reduce-scatter reads straight from it, and a parameter is a view.
+equal *shards* of it, each of ``shard_elements`` (S). The all-gather writes directly into the
+buffer, the reduce-scatter reads directly from it, and a parameter is a view.
 
 Two ranks, W1 [5, 3], W2 [2, 4], b [3]: 26 elements, S = 13 with an alignment of one element::
 
@@ -19,8 +19,8 @@ between its rows; W1 begins at 2 for its fourth row to end with rank 0's shard::
     offsets         W1 2                                     W2 17               b 25
 
 Each rank owns one *run* of consecutive elements of the row-major parameter, often all of them or
-none. Shards and parameters begin at multiples of ``alignment`` elements, since vector loads and
-cuBLAS need 16 bytes; with element granularity that is the only padding.
+none. Shards and parameters begin at multiples of ``alignment`` elements, because vector loads and
+cuBLAS need 16 bytes. With element granularity, alignment is the only padding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,22 +51,22 @@ SPLIT_TRIES = 6  # granules for which a second buffer is tried
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """The dtypes of compute and of reductions, where they differ from that of the shards."""
+    """The dtypes of compute and reductions, if they differ from the dtype of the shards."""
 
     compute_dtype: str  # of the gathered parameter
     compute_itemsize: int
-    reduce_dtype: str  # of its gradient on the way to the shards
+    reduce_dtype: str  # of its gradient while it is reduced
     reduce_itemsize: int
-    keeps_sums: bool = False  # its gradient stays in that dtype
+    keeps_sums: bool = False  # the reduced gradient stays in that dtype
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """A parameter as the plan sees it; a tied parameter has several names."""
+    """The facts about a parameter that the plan uses; a tied parameter has several names."""
 
     names: tuple[str, ...]  # fully qualified; the first is the canonical one
     shape: tuple[int, ...]
-    dtype: str  # of the shards: "float32", as torch prints it without its prefix
+    dtype: str  # of the shards, without torch's prefix, as in "float32"
     itemsize: int  # bytes
     trainable: bool
     granularity: Granularity = "element"
@@ -92,7 +92,7 @@ class ParameterSpec:
 
     @property
     def granule_elements(self) -> int:
-        """The smallest run that stays on one rank; the last one may be shorter."""
+        """The size of the smallest run that stays on one rank; the last run may be shorter."""
         return granule_elements(self.granularity, self.shape)
 
 
@@ -112,7 +112,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class ParameterExtent:
-    """Elements ``[offset, offset + num_elements)`` of the flat buffer: those of one parameter."""
+    """The elements ``[offset, stop)`` of the flat buffer, which hold one parameter."""
 
     parameter: ParameterSpec
     offset: int
@@ -126,10 +126,10 @@ class ParameterExtent:
 class Layout:
     """A flat buffer of one unit and dtype over ``world_size`` ranks."""
 
-    extents: tuple[ParameterExtent, ...]  # by offset, not by the order of the module
+    extents: tuple[ParameterExtent, ...]  # in order of offset, not of the module
     world_size: int
     shard_elements: int
-    is_offloaded: bool = False  # the shard is on the host
+    is_offloaded: bool = False  # the shard is in host memory
 
     def __post_init__(self) -> None:
         assert self.extents
@@ -145,7 +145,7 @@ class Layout:
         assert end <= self.num_elements, "the last parameter ends inside the buffer"
 
     def unfrozen(self) -> "Layout":
-        """The same, with gradients."""
+        """The same layout with trainable parameters."""
         extents = [
             replace(one, parameter=replace(one.parameter, trainable=True)) for one in self.extents
         ]
@@ -174,12 +174,12 @@ class Layout:
 
     @property
     def trainable(self) -> bool:
-        """Whether its parameters get gradients: all of them, or none."""
+        """Whether the parameters get gradients: all of them do, or none."""
         return self.extents[0].parameter.trainable
 
     @property
     def is_extended(self) -> bool:
-        """Whether the classes of its parameters define all-gather extensions."""
+        """Whether the parameters' classes define all-gather extensions."""
         return self.extents[0].parameter.is_extended
 
     @cached_property
@@ -200,7 +200,7 @@ class Layout:
 
     @property
     def casts_sums(self) -> bool:
-        """Whether gradients are reduced in another dtype than they are kept in."""
+        """Whether reduced gradients are cast to another dtype."""
         return self.cast.reduce_dtype != self.gradient_dtype
 
     @property
@@ -235,7 +235,7 @@ class Layout:
         return Run(min(max(start, 0), size), min(max(stop, 0), size))
 
     def runs(self, extent: ParameterExtent) -> tuple[Run, ...]:
-        """The runs of ``extent``'s parameter by rank, which cover it in order."""
+        """The run of ``extent``'s parameter on each rank; together they cover it in order."""
         return tuple(self.run(extent, rank) for rank in range(self.world_size))
 
     def num_owned(self, extent: ParameterExtent, rank: int) -> int:
@@ -247,7 +247,7 @@ class Layout:
         return min(max(extent.offset - rank * self.shard_elements, 0), self.shard_elements)
 
     def slices_of_shard(self, rank: int) -> list[slice]:
-        """What ``rank`` owns of every parameter, as places in its shard."""
+        """The part of ``rank``'s shard that each parameter occupies."""
         starts = [self.offset_in_shard(extent, rank) for extent in self.extents]
         lengths = [self.num_owned(extent, rank) for extent in self.extents]
         return [slice(start, start + n) for start, n in zip(starts, lengths, strict=True)]
@@ -259,16 +259,16 @@ class Layout:
         return (extent.stop - 1) // self.shard_elements - extent.offset // self.shard_elements
 
     def _cuts_no_granule(self, extent: ParameterExtent) -> bool:
-        """The first cut and S determine all others, so only these are checked."""
+        """Check the first cut and S, which determine all other cuts."""
         granule, cuts = extent.parameter.granule_elements, self.boundaries_inside(extent)
         first = self.shard_elements - extent.offset % self.shard_elements if cuts else 0
         return first % granule == 0 and (cuts <= 1 or self.shard_elements % granule == 0)
 
 
 def alignment_of(parameter: ParameterSpec) -> int:
-    """In elements: 16 bytes of every dtype, and the same for all of 2 bytes and more.
+    """The alignment in elements: at least 16 bytes, and equal for all dtypes of 2 bytes or more.
 
-    So mixed precision does not move the cuts, and states of one rank fit with any.
+    Mixed precision therefore does not move the cuts, and states of one precision fit any other.
     """
     cast = parameter.cast
     itemsizes = (cast.compute_itemsize, cast.reduce_itemsize) if cast else ()
@@ -298,7 +298,7 @@ def lay_out(
 
 
 def lay_out_in_buffers(parameters: Sequence[ParameterSpec], world_size: int) -> tuple[Layout, ...]:
-    """Place ``parameters`` (of one dtype) in one flat buffer, or in two where that saves much.
+    """Place ``parameters`` (of one dtype) in one flat buffer, or in two if that saves enough.
 
     In one buffer, S is a multiple of the row lengths of all large parameters. A second buffer for
     one row length removes it from that multiple: a block of Qwen2-7B, by row on 512 ranks, has
@@ -315,7 +315,7 @@ def lay_out_in_buffers(parameters: Sequence[ParameterSpec], world_size: int) -> 
 def _in_two_buffers(
     parameters: Sequence[ParameterSpec], world_size: int
 ) -> Iterator[tuple[Layout, Layout]]:
-    """Layouts with a second buffer for one granule, for each of the largest granules."""
+    """Yield a layout in two buffers for each of the largest granules, which gets the second."""
     granules = sorted({parameter.granule_elements for parameter in parameters}, reverse=True)
     for granule in granules[:SPLIT_TRIES] if len(granules) > 1 else ():
         rest = [p for p in parameters if p.granule_elements != granule]
@@ -324,7 +324,7 @@ def _in_two_buffers(
 
 
 def _piece(parameter: ParameterSpec, alignment: int) -> Piece:
-    """The parameter in units of the alignment."""
+    """The piece for ``parameter``, measured in multiples of the alignment."""
     return Piece(
         size=-(-parameter.num_elements // alignment),
         granule=lcm(parameter.granule_elements, alignment) // alignment,

@@ -1,4 +1,4 @@
-"""What a rank keeps in the memory of the host instead of its device."""
+"""Policies for keeping shards in host memory."""
 
 from dataclasses import dataclass, fields, is_dataclass
 
@@ -9,19 +9,19 @@ __all__ = ["NO_OFFLOAD", "CPUOffloadPolicy", "OffloadPolicy", "as_offload_policy
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """No offload: shards stay on the device that computes. As FSDP2's."""
+    """No offload, as in FSDP2: shards stay on the device that computes."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep shards, their gradients and the optimizer state in host memory. Extends FSDP2's.
+    """Keep shards, their gradients and the optimizer state in host memory. Extends FSDP2's policy.
 
-    The three go together: torch keeps a gradient on the device of its parameter, and optimizers
-    keep their state there, too. So the CPU runs the optimizer; ``AdamW(..., fused=True)`` is fast.
+    The three belong together: torch keeps gradients and optimizer state on the device of the
+    parameter. The CPU therefore runs the optimizer; ``AdamW(..., fused=True)`` is fast.
 
     Args:
-        pin_memory: use page-locked memory. Without it, a GPU's copies are slow and block the host.
-            It has no effect if the model computes on the CPU.
+        pin_memory: use page-locked memory. Without it, copies to and from a GPU are slow and block
+            the host. It has no effect if the model computes on the CPU.
         parameters: gather from host memory. False keeps a copy of the rank's shards on the device
             as well, in the compute dtype, updated once per forward: more memory, fewer copies.
     """
@@ -34,10 +34,10 @@ NO_OFFLOAD = OffloadPolicy()
 
 
 def as_offload_policy(policy: object) -> OffloadPolicy:
-    """``policy``, or the equivalent of PyTorch's own, by its fields.
+    """Return ``policy``, or the equivalent of a policy of PyTorch, recognized by its fields.
 
     Raises:
-        PlanError: it is neither.
+        PlanError: ``policy`` is neither.
     """
     if isinstance(policy, OffloadPolicy):
         return policy

@@ -1,11 +1,11 @@
-"""The slow axis: which units are synchronized between replicas together, and after which steps."""
+"""When replicas on the outer axis synchronize, and which units they synchronize together."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import PlanError
-from shardwise.plan.spelling import did_you_mean
+from shardwise.plan.spelling import expected_one_of
 
 __all__ = ["OUTER_DTYPES", "Outer", "partition"]
 
@@ -14,27 +14,27 @@ OUTER_DTYPES = ("int4", "int8", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
-    """How replicas of a model are synchronized that train alone for many steps.
+    """How replicas of a model that train independently for many steps are synchronized.
 
-    The parameters are divided into ``fragments``, each of which is synchronized after every
-    ``every`` steps, one fragment at a time. A replica sends by how much its parameters differ from
-    those after the last synchronization. An outer optimizer takes the mean of these differences
-    for a gradient of the parameters that all replicas share.
+    The parameters are divided into fragments. Each fragment is synchronized once in ``every``
+    steps, one fragment at a time. A replica sends the difference between its parameters and their
+    values after the last synchronization. An outer optimizer uses the mean of these differences as
+    the gradient of the parameters that all replicas share.
 
     Attributes:
         every: steps between two synchronizations of a fragment.
-        fragments: sets of units, of about equal sizes.
-        dtype: of the differences on their way: ``"int4"`` or ``"int8"`` with a scale for each
-            ``block`` of elements, ``"bfloat16"``, ``"float32"`` or ``"float64"``.
-        optimizer: makes the outer optimizer of a list of parameters; None is DiLoCo's,
+        fragments: number of fragments, which are sets of units of about equal total sizes.
+        dtype: the format in which differences are sent: ``"int4"`` or ``"int8"`` with a scale for
+            each ``block`` of elements, ``"bfloat16"``, ``"float32"`` or ``"float64"``.
+        optimizer: creates the outer optimizer of a list of parameters; None is DiLoCo's,
             ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
-        delay: steps during which differences may travel while the replica goes on to train.
-        mixing: the share of a replica's own parameters that it keeps when it takes the shared ones.
-        deadline: seconds after which a round goes on without the replicas that are late.
-        block: elements with one scale, for integers.
+        delay: steps for which the replica continues to train while differences are sent.
+        mixing: the weight of a replica's own parameters when it adopts the shared ones.
+        deadline: seconds after which a round continues without the replicas that are late.
+        block: number of elements with one scale, for the integer formats.
 
     Raises:
-        PlanError: an option is out of its range.
+        PlanError: an option is out of range.
 
     Source: Douillard et al., DiLoCo, 2023 (arXiv 2311.08105), and Streaming DiLoCo, 2025
     (arXiv 2501.18512).
@@ -52,8 +52,7 @@ class Outer:
     def __post_init__(self) -> None:
         if self.dtype not in OUTER_DTYPES:
             raise PlanError(
-                f"Outer(dtype={self.dtype!r}): expected one of {', '.join(OUTER_DTYPES)}"
-                f"{did_you_mean(str(self.dtype), OUTER_DTYPES)}"
+                f"Outer(dtype={self.dtype!r}): {expected_one_of(OUTER_DTYPES, self.dtype)}"
             )
         ranges = {
             "every": (1, None),
@@ -72,7 +71,7 @@ class Outer:
             raise PlanError(f"Outer(deadline={self.deadline}): expected seconds, more than 0")
 
     def sent_after(self, step: int) -> list[int]:
-        """The fragments whose differences are sent after local step ``step``, the first being 1."""
+        """The fragments whose differences are sent after local step ``step``, counted from 1."""
         return [
             fragment
             for fragment in range(self.fragments)
@@ -84,7 +83,7 @@ class Outer:
         return self.sent_after(step - self.delay)
 
     def on_their_way_after(self, step: int) -> dict[int, int]:
-        """Fragments of which differences are on their way, and the steps that they are from."""
+        """The fragments whose differences are being sent, and the steps after which that began."""
         return {
             fragment: sent
             for sent in range(max(1, step - self.delay + 1), step + 1)

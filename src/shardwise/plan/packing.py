@@ -1,16 +1,16 @@
-"""Packs pieces into equal shards, cut only between granules: integers only.
+"""Packs pieces into equal shards and cuts them only between granules: integers only.
 
-``num_shards`` shards of one length S are consecutive. Pieces are placed on them without overlap,
-each as one run, and may cross the boundary ``k * S`` only between two of their granules. The
-packing looks for the smallest S.
+There are ``num_shards`` consecutive shards of one length S. Pieces are placed on them without
+overlap, each as one run, and may cross a boundary ``k * S`` only between two of their granules.
+The packing minimizes S.
 
 The law: a piece at offset o may have the boundary kS inside it iff ``(kS - o) % granule == 0``.
 A piece with two boundaries inside it therefore needs a granule that divides S, whatever o is; a
-piece with one boundary only needs the right o. So:
+piece with one boundary only needs the right o. It follows that
 
-- a granule fits into a shard: ``S >= min(granule, size)`` of every piece;
+- a granule fits into a shard: ``S >= min(granule, size)`` for every piece;
 - a piece longer than 2 S has two boundaries inside it, so its granule divides S;
-- S has to meet no other condition; the rest is how well the pieces fit together.
+- there is no other condition on S; beyond that, the pieces have to fit together.
 
 Placing pieces that may not be cut is bin packing, so the search is not exact. It tries multiples of
 the forced divisor of S in increasing order and places the pieces, in a few orders, at the first
@@ -27,7 +27,7 @@ from math import lcm
 __all__ = ["Packing", "Piece", "pack"]
 
 LINEAR_STEPS = 48  # lengths tried one by one before the steps double
-FEW = 32  # pieces for which every order with one of them first or last is tried
+FEW = 32  # up to this many pieces, every order with one of them first or last is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ def pack(pieces: tuple[Piece, ...], num_shards: int) -> Packing:
     The pieces keep their order where that costs nothing. Results are cached, since most models
     repeat one block.
     """
-    best = _all_on_one(pieces)
+    *offsets, end = accumulate((piece.size for piece in pieces), initial=0)
+    best = Packing(end, tuple(offsets))  # all on the first shard, which the law always allows
     orders = _orders(pieces)
     for lengths in _ladders(pieces, num_shards):
         found = _shortest(pieces, orders, num_shards, lengths, best.shard_length)
@@ -69,11 +70,11 @@ def pack(pieces: tuple[Piece, ...], num_shards: int) -> Packing:
 
 
 def _ladders(pieces: Sequence[Piece], num_shards: int) -> Iterator[range]:
-    """Ranges of lengths that the law allows, the smallest first.
+    """Yield ranges of lengths that the law allows, the smallest first.
 
-    Half the size of a piece is the length below which it has two boundaries inside it, so between
-    two such halves the forced divisor is constant. Multiples of the granule of one more piece are
-    tried too, since they leave that piece no gaps.
+    A piece longer than twice the length has two boundaries inside it, so the forced divisor is
+    constant between the halves of two sizes. Multiples of the granule of one more piece are also
+    tried, because they leave that piece no gaps.
     """
     if not pieces:
         return
@@ -96,10 +97,10 @@ def _shortest(
     lengths: range,
     limit: int,
 ) -> Packing | None:
-    """The packing of the shortest of ``lengths`` below ``limit`` that works.
+    """Find a packing with the shortest possible of ``lengths`` below ``limit``.
 
-    Longer lengths nearly always work if a shorter one does, so lengths are tried one by one at
-    first, then in steps that double, then by bisection.
+    If a length works, longer ones nearly always do, so lengths are tried one by one at first, then
+    in steps that double, and then by bisection.
     """
     count = len(range(lengths.start, min(lengths.stop, limit), lengths.step))
     found: Packing | None = None
@@ -118,12 +119,6 @@ def _shortest(
         found = shorter or found
         failed, worked = (failed, middle) if shorter else (middle, worked)
     return found
-
-
-def _all_on_one(pieces: Sequence[Piece]) -> Packing:
-    """Everything on the first shard, which the law always allows."""
-    *offsets, end = accumulate((piece.size for piece in pieces), initial=0)
-    return Packing(end, tuple(offsets))
 
 
 # -- places --------------------------------------------------------------------------------------
@@ -188,7 +183,7 @@ def _first_allowed(piece: Piece, begin: int, length: int) -> int | None:
     for start, space in ((begin, room), (begin + room, length)):
         if size <= space:
             return start
-        before = space // granule * granule  # what goes before the boundary
+        before = space // granule * granule  # elements before the boundary
         if before and (size - before <= length or length % granule == 0):
             return start + space - before
     return None

@@ -1,4 +1,4 @@
-"""The plan of one model on one mesh, decided before anything runs: units, layouts, strategy."""
+"""The plan of one model on one mesh, made before anything runs: units, layouts, strategy."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -11,19 +11,20 @@ from shardwise.plan.layout import ParameterSpec
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.policies import Units, choose_units
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
+from shardwise.plan.spelling import divisors
 from shardwise.plan.strategy import Level, Strategy, resolve_strategy
 from shardwise.plan.units import UnitOptions, UnitPlan, plan_units
 from shardwise.plan.wire import EXACT, Wire
 
 __all__ = ["Plan", "UnitChoice", "UnitRanks", "UnitSettings", "make_plan"]
 
-# Size of the units of strategies that gather nothing: that of the gradient buckets of torch's DDP.
+# Unit size for strategies that gather nothing: the size of DDP's gradient buckets.
 BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What goes where: ``units`` are in module order, a unit before those inside it."""
+    """The units of a model, in module order (a unit before those inside it), and its ranks."""
 
     units: tuple[UnitPlan, ...]
     strategy: Strategy
@@ -46,7 +47,7 @@ class Plan:
         )
 
     def unfrozen(self, names: Collection[str]) -> "Plan":
-        """The same layouts, with gradients for the buffers of the parameters ``names``."""
+        """The same layouts, where buffers that contain any parameter in ``names`` are trainable."""
         return replace(self, units=tuple(_unfrozen(unit, names) for unit in self.units))
 
     @property
@@ -81,7 +82,6 @@ class Plan:
 
 
 def _unfrozen(unit: UnitPlan, names: Collection[str]) -> UnitPlan:
-    """All parameters of a buffer have gradients, or none of them."""
     layouts = tuple(
         layout.unfrozen() if any(one.parameter.name in names for one in layout.extents) else layout
         for layout in unit.layouts
@@ -94,7 +94,7 @@ def _unfrozen(unit: UnitPlan, names: Collection[str]) -> UnitPlan:
 
 @dataclass(frozen=True, slots=True)
 class UnitRanks:
-    """How a unit is sharded; as in `Plan`."""
+    """The strategy and the ranks of a unit, with the fields of `Plan`."""
 
     strategy: Strategy
     world_size: int
@@ -103,38 +103,38 @@ class UnitRanks:
 
 @dataclass(frozen=True, slots=True)
 class UnitChoice:
-    """What a user may choose for a single unit."""
+    """The options that a user may choose for a single unit."""
 
     reshard_after_forward: bool | int | None = None
     precision: MixedPrecisionPolicy = AS_IT_CAME
     offload: OffloadPolicy = NO_OFFLOAD
     wire: Wire = EXACT
-    ranks: UnitRanks | None = None  # other ones than the model around it has
+    ranks: UnitRanks | None = None  # None: those of the model around it
 
 
 @dataclass(slots=True)
 class UnitSettings:
-    """What a user may change of a unit at any time.
+    """The options of a unit that a user may change at any time.
 
-    The module keeps them, because sharding the module around it makes a new unit.
+    The module stores them, because sharding the module around it creates a new unit.
     """
 
     reshard_after_forward: bool | None = None  # None: as planned
     # False: only after a backward that reduces its gradients, because an optimizer may step then.
     reshard_after_backward: bool = True
-    reduce_grads: bool = True  # in this backward; False: in a later one
-    all_reduce_grads: bool = True  # over the outer axis, too; False: in a later backward
+    reduce_grads: bool = True  # False: accumulate gradients, and reduce them in a later backward
+    all_reduce_grads: bool = True  # False: reduce over the outer axis in a later backward
     gradient_divisor: float | None = None  # of sums over ranks; None: the number of ranks
-    only_sums: bool = False  # sums are divided in a separate pass, not by the backend
-    collective_memory: str = "own"  # a `MemoryKind`; of the whole model
-    # Called as hook(gradients), or as hook(gradients, shard) where parameters are sharded, with
-    # sums: reduces the gradients of this rank into its last argument, in the transport's place.
+    only_sums: bool = False  # divide the sums in a separate pass, not in the backend
+    collective_memory: str = "own"  # a `MemoryKind`; the same for all units of a model
+    # Replaces the collective that reduces gradients: called as hook(gradients), to be reduced in
+    # place, or, where parameters are sharded, as hook(gradients, shard). Gradients are undivided.
     reduce_hook: Callable[..., None] | None = None
     reduced_hook: Callable[..., None] | None = None  # called with the reduced gradients [S]
 
     @property
     def reduces_fully(self) -> bool:
-        """Whether its gradients reach the parameters in each backward."""
+        """Whether every backward reduces the unit's gradients completely."""
         return self.reduce_grads and self.all_reduce_grads
 
 
@@ -157,15 +157,15 @@ def make_plan(
 ) -> Plan:
     """Plan ``root`` without touching its storage; it may be on the meta device.
 
-    Arguments that `fully_shard` has too are described there. With strategies that shard nothing,
-    units are of 25 MiB if none are given, as DDP's buckets.
+    `fully_shard` describes the arguments that it shares with this function. With strategies that
+    shard nothing, the default for ``units`` is a size of 25 MiB, as in DDP's buckets.
 
     Args:
         root: the model.
-        world_size: ranks to shard over.
+        world_size: number of ranks to shard over.
         replicas: size of the outer axis, which replicates the shards or shards them again.
-        manual: further units by name, each with its own choices.
-        settled: parameters that were sharded before, by name.
+        manual: more units, by name, each with its own choices.
+        settled: the specs of parameters that were sharded before, by name.
         ignored: names of parameters that are not sharded.
 
     Raises:
@@ -176,9 +176,9 @@ def make_plan(
         units = BUCKET_BYTES // max((p.dtype.itemsize for p in root.parameters()), default=1)
     own = UnitChoice(reshard_after_forward, precision, offload, wire)
     choices = dict.fromkeys(choose_units(root, units), own) | dict(manual or {})
-    of_model = UnitRanks(strategy, world_size, replicas)
+    ranks = UnitRanks(strategy, world_size, replicas)
     options = {
-        name: _options(name, choices[name], of_model)
+        name: _options(name, choices[name], ranks)
         for name, _ in root.named_modules()
         if name in choices
     }
@@ -191,8 +191,8 @@ def make_plan(
     )
 
 
-def _options(name: str, choice: UnitChoice, of_model: UnitRanks) -> UnitOptions:
-    ranks = choice.ranks or of_model
+def _options(name: str, choice: UnitChoice, model_ranks: UnitRanks) -> UnitOptions:
+    ranks = choice.ranks or model_ranks
     strategy, world_size, replicas = ranks.strategy, ranks.world_size, ranks.replicas
     is_cut = strategy.inner is Level.PARAMETERS
     after = choice.reshard_after_forward
@@ -224,8 +224,7 @@ def _check_subgroup(name: str, size: int, strategy: Strategy, world_size: int) -
             "parameters over subgroups; use True or False, or strategy 'fsdp' or 'hsdp'"
         )
     if size < 1 or world_size % size:
-        fitting = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise PlanError(
             f"{name or 'root'}: reshard_after_forward={size}: expected a number that divides the "
-            f"{world_size} ranks of the shard axis: {fitting}"
+            f"{world_size} ranks of the shard axis: {divisors(world_size)}"
         )

@@ -1,4 +1,4 @@
-"""Which modules are units: by class, by name, by size, or by a policy as of FSDP1."""
+"""Which modules are units: chosen by class, by name, by size, or by a policy as in FSDP1."""
 
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -11,8 +11,9 @@ from shardwise.plan.spelling import did_you_mean
 
 __all__ = ["NEVER_CALLED", "UnitPolicy", "Units", "check_is_unit", "choose_units"]
 
-# FSDP1's protocol: called with recurse=True on the way down ("look inside this module?") and with
-# recurse=False on the way up ("is it a unit, given the elements that no unit inside it holds?").
+# FSDP1's protocol: called with recurse=True on the way down, to decide whether to look inside the
+# module, and with recurse=False on the way up, to decide whether the module is a unit, given the
+# number of elements outside the units inside it.
 UnitPolicy = Callable[[nn.Module, bool, int], bool]
 Units = type[nn.Module] | Collection[type[nn.Module] | str] | str | int | UnitPolicy | None
 
@@ -20,10 +21,10 @@ NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 
 
 def choose_units(root: nn.Module, units: Units) -> list[str]:
-    """Names of the modules that become units, in module order; the root ("") is always first.
+    """The names of the modules that become units, in module order; the root ("") comes first.
 
     Raises:
-        PlanError: ``units`` is of no known kind, or matches nothing or a module without a forward.
+        PlanError: ``units`` is of an unknown kind, or matches nothing or a module without forward.
     """
     if units is None:
         return [""]
@@ -32,7 +33,7 @@ def choose_units(root: nn.Module, units: Units) -> list[str]:
     is_pattern = isinstance(units, type) or not (isinstance(units, int) or callable(units))
     if is_pattern and not chosen and not policy(root, False, 0):
         classes = sorted({type(m).__name__ for m in root.modules() if _num_elements(m)})
-        repeated = ", which repeats no block" if units == "auto" else ""
+        repeated = ", which has no repeated blocks" if units == "auto" else ""
         raise PlanError(
             f"units={_shown(units)} matches no module of {type(root).__name__}{repeated}; "
             f"classes that hold parameters: {', '.join(classes)}"
@@ -44,7 +45,7 @@ def choose_units(root: nn.Module, units: Units) -> list[str]:
 
 
 def check_is_unit(module: nn.Module, name: str) -> None:
-    """Raise a PlanError for a container, whose forward would gather nothing: it has none."""
+    """Raise a PlanError for a container, which has no forward in which to gather parameters."""
     if isinstance(module, NEVER_CALLED):
         raise PlanError(
             "fully_shard does not support containers that do not implement forward: "
@@ -54,7 +55,7 @@ def check_is_unit(module: nn.Module, name: str) -> None:
 
 
 def _policy(root: nn.Module, units: Units) -> UnitPolicy:
-    """Every kind of choice as one policy."""
+    """Convert ``units``, of any kind, to a policy."""
     if units == "auto":
         blocks = _repeated_blocks(root)
         return lambda module, recurse, numel: recurse or module in blocks  # noqa: ARG005
@@ -64,7 +65,7 @@ def _policy(root: nn.Module, units: Units) -> UnitPolicy:
         raise _unknown(units)
     if isinstance(units, int):
         if units < 1:
-            raise PlanError(f"units={units}: a size in parameters is at least 1")
+            raise PlanError(f"units={units}: expected a size in parameters, 1 or more")
         return _size_policy(units)
     if isinstance(units, type) or not callable(units):
         given = tuple(units) if isinstance(units, Collection) else (units,)
@@ -78,7 +79,7 @@ def _policy(root: nn.Module, units: Units) -> UnitPolicy:
 
 
 def _classes(root: nn.Module, name: object) -> set[Any]:
-    """Those of ``root``'s modules that have this name; or ``name`` itself, if it is no text."""
+    """The classes of ``root``'s modules with this name; ``name`` itself if it is not a string."""
     if not isinstance(name, str):
         return {name}
     # The class of a sharded module is generated; `_get_name` is that of the user's class.
@@ -97,12 +98,12 @@ def _unknown(units: object, hint: str = "") -> PlanError:
 
 
 def _size_policy(minimum: int) -> UnitPolicy:
-    """Modules that hold ``minimum`` elements or more outside of the units inside them."""
+    """Choose modules with at least ``minimum`` elements outside the units inside them."""
 
     def policy(module: nn.Module, recurse: bool, numel: int) -> bool:
-        if recurse:  # attention reads the weights of its children without calling them
-            return numel >= minimum and not isinstance(module, nn.MultiheadAttention)
-        return numel >= minimum and not isinstance(module, NEVER_CALLED)
+        # Attention reads the weights of its children without calling them.
+        excluded = nn.MultiheadAttention if recurse else NEVER_CALLED
+        return numel >= minimum and not isinstance(module, excluded)
 
     return policy
 
@@ -110,14 +111,14 @@ def _size_policy(minimum: int) -> UnitPolicy:
 def _select(root: nn.Module, policy: UnitPolicy) -> set[nn.Module]:
     """Run ``policy`` over the tree, children first, as FSDP1's recursive wrapping does."""
     chosen: set[nn.Module] = set()
-    if policy(root, True, _num_elements(root)):  # whether it is a unit itself is not asked
+    if policy(root, True, _num_elements(root)):  # the root is always a unit
         for child in root.children():
             _visit(child, policy, chosen)
     return chosen
 
 
 def _visit(module: nn.Module, policy: UnitPolicy, chosen: set[nn.Module]) -> int:
-    """Choose units in ``module``; returns how many elements they take."""
+    """Add the units in ``module`` to ``chosen``, and return the number of elements they hold."""
     total = _num_elements(module)
     if module in chosen:  # the same module under a second name
         return total

@@ -1,4 +1,4 @@
-"""In which dtypes parameters are kept, computed with and reduced."""
+"""The dtypes of shards, compute and reductions."""
 
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -16,7 +16,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The dtypes of a model; as FSDP2's, and more.
+    """The dtypes of a model. Extends FSDP2's policy.
 
     Args:
         param_dtype: dtype of gathered parameters, and so of gathers and compute. None keeps the
@@ -59,7 +59,7 @@ class MixedPrecisionPolicy:
     def dtypes_of(
         self, parameter: torch.Tensor, module: nn.Module
     ) -> tuple[torch.dtype, Cast | None]:
-        """Of the shard of a parameter that ``module`` has, and of compute and reductions."""
+        """The dtype of the shards of ``module``'s ``parameter``, and its cast if others differ."""
         kept = came = parameter.dtype
         if not came.is_floating_point:
             return kept, None
@@ -77,10 +77,10 @@ AS_IT_CAME = MixedPrecisionPolicy()
 
 
 def as_precision_policy(policy: object) -> MixedPrecisionPolicy:
-    """``policy``, or the equivalent of PyTorch's own ``MixedPrecisionPolicy``, by its fields.
+    """Return ``policy``, or the equivalent of PyTorch's policy, recognized by its fields.
 
     Raises:
-        PlanError: it is neither.
+        PlanError: ``policy`` is neither.
     """
     if isinstance(policy, MixedPrecisionPolicy):
         return policy

@@ -1,7 +1,7 @@
-"""What is sharded over the ranks and what is replicated: strategies are rows.
+"""Strategies: what is sharded over the ranks, and what is replicated.
 
-A row gives a placement on each mesh axis for parameters (from forward to backward), gradients and
-optimizer state. On an axis, each kind may be sharded only if the next one is::
+A strategy gives a placement on each mesh axis for parameters (from forward to backward), gradients
+and optimizer state. On an axis, each of the three may be sharded only if the next one is::
 
     parameters  gradients  optimizer
     replicate   replicate  replicate   DDP
@@ -9,8 +9,8 @@ optimizer state. On an axis, each kind may be sharded only if the next one is::
     replicate   shard      shard       ZeRO-2
     shard       shard      shard       ZeRO-3, FSDP
 
-A 2-D mesh has a row for each axis: the outer one, over which the model is replicated (between
-machines, say), and the inner one (within a machine).
+On a 2-D mesh, the two axes have separate placements: the outer axis, over which the model is
+replicated (for example between machines), and the inner one (within a machine).
 """
 
 import json
@@ -54,7 +54,7 @@ class Strategy:
     ``Strategy(("replicate", "shard"), ("replicate", "shard"), ("shard", "shard"))`` is HFSDP.
 
     Raises:
-        PlanError: the row cannot be run, or has no advantage over another.
+        PlanError: the combination cannot be run, or another one is always better.
     """
 
     parameters: Placements
@@ -74,7 +74,7 @@ class Strategy:
         if self.outer > self.inner:
             raise PlanError(
                 f"{self}: more is sharded over the outer axis than over the inner one; swap the "
-                "dimensions of the mesh and the pairs"
+                "dimensions of the mesh and the placements in each pair"
             )
 
     def __str__(self) -> str:
@@ -82,12 +82,12 @@ class Strategy:
 
     @classmethod
     def from_deepspeed(cls, config: Mapping[str, Any] | str | PathLike[str]) -> "Strategy":
-        """The row of a DeepSpeed configuration, a mapping or the path of its JSON.
+        """The strategy of a DeepSpeed configuration: a mapping, or the path of a JSON file.
 
-        ``shardwise.fsdp.porting.options_from_deepspeed`` reads more of it.
+        ``shardwise.fsdp.porting.options_from_deepspeed`` reads other options as well.
 
         Raises:
-            PlanError: ``zero_optimization.stage`` is none of 0, 1, 2 and 3.
+            PlanError: ``zero_optimization.stage`` is not 0, 1, 2 or 3.
         """
         if not isinstance(config, Mapping):
             config = json.loads(Path(config).read_text(encoding="utf-8"))
@@ -121,7 +121,7 @@ class Strategy:
 
     @property
     def is_two_level(self) -> bool:
-        """Whether shards are sharded again over the outer axis."""
+        """Whether shards are divided again over the outer axis."""
         return not self.is_flat and self.outer > Level.NOTHING
 
     @property
@@ -145,8 +145,8 @@ def _axes(kind: str, given: Placements) -> tuple[AxisPlacement, ...]:
 
 
 _REASONS = {
-    ("parameters", "gradients"): "a rank would hold whole gradients of parameters that it does not",
-    ("gradients", "optimizer"): "every rank would need whole gradients again for its whole states",
+    ("parameters", "gradients"): "a rank would hold whole gradients but only shards of parameters",
+    ("gradients", "optimizer"): "whole optimizer states need whole gradients on every rank",
 }
 
 
@@ -154,7 +154,7 @@ def _check_axis(strategy: Strategy, axis: int) -> None:
     for (cut, whole), reason in _REASONS.items():
         if getattr(strategy, cut)[axis] is _CUT and getattr(strategy, whole)[axis] is _WHOLE:
             raise PlanError(
-                f"{strategy}: {cut} are sharded over axis {axis} and {whole} is not: {reason}; "
+                f"{strategy}: {cut} are sharded over axis {axis} and {whole} replicated: {reason}; "
                 f"shard {whole} too, or replicate {cut}"
             )
 

@@ -1,4 +1,4 @@
-"""What each unit holds: from a module tree and the names of its units to buffers and layouts.
+"""Assigns the parameters of a module tree to units, and lays the units out in flat buffers.
 
 A *unit* is a module whose own parameters (those of no unit inside it) are gathered before its
 forward and freed after it. A parameter that several modules share belongs to the innermost unit
@@ -6,7 +6,7 @@ around all of them.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor, nn
@@ -31,15 +31,15 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class UnitOptions:
-    """Decisions about a unit that do not depend on its parameters."""
+    """The options of a unit that do not depend on its parameters."""
 
-    reshard: bool  # freed after forward and gathered again for backward
-    subgroup: int = 0  # ranks among which it is gathered again; 0: all that shard it
-    two_level_gather: bool = False  # and for forward too, after one gather over the outer axis
-    num_shards: int | None = None  # None: as the model
-    holds_gradients: bool = False  # keeps memory for unsharded gradients between steps
+    reshard: bool  # free it after forward, and gather it again for backward
+    subgroup: int = 0  # ranks among which it is gathered again; 0: all ranks that shard it
+    two_level_gather: bool = False  # forward also gathers in the subgroup, after one outer gather
+    num_shards: int | None = None  # None: as many as the model
+    holds_gradients: bool = False  # keep memory for unsharded gradients between steps
     precision: MixedPrecisionPolicy = AS_IT_CAME
-    offload: CPUOffloadPolicy | None = None  # shards and their gradients are on the host
+    offload: CPUOffloadPolicy | None = None  # keep shards and their gradients in host memory
     wire: Wire = EXACT
 
 
@@ -47,13 +47,13 @@ class UnitOptions:
 class UnitPlan(UnitOptions):
     """A unit: its parameters and the flat buffers that hold them.
 
-    There is a buffer for each dtype and, so that frozen parameters never get room for gradients,
-    for each of trainable and frozen. Where that saves much padding, parameters of one granule have
-    a buffer of their own.
+    Each dtype has a buffer for trainable and one for frozen parameters, so that frozen parameters
+    use no memory for gradients. Where this saves much padding, parameters of one granule have a
+    separate buffer.
     """
 
     name: str  # path of its module; "" is the root
-    label: str  # for people: the path, or the class of the root
+    label: str  # shown to users: the path, or the class of the root
     parameters: tuple[ParameterSpec, ...]
     layouts: tuple[Layout, ...]
     parent: int | None  # index of the innermost unit around it; None for the root
@@ -75,13 +75,13 @@ class UnitPlan(UnitOptions):
 
     @cached_property
     def chunked_gradient_bytes(self) -> int:
-        """Size of the second buffers of their gradients."""
+        """Size of the second buffers of the gradients of such parameters."""
         layouts = self.trainable_layouts
         return sum(one.reduced_bytes for one in layouts if isinstance(one, ChunkedLayout))
 
     @cached_property
     def kept_bytes(self) -> int:
-        """What a rank keeps of a gathered unit for gathers in the subgroup."""
+        """Size of the part of a gathered unit that a rank keeps for gathers in the subgroup."""
         return self.gathered_bytes // self.subgroup if self.subgroup else 0
 
     @cached_property
@@ -91,23 +91,23 @@ class UnitPlan(UnitOptions):
 
     @cached_property
     def device_copy_bytes(self) -> int:
-        """Size of the copy that the device keeps of shards on the host."""
+        """Size of the device's copy of shards in host memory."""
         if self.offload is None or self.offload.parameters:
             return 0
         return sum(layout.shard_elements * layout.cast.compute_itemsize for layout in self.layouts)
 
     def gathers(self, layout: Layout) -> Blocks | None:
-        """How parameters are quantized on their way from the shards."""
+        """The quantization of gathered parameters; None if they are sent unchanged."""
         is_sent = layout.world_size > 1 and layout.num_elements
         return self.wire.gathers(layout.cast.compute_dtype) if is_sent else None
 
     def reduces(self, layout: Layout) -> Blocks | None:
-        """How gradients are quantized on their way to the shards."""
+        """The quantization of reduced gradients; None if they are sent unchanged."""
         return self.wire.reduces(layout.cast.reduce_dtype) if layout.num_elements else None
 
     @cached_property
     def feedback_bytes(self) -> int:
-        """Size of what a rank keeps of its gradients' rounding (`Wire.error_feedback`)."""
+        """Size of the rounding errors that a rank keeps (`Wire.error_feedback`)."""
         if not self.wire.error_feedback:
             return 0
         layouts = self.trainable_layouts
@@ -139,12 +139,12 @@ def plan_units(
     """Assign every parameter of ``root`` to a unit and lay the units out over ``world_size`` ranks.
 
     Args:
-        root: read for names, shapes and dtypes only; it may be on the meta device.
-        options: the units by name, in module order.
-        world_size: number of ranks that the parameters are sharded over.
-        granularity: where parameters may be cut, for all or by name.
-        settled: parameters that were sharded before, by name. They keep their dtypes, and their
-            granularity unless it was "element".
+        root: the model; only names, shapes and dtypes are read, so it may be on the meta device.
+        options: the options of each unit by name, in module order.
+        world_size: number of ranks to shard over.
+        granularity: where parameters may be cut.
+        settled: the specs of parameters that were sharded before, by name. They keep their dtypes,
+            and their granularity unless it was "element".
         ignored: names of parameters that are not sharded.
 
     Raises:
@@ -163,12 +163,13 @@ def plan_units(
         chosen = chosen if before.granularity == "element" else before.granularity
         if spec.is_extended and options[owner].wire.gather is not None:
             raise PlanError(
-                f"{spec.name}: its class says what is gathered of it, and Wire(gather="
-                f"{options[owner].wire.gather!r}) would, too; leave gather out"
+                f"{spec.name}: its class defines what is gathered, so Wire(gather="
+                f"{options[owner].wire.gather!r}) cannot apply; leave gather out"
             )
         if spec.is_extended and not isinstance(chosen, Dim):
             chosen = Dim()  # torch cuts tensors of its class along a dim
-        # The shard of a master does not say in which dtype the parameter came; half() does.
+        # A float32 master does not show the original dtype, so the earlier cast applies, unless
+        # half() or another conversion has changed the dtype since.
         keeps = options[owner].precision.master_dtype == "keep"
         cast = spec.cast if keeps or spec.cast is not None else before.cast
         owned[owner].append(replace(spec, shape=before.shape, granularity=chosen, cast=cast))
@@ -186,14 +187,14 @@ def plan_units(
             layouts=_lay_out_by_kind(specs, options[name].num_shards or world_size, options[name]),
             parent=parents.get(name),
             has_child_units=index[name] in enclosing,
-            **{field.name: getattr(options[name], field.name) for field in fields(UnitOptions)},
+            **vars(options[name]),
         )
         for name, specs in owned.items()
     )
 
 
 def _chains(root: nn.Module, units: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """By path of a module: the units around it, outermost first, itself included."""
+    """Map each module's path to the units around it, outermost first, itself included."""
     unit_of_module = {root.get_submodule(name): name for name in units}
     chains: dict[str, tuple[str, ...]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
@@ -205,9 +206,10 @@ def _chains(root: nn.Module, units: Collection[str]) -> dict[str, tuple[str, ...
 def named_parameters(
     root: nn.Module, *, ignored: Iterable[nn.Parameter] = (), remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of ``root`` by their places in the tree of modules, without those ``ignored``.
+    """The parameters of ``root`` by their paths in the module tree, except ``ignored`` ones.
 
-    Wrappers such as those of activation checkpointing override the method, and hide themselves.
+    `nn.Module`'s own method is called, because the wrappers of activation checkpointing override
+    it to hide themselves.
     """
     left_out = {id(parameter) for parameter in ignored}
     named = nn.Module.named_parameters(root, remove_duplicate=remove_duplicate)
@@ -217,7 +219,7 @@ def named_parameters(
 def _owned_parameters(
     root: nn.Module, units: Mapping[str, UnitOptions], chains: Mapping[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, ParameterSpec]]:
-    """Every parameter once, in the order of ``root.parameters()``, with the unit that owns it."""
+    """Yield each parameter once, in the order of ``root.parameters()``, with its unit."""
     found: dict[nn.Parameter, list[tuple[str, str, nn.Module]]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -234,7 +236,7 @@ def _owned_parameters(
         dtype, cast = precision.dtypes_of(parameter, modules[0])
         spec = ParameterSpec(
             names=names,
-            # This rank's part of it, with tensor parallelism.
+            # With tensor parallelism, the shape of this rank's part.
             shape=tuple(getattr(parameter, "_local_tensor", parameter).shape),
             dtype=str(dtype).removeprefix("torch."),
             itemsize=dtype.itemsize,
@@ -246,9 +248,9 @@ def _owned_parameters(
 
 
 def keeps_its_class(parameter: Tensor) -> bool:
-    """Whether a rank stores a tensor of the class of ``parameter``, as of torchao's.
+    """Whether shards are tensors of ``parameter``'s own class, such as a class of torchao.
 
-    Such a class defines FSDP2's all-gather extensions, or wraps other tensors.
+    Such a class defines FSDP2's all-gather extensions or wraps other tensors.
     """
     kind = type(getattr(parameter, "_local_tensor", parameter))
     return any(hasattr(kind, name) for name in ("fsdp_pre_all_gather", "__tensor_flatten__"))

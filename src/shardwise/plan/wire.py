@@ -1,4 +1,4 @@
-"""What is quantized on its way between ranks."""
+"""Quantization of the parameters and gradients that travel between ranks."""
 
 from dataclasses import dataclass
 
@@ -9,31 +9,31 @@ from shardwise.plan.spelling import did_you_mean
 __all__ = ["EXACT", "Wire"]
 
 _FORMATS = ("int8", "int4", "fp8")
-_QUANTIZED = ("float32", "bfloat16", "float16", "float64")  # all others travel as they are
+_QUANTIZED = ("float32", "bfloat16", "float16", "float64")  # other dtypes are sent unchanged
 
 
 @dataclass(frozen=True)
 class Wire:
     """The formats in which parameters and gradients travel between ranks.
 
-    Numbers are quantized in blocks, each with a scale in single precision: an int8 takes 1.016
-    bytes of float32's four with blocks of 256, an int4 0.516. All ranks decode the same bytes, so
-    replicas stay equal to the bit, and shards are never rounded.
+    Numbers are quantized in blocks, each with a float32 scale: with blocks of 256, a number takes
+    1.016 bytes in int8 and 0.516 in int4, instead of 4 in float32. All ranks decode the same
+    bytes, so replicas stay bitwise equal. Shards are never rounded.
 
     Args:
         gather: format of gathered parameters: ``"int8"``, ``"int4"`` or ``"fp8"`` (e4m3); None
-            keeps their dtype. What a subgroup gathers again is not quantized a second time.
-        reduce: format of reduced gradients, one of the same. They are added in single precision.
+            keeps their dtype. Gathers within a subgroup do not quantize a second time.
+        reduce: format of reduced gradients, from the same list. Sums are computed in float32.
         block: number of elements in a block; even.
         ranks_per_host: add the gradients of this many neighboring ranks first, and send the sums,
             quantized again, to the other hosts. None adds those of all ranks at once. A strategy
             over two axes always adds over the inner one first.
         error_feedback: keep the rounding errors of a rank's gradients, and add them to the
-            gradients of the next step. It takes the memory of whole gradients on each rank, is not
-            part of a checkpoint, and is dropped after a step that raised.
+            gradients of the next step. The errors take the memory of whole gradients on each rank,
+            are not saved in checkpoints, and are dropped after a step that raised.
 
     Raises:
-        PlanError: a format is unknown, or a number does not fit.
+        PlanError: a format is unknown, or a number is out of range.
 
     Source: ZeRO++, Wang et al., 2023 (arXiv 2306.10209).
     """
@@ -66,11 +66,11 @@ class Wire:
                 )
 
     def gathers(self, dtype: str) -> Blocks | None:
-        """How parameters of ``dtype`` are gathered; None: as they are."""
+        """The quantization of gathered parameters of ``dtype``; None if they are sent unchanged."""
         return self._blocks(self.gather, dtype)
 
     def reduces(self, dtype: str) -> Blocks | None:
-        """How gradients of ``dtype`` are reduced; None: as they are."""
+        """The quantization of reduced gradients of ``dtype``; None if they are sent unchanged."""
         return self._blocks(self.reduce, dtype)
 
     def check_hosts(self, unit: str, num_ranks: int) -> None:

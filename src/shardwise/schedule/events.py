@@ -11,20 +11,20 @@ class EventKind(StrEnum):
     """What can happen to a unit in a step."""
 
     GATHER = "gather"  # launch the all-gather of its parameters
-    WAIT = "wait"  # have compute wait for that
+    WAIT = "wait"  # make compute wait for the gather
     FORWARD = "forward"  # begin its forward
     BACKWARD = "backward"  # begin its backward
     FREE = "free"  # free its gathered parameters
     RESHARD_TO_SUBGROUP = "reshard_to_subgroup"  # keep, or gather, its shard within a subgroup
-    FREE_SUBGROUP = "free_subgroup"  # free that shard
+    FREE_SUBGROUP = "free_subgroup"  # free its shard within a subgroup
     REDUCE = "reduce"  # launch the reduce-scatter of its gradients
-    FINISH_REDUCE = "finish_reduce"  # wait for that and hand the gradients to the parameters
-    STEP = "step"  # have the optimizer update its parameters, in backward, and free its gradients
+    FINISH_REDUCE = "finish_reduce"  # wait for the reduction and set the parameters' gradients
+    STEP = "step"  # in backward: the optimizer updates its parameters; free its gradients
 
 
 COMPUTE = (EventKind.FORWARD, EventKind.BACKWARD)
 GATHERS = (EventKind.GATHER, EventKind.RESHARD_TO_SUBGROUP)
-WAITS = (EventKind.WAIT, EventKind.FINISH_REDUCE)  # of compute, for communication
+WAITS = (EventKind.WAIT, EventKind.FINISH_REDUCE)  # compute waits for communication
 _FREES = (EventKind.FREE, EventKind.FREE_SUBGROUP)
 
 
@@ -32,8 +32,8 @@ _FREES = (EventKind.FREE, EventKind.FREE_SUBGROUP)
 class Event:
     """One thing that happens to one unit, given by its index in the plan.
 
-    ``bytes`` is the size of the flat buffer that the event gathers, frees, reduces or hands over,
-    and of the gradients that a step frees; 0 for compute and waits.
+    ``bytes`` is the size of the buffer that the event gathers, frees or reduces, or of the
+    gradient shards that a reduction or a step finishes; 0 for compute and waits.
     """
 
     kind: EventKind
@@ -42,12 +42,12 @@ class Event:
 
     @property
     def gathered_change(self) -> int:
-        """By how much the bytes of gathered units change with it."""
+        """The change in the bytes of gathered units."""
         if self.kind in GATHERS:
             return self.bytes
         return -self.bytes if self.kind in _FREES else 0
 
 
 def describe(event: Event, labels: Sequence[str]) -> str:
-    """Such as ``gather layers.0``, where ``labels`` are those of the plan's units."""
+    """Format ``event`` as in ``gather layers.0``; ``labels`` are those of the plan's units."""
     return f"{event.kind.value} {labels[event.unit]}"

@@ -1,7 +1,7 @@
-"""Offsets in one piece of memory for buffers that come and go: integers only.
+"""Plans offsets in one memory allocation for buffers with different lifetimes: integers only.
 
-The schedule says which buffers are alive together, so each buffer gets one offset for life before
-the first step runs. Four units, one of them gathered ahead::
+The schedule determines which buffers are alive together, so each buffer gets a fixed offset before
+the first step. Four units, one of them gathered ahead::
 
     bytes  |  a a . c c c .     a and c are never alive together, so they share bytes;
            |  . b b b . d d     so do b and d
@@ -22,14 +22,14 @@ __all__ = ["MemoryPlacement", "MemoryPlan", "place"]
 
 _SEED = 0
 _MAX_TRIES = 400
-_MAX_WORK = 100_000  # tries times buffers: some tenths of a second
+_MAX_WORK = 100_000  # tries times buffers: a few tenths of a second
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlacement:
-    """Where each buffer begins, in bytes, and how many bytes they cover together."""
+    """The offset of each buffer, and the end of the last one, in bytes."""
 
     offsets: tuple[int, ...]
     extent: int
@@ -37,22 +37,17 @@ class MemoryPlacement:
 
 @dataclass(slots=True)
 class MemoryPlan(Generic[Key]):
-    """The offsets of buffers by key, and the observations that they follow from.
+    """The offsets of buffers by key, and the observations that they are derived from.
 
-    Call `observe` for every allocation of an imagined step, then `update`. An allocation that was
+    Call `observe` for every allocation of a simulated step, then `update`. An allocation that was
     not planned is observed when it happens, and gets its offset at the next `update`.
     """
 
+    offsets: Mapping[Key, int] = field(default_factory=dict)  # of the buffers that have one
+    extent: int = 0  # the end of the last buffer
     _sizes: dict[Key, int] = field(default_factory=dict)
     _neighbors: dict[Key, set[Key]] = field(default_factory=dict)
-    _offsets: dict[Key, int] = field(default_factory=dict)
     _unplaced: set[Key] = field(default_factory=set)  # observed since the last `update`
-    extent: int = 0
-
-    @property
-    def offsets(self) -> Mapping[Key, int]:
-        """Of all buffers that have one."""
-        return self._offsets
 
     @property
     def is_stale(self) -> bool:
@@ -60,12 +55,10 @@ class MemoryPlan(Generic[Key]):
         return bool(self._unplaced)
 
     def observe(self, key: Key, size: int, alive: Collection[Key]) -> int | None:
-        """Note that ``key`` is allocated while ``alive`` are.
-
-        A key keeps its size.
+        """Note that ``key`` is allocated while ``alive`` are. A key keeps its size.
 
         Returns:
-            Its offset, where none of ``alive`` is; None if it has no such offset.
+            Its planned offset, which overlaps none of ``alive``; None if there is none yet.
         """
         if key not in self._sizes:
             self._unplaced.add(key)
@@ -76,23 +69,20 @@ class MemoryPlan(Generic[Key]):
             for other in alive:
                 self._neighbors[other].add(key)
             self._unplaced.add(key)
-        return None if key in self._unplaced else self._offsets.get(key)
+        return None if key in self._unplaced else self.offsets.get(key)
 
     def update(self, goal: int, limit: int) -> None:
         """Give all buffers new offsets, within ``goal`` bytes if possible.
 
-        Those that would end beyond ``limit`` get no offset.
+        A buffer that would end beyond ``limit`` gets no offset.
         """
         keys = list(self._sizes)
         index = {key: i for i, key in enumerate(keys)}
         neighbors = [[index[other] for other in self._neighbors[key]] for key in keys]
         placement = place([self._sizes[key] for key in keys], neighbors, goal)
-        ends = {
-            key: offset + self._sizes[key]
-            for key, offset in zip(keys, placement.offsets, strict=True)
-        }
-        self._offsets = {key: end - self._sizes[key] for key, end in ends.items() if end <= limit}
-        self.extent = max((ends[key] for key in self._offsets), default=0)
+        placed = zip(keys, placement.offsets, strict=True)
+        self.offsets = {key: start for key, start in placed if start + self._sizes[key] <= limit}
+        self.extent = max((at + self._sizes[key] for key, at in self.offsets.items()), default=0)
         self._unplaced.clear()
 
 
@@ -100,9 +90,9 @@ def place(sizes: Sequence[int], neighbors: Sequence[Collection[int]], goal: int)
     """Give each buffer an offset so that no two neighbors overlap.
 
     Args:
-        sizes: of the buffers, in bytes.
-        neighbors: by buffer, the indices of those that are ever alive with it; symmetric.
-        goal: stop trying at this extent, the most bytes that are alive at once.
+        sizes: the buffers' sizes in bytes.
+        neighbors: for each buffer, the indices of those that are ever alive with it; symmetric.
+        goal: the extent at which to stop trying: the most bytes that are alive at once.
     """
     orders = [
         sorted(range(len(sizes)), key=lambda i: -sizes[i]),

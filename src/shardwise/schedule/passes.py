@@ -27,7 +27,7 @@ class Pass:
     expected: tuple[int, ...]  # units in the order in which the last such pass entered them
     calls: list["Call"] = field(default_factory=list)
     by_unit: defaultdict[int, list["Call"]] = field(default_factory=lambda: defaultdict(list))
-    on_track: bool = True  # units were entered in the expected order until now
+    on_track: bool = True  # all units so far were entered in the expected order
 
     def append(self, call: "Call") -> None:
         position = len(self.calls)
@@ -78,18 +78,18 @@ class BackwardPass:
         return any(call.unit == unit for call in self._active)
 
     def is_finished(self, unit: int) -> bool:
-        """Whether all calls of ``unit`` are."""
+        """Whether all calls of ``unit`` are finished."""
         return not self._num_unfinished[unit]
 
     def visit_until(self, last: Call | None) -> Iterator[Call]:
-        """Unvisited calls up to ``last`` (all of them for None), each visited as it is yielded."""
+        """Visit the calls up to ``last``, or all calls for None, and yield each."""
         while self._unvisited and (last is None or last in self._unvisited):
             call, _ = self._unvisited.popitem()
             self._active[call] = None
             yield call
 
     def finish_younger(self, than: int) -> Iterator[Call]:
-        """Active calls that began after tick ``than``, youngest first, finished as yielded."""
+        """Finish the active calls that began after tick ``than``, youngest first; yield each."""
         younger = [call for call in self._active if call.entered > than]
         for call in sorted(younger, key=lambda call: -call.entered):
             del self._active[call]

@@ -1,8 +1,8 @@
 """When everything happens: one state machine that turns calls of units into events.
 
-The engine reports what its hooks see (a unit is entered, left, reached by backward) and performs
-the events that come back. `schedule` reports a simulated step to the same machine, so what it
-predicts is what the engine does, by construction.
+The engine reports what its hooks observe (a unit is entered, exited or reached by backward) and
+performs the events that this machine returns. `schedule` drives the same machine through a
+simulated step, so a prediction and the engine's behavior cannot differ.
 
 Two blocks inside a root, prefetch=1, from the second step on::
 
@@ -12,18 +12,18 @@ Two blocks inside a root, prefetch=1, from the second step on::
 
 What is decided here, and why:
 
-- *Order* is that of the last pass. Ranks run the same program, so they see the same order, and a
-  collective that is launched ahead on one rank is launched ahead on all.
-- *Backward* visits calls by their exit, last first. A call that no gradient reaches on this rank
-  is visited all the same, because one may reach it on another.
-- *A call is finished* when backward reaches one that had ended before it began: autograd runs the
-  youngest nodes first, so nothing of the younger call is left. Counting gradients instead would
-  wait forever for an unused parameter.
-- *Two reductions* run at most, and the root's alone: nothing is left to compute then.
-- *A unit lingers* after its call until another is entered, for the next may be the same unit, or
-  the first of backward.
-- *A unit is stepped in backward*, if the user wants that, when its gradients are complete and all
-  its calls of this step were visited. Where that cannot be known, at the end of backward.
+- *Units are gathered ahead* in the order of the last pass. All ranks run the same program, so they
+  recorded the same order and launch the same collectives.
+- *Backward visits calls* in reverse order of their exits. It also visits a call that no gradient
+  reaches on this rank, because one may reach it on another rank.
+- *A call is finished* when backward reaches a call that had ended before it began: autograd runs
+  the youngest nodes first, so no node of the younger call is left. Counting gradients instead
+  would wait forever for an unused parameter.
+- *At most two reductions* run at once. The root's runs alone: nothing is left to compute then.
+- *A unit lingers* after its call: it stays gathered until another unit is entered, because the
+  next call may be of the same unit, or the first one of backward.
+- *With steps in backward*, a unit is updated when its gradients are complete and backward has
+  visited all its calls of this step, or else at the end of backward.
 """
 
 from collections import deque
@@ -82,17 +82,17 @@ class UnitState(Enum):
 _TRANSITIONS = {
     (UnitState.SHARDED, EventKind.GATHER): UnitState.GATHERING,
     (UnitState.GATHERING, EventKind.WAIT): UnitState.GATHERED,
-    (UnitState.GATHERING, EventKind.FREE): UnitState.SHARDED,  # gathered in vain
+    (UnitState.GATHERING, EventKind.FREE): UnitState.SHARDED,  # prefetched and not used
     (UnitState.GATHERED, EventKind.FREE): UnitState.SHARDED,
 }
 
 
 class Reservation(Enum):
-    """For what a unit was gathered before its forward began."""
+    """Why a unit was gathered before its forward began."""
 
     PREFETCH = auto()  # for a later call of this pass
-    REQUEST = auto()  # by the user between passes, for the next
-    MICRO_BATCH = auto()  # kept by a backward, for the next pass
+    REQUEST = auto()  # by the user between passes, for the next pass
+    MICRO_BATCH = auto()  # kept by a backward for the next pass
 
 
 _FOR_THE_NEXT_PASS = (Reservation.REQUEST, Reservation.MICRO_BATCH)
@@ -105,9 +105,9 @@ class UnitStatus:
     state: UnitState = UnitState.SHARDED
     has_subgroup_shard: bool = False
     reservation: Reservation | None = None
-    awaits_reduction: bool = False  # in a later backward
+    awaits_reduction: bool = False  # gradients are reduced in a later backward
     awaits_step: bool = False  # has reduced gradients, and may get more
-    calls_left: int = 0  # of forward, not visited by a backward yet
+    calls_left: int = 0  # forward calls that no backward has visited yet
 
 
 _BYTES = {
@@ -122,9 +122,9 @@ _BYTES = {
 
 
 class Sequencer:
-    """Turns what happens to a model's units into the events that must follow.
+    """Turns the calls of a model's units into events.
 
-    Every method returns the events to perform, in order, before the caller goes on.
+    Every method returns the events that the caller must perform, in order, before it continues.
     """
 
     def __init__(self, plan: Scheduled, settings: Sequence[UnitSettings] | None = None) -> None:
@@ -136,8 +136,7 @@ class Sequencer:
         self.tick = 0  # counts the calls that begin or end
         self._stack: list[Call] = []
         self._expected: dict[bool, tuple[int, ...]] = {False: (), True: ()}
-        # By the id of autograd's graph task.
-        self._backwards: dict[int, dict[Pass, BackwardPass]] = {}
+        self._backwards: dict[int, dict[Pass, BackwardPass]] = {}  # by id of autograd's graph task
         self._lingering: int | None = None
         self._reducing: deque[int] = deque()
         self._is_accumulating = False  # no optimizer steps before the next backward
@@ -146,15 +145,15 @@ class Sequencer:
     # -- forward ---------------------------------------------------------------------------------
 
     def enter(self, unit: int, *, grad: bool, recomputed: bool = False) -> tuple[Call, list[Event]]:
-        """A unit's forward begins.
+        """Begin a unit's forward.
 
         Args:
             unit: index in the plan.
-            grad: autograd records.
-            recomputed: it runs inside backward, as activation checkpointing does.
+            grad: whether autograd records it.
+            recomputed: whether it runs inside backward, as with activation checkpointing.
         """
         forward_pass = self._pass(grad=grad, recomputed=recomputed)
-        call = Call(unit, forward_pass, entered=self._next_tick())
+        call = Call(unit, forward_pass, entered=self._advance_tick())
         forward_pass.append(call)
         self._stack.append(call)
         if self._status[unit].reservation is Reservation.PREFETCH:
@@ -171,14 +170,14 @@ class Sequencer:
         return call, self._flush()
 
     def exit(self, call: Call, outcome: Outcome) -> list[Event]:
-        """A unit's forward ends; ``call`` is what `enter` returned."""
+        """End a unit's forward; `enter` returned ``call``."""
         while self._stack.pop() is not call:
             pass
-        call.exited = self._next_tick()
+        call.exited = self._advance_tick()
         call.outcome = outcome
         if call.forward_pass.grad and not call.forward_pass.recomputed:
             self._status[call.unit].calls_left += 1  # even if detached: it may be recomputed
-        if not self._is_kept_for_backward(call):
+        if not self._stays_after_forward(call):
             self._end_lingering()
             if call.is_differentiable:
                 self._lingering = call.unit
@@ -191,11 +190,11 @@ class Sequencer:
     # -- backward --------------------------------------------------------------------------------
 
     def begin_backward(self, task: int) -> None:
-        """Autograd's graph task ``task`` runs until `finish_backward`."""
+        """Begin autograd's graph task ``task``, which runs until `finish_backward`."""
         self._backwards.setdefault(task, {})
 
     def before_backward(self, call: Call, task: int) -> list[Event]:
-        """Gradients reach what ``call`` returned, in autograd's graph task ``task``."""
+        """Gradients have reached the output of ``call``, in autograd's graph task ``task``."""
         backwards = self._backwards.setdefault(task, {})
         if call.forward_pass not in backwards:
             backwards[call.forward_pass] = BackwardPass(call.forward_pass)
@@ -203,7 +202,7 @@ class Sequencer:
         window = self._window(backward.upcoming)
         for forward_pass, other in backwards.items():
             if forward_pass.calls[0].entered > call.exited:
-                # Before any visit, so that ranks agree whichever of its calls were reached.
+                # Before any visit, so that ranks agree even if they reached different calls.
                 self._complete(other, keep=window)
         for visited in backward.visit_until(call):
             self._visit(backward, visited)
@@ -214,7 +213,7 @@ class Sequencer:
         for backward in self._backwards.get(task, {}).values():
             self._complete(backward)
         self._backwards.pop(task, None)
-        if self._backwards:  # an outer backward, which needs room to go on
+        if self._backwards:  # an outer backward, which needs room to continue
             self._finish_reduces(1)
             return self._flush()
         for unit, status in enumerate(self._status):
@@ -231,7 +230,7 @@ class Sequencer:
         return self._flush()
 
     def abandon(self) -> list[Event]:
-        """A step failed: drop all state of it; reductions in flight count as finished."""
+        """Drop the state of a step that failed; reductions in flight count as finished."""
         # Only some ranks may have ended the pass, so no rank expects an order in the next one.
         self._expected = {False: (), True: ()}
         self._backwards.clear()
@@ -239,14 +238,12 @@ class Sequencer:
         for status in self._status:
             status.awaits_reduction = status.awaits_step = False
             status.calls_left = 0
-        self._is_accumulating = False
-        self._free_all(everything=True)
-        return self._flush()
+        return self.release_all()
 
     # -- requests of the user --------------------------------------------------------------------
 
     def request(self, kind: EventKind, units: Iterable[int]) -> list[Event]:
-        """Gather units, wait for them or free them outside the schedule; those in use stay."""
+        """Gather, wait for or free units outside the schedule; units in use are not freed."""
         for unit in units:
             match kind:
                 case EventKind.GATHER:
@@ -259,18 +256,16 @@ class Sequencer:
         return self._flush()
 
     def release_all(self) -> list[Event]:
-        """Free everything but shards, even what a later backward would need again."""
+        """Free everything but shards, even if a later backward will need it again."""
         self._is_accumulating = False
-        for unit in range(len(self._units)):
-            self._free(unit)
-            self._free_subgroup(unit)
+        self._free_all(even_kept=True)
         return self._flush()
 
     def state(self, unit: int) -> UnitState:
         return self._status[unit].state
 
     def is_usable(self, unit: int) -> bool:
-        """Whether its parameters are gathered, or there is nothing to gather."""
+        """Whether compute can use the parameters: they are gathered, or need no gather."""
         is_gathered = self._status[unit].state is UnitState.GATHERED
         return is_gathered or not self._units[unit].gathered_bytes
 
@@ -280,9 +275,9 @@ class Sequencer:
         return any(status.awaits_reduction for status in self._status)
 
     def outlasts_passes(self, unit: int) -> bool:
-        """Whether it stays gathered for another forward: no optimizer steps before that."""
+        """Whether the unit stays gathered for the next forward: no optimizer steps before it."""
         is_kept = self._status[unit].reservation is Reservation.MICRO_BATCH
-        return is_kept or self._keeps_after_backward(unit)
+        return is_kept or self._stays_after_backward(unit)
 
     def is_in_use(self, unit: int) -> bool:
         """Whether a forward or backward of ``unit`` is running."""
@@ -290,7 +285,7 @@ class Sequencer:
             backward.is_active(unit) for backward in self._all_backwards()
         )
 
-    # -- steps of the above ----------------------------------------------------------------------
+    # -- passes and calls ------------------------------------------------------------------------
 
     def _pass(self, *, grad: bool, recomputed: bool) -> Pass:
         if self._stack and self._stack[-1].forward_pass.recomputed == recomputed:
@@ -298,7 +293,7 @@ class Sequencer:
         if recomputed:
             return Pass(recomputed, grad, expected=(), on_track=False)
         # An optimizer may have stepped, so gathered units are stale unless they were requested.
-        self._free_all(but_requested=True)
+        self._free_all(keep_reserved=True)
         return Pass(recomputed, grad, self._expected[grad])
 
     def _end_pass(self, forward_pass: Pass, *, failed: bool) -> None:
@@ -310,7 +305,7 @@ class Sequencer:
         if not failed:
             self._expected[forward_pass.grad] = tuple(call.unit for call in forward_pass.calls)
 
-    def _is_kept_for_backward(self, call: Call) -> bool:
+    def _stays_after_forward(self, call: Call) -> bool:
         if self.is_in_use(call.unit) or self._is_prefetched_by_backward(call.unit):
             return True
         calls = call.forward_pass.by_unit[call.unit]
@@ -321,6 +316,10 @@ class Sequencer:
             return False
         return self.outlasts_passes(call.unit) or any(c.is_differentiable for c in calls)
 
+    def _stays_after_backward(self, unit: int) -> bool:
+        settings = self._settings[unit]
+        return not (settings.reshard_after_backward or settings.reduces_fully)
+
     def _visit(self, backward: BackwardPass, call: Call) -> None:
         window = self._window(chain((call.unit,), backward.upcoming))
         self._end_lingering(keep=window)
@@ -328,20 +327,21 @@ class Sequencer:
             self._finish(backward, finished, keep=window)
         for unit in window:
             self._gather(unit)
-        self._finish_reduces(1)
-        self._finish_reduces_of(call.unit)
+        self._finish_reduces(1, of=call.unit)
         self._wait(call.unit)
         self._emit(EventKind.BACKWARD, call.unit)
 
     def _complete(self, backward: BackwardPass, keep: Collection[int] = ()) -> None:
+        """Visit the remaining calls and finish all of them."""
         for call in backward.visit_until(None):
             self._visit(backward, call)
         for call in backward.finish_younger(than=-1):
             self._finish(backward, call, keep)
 
     def _finish(self, backward: BackwardPass, call: Call, keep: Collection[int]) -> None:
+        """Free the unit unless it is in ``keep``; after its last call, reduce its gradients."""
         unit, is_last = call.unit, backward.is_finished(call.unit)
-        if self._keeps_after_backward(unit):
+        if self._stays_after_backward(unit):
             self._status[unit].reservation = Reservation.MICRO_BATCH
         elif unit not in keep:
             # Another backward follows before an optimizer changes the parameters.
@@ -357,20 +357,19 @@ class Sequencer:
 
     # -- reductions ------------------------------------------------------------------------------
 
-    def _keeps_after_backward(self, unit: int) -> bool:
-        settings = self._settings[unit]
-        return not (settings.reshard_after_backward or settings.reduces_fully)
-
     def _reduce(self, unit: int) -> None:
         is_root = unit == 0 and self._units[unit].has_child_units
-        self._finish_reduces(0 if is_root else 1)
-        self._finish_reduces_of(unit)
+        self._finish_reduces(0 if is_root else 1, of=unit)
         self._emit(EventKind.REDUCE, unit)
         self._reducing.append(unit)
         self._status[unit].awaits_reduction = not self._settings[unit].all_reduce_grads
 
-    def _finish_reduces(self, left: int) -> None:
-        while len(self._reducing) > left:
+    def _finish_reduces(self, left: int, of: int | None = None) -> None:
+        """Finish the oldest reductions until at most ``left`` run, none of them of the unit ``of``.
+
+        Another pass may still reduce the gradients of ``of``, whose buffer is needed now.
+        """
+        while len(self._reducing) > left or of in self._reducing:
             unit = self._reducing.popleft()
             self._emit(EventKind.FINISH_REDUCE, unit)
             status = self._status[unit]
@@ -378,11 +377,6 @@ class Sequencer:
                 status.awaits_step = True
                 if not self._backwards or status.calls_left == 0:
                     self._step(unit)
-
-    def _finish_reduces_of(self, unit: int) -> None:
-        """Make the buffer of its gradients free; another pass may have reduced it last."""
-        while unit in self._reducing:
-            self._finish_reduces(len(self._reducing) - 1)
 
     def _step(self, unit: int) -> None:
         self._status[unit].awaits_step = False
@@ -392,24 +386,24 @@ class Sequencer:
     # -- what to gather --------------------------------------------------------------------------
 
     def _window(self, units: Iterable[int]) -> list[int]:
-        """Of units in the order of backward: the first, and those to gather while it computes."""
+        """The first of ``units``, in backward order, and the units to gather while it computes."""
         following = iter(units)
         first = next(following, None)
         if first is None:
             return []
-        # While an enclosing unit's own backward runs there is room for the first one inside it.
+        # While an enclosing unit's own backward runs, there is room for the first unit inside it.
         ahead = max(self._prefetch, int(self._units[first].has_child_units))
         return [first, *self._distinct(following, ahead)]
 
     def _distinct(self, upcoming: Iterable[int], count: int) -> list[int]:
-        """The next ``count`` units to have gathered: those with parameters, not being called."""
+        """The next ``count`` different units to gather: with parameters, and not being called."""
         chosen: list[int] = []
-        in_use = {call.unit for call in self._stack} if count else ()
-        for unit in upcoming if count else ():  # no further than needed: there may be hundreds
+        in_use = {call.unit for call in self._stack}
+        for unit in upcoming:  # no further than needed: there may be hundreds
+            if len(chosen) == count:
+                break
             if unit not in in_use and unit not in chosen and self._units[unit].gathered_bytes:
                 chosen.append(unit)
-                if len(chosen) == count:
-                    break
         return chosen
 
     def _is_prefetched_by_backward(self, unit: int) -> bool:
@@ -437,7 +431,7 @@ class Sequencer:
             self._move(EventKind.WAIT, unit)
 
     def _free(self, unit: int, *, to_subgroup: bool = False) -> None:
-        """Free a gathered unit, with ``to_subgroup`` all but its shard within a subgroup."""
+        """Free a gathered unit; with ``to_subgroup``, keep its shard within a subgroup."""
         status = self._status[unit]
         if status.state is UnitState.SHARDED or self.is_in_use(unit):
             return
@@ -456,7 +450,7 @@ class Sequencer:
     def _free_subgroup(self, unit: int) -> None:
         outlives = self._units[unit].two_level_gather and self._is_accumulating
         if self.steps_in_backward and self._settings[unit].reduces_fully:
-            outlives = False  # it has stepped, even if other units wait
+            outlives = False  # this unit has stepped, even if others accumulate
         if self._status[unit].has_subgroup_shard and not outlives and not self.is_in_use(unit):
             self._status[unit].has_subgroup_shard = False
             self._emit(EventKind.FREE_SUBGROUP, unit)
@@ -466,12 +460,12 @@ class Sequencer:
             if status.reservation is Reservation.PREFETCH:
                 self._free(unit, to_subgroup=self._units[unit].two_level_gather)
 
-    def _free_all(self, *, but_requested: bool = False, everything: bool = False) -> None:
+    def _free_all(self, *, keep_reserved: bool = False, even_kept: bool = False) -> None:
         self._lingering = None
         for unit, status in enumerate(self._status):
-            if but_requested and status.reservation in _FOR_THE_NEXT_PASS:
+            if keep_reserved and status.reservation in _FOR_THE_NEXT_PASS:
                 status.reservation = None
-            elif everything or not self._keeps_after_backward(unit):
+            elif even_kept or not self._stays_after_backward(unit):
                 self._free(unit)
                 self._free_subgroup(unit)
 
@@ -493,20 +487,20 @@ class Sequencer:
         events, self._events = self._events, []
         return events
 
-    def _next_tick(self) -> int:
+    def _advance_tick(self) -> int:
         self.tick += 1
         return self.tick
 
 
 def schedule(plan: Plan, *, steps_in_backward: bool = False) -> list[Event]:
-    """The events of one training step, from the second on, if units run in module order.
+    """The events of one training step, from the second step on, if units run in module order.
 
-    Every unit runs once, inside the one around it. Its output needs gradients if the unit, a unit
-    inside it or an earlier unit has a trainable parameter.
+    Every unit runs once, inside its parent. Its output needs gradients if the unit, a unit inside
+    it or an earlier unit has a trainable parameter.
 
     Args:
-        plan: of the model.
-        steps_in_backward: with `sw.optimizer_in_backward`.
+        plan: the plan of the model.
+        steps_in_backward: whether `sw.optimizer_in_backward` is used.
     """
     sequencer = Sequencer(plan)
     sequencer.steps_in_backward = steps_in_backward

@@ -1,4 +1,4 @@
-"""Describe runs of elements to `torch.distributed.checkpoint`, which knows only boxes."""
+"""Describes runs of elements to `torch.distributed.checkpoint`, which supports only boxes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Box:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that make up elements ``[start, stop)`` of a row-major tensor, in order.
+    """Yield the boxes that make up elements ``[start, stop)`` of a row-major tensor, in order.
 
     There are at most ``2 * ndim - 1``: the rest of a row, whole rows, and the beginning of a row.
     """
@@ -45,7 +45,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 def chunks_of(shape: Sequence[int], run: Run, local: Tensor) -> list[tuple[Any, Tensor]]:
     """The boxes that ``local`` [run] stores: torch's description and a view of each."""
-    # Imported here, because torch's checkpoint package loads much that few programs need.
+    # Imported here, because torch's checkpoint package imports much that few programs need.
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415
 
     parts = list(boxes(shape, run.start, run.stop))

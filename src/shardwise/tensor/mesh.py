@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise._private import flat_mesh, joined_mesh, mesh_without_groups
 from shardwise.errors import PlanError
 from shardwise.plan.axes import AxisBytes
+from shardwise.plan.spelling import divisors
 from shardwise.plan.strategy import STRATEGIES, Strategy
 from shardwise.transport.api import Operation, RankGroup, Stage, Work
 from shardwise.transport.process_group import (
@@ -22,12 +23,12 @@ from shardwise.transport.process_group import (
     rank_device,
 )
 
-__all__ = ["DataParallelMesh", "all_ranks_of", "resolve_mesh"]
+__all__ = ["DataParallelMesh", "all_ranks_of", "data_parallel_part", "resolve_mesh"]
 
-# Variables that torchrun, SLURM's srun, Open MPI and other MPIs set to the number of processes.
+# Variables that torchrun, SLURM's srun, Open MPI and MPICH set to the number of processes.
 _NUM_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _GroupsByRanks = dict[tuple[int, ...], dist.ProcessGroup]
-# The groups made for meshes that have no process group of all their ranks.
+# The groups created for meshes that have no process group of all their ranks.
 _groups_of_meshes: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupsByRanks]" = (
     weakref.WeakKeyDictionary()
 )
@@ -38,7 +39,7 @@ class DataParallelMesh:
     """The ranks that a model is sharded over, and the role of each group of them.
 
     The ranks of a row together hold the whole model. The ranks of a column hold the same part of
-    it or, with two levels of sharding, divide that part once more::
+    it or, with two levels of sharding, divide that part again::
 
         rows [[0, 1], [2, 3]]        shard of rank   0  1  2  3
         one level, size=2                            0  1  0  1
@@ -51,8 +52,8 @@ class DataParallelMesh:
     shards: RankGroup  # the ranks whose shards form one replica of the model, in order of shards
     replicas: tuple[tuple[int, ...], ...]  # the ranks of every replica, in order of shards
     on_cpu: bool = False  # the user passed a mesh of CPUs
-    mesh: DeviceMesh | None = None  # the user's mesh, if there was one
-    dims: tuple[str, ...] = ()  # its dims in the mesh on which parameters are replicated DTensors
+    mesh: DeviceMesh | None = None  # the user's mesh, if there is one
+    dims: tuple[str, ...] = ()  # the dims of the parameters' mesh that these ranks cover
     _meshes: dict[tuple[str, bool], DeviceMesh] = field(default_factory=dict)
 
     def device_mesh(self, device_type: str, *, has_groups: bool = False) -> DeviceMesh:
@@ -68,7 +69,7 @@ class DataParallelMesh:
 
     def _new_mesh(self, device_type: str, *, has_groups: bool) -> DeviceMesh:
         if self.group is None:
-            # torch distributes whole tensors over a mesh of one rank with collectives, too.
+            # torch runs collectives even to distribute tensors over a mesh of one rank.
             if has_groups and (alone := dist.group.WORLD) is not None:
                 return DeviceMesh.from_group(alone, device_type)
             return mesh_without_groups(device_type, torch.tensor([0]), None, 0)
@@ -120,11 +121,11 @@ class DataParallelMesh:
         return over_row, Stage(in_column, self.column)
 
     def axis_bytes(self, works: Iterable[Work]) -> AxisBytes:
-        """What this rank sends in collectives of these ranks."""
+        """The bytes that this rank sends in collectives of these ranks."""
         in_row = elsewhere = 0
         for ranks, num_bytes in (sent for work in works for sent in work.sent):
             near = self._near_by_id.get(id(ranks))
-            if near is None:  # as of a subgroup
+            if near is None:  # for example, a subgroup
                 near = self._num_near(ranks)
             in_row += (near - 1) * num_bytes
             elsewhere += (len(ranks) - near) * num_bytes
@@ -132,7 +133,7 @@ class DataParallelMesh:
 
     @cached_property
     def _near_by_id(self) -> dict[int, int]:
-        """How many ranks of each group are in the row, so that no step counts thousands of them."""
+        """The number of ranks in the row, by the id of a group's ranks, which may be thousands."""
         groups = (self.world, self.row, self.column, self.shards)
         return {id(group.ranks): self._num_near(group.ranks) for group in groups}
 
@@ -149,7 +150,7 @@ class DataParallelMesh:
         return self.row.select(*self.row.ranks[first : first + size])
 
     def within(self, outer: "DataParallelMesh") -> "DataParallelMesh":
-        """The same groups as subgroups of ``outer``, so that one order covers all collectives."""
+        """The same ranks as subgroups of ``outer``, which then orders all of their collectives."""
         members = outer.global_ranks
 
         def part(group: RankGroup) -> RankGroup:
@@ -168,16 +169,16 @@ class DataParallelMesh:
 
     @property
     def global_ranks(self) -> list[int]:
-        """The job's ranks of the process group's members, in the order of the group."""
+        """The process group's members as ranks of the job, in the order of the group."""
         if self.group is None:
             return [dist.get_rank() if dist.is_initialized() else 0]
         return dist.get_process_group_ranks(self.group)
 
     def cut_over_all(self) -> "DataParallelMesh":
         """The same ranks with one shard per rank, in order of rank."""
-        alone, ranks = self.world.select(self.world.own_rank), self.world.ranks
-        flat = replace(self, row=self.world, column=alone, shards=self.world, mesh=None, _meshes={})
-        return replace(flat, replicas=(ranks,))
+        alone, replicas = self.world.select(self.world.own_rank), (self.world.ranks,)
+        flat = replace(self, row=self.world, column=alone, shards=self.world, replicas=replicas)
+        return replace(flat, mesh=None, _meshes={})
 
     def is_same(self, other: "DataParallelMesh") -> bool:
         """Whether both have the same ranks of the same process group, in the same roles."""
@@ -199,7 +200,7 @@ class DataParallelMesh:
 def resolve_mesh(
     mesh: DeviceMesh | None, strategy: Strategy, sharding_factor: int | None = None
 ) -> DataParallelMesh:
-    """The groups of ``mesh``; without one, those of all ranks, or of this process alone.
+    """The groups of ``mesh``; for None, those of all ranks, or of this process alone.
 
     Raises:
         PlanError: the mesh does not have the dimensions that ``strategy`` requires, or this rank
@@ -221,17 +222,17 @@ def resolve_mesh(
     if mesh.get_coordinate() is None:
         raise PlanError(f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}")
     rows = mesh.mesh.tolist() if mesh.ndim > 1 else [mesh.mesh.tolist()]
-    # Without a process group, a mesh only shows how a model would be sharded.
+    # Without a process group, the mesh only describes how a model would be sharded.
     group = _group_of(mesh) if dist.is_initialized() else None
     members = list(range(mesh.size())) if group is None else dist.get_process_group_ranks(group)
     numbered = [[members.index(rank) for rank in row] for row in rows]
-    return _groups(numbered, group, strategy, on_cpu=mesh.device_type == "cpu", mesh=mesh)
+    return _groups(numbered, group, strategy, mesh)
 
 
 def data_parallel_part(
     mesh: DeviceMesh | None, shard: Sequence[str], replicate: Sequence[str]
 ) -> DeviceMesh:
-    """The data-parallel part of ``mesh``: its dims ``replicate`` and ``shard``, each as one dim.
+    """The mesh of the dims ``replicate`` and ``shard`` of ``mesh``, each flattened into one dim.
 
     Raises:
         PlanError: ``mesh`` lacks one of these dims.
@@ -248,11 +249,9 @@ def data_parallel_part(
 
 
 def all_ranks_of(mesh: DeviceMesh) -> DataParallelMesh:
-    """The ranks of a ``mesh`` with any number of dims, each rank with its own replica."""
-    group = _group_of(mesh)
+    """The ranks of a ``mesh`` with any number of dims; each rank holds a replica."""
     rows = [[index] for index in range(mesh.size())]
-    on_cpu = mesh.device_type == "cpu"
-    return _groups(rows, group, STRATEGIES["ddp"], on_cpu=on_cpu, mesh=mesh)
+    return _groups(rows, _group_of(mesh), STRATEGIES["ddp"], mesh)
 
 
 def _without_mesh(strategy: Strategy, sharding_factor: int | None) -> DataParallelMesh:
@@ -272,10 +271,11 @@ def _without_mesh(strategy: Strategy, sharding_factor: int | None) -> DataParall
         )
     factor = num_ranks if sharding_factor is None else sharding_factor
     if factor < 1 or num_ranks % factor:
-        fitting = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
-        raise PlanError(f"sharding_factor={factor}: expected a divisor of {num_ranks}: {fitting}")
+        raise PlanError(
+            f"sharding_factor={factor}: expected a divisor of {num_ranks}: {divisors(num_ranks)}"
+        )
     rows = [list(range(i, i + factor)) for i in range(0, num_ranks, factor)]
-    return _groups(rows, dist.group.WORLD if num_ranks > 1 else None, strategy, on_cpu=False)
+    return _groups(rows, dist.group.WORLD if num_ranks > 1 else None, strategy)
 
 
 def _join_launched_ranks() -> None:
@@ -299,10 +299,9 @@ def _groups(
     rows: list[list[int]],
     group: dist.ProcessGroup | None,
     strategy: Strategy,
-    *,
-    on_cpu: bool,
     mesh: DeviceMesh | None = None,
 ) -> DataParallelMesh:
+    on_cpu = mesh is not None and mesh.device_type == "cpu"
     ranks = [rank for row in rows for rank in row]
     if len(ranks) == 1:
         alone = RankGroup((0,), 0)
@@ -319,7 +318,7 @@ def _groups(
     row = next(world.select(*row) for row in rows if own in row)
     columns = list(zip(*rows, strict=True))
     column = world.select(*columns[row.index])
-    # Column by column, because the ranks of a column divide one part of a row into neighbors.
+    # Column by column: the ranks of a column divide one part of a row into neighboring shards.
     by_column = [rank for column in columns for rank in column]
     replicas = [by_column] if strategy.is_two_level else rows
     shards = world.select(*next(ranks for ranks in replicas if own in ranks))
@@ -328,7 +327,7 @@ def _groups(
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The process group of all ranks of ``mesh``, made if there is none."""
+    """The process group of all ranks of ``mesh``, created if there is none."""
     if mesh.ndim == 1:
         return mesh.get_group()
     world = dist.group.WORLD

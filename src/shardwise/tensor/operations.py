@@ -80,7 +80,7 @@ def _unsupported(
 
 
 def _on_runs(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``func`` on the runs of its arguments, which must be cut in the same way."""
+    """Call ``func`` on the runs of its arguments, which must all be cut in the same way."""
     leaves, tree = [*args, *kwargs.values()], None
     if any(isinstance(x, (list, tuple, dict)) for x in leaves):
         leaves, tree = pytree.tree_flatten((list(args), dict(kwargs)))
@@ -148,7 +148,7 @@ def _on_lists(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _wrap_as(local: Tensor, x: Tensor) -> Tensor:
-    """Distribute ``local``, a result computed from this rank's part of ``x``, as ``x`` is."""
+    """Wrap ``local``, computed from this rank's part of ``x``, in a tensor distributed as ``x``."""
     if isinstance(x, ShardedTensor):
         return ShardedTensor(local, x._sharding)
     if isinstance(x, DTensor):
@@ -190,8 +190,8 @@ def _view(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> 
     if tuple(shape) != tuple(x.shape):
         raise _unsupported(func, x)
     if x.requires_grad and torch.is_grad_enabled():
-        # Zero-bubble pipeline schedules and others find the AccumulateGrad node through a view of
-        # the parameter's own shape, but for a sharded parameter that node never runs.
+        # Zero-bubble pipeline schedules, among others, find the AccumulateGrad node through such a
+        # view, but that node of a sharded parameter never runs.
         raise ShardedTensorError(
             f"{x._sharding.name}: autograd would record a view of a sharded parameter, which gets "
             "its gradient from its unit and not from autograd. Take the view under "

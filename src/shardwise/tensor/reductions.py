@@ -39,7 +39,7 @@ def combine(kind: str, run: Tensor, num_elements: int, mesh: DataParallelMesh) -
 
 
 def norms(runs: Sequence[Tensor], mesh: DataParallelMesh, order: float) -> list[Tensor]:
-    """Vector norms of tensors of which each rank stores one of ``runs``, in one exchange."""
+    """Vector norms of tensors, with one exchange; ``runs`` are this rank's parts of them."""
     local = _local_norms(runs, order)
     by_rank = across([norm.to(local[0].dtype) for norm in local], mesh)  # [ranks, tensors]
     # The norm of order 0 counts nonzero elements, so the ranks' counts add up.
@@ -71,7 +71,7 @@ def gather_runs(
     if device.type == "cpu" and mesh.accelerator is not None:  # a shard in host memory
         run = run.to(mesh.accelerator)
     longest = max(len(other) for other in runs)
-    with torch.inference_mode(mode=False):  # written by another thread
+    with torch.inference_mode(mode=False):  # another thread writes to it
         gathered = run.new_zeros(len(runs), longest)
     group = mesh.shards if group is None else group
     links = communicator(mesh.world, run.device)

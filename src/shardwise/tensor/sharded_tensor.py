@@ -1,4 +1,4 @@
-"""A DTensor of which each rank stores one run of elements: a parameter, gradient or state.
+"""`ShardedTensor`: a parameter, gradient or state of which each rank stores one run of elements.
 
 Its placement, `RaggedShard`, gives the runs. ``.shape``, ``.ndim`` and ``.numel()`` describe the
 whole tensor; ``to_local()`` returns this rank's elements, 1-D. `tensor.operations` defines the
@@ -41,7 +41,7 @@ Handler = Callable[[OpOverload, Sequence[Any], Mapping[str, Any]], Any]
 
 
 class RaggedShard(Placement):
-    """Each rank of a mesh dimension stores a run of the row-major elements, which may cut rows."""
+    """Each rank of a mesh dim stores one run of the row-major elements, which may cut rows."""
 
     def __init__(self, layout: Layout, extent: ParameterExtent) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class RaggedShard(Placement):
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The run of each shard; there may be thousands."""
+        """The run of each shard. There may be thousands."""
         return self._layout.runs(self._extent)
 
     def __eq__(self, other: object) -> bool:
@@ -118,15 +118,15 @@ class ShardedTensor(DTensor):
         requires_grad: bool = False,
     ) -> "ShardedTensor":
         assert local.shape == (len(sharding.run),), f"{sharding.name}: {tuple(local.shape)}"
-        self: ShardedTensor = new_dtensor(cls, local, sharding.spec(local), requires_grad)
+        self = new_dtensor(cls, local, sharding.spec(local), requires_grad=requires_grad)
         self._sharding = sharding
         return self
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
-        pass  # `__new__` has done everything, and DTensor's own `__init__` is slow
+        pass  # `__new__` does everything; DTensor's own `__init__` is slow
 
     def to_local(self, *, grad_placements: object = None) -> Tensor:  # noqa: ARG002
-        """This rank's elements, 1-D: a run of the row-major tensor, sharing its memory."""
+        """This rank's elements, 1-D: a run of the row-major tensor. They share its memory."""
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:  # noqa: ARG002
@@ -146,7 +146,7 @@ class ShardedTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **_options: object,
     ) -> DTensor:
-        """A DTensor with other ``placements`` on ``device_mesh``; every rank must call this."""
+        """A DTensor with ``placements`` on ``device_mesh``; every rank must call this."""
         mesh = self.device_mesh if device_mesh is None else device_mesh
         wanted = [Replicate()] * mesh.ndim if placements is None else list(placements)
         if mesh == self.device_mesh and tuple(wanted) == self.placements:
@@ -160,13 +160,13 @@ class ShardedTensor(DTensor):
 
     @property
     def data(self) -> Tensor:
-        """The tensor without autograd history; assigning a sharded or whole tensor copies it."""
+        """The tensor without autograd history. Assigning a sharded or whole tensor copies it."""
         data: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
         return data
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Copy ``value`` and not take its memory, because the shard is a view of a buffer."""
+        """Copy ``value`` into the shard, which stays a view of its buffer."""
         expected, got = ((x.dtype, tuple(x.shape)) for x in (self, value))
         if got != expected:
             raise ShardedTensorError(
@@ -244,7 +244,7 @@ def sharding_for(
     mesh: DataParallelMesh,
     original: Tensor,
 ) -> Sharding:
-    """The Sharding of the parameter at ``extent``, which is still ``original``."""
+    """The Sharding of the parameter at ``extent``; ``original`` is the parameter before."""
     position = f"elements {extent.offset}:{extent.stop} of buffer {unit.layouts.index(layout)}"
     label = f"{position} of {unit.label}"
     in_chunks = isinstance(extent.parameter.granularity, Dim)

@@ -1,4 +1,4 @@
-"""How the elements of a parameter are distributed: which rank stores which, in which DTensor."""
+"""How a parameter is distributed: which rank stores which elements, in which kind of DTensor."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -39,11 +39,10 @@ _SHARDING = "_sharding"  # a parameter's attribute
 
 @dataclass(frozen=True, eq=False)
 class Sharding(ABC):
-    """How the elements of one parameter are distributed over ranks.
+    """How a parameter, its gradient and its optimizer state are distributed over ranks.
 
-    Its gradient and optimizer states share it. `RunSharding` distributes runs of elements,
-    `ChunkSharding` chunks of a dim, and `ExtendedSharding` chunks of tensor classes that define
-    their own gather.
+    `RunSharding` distributes runs of elements, `ChunkSharding` chunks of a dim, and
+    `ExtendedSharding` chunks of tensor classes that define their own gather.
     """
 
     layout: Layout
@@ -51,14 +50,14 @@ class Sharding(ABC):
     mesh: DataParallelMesh
     label: str  # the same on all ranks, even if they name the parameter differently
     unit: str  # the label of its unit
-    dense_spec: DTensorSpec | None = None  # the spec of a parameter that was already a DTensor
+    dense_spec: DTensorSpec | None = None  # set if the parameter was already a DTensor
     _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
 
     _uses_groups: ClassVar[bool]  # whether torch's operators run collectives on these tensors
 
     @abstractmethod
     def wrap(self, local: Tensor) -> DTensor:
-        """The distributed tensor of which this rank stores ``local``, 1-D."""
+        """Make the distributed tensor of which this rank stores ``local``, 1-D."""
 
     @abstractmethod
     def part_of(self, whole: Tensor, shard: int) -> Tensor:
@@ -66,7 +65,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def is_cut_as(self, other: "Sharding") -> bool:
-        """Whether shards of the same number hold the same elements in both."""
+        """Whether every shard holds the same elements in both."""
 
     @abstractmethod
     def describes(self, tensor: Tensor) -> bool:
@@ -91,7 +90,7 @@ class Sharding(ABC):
 
     @cached_property
     def tensor_parallel(self) -> DTensorSpec | None:
-        """``dense_spec`` without the mesh dims that belong to ``mesh``; None if no dim is left."""
+        """``dense_spec`` without the dims that ``mesh`` covers; None if no dim is left."""
         spec, taken = self.dense_spec, self.mesh.dims
         if spec is None or not taken:
             return spec
@@ -107,7 +106,7 @@ class Sharding(ABC):
         vars(parameter)[_SHARDING] = self
 
     def mark_if_described(self, parameter: Tensor) -> None:
-        """Mark ``parameter`` if it is distributed in this way and has no mark."""
+        """Mark ``parameter`` if it has no mark and is distributed in this way."""
         if sharding_of(parameter) is None and self.describes(parameter):
             self.mark(parameter)
 
@@ -141,7 +140,7 @@ class Sharding(ABC):
         return known
 
     def copy_of_local(self, tensor: Tensor) -> Tensor:
-        """A copy of this rank's part of ``tensor``, as `wrap` takes it."""
+        """A copy of this rank's part of ``tensor``, to pass to `wrap`."""
         return local_of(tensor).detach().clone().reshape(-1)
 
     def dense(self, local: Tensor) -> Tensor:
@@ -215,16 +214,15 @@ class ChunkSharding(Sharding):
             return local
         meta = TensorMeta(self.shape, before.stride, local.dtype)
         spec = DTensorSpec(before.mesh, before.placements, tensor_meta=meta)
-        dense: DTensor = new_dtensor(DTensor, local, spec, requires_grad=False)
-        return dense
+        return new_dtensor(DTensor, local, spec)
 
     def local_of_dense(self, dense: Tensor) -> Tensor:
         spec = self.dense_spec
         if spec is None or not isinstance(dense, DTensor):
             return dense
         taken, names = self.mesh.dims, spec.mesh.mesh_dim_names or ()
-        # A gradient may consist of partial sums. Those over our own ranks are reduced with the
-        # shards, so they are left as they are here.
+        # A gradient may consist of partial sums. Partial sums over the ranks of `mesh` are kept
+        # here, because they are reduced with the shards.
         wanted = tuple(
             dense.placements[dim] if taken and names[dim] in taken else placement
             for dim, placement in enumerate(spec.placements)
@@ -238,8 +236,7 @@ class ChunkSharding(Sharding):
         if local.storage_offset():
             local = _with_own_storage(local)
         chunk = local.view(self._own_shape)
-        wrapped: DTensor = new_dtensor(DTensor, chunk, self.spec(chunk), requires_grad=False)
-        return wrapped
+        return new_dtensor(DTensor, chunk, self.spec(chunk))
 
     @cached_property
     def _own_shape(self) -> tuple[int, ...]:
@@ -250,8 +247,8 @@ class ChunkSharding(Sharding):
         return whole.narrow(self._dim, run.start, len(run))
 
     def is_cut_as(self, other: Sharding) -> bool:
-        sizes = self.mesh.size, other.mesh.size
-        return isinstance(other, ChunkSharding) and self._dim == other._dim and len(set(sizes)) == 1
+        same_size = self.mesh.size == other.mesh.size
+        return isinstance(other, ChunkSharding) and self._dim == other._dim and same_size
 
     def describes(self, tensor: Tensor) -> bool:
         spec = next(iter(self._specs.values()))
@@ -270,13 +267,12 @@ class ChunkSharding(Sharding):
 
 
 class ExtendedSharding(ChunkSharding):
-    """Chunks that are tensors of the parameter's own class; gradients and states are plain."""
+    """Distributes chunks of the parameter's own class; gradients and states are plain tensors."""
 
     def wrap(self, local: Tensor) -> DTensor:
         if type(local) is Tensor:
             return super().wrap(local)
-        wrapped: DTensor = new_dtensor(DTensor, local, self.spec(local), requires_grad=False)
-        return wrapped
+        return new_dtensor(DTensor, local, self.spec(local))
 
     def stored_part_of(self, whole: Tensor) -> DTensor:
         """This rank's part of ``whole``, cut with the operations that FSDP2 requires of a class."""
@@ -293,9 +289,9 @@ class ExtendedSharding(ChunkSharding):
 
 
 def _with_own_storage(flat: Tensor) -> Tensor:
-    """The same memory as a Storage of its own, because DTensors with an offset cannot be pickled.
+    """View the same memory through a separate Storage: DTensors with an offset cannot be pickled.
 
-    A slice of a Storage is a Storage that begins there and keeps the whole one alive.
+    A slice of a Storage is a Storage that begins at that offset and keeps the whole one alive.
     """
     if flat.is_meta or not flat.numel():
         return flat.new_empty(flat.shape)
@@ -319,7 +315,7 @@ def sharding_of(parameter: Tensor) -> Sharding | None:
 def mesh_of(parameters: Iterable[Tensor]) -> DataParallelMesh | None:
     """The largest mesh that shards any of ``parameters``; None if none is sharded.
 
-    Experts have smaller meshes than the model that contains them.
+    Experts have smaller meshes than the model around them.
     """
     found = (sharding_of(parameter) for parameter in parameters)
     meshes = (sharding.mesh for sharding in found if sharding is not None)
@@ -327,6 +323,6 @@ def mesh_of(parameters: Iterable[Tensor]) -> DataParallelMesh | None:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor itself; ``to_local()`` may return a view of it."""
+    """The local tensor object of a DTensor; ``to_local()`` may return a view of it."""
     assert isinstance(tensor, DTensor)
     return tensor._local_tensor
