@@ -35,14 +35,9 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import make_parser
-from benchmarks.gpu_figures import (
-    device_figures,
-    memory_figures,
-    reset_memory_figures,
-    seconds_each,
-)
+from benchmarks.gpu_figures import WARM_UP, device_figures, gigabytes, seconds_each, step_figures
 from benchmarks.gpu_models import MODELS, make_work
-from benchmarks.gpu_ranks import COMPARED, WARM_UP, Options, compare, gigabytes
+from benchmarks.gpu_ranks import COMPARED, compare
 from shardwise.bench import harness
 from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures
@@ -82,18 +77,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args(arguments)
     _check(parser, options)
-    models = tuple(options.models.split(","))
-    real = Options(models, options.blocks, options.steps, options.rounds, options.out)
     env = read_rank_env(os.environ)
     if env is not None:
         env.check_nproc(options.nproc)
         with join_world(env) as world:
-            compare(world, real)
+            compare(world, options)
     elif options.nproc is not None:
         check_num_ranks(options.nproc, "--nproc")
-        run_on_local_ranks(options.nproc, compare, real)
+        run_on_local_ranks(options.nproc, compare, options)
     else:
-        _compare_on_one_gpu(models, options)
+        _compare_on_one_gpu(options)
 
 
 def _check(parser: ArgumentParser, options: Namespace) -> None:
@@ -109,17 +102,11 @@ def _check(parser: ArgumentParser, options: Namespace) -> None:
 # -- one GPU ---------------------------------------------------------------------------------------
 
 
-def _compare_on_one_gpu(models: Sequence[str], options: Namespace) -> None:
+def _compare_on_one_gpu(options: Namespace) -> None:
+    device, steps = options.device, options.steps
     tasks = [
-        Task(
-            name,
-            options.blocks or MODELS[name].blocks,
-            engine,
-            ranks,
-            options.device,
-            options.steps,
-        )
-        for name in models
+        Task(name, options.blocks or MODELS[name].blocks, engine, ranks, device, steps)
+        for name in options.models.split(",")
         for ranks in map(int, options.ranks.split(","))
         for engine in COMPARED
     ]
@@ -159,19 +146,14 @@ def measure(task: Task) -> Figures:
     work = make_work(task.model, task.blocks, device)
     trainee, batch = ENGINES[COMPARED[task.engine]].start(work), work.batch(0, 0)
     step = partial(trainee.step, batch)
-    for _ in range(WARM_UP):
-        step()
-    before = reset_memory_figures(device)
-    seconds = seconds_each(step, task.steps, device)
-    memory = memory_figures(device, before, task.steps)
-    flops = count_flops(step)
-    figures = {
+    figures = step_figures(step, task.steps, device)
+    seconds, flops = figures.pop("seconds"), count_flops(step)
+    figures |= {
         "tokens_per_second": MODELS[task.model].tokens / seconds,
         "flops": flops,  # per step
         "flops_per_second": flops / seconds,
         "peak_flops_per_second": peak,
         "share_of_product": flops / seconds / peak,
-        **memory,
         **device_figures(step, device),
     }
     dist.destroy_process_group()
@@ -190,8 +172,7 @@ def product_flops(device: torch.device) -> float:
     """Measure FLOP/s of the product of two bfloat16 matrices."""
     width = PRODUCT[device.type]
     matrix = torch.randn(width, width, dtype=torch.bfloat16, device=device)
-    for _ in range(WARM_UP):
-        matrix @ matrix
+    seconds_each(lambda: matrix @ matrix, WARM_UP, device)
     return 2 * width**3 / seconds_each(lambda: matrix @ matrix, PRODUCTS, device)
 
 

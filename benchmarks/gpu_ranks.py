@@ -5,19 +5,14 @@ each other's memory. Figures are maxima over ranks.
 """
 
 import gc
-from dataclasses import asdict, dataclass
+from argparse import Namespace
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.gpu_figures import (
-    device_figures,
-    memory_figures,
-    reset_memory_figures,
-    seconds_each,
-)
+from benchmarks.gpu_figures import device_figures, gigabytes, milliseconds, step_figures
 from benchmarks.gpu_models import MODELS, make_work
 from shardwise.bench import harness
 from shardwise.bench.engines import ENGINES
@@ -25,32 +20,10 @@ from shardwise.bench.harness import Figures
 from shardwise.bench.traffic import watch_traffic
 from shardwise.launch.world import World
 
-__all__ = ["BASE", "COMPARED", "WARM_UP", "Options", "compare", "gigabytes"]
+__all__ = ["COMPARED", "compare"]
 
-WARM_UP = 3  # steps
 BASE = "fsdp2"
 COMPARED = {BASE: "fsdp2", "shardwise": "shardwise-fsdp"}  # rows of `shardwise bench`
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of the command line."""
-
-    models: tuple[str, ...]
-    blocks: int | None
-    steps: int
-    rounds: int
-    out: Path | None
-
-
-def gigabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.2f}"
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f}"
-
-
 COLUMNS = (
     ("ms", "seconds", milliseconds),
     (f"/ {BASE}", "ratio", str),
@@ -67,11 +40,11 @@ COLUMNS = (
 )
 
 
-def compare(world: World, options: Options) -> None:
+def compare(world: World, options: Namespace) -> None:
     """Measure on every rank; rank 0 prints."""
     rows: dict[str, dict[str, Any]] = {}
     rounds_by_model = {}
-    for name in options.models:
+    for name in options.models.split(","):
         cases = {
             engine: partial(_train, world, options, name, ENGINES[row])
             for engine, row in COMPARED.items()
@@ -95,18 +68,13 @@ def compare(world: World, options: Options) -> None:
         harness.write_json(options.out, {**document, "rounds": by_model, "rows": written})
 
 
-def _train(world: World, options: Options, name: str, engine: Any, number: int) -> Figures:
+def _train(world: World, options: Namespace, name: str, engine: Any, number: int) -> Figures:
     """Measure one turn of one engine on this rank."""
     device = world.device
     work = make_work(name, options.blocks, device)
     trainee, batch = engine.start(work), work.batch(number, world.rank)
     step = partial(trainee.step, batch)
-    for _ in range(WARM_UP):
-        step()
-    before = reset_memory_figures(device)
-    dist.barrier()
-    seconds = seconds_each(step, options.steps, device)
-    figures = {"seconds": seconds, **memory_figures(device, before, options.steps)}
+    figures = step_figures(step, options.steps, device)
     with watch_traffic(trainee.model) as traffic:
         loss = step()
     figures |= device_figures(step, device)
