@@ -23,7 +23,7 @@ def merged(measured: Measured, group: Sequence[int]) -> Measured:
     for unit in others:
         units[unit] = _scaled(units[unit], 0.0)
 
-    def change(parts: Sequence[Part]) -> Iterator[Part]:
+    def change(_rank: int, parts: Sequence[Part]) -> Iterator[Part]:
         renamed = (replace(part, unit=target.get(part.unit, part.unit)) for part in parts)
         for _, adjacent in groupby(renamed, key=lambda part: (part.kind, part.unit)):
             merged_parts = list(adjacent)
@@ -56,7 +56,7 @@ def divided(measured: Measured, unit: int, shares: Sequence[float]) -> Measured:
     ]
     children = list(zip(range(count, len(units)), shares, strict=True))
 
-    def change(parts: Sequence[Part]) -> Iterator[Part]:
+    def change(_rank: int, parts: Sequence[Part]) -> Iterator[Part]:
         for part in parts:
             if part.unit != unit:
                 yield part
