@@ -4,6 +4,7 @@ Lines are up to 100 characters wide.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from rich import box
 from rich.console import Console
@@ -198,12 +199,9 @@ def _moments(memory: Certificate) -> list[Moment]:
     """Return the first and last moments, the peak, and the highest moment before backward."""
     timeline = memory.timeline
     backward = next(n for n, moment in enumerate(timeline) if moment.label.startswith("backward"))
-    found = [timeline[0], max(timeline[:backward], key=_total), memory.peak, timeline[-1]]
+    highest = max(timeline[:backward], key=attrgetter("total"))
+    found = [timeline[0], highest, memory.peak, timeline[-1]]
     return sorted(dict.fromkeys(found), key=timeline.index)
-
-
-def _total(moment: Moment) -> int:
-    return moment.total
 
 
 def _item(line: str) -> Table:
