@@ -5,7 +5,6 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, SupportsFloat
 
@@ -36,20 +35,11 @@ from shardwise.transport.device import device_of, is_accelerator, name_of
 __all__ = ["Recorder", "SomeSteps", "record"]
 
 
-@dataclass(frozen=True, slots=True)
 class SomeSteps(Container[int]):
-    """A few steps after the slower first ones, and then a few of every ``period`` steps."""
-
-    first: range = range(3, 8)
-    period: int = 100
-    num_of_period: int = 3
+    """Steps 3 to 7, because the first ones are slower, and then 3 of every 100 steps."""
 
     def __contains__(self, step: object) -> bool:
-        if not isinstance(step, int):
-            return False
-        return step in self.first or (
-            step >= self.period and step % self.period < self.num_of_period
-        )
+        return isinstance(step, int) and (3 <= step < 8 or (step >= 100 and step % 100 < 3))  # noqa: PLR2004
 
 
 def record(
