@@ -14,17 +14,14 @@ from rich.text import Text
 from shardwise.diagnose.formatting import bytes_text, percent, seconds_text
 from shardwise.diagnose.plan_text import (
     DEFINITIONS,
-    degrees_text,
     described,
-    host_text,
     reasons,
     scaling_text,
-    sharding_text,
+    settings_texts,
     with_device_word,
 )
 from shardwise.diagnose.planning import Planned
 from shardwise.forecast.certificate import CATEGORIES, Certificate, Moment
-from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecast
 from shardwise.forecast.saving import CheckpointPlan, Storage
 from shardwise.forecast.scaling import Curve
@@ -87,23 +84,11 @@ def _candidates_table(planned: Planned) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for number, forecast in enumerate(planned.ranking.fitting[:MAX_ROWS], start=1):
         mark = "*" if forecast in planned.frontier else ""
-        table.add_row(f"{number}{mark}", *_named(forecast.configuration), *_times(forecast))
+        table.add_row(f"{number}{mark}", *settings_texts(forecast.configuration), *_times(forecast))
     rest = len(planned.ranking.fitting) - MAX_ROWS
     if rest > 0:
         table.caption = f"{rest} more on the page (--html FILE)"
     return table
-
-
-def _named(configuration: Configuration) -> tuple[str, ...]:
-    micro = f"{configuration.accumulation} x {configuration.micro_batch}"
-    degrees = degrees_text(configuration)
-    return (
-        sharding_text(configuration) + (f", {degrees}" if degrees else ""),
-        micro,
-        str(configuration.checkpointing),
-        host_text(configuration),
-        str(configuration.prefetch),
-    )
 
 
 def _times(forecast: Forecast) -> tuple[str, ...]:

@@ -10,12 +10,10 @@ from shardwise.diagnose.page.metrics import Chart, Series
 from shardwise.diagnose.page.tables import cell, figure_tiles, table
 from shardwise.diagnose.plan_text import (
     DEFINITIONS,
-    degrees_text,
     described,
-    host_text,
     reasons,
     scaling_text,
-    sharding_text,
+    settings_texts,
     with_device_word,
 )
 from shardwise.diagnose.planning import Planned
@@ -102,18 +100,12 @@ def _candidates(planned: Planned) -> str:
 def _row(number: int, forecast: Forecast) -> str:
     configuration, memory = forecast.configuration, forecast.memory
     name = escape(described(configuration))
-    ranks = configuration.shard_ranks
-    sharding = (sharding_text(configuration), degrees_text(configuration))
+    prefetch, micro_batch = configuration.prefetch, configuration.micro_batch
+    keys = (configuration.shard_ranks, micro_batch, number, number, prefetch)  # to sort by
     return (
         f'<tr data-name="{name}"{"" if forecast.fits else " class=short"}>'
         f'<th scope="row" data-value="{number}">{number}</th>'
-        + cell(ranks, ", ".join(filter(None, sharding)))
-        + cell(
-            configuration.micro_batch, f"{configuration.accumulation} x {configuration.micro_batch}"
-        )
-        + cell(number, escape(str(configuration.checkpointing)))
-        + cell(number, host_text(configuration))
-        + cell(configuration.prefetch, str(configuration.prefetch))
+        + "".join(map(cell, keys, map(escape, settings_texts(configuration))))
         + _time_cells(forecast)
         + cell(memory.device_bytes, bytes_text(memory.device_bytes))
         + cell(memory.host_bytes, bytes_text(memory.host_bytes))
