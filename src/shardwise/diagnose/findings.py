@@ -197,7 +197,7 @@ def _padding(run: _Run) -> Iterator[Finding]:
 
 def _slow_collectives(run: _Run) -> Iterator[Finding]:
     for (kind, unit), seconds in run.measured.transfers.items():
-        line = run.measured.fit(kind, without=[unit])
+        line = run.measured.fit(kind, without=unit)
         usual = line.at(run.measured.bytes_of((kind, unit)))
         if not usual or seconds < _SLOW_FACTOR * usual:
             continue

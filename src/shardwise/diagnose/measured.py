@@ -73,13 +73,12 @@ class Measured:
         figures = self.units[unit]
         return figures.gradient_bytes if kind is EventKind.REDUCE else figures.gathered_bytes
 
-    def fit(self, kind: EventKind, *, without: Iterable[int] = ()) -> Line:
+    def fit(self, kind: EventKind, *, without: int | None = None) -> Line:
         """Fit the time of collectives to their size; a few slow outliers do not affect the fit."""
-        excluded = set(without)
         points = [
             (self.bytes_of(key), seconds)
             for key, seconds in self.transfers.items()
-            if key[0] is kind and key[1] not in excluded and self.bytes_of(key)
+            if key[0] is kind and key[1] != without and self.bytes_of(key)
         ]
         return _line_through(points)
 

@@ -57,11 +57,12 @@ def figures(planned: Planned) -> list[str]:
         f"exposed communication {seconds_text(step.exposed_seconds)}"
     )
     available = bytes_text(winner.cluster.accelerator.memory_bytes)
+    host = f"; {bytes_text(memory.host_bytes)} of host memory" if memory.host_bytes else ""
     used = (
         f"{bytes_text(memory.device_bytes)} of a GPU's {available}: "
         f"{bytes_text(memory.peak_bytes)} in tensors (at {memory.peak.label}), "
         f"{bytes_text(memory.reserve_bytes)} reserved, {bytes_text(memory.overhead_bytes)} for the "
-        f"driver and its libraries{_host(memory)}"
+        f"driver and its libraries{host}"
     )
     budget = planned.budget.summary(winner)
     return [
@@ -69,10 +70,6 @@ def figures(planned: Planned) -> list[str]:
         with_device_word(winner.cluster, used),
         *([budget] if budget else []),
     ]
-
-
-def _host(memory: Certificate) -> str:
-    return f"; {bytes_text(memory.host_bytes)} of host memory" if memory.host_bytes else ""
 
 
 def _candidates_table(planned: Planned) -> Table:

@@ -58,7 +58,7 @@ class UnitFigures:
 
     @classmethod
     def of(cls, unit: UnitPlan, own_bytes: int) -> Self:
-        own = {
+        own: dict[str, Any] = {
             "num_parameters": len(unit.parameters),
             "num_elements": sum(spec.num_elements for spec in unit.parameters),
             "own_bytes": own_bytes,
