@@ -1,4 +1,4 @@
-"""``shardwise doctor``; its checks of checkpoints are tested with these."""
+"""``shardwise doctor``; tests/checkpoint tests its checks of checkpoints."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the page and the tables of `shardwise report` say, without a browser."""
+"""The contents of the page and the tables of `shardwise report`, without a browser."""
 
 import base64
 import gzip
@@ -28,7 +28,7 @@ RANKS = record_run(Run(slowness={2: 1.5}))
 
 
 class Scripts(HTMLParser):
-    """The texts of a page's scripts by their id, and all its addresses."""
+    """Collects the texts of a page's scripts by id, and all URLs in it."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
