@@ -84,7 +84,7 @@ def losses_of(dtype: str, names: list[str]) -> dict[str, list[float]]:
     return {name: [round_.cases[name]["loss"] for round_ in rounds] for name in names}
 
 
-ON_2_RANKS = [name for name in HERE if ENGINES[name].suits(2)]
+ON_2_RANKS = [name for name in HERE if ENGINES[name].supports_ranks(2)]
 BY_DEFAULT = [name for name in ON_2_RANKS if ENGINES[name].is_quick]
 
 

@@ -193,13 +193,7 @@ class _Timer(Recorder):  # type: ignore[no-untyped-call]
         self._on_gpu = device.type == "cuda"
         self._times: list[Any] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         began = self._now()
         result = func(*args, **kwargs)

@@ -89,13 +89,7 @@ class _Watch(TorchDispatchMode):
         self.sent_bytes = 0.0
         self.num_calls = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
         collective = name.removeprefix("c10d::")
