@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import mean, median
 
-from shardwise.diagnose.changes import divided, merged
+from shardwise.diagnose.changes import merge_units, split_unit
 from shardwise.diagnose.formatting import bytes_text, seconds_text
 from shardwise.diagnose.measured import Measured, measure
 from shardwise.diagnose.recording import RankRecording, UnitFigures
@@ -128,7 +128,7 @@ def _small_units(run: _Run) -> Iterator[Finding]:
         group = list(indices)
         if is_small and parent is not None and len(group) > 1:
             num_small += len(group)
-            changed = merged(changed, group)
+            changed = merge_units(changed, group)
     if num_small:
         yield run.finding(
             f"{num_small} units have less than {bytes_text(_SMALL_UNIT)}: merge them",
@@ -151,7 +151,7 @@ def _large_units(run: _Run) -> Iterator[Finding]:
             "divide it into units",
             f'Nothing computes while it is gathered; units="auto" makes its {len(shares)} blocks '
             "units of their own.",
-            divided(run.measured, index, shares).replayed(),
+            split_unit(run.measured, index, shares).replayed(),
             unit=index,
             memory=True,
         )

@@ -19,14 +19,14 @@ from shardwise.diagnose.recording import (
 from shardwise.forecast.replay import Costs, Part, Program, Replayed, replay
 from shardwise.schedule.events import COMPUTE, WAITS, EventKind
 
-__all__ = ["Line", "Measured", "measure", "transfer_seconds"]
+__all__ = ["LinearCost", "Measured", "measure", "transfer_seconds"]
 
 _LARGE = 1 << 20  # bytes from which a collective's time exceeds its latency
 _Key = tuple[EventKind, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LinearCost:
     """Time of a collective as a function of its size: seconds = latency + bytes * slope."""
 
     latency: float
@@ -73,14 +73,14 @@ class Measured:
         figures = self.units[unit]
         return figures.gradient_bytes if kind is EventKind.REDUCE else figures.gathered_bytes
 
-    def fit(self, kind: EventKind, *, without: int | None = None) -> Line:
+    def fit(self, kind: EventKind, *, without: int | None = None) -> LinearCost:
         """Fit the time of collectives to their size; a few slow outliers do not affect the fit."""
         points = [
             (self.bytes_of(key), seconds)
             for key, seconds in self.transfers.items()
             if key[0] is kind and key[1] != without and self.bytes_of(key)
         ]
-        return _line_through(points)
+        return _fit_line(points)
 
     def with_compute(self, change: Callable[[int, float], float]) -> "Measured":
         """Replace the seconds of every part by ``change(rank, seconds)``."""
@@ -135,7 +135,7 @@ def measure(ranks: Sequence[RankRecording]) -> Measured:
     )
 
 
-def _line_through(points: Sequence[tuple[int, float]]) -> Line:
+def _fit_line(points: Sequence[tuple[int, float]]) -> LinearCost:
     """Fit a line with the Theil-Sen estimator: the median of the slopes between points."""
     slopes = [
         (after[1] - before[1]) / (after[0] - before[0])
@@ -146,9 +146,9 @@ def _line_through(points: Sequence[tuple[int, float]]) -> Line:
         size = points[0][0] if points else 1
         seconds = median(seconds for _, seconds in points) if points else 0.0
         latency = 0.0 if size >= _LARGE else seconds
-        return Line(latency, (seconds - latency) / size)
+        return LinearCost(latency, (seconds - latency) / size)
     slope = max(0.0, median(slopes))
-    return Line(max(0.0, median(seconds - slope * size for size, seconds in points)), slope)
+    return LinearCost(max(0.0, median(seconds - slope * size for size, seconds in points)), slope)
 
 
 # -- updates: the passes between two changes of the parameters -----------------------------------

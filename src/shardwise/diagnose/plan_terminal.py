@@ -14,7 +14,7 @@ from rich.text import Text
 from shardwise.diagnose.formatting import bytes_text, percent, seconds_text
 from shardwise.diagnose.plan_text import (
     DEFINITIONS,
-    described,
+    describe,
     reasons,
     scaling_text,
     settings_texts,
@@ -35,7 +35,7 @@ def show(console: Console, planned: Planned) -> None:
     """Print the result of the search."""
     console.print(Text(f"{planned.title}: {'; '.join(planned.facts)}\n"))
     console.print(_candidates_table(planned))
-    console.print(Text(f"\nBest: {described(planned.winner.configuration)}", style="bold"))
+    console.print(Text(f"\nBest: {describe(planned.winner.configuration)}", style="bold"))
     for line in figures(planned):
         console.print(Text(line))
     for line in reasons(planned.ranking):

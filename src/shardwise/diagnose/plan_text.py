@@ -14,8 +14,8 @@ from shardwise.forecast.search import Ranking, best_alternatives
 __all__ = [
     "DEFINITIONS",
     "Budget",
-    "described",
-    "lacks",
+    "describe",
+    "missing_text",
     "reasons",
     "scaling_text",
     "settings_texts",
@@ -130,7 +130,7 @@ def settings_texts(configuration: Configuration) -> tuple[str, ...]:
     )
 
 
-def described(configuration: Configuration) -> str:
+def describe(configuration: Configuration) -> str:
     """Describe a configuration in one line that is unique among the candidates of a search."""
     micro = f"{configuration.accumulation} x {configuration.micro_batch}"
     parts = [_sharding_text(configuration), f"micro-batches {micro}"]
@@ -216,11 +216,11 @@ def _too_large(ranking: Ranking) -> Iterator[str]:
         if kind not in seen and _sharding_text(forecast.configuration) == _sharding_text(best):
             seen.add(kind)
             micro = forecast.configuration.micro_batch
-            needed = lacks(forecast)
+            needed = missing_text(forecast)
             yield f"checkpointing {kind}, micro-batch {micro}: does not fit, needs {needed}"
 
 
-def lacks(forecast: Forecast) -> str:
+def missing_text(forecast: Forecast) -> str:
     """Format by how much a configuration exceeds the memory of a device."""
     available = bytes_text(forecast.cluster.accelerator.memory_bytes)
     return with_device_word(

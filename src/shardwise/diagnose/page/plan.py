@@ -10,7 +10,7 @@ from shardwise.diagnose.page.metrics import Chart, Series
 from shardwise.diagnose.page.tables import cell, figure_tiles, table
 from shardwise.diagnose.plan_text import (
     DEFINITIONS,
-    described,
+    describe,
     reasons,
     scaling_text,
     settings_texts,
@@ -46,7 +46,7 @@ def render_plan(planned: Planned) -> str:
             "definitions": "Definitions",
         },
         tiles=_tiles(planned),
-        winner=escape(described(planned.winner.configuration)),
+        winner=escape(describe(planned.winner.configuration)),
         reasons="".join(f"<li>{escape(line)}</li>" for line in reasons(planned.ranking)),
         call=escape(planned.call),
         config=escape(planned.config),
@@ -99,7 +99,7 @@ def _candidates(planned: Planned) -> str:
 
 def _row(number: int, forecast: Forecast) -> str:
     configuration, memory = forecast.configuration, forecast.memory
-    name = escape(described(configuration))
+    name = escape(describe(configuration))
     prefetch, micro_batch = configuration.prefetch, configuration.micro_batch
     keys = (configuration.shard_ranks, micro_batch, number, number, prefetch)  # to sort by
     return (
@@ -176,6 +176,6 @@ def _points(label: str, found: Iterable[Forecast], *, joined: bool = False) -> S
         label,
         [float(forecast.memory.device_bytes) for forecast in shown],
         [forecast.step.tokens_per_second for forecast in shown],
-        [described(forecast.configuration) for forecast in shown],
+        [describe(forecast.configuration) for forecast in shown],
         joined,
     )
