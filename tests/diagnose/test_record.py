@@ -163,6 +163,16 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path: Path) -> None:
     assert not sw.ledger(model).readers
 
 
+def test_a_full_disk_raises_nothing_at_the_end_of_a_recording(tmp_path: Path) -> None:
+    model = sw.fully_shard(nn.Linear(4, 4))
+    recorder = sw.record(model, tmp_path)
+    recorder._file.close()
+    recorder._file = open("/dev/full", "w")  # noqa: PTH123, SIM115
+    with pytest.warns(UserWarning, match="recording stopped") as warned, recorder:
+        model(torch.randn(2, 4)).sum().backward()
+    assert len(warned) == 1
+
+
 def test_hooks_of_the_user_keep_deciding_what_is_saved(tmp_path: Path) -> None:
     model = sw.fully_shard(Stack())
     saved: list[torch.Tensor] = []

@@ -129,7 +129,8 @@ class Recorder(LedgerReader):
         self._detach()
         while self._pending:  # on an accelerator, the host waits for them
             self._write(list(self._pending.popleft().lines(self._offset)))
-        self._file.close()
+        with suppress(OSError):  # raised again for text that `_write` could not flush
+            self._file.close()
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Record the ``with`` block as a span called ``name``, such as "data" or "checkpoint"."""
@@ -204,6 +205,7 @@ class Recorder(LedgerReader):
             self._file.flush()  # so that the steps of a killed run are kept
         except OSError as error:  # a full disk must not stop training
             warnings.warn(f"{self._file.name}: recording stopped: {error}", stacklevel=2)
+            self._pending.clear()
             self._detach()
 
     def _detach(self) -> None:
