@@ -185,6 +185,16 @@ def test_the_command_writes_the_page_and_prints_tables_of_100_columns(
     assert other.exists()
 
 
+@pytest.mark.parametrize("option", ["--output", "--trace"])
+def test_a_directory_that_does_not_exist_is_a_usage_error(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, RANKS)
+    path = tmp_path / "missing" / "file"
+    assert main(["report", str(tmp_path), option, str(path)]) == 2
+    assert f"{path}: cannot be written" in capsys.readouterr().err
+
+
 def test_findings_in_the_terminal_say_what_they_save() -> None:
     out = StringIO()
     ranks = record_run(Run(num_blocks=30, num_steps=1))
