@@ -105,7 +105,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Bytes that an op of `_COPIES` wrote."""
+    """Return the bytes that an op of `_COPIES` wrote."""
     if name == "fsdp::all_gather_copy_in":  # returns the whole buffer, but fills one slot
         return _bytes(args[0])
     out = kwargs.get("out")

@@ -76,7 +76,7 @@ def record(
 
 
 class Recorder(LedgerReader):
-    """A recording under way. Use it as a context manager, or call `close` at the end."""
+    """An ongoing recording. Use it as a context manager, or call `close` at the end."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Recorder(LedgerReader):
         counted, padding = self._tokens or (0, 0)
         self._tokens = counted + tokens, padding + padded
 
-    # -- what the ledger calls -------------------------------------------------------------------
+    # -- called by the ledger --------------------------------------------------------------------
 
     def forward_began(self) -> None:
         ledger = self._ledger()
