@@ -186,11 +186,12 @@ def test_the_command_writes_the_page_and_prints_tables_of_100_columns(
 
 
 @pytest.mark.parametrize("option", ["--output", "--trace"])
-def test_a_directory_that_does_not_exist_is_a_usage_error(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["missing/file", "recording"])
+def test_an_output_that_cannot_be_written_is_a_usage_error(
+    option: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path, RANKS)
-    path = tmp_path / "missing" / "file"
+    path = tmp_path / name
     assert main(["report", str(tmp_path), option, str(path)]) == 2
     assert f"{path}: cannot be written" in capsys.readouterr().err
 

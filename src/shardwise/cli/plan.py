@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.options import check_folders, split_names
+from shardwise.cli.options import check_outputs, split_names
 from shardwise.errors import ConfigError
 from shardwise.plan.spelling import did_you_mean
 
@@ -132,7 +132,7 @@ def plan(
         return
     if model is None:
         raise ConfigError("plan: expected a model, such as llama-3-8b, or --score FILE")
-    check_folders(html, trace, config)
+    check_outputs(html, trace, config)
     from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
 
     from shardwise.diagnose import plan_terminal  # noqa: PLC0415
