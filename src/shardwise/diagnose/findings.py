@@ -41,7 +41,10 @@ class _Run:
     def finding(
         self, title: str, detail: str, changed: Replayed, *, memory: bool = False, **place: int
     ) -> Finding:
-        """Return a finding with the savings of ``changed``; with ``memory``, its title has them."""
+        """Return a finding with the time and memory that ``changed`` saves.
+
+        With ``memory``, the title ends with the memory. ``place`` is the unit or rank to show.
+        """
         saved_bytes = self.base.peak_gathered_bytes - changed.peak_gathered_bytes
         if memory:
             title += f" ({_change_of(saved_bytes)})"
