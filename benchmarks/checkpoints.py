@@ -47,13 +47,6 @@ SHAPES = {  # by approximate number of parameters, in millions
     "500": Shape(vocabulary=16384, context=128, width=1536, layers=16, heads=16),
 }
 BASE = "dcp"
-FIGURES = (
-    "save_seconds",
-    "save_extra_bytes",
-    "load_seconds",
-    "load_extra_bytes",
-    "blocked_seconds",
-)
 PIECE_BYTES, MAX_BARE_BYTES = 1 << 20, 1 << 29
 SAMPLE_SECONDS = 0.005
 

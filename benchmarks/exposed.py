@@ -15,8 +15,7 @@ engine.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -158,7 +157,11 @@ def record(engine: str, setting: Setting) -> Graph:
     """Record what forward and backward of ``engine`` launch."""
     global GRAPH  # noqa: PLW0603 - torch makes the streams and groups that append to it
     least = fused_wgrad._LEAST_ELEMENTS // SCALE**2
-    with _recorded_on(setting.ranks), mock.patch.object(fused_wgrad, "_LEAST_ELEMENTS", least):
+    with (
+        mock.patch.multiple(host, _Group=_Group, _Stream=_Stream, _Event=_Event),
+        mock.patch.object(fused_wgrad, "_LEAST_ELEMENTS", least),
+        host.simulate_rank_of(setting.ranks),
+    ):
         work = gpt_work(setting)
         GRAPH = graph = Graph()
         trainee, batch = ENGINES[engine].start(work), work.batch(0, 0)
@@ -168,13 +171,6 @@ def record(engine: str, setting: Setting) -> Graph:
         with _Kernels():  # type: ignore[no-untyped-call]
             trainee.loss(batch).backward()  # type: ignore[no-untyped-call]
     return graph
-
-
-@contextmanager
-def _recorded_on(num_ranks: int) -> Iterator[None]:
-    classes = {"_Group": _Group, "_Stream": _Stream, "_Event": _Event}
-    with mock.patch.multiple(host, **classes), host.posing_as_one_of(num_ranks):  # type: ignore[call-overload]
-        yield
 
 
 class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]

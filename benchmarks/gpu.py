@@ -6,7 +6,8 @@ on a GPU, and not how it scales. Each engine runs in its own processes, which ta
 are medians over processes.
 
 On several GPUs (``--nproc 8``, or ``torchrun --nproc-per-node 8 -m benchmarks.gpu``), the ranks are
-real and use NCCL; engines take turns there, too (`benchmarks.gpu_ranks`). *Communication* is the
+real and use NCCL. In each round, every engine builds the model, trains it and frees it, so that
+engines do not affect each other's memory. Figures are maxima over ranks. *Communication* is the
 time in which a collective runs on the device, and *exposed* the part of it in which nothing else
 runs.
 
@@ -22,6 +23,7 @@ to torch's allocator per step, and device allocations its requests to the driver
 waits for a stream or an event of the device.
 """
 
+import gc
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -29,6 +31,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,20 +39,24 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import make_parser
 from benchmarks.gpu_figures import (
+    WARM_UP,
     device_figures,
-    memory_figures,
-    reset_memory_figures,
+    gigabytes,
+    milliseconds,
     seconds_each,
+    step_figures,
 )
 from benchmarks.gpu_models import MODELS, make_work
-from benchmarks.gpu_ranks import COMPARED, WARM_UP, Options, compare, gigabytes
 from shardwise.bench import harness
 from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures
+from shardwise.bench.traffic import watch_traffic
 from shardwise.launch.environment import read_rank_env
 from shardwise.launch.local import check_num_ranks, run_on_local_ranks
-from shardwise.launch.world import join_world
+from shardwise.launch.world import World, join_world
 
+BASE = "fsdp2"
+COMPARED = {BASE: "fsdp2", "shardwise": "shardwise-fsdp"}  # rows of `shardwise bench`
 PRODUCT = {"cuda": 8192, "cpu": 256}  # width of the matrices whose product measures the peak
 PRODUCTS = 20
 
@@ -82,18 +89,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args(arguments)
     _check(parser, options)
-    models = tuple(options.models.split(","))
-    real = Options(models, options.blocks, options.steps, options.rounds, options.out)
     env = read_rank_env(os.environ)
     if env is not None:
         env.check_nproc(options.nproc)
         with join_world(env) as world:
-            compare(world, real)
+            _compare_on_ranks(world, options)
     elif options.nproc is not None:
         check_num_ranks(options.nproc, "--nproc")
-        run_on_local_ranks(options.nproc, compare, real)
+        run_on_local_ranks(options.nproc, _compare_on_ranks, options)
     else:
-        _compare_on_one_gpu(models, options)
+        _compare_on_one_gpu(options)
 
 
 def _check(parser: ArgumentParser, options: Namespace) -> None:
@@ -109,17 +114,11 @@ def _check(parser: ArgumentParser, options: Namespace) -> None:
 # -- one GPU ---------------------------------------------------------------------------------------
 
 
-def _compare_on_one_gpu(models: Sequence[str], options: Namespace) -> None:
+def _compare_on_one_gpu(options: Namespace) -> None:
+    device, steps = options.device, options.steps
     tasks = [
-        Task(
-            name,
-            options.blocks or MODELS[name].blocks,
-            engine,
-            ranks,
-            options.device,
-            options.steps,
-        )
-        for name in models
+        Task(name, options.blocks or MODELS[name].blocks, engine, ranks, device, steps)
+        for name in options.models.split(",")
         for ranks in map(int, options.ranks.split(","))
         for engine in COMPARED
     ]
@@ -159,19 +158,14 @@ def measure(task: Task) -> Figures:
     work = make_work(task.model, task.blocks, device)
     trainee, batch = ENGINES[COMPARED[task.engine]].start(work), work.batch(0, 0)
     step = partial(trainee.step, batch)
-    for _ in range(WARM_UP):
-        step()
-    before = reset_memory_figures(device)
-    seconds = seconds_each(step, task.steps, device)
-    memory = memory_figures(device, before, task.steps)
-    flops = count_flops(step)
-    figures = {
+    figures = step_figures(step, task.steps, device)
+    seconds, flops = figures.pop("seconds"), count_flops(step)
+    figures |= {
         "tokens_per_second": MODELS[task.model].tokens / seconds,
         "flops": flops,  # per step
         "flops_per_second": flops / seconds,
         "peak_flops_per_second": peak,
         "share_of_product": flops / seconds / peak,
-        **memory,
         **device_figures(step, device),
     }
     dist.destroy_process_group()
@@ -190,9 +184,75 @@ def product_flops(device: torch.device) -> float:
     """Measure FLOP/s of the product of two bfloat16 matrices."""
     width = PRODUCT[device.type]
     matrix = torch.randn(width, width, dtype=torch.bfloat16, device=device)
-    for _ in range(WARM_UP):
-        matrix @ matrix
+    seconds_each(lambda: matrix @ matrix, WARM_UP, device)
     return 2 * width**3 / seconds_each(lambda: matrix @ matrix, PRODUCTS, device)
+
+
+# -- several GPUs ----------------------------------------------------------------------------------
+
+_COLUMNS = (
+    ("ms", "seconds", milliseconds),
+    (f"/ {BASE}", "ratio", str),
+    ("tokens/s", "tokens_per_second", "{:,.0f}".format),
+    ("peak GB", "allocated_peak", gigabytes),
+    ("reserved GB", "reserved_peak", gigabytes),
+    ("comm. ms", "communication_seconds", milliseconds),
+    ("exposed ms", "exposed_seconds", milliseconds),
+    ("collectives", "collectives", "{:.0f}".format),
+    ("sent GB", "sent_bytes", gigabytes),
+    ("kernels", "kernel_launches", "{:.0f}".format),
+    ("waits", "host_waits", "{:.0f}".format),
+    ("loss", "loss", "{:.4f}".format),
+)
+
+
+def _compare_on_ranks(world: World, options: Namespace) -> None:
+    """Measure on every rank; rank 0 prints."""
+    rows: dict[str, dict[str, Any]] = {}
+    rounds_by_model = {}
+    for name in options.models.split(","):
+        cases = {
+            engine: partial(_measure_turn, world, options, name, ENGINES[row])
+            for engine, row in COMPARED.items()
+        }
+        own = harness.interleave(cases, options.rounds, title=name, visible=world.is_first)
+        rounds = rounds_by_model[name] = harness.merge(world.gather(own), worst=None)
+        for engine in cases:
+            figures = harness.medians(rounds, engine)
+            rows[f"{name}: {engine}"] = figures | {
+                "ratio": harness.ratio(rounds, engine, BASE),
+                "tokens_per_second": MODELS[name].tokens / figures["seconds"],
+            }
+    if not world.is_first:
+        return
+    title = f"{world.size} ranks on {world.device.type}, {dist.get_backend()}"
+    harness.make_console().print(harness.make_table(title, _COLUMNS, rows))
+    if options.out is not None:
+        written = {name: row | {"ratio": asdict(row["ratio"])} for name, row in rows.items()}
+        by_model = {name: list(map(asdict, rounds)) for name, rounds in rounds_by_model.items()}
+        document = {"ranks": world.size, "backend": dist.get_backend()}
+        harness.write_json(options.out, {**document, "rounds": by_model, "rows": written})
+
+
+def _measure_turn(world: World, options: Namespace, name: str, engine: Any, number: int) -> Figures:
+    """Measure one turn of one engine on this rank."""
+    device = world.device
+    work = make_work(name, options.blocks, device)
+    trainee, batch = engine.start(work), work.batch(number, world.rank)
+    step = partial(trainee.step, batch)
+    figures = step_figures(step, options.steps, device)
+    with watch_traffic(trainee.model) as traffic:
+        loss = step()
+    figures |= device_figures(step, device)
+    figures |= {
+        "collectives": traffic.num_collectives,
+        "sent_bytes": traffic.sent_bytes,
+        "loss": float(loss),
+    }
+    dist.barrier()
+    del work, trainee, step
+    gc.collect()  # FSDP2's modules are in reference cycles
+    return figures
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ import time
 from collections.abc import Callable, Iterable
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.bench.harness import Figures
 
-__all__ = ["device_figures", "memory_figures", "reset_memory_figures", "seconds_each"]
+__all__ = ["WARM_UP", "device_figures", "gigabytes", "milliseconds", "seconds_each", "step_figures"]
 
+WARM_UP = 3  # calls
 Span = tuple[float, float]  # begin and end
 _COUNTED = ("allocator_calls", "device_allocations")
 # NCCL's kernels, and its copies between devices by copy engines.
@@ -35,20 +37,21 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def reset_memory_figures(device: torch.device) -> Figures:
-    """Reset peaks and return idle memory to the driver; the result is for `memory_figures`."""
+def step_figures(step: Callable[[], object], times: int, device: torch.device) -> Figures:
+    """Return the mean seconds of a step and, on a GPU, peaks of memory and calls per step."""
+    for _ in range(WARM_UP):
+        step()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    return _memory(device)
-
-
-def memory_figures(device: torch.device, before: Figures, steps: int) -> Figures:
-    """Return peaks since ``before`` and calls per step; on a CPU, nothing."""
-    return {
-        name: (value - before[name]) / steps if name in _COUNTED else value
+    before = _memory(device)
+    dist.barrier()
+    seconds = seconds_each(step, times, device)
+    memory = {
+        name: (value - before[name]) / times if name in _COUNTED else value
         for name, value in _memory(device).items()
     }
+    return {"seconds": seconds, **memory}
 
 
 def _memory(device: torch.device) -> Figures:
@@ -111,3 +114,11 @@ def total(spans: Iterable[Span]) -> float:
         length += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
     return length
+
+
+def gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f}"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"

@@ -1,11 +1,4 @@
-"""The models of `benchmarks.gpu`, with random batches.
-
-They train in bfloat16 with float32 shards, activation checkpointing and fused AdamW:
-
-- *gpt-175b*: as many blocks of its shape (width 12,288, 96 heads) as fit;
-- *llama-8b*: the whole Llama-3.1-8B of `transformers`;
-- *tiny*: a model to test the scripts, also on a CPU.
-"""
+"""The models of `benchmarks.gpu`, with random batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -19,11 +19,11 @@ waits for; *syncs* counts calls in which the host would wait for the device.
 
 import gc
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
@@ -70,17 +70,6 @@ _SYNCS = {  # operators whose result, or its size, the host needs
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The settings of a measurement."""
-
-    num_ranks: int
-    units: int
-    layers: int  # layers per unit, each with a weight and a bias
-    bf16: bool
-    rounds: int
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print."""
     parser = make_parser("host", __doc__, rounds=60)
@@ -88,15 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--ranks", default="8,64,1024,16384", help="numbers of ranks to simulate, comma-separated"
     )
     parser.add_argument("--units", type=int, default=50, help="number of units")
-    parser.add_argument("--layers", type=int, default=1, help="layers per unit")
+    parser.add_argument("--layers", type=int, default=1, help="layers per unit, with bias")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     options = parser.parse_args(arguments)
     rows: dict[str, Figures] = {}
     for num_ranks in map(int, options.ranks.split(",")):
-        is_bf16 = options.dtype == "bf16"
-        setting = Setting(num_ranks, options.units, options.layers, is_bf16, options.rounds)
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            rounds, counts = process.submit(measure, setting).result()
+            rounds, counts = process.submit(measure, num_ranks, options).result()
         for engine in COMPARED:
             ratio = harness.ratio(rounds, engine, BASE)
             rows[f"{num_ranks} ranks: {engine}"] = {
@@ -123,35 +110,36 @@ def microseconds(seconds: float) -> str:
 # -- a process that simulates one of many ranks ----------------------------------------------------
 
 
-def measure(setting: Setting) -> tuple[list[Round], dict[str, Figures]]:
+def measure(num_ranks: int, options: Namespace) -> tuple[list[Round], dict[str, Figures]]:
     """Return the rounds and each engine's calls in a step, all per unit."""
     torch.set_num_threads(1)
-    with posing_as_one_of(setting.num_ranks):
-        work = make_work(setting)
+    with simulate_rank_of(num_ranks):
+        work = make_work(options)
         trainees = {engine: ENGINES[engine].start(work) for engine in COMPARED}
         batch = work.batch(0, 0)
         cases = {
-            engine: partial(time_step, trainee, batch, setting.units)
+            engine: partial(time_step, trainee, batch, options.units)
             for engine, trainee in trainees.items()
         }
         gc.freeze()  # otherwise each collection would visit all existing objects
-        title = f"{setting.num_ranks} ranks"
-        rounds = harness.interleave(cases, setting.rounds, title=title, warm_up=WARM_UP)
+        title = f"{num_ranks} ranks"
+        rounds = harness.interleave(cases, options.rounds, title=title, warm_up=WARM_UP)
         counts = {
-            engine: count_calls(partial(trainee.step, batch), setting.units)
+            engine: count_calls(partial(trainee.step, batch), options.units)
             for engine, trainee in trainees.items()
         }
     return harness.merge([rounds]), counts
 
 
-def make_work(setting: Setting) -> Work:
+def make_work(options: Namespace) -> Work:
     def build() -> nn.Module:
-        return nn.Sequential(*(_Unit(setting.layers) for _ in range(setting.units)))
+        return nn.Sequential(*(_Unit(options.layers) for _ in range(options.units)))
 
     def draw(generator: torch.Generator) -> Tensor:
         return torch.randn(1, WIDTH, generator=generator)
 
-    return Work(build, _Unit, draw, lambda model, x: model(x).float().sum(), bf16=setting.bf16)
+    bf16 = options.dtype == "bf16"
+    return Work(build, _Unit, draw, lambda model, x: model(x).float().sum(), bf16=bf16)
 
 
 class _Unit(nn.Sequential):
@@ -218,7 +206,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def posing_as_one_of(num_ranks: int) -> Iterator[None]:
+def simulate_rank_of(num_ranks: int) -> Iterator[None]:
     """Simulate rank 0 of ``num_ranks`` on an "accelerator" that uses host memory."""
     backend = dist.Backend._BackendPlugin(
         lambda options, _: _Group(options.group_rank, options.group_size),  # type: ignore[call-arg]

@@ -12,13 +12,12 @@ collectives that DTensor calls; for shardwise, as its transport counts.
 and SOAP at the same learning rate, and plots the losses.
 """
 
-import contextlib
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +98,7 @@ def _gpt(options: Namespace) -> GPT:
 def _torch_muon(options: Namespace) -> Callable[[int], Figures]:
     matrices = _fsdp2_matrices(options)
     optimizer: Optimizer = torch.optim.Muon(matrices)
-    return partial(_step, matrices, optimizer.step, _Collectives())
+    return partial(_step, matrices, optimizer.step, _count_of_dtensor)
 
 
 def _gathering_muon(options: Namespace) -> Callable[[int], Figures]:
@@ -117,7 +116,7 @@ def _gathering_muon(options: Namespace) -> Callable[[int], Figures]:
             num_ranks, rank = matrix.device_mesh.size(), matrix.device_mesh.get_local_rank()
             matrix.to_local().copy_(copy.chunk(num_ranks)[rank])
 
-    return partial(_step, matrices, update, _Collectives())
+    return partial(_step, matrices, update, _count_of_dtensor)
 
 
 def _fsdp2_matrices(options: Namespace) -> list[DTensor]:
@@ -134,11 +133,15 @@ def _ours(options: Namespace, granularity: Any) -> Callable[[int], Figures]:
     optimizer = sw.optim.Muon(matrices, ns_dtype=torch.bfloat16)
     sharding = matrices[0].sharding  # type: ignore[attr-defined]
     links = communicator(sharding.mesh.world, torch.device("cpu"))
-    return partial(_step, matrices, optimizer.step, _OwnCollectives((links.gather, links.reduce)))
+    count = partial(_count_ours, (links.gather, links.reduce))
+    return partial(_step, matrices, optimizer.step, count)
 
 
 def _step(
-    matrices: Sequence[Tensor], update: Callable[[], object], watch: "_Watch", number: int
+    matrices: Sequence[Tensor],
+    update: Callable[[], object],
+    count: Callable[[Callable[[], object]], tuple[float, float]],
+    number: int,
 ) -> Figures:
     torch.manual_seed(number)
     for parameter in matrices:
@@ -146,10 +149,7 @@ def _step(
     began, began_cpu = time.perf_counter(), time.process_time()
     update()
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
-    before = watch.sent
-    with watch:
-        update()
-    num_collectives, sent_bytes = (b - a for a, b in zip(before, watch.sent, strict=True))
+    num_collectives, sent_bytes = count(update)
     return {
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
@@ -158,36 +158,26 @@ def _step(
     }
 
 
-class _Watch(Protocol):
-    """Counts calls of collectives, and the bytes that this rank sends in them."""
-
-    @property
-    def sent(self) -> tuple[float, float]: ...
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(self, *error: Any) -> None: ...
+def _count_ours(queues: Sequence[Collectives], update: Callable[[], object]) -> tuple[float, float]:
+    """Count collectives and the bytes that this rank sends with shardwise's own counters."""
+    before = [queue.sent for queue in queues]
+    update()
+    pairs = [(queue.sent, sent) for queue, sent in zip(queues, before, strict=True)]
+    calls, num_bytes = (sum(now[i] - then[i] for now, then in pairs) for i in (0, 1))
+    return calls, num_bytes
 
 
-class _OwnCollectives(contextlib.nullcontext[None]):
-    """Reads the counters of shardwise's collectives."""
-
-    def __init__(self, queues: Sequence[Collectives]) -> None:
-        super().__init__()
-        self._queues = queues
-
-    @property
-    def sent(self) -> tuple[float, float]:
-        calls, num_bytes = (sum(q.sent[i] for q in self._queues) for i in (0, 1))
-        return calls, num_bytes
+def _count_of_dtensor(update: Callable[[], object]) -> tuple[float, float]:
+    """Count collectives that DTensor calls, and the bytes that this rank sends in them."""
+    with _DTensorCollectives() as counts:
+        update()
+    return counts.calls, counts.sent_bytes
 
 
-class _Collectives(TorchDispatchMode):
-    """Counts the collectives that DTensor calls."""
-
+class _DTensorCollectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sent = 0.0, 0.0
+        self.calls = self.sent_bytes = 0.0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -197,10 +187,9 @@ class _Collectives(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         if func.namespace == "_c10d_functional" and name in (_GATHER, _REDUCE, _SCATTER):
             num_ranks = torch.distributed.get_world_size()
-            num_bytes = args[0].nbytes * (num_ranks - 1)
             factor = {_GATHER: 1.0, _REDUCE: 2 / num_ranks, _SCATTER: 1 / num_ranks}[name]
-            calls, sent_bytes = self.sent
-            self.sent = calls + 1, sent_bytes + factor * num_bytes
+            self.calls += 1
+            self.sent_bytes += factor * args[0].nbytes * (num_ranks - 1)
         return func(*args, **(kwargs or {}))
 
 

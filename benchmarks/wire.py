@@ -3,23 +3,20 @@
 A small GPT trains on the source of Python's standard library, on CPU ranks, from the same initial
 model and on the same batches: with quantized gathers and reductions, and with 8-bit Adam states.
 
-Columns: *loss* is the mean over the last 20 steps, and *of exact* its ratio to the first row;
-*gather* and *reduce* are the bytes that a rank sends per step, relative to the first row; *states*
-are the bytes of the optimizer states, relative to the first row.
+Columns: *loss* is the mean over the last 20 steps; *gather* and *reduce* are the bytes that a rank
+sends per step, and *states* the bytes of the optimizer states. Ratios are to the first row.
 
 ``--memory`` instead compares the peak of live memory and the bytes of a step of the GPT of 10 M
 parameters of `shardwise bench` with their prediction, for each strategy and wire.
 """
 
-import sys
+import statistics
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
@@ -27,7 +24,7 @@ import shardwise as sw
 from benchmarks import make_parser
 from benchmarks.forecast import BYTE_COLUMNS, Case, measure_bytes, predict_bytes
 from shardwise.bench import harness
-from shardwise.launch.local import run_on_local_ranks
+from shardwise.bench.harness import Figures
 from shardwise.launch.world import World
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import local_of
@@ -56,16 +53,6 @@ WIRES = {
 SHAPE = Shape(vocabulary=256, context=32, width=64, layers=2, heads=2)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The results of a case."""
-
-    loss: float
-    gathered_bytes: float
-    reduced_bytes: float
-    state_bytes: float
-
-
 def main() -> None:
     parser = make_parser("wire", __doc__, ranks=2)
     parser.add_argument("--steps", type=int, default=300, help="number of steps")
@@ -74,26 +61,30 @@ def main() -> None:
     if options.memory:
         compare_memory(options.ranks, options.memory.split(","), options.out)
         return
-    rows = run_on_local_ranks(options.ranks, train_all, options.steps)[0]
-    if options.out:
-        harness.write_json(options.out, {"cases": {name: vars(row) for name, row in rows.items()}})
+    by_rank = harness.run_ranks(options.ranks, train_all, options.steps)
+    cases = {name: mean_over_ranks([own[name] for own in by_rank]) for name in CASES}
+    exact = cases["exact"]
+    rows = {
+        name: case | {f"{key} of exact": value / exact[key] for key, value in case.items()}
+        for name, case in cases.items()
+    }
+    columns = (
+        ("loss", "loss", "{:.4f}".format),
+        ("of exact", "loss of exact", "{:.4f}".format),
+        ("gather", "gathered_bytes of exact", "{:.3f}".format),
+        ("reduce", "reduced_bytes of exact", "{:.3f}".format),
+        ("states", "state_bytes of exact", "{:.3f}".format),
+    )
+    harness.publish(f"{options.ranks} ranks", columns, rows, options.out, cases=cases)
 
 
-def train_all(world: World, steps: int) -> dict[str, Outcome]:
-    """Train all cases; return means over ranks."""
-    found: dict[str, Outcome] = {}
-    for name in CASES:
-        outcome = found[name] = mean_over_ranks(train(world, name, steps))
-        exact = found["exact"]
-        line = (
-            f"{name:<32}loss {outcome.loss:.4f}  of exact {outcome.loss / exact.loss:.4f}  "
-            f"gather {outcome.gathered_bytes / exact.gathered_bytes:.3f}  "
-            f"reduce {outcome.reduced_bytes / exact.reduced_bytes:.3f}  "
-            f"states {outcome.state_bytes / exact.state_bytes:.3f}\n"
-        )
-        if world.rank == 0:
-            sys.stdout.write(line)
-            sys.stdout.flush()
+def train_all(world: World, steps: int) -> dict[str, Figures]:
+    """Train all cases on this rank."""
+    found = {}
+    with harness.show_progress("training", len(CASES), visible=world.is_first) as begin:
+        for name in CASES:
+            begin(name)
+            found[name] = train(world, name, steps)
     return found
 
 
@@ -115,18 +106,16 @@ def compare_memory(ranks: int, strategies: Sequence[str], out: Path | None) -> N
     harness.publish(f"{ranks} ranks", BYTE_COLUMNS, rows, out)
 
 
-def measure_all(world: World, cases: Sequence[Case]) -> list[harness.Figures]:
+def measure_all(world: World, cases: Sequence[Case]) -> list[Figures]:
     measure_bytes(world, cases[0])  # libraries allocate on first use
     return [measure_bytes(world, case)[0] for case in cases]
 
 
-def mean_over_ranks(own: Outcome) -> Outcome:
-    values = torch.tensor(list(vars(own).values()), dtype=torch.float64)
-    dist.all_reduce(values)
-    return Outcome(*(values / dist.get_world_size()).tolist())
+def mean_over_ranks(by_rank: Sequence[Figures]) -> Figures:
+    return {name: statistics.fmean(own[name] for own in by_rank) for name in by_rank[0]}
 
 
-def train(world: World, name: str, steps: int) -> Outcome:
+def train(world: World, name: str, steps: int) -> Figures:
     """Train one case on this rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -155,7 +144,12 @@ def train(world: World, name: str, steps: int) -> Outcome:
         for value in state.values()
     ]
     last = losses[-LAST:]
-    return Outcome(sum(last) / len(last), gathered, reduced, sum(states))
+    return {
+        "loss": sum(last) / len(last),
+        "gathered_bytes": gathered,
+        "reduced_bytes": reduced,
+        "state_bytes": sum(states),
+    }
 
 
 def batches(rank: int) -> Iterator[Tensor]:

@@ -36,7 +36,7 @@ def test_operations_are_timed_once_each() -> None:
 
 @pytest.mark.thorough
 def test_a_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one rank, in this process: the ranks of `calibrate` are new ones."""
+    """On one rank in this process, because `calibrate` would start new processes."""
     monkeypatch.setattr(calibrate, "_SHAPES", TINY)
     monkeypatch.setattr(
         calibrate, "run_on_local_ranks", lambda _ranks, measure: [measure(_Alone())]
@@ -52,7 +52,7 @@ def test_a_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 class _Alone:
-    """A world of this process."""
+    """A world that has only this process."""
 
     rank, size, device = 0, 1, torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""All engines train the same model to the same losses, and move the bytes calculated by hand."""
+"""All engines have the same losses, and their traffic is that calculated by hand."""
 
 import ast
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def this_rank() -> World:
 
 
 class PeakOfSteps(Peak):
-    """Each step of an optimizer waits until its memory was read, however busy the machine is."""
+    """Lets each optimizer step wait until memory was sampled, even on a busy machine."""
 
     def __init__(self, read: Callable[[], int], seconds: float) -> None:
         self.num_reads = 0
@@ -72,11 +72,11 @@ class PeakOfSteps(Peak):
 
     def wait_for_read(self, *_: object) -> None:
         before = self.num_reads
-        assert eventually(lambda: self.num_reads > before + 1), "one began before"
+        assert eventually(lambda: self.num_reads > before + 1), "a sample may have begun before"
 
 
 def losses_of(dtype: str, names: list[str]) -> dict[str, list[float]]:
-    """Of each engine, averaged over ranks."""
+    """Return the losses of each engine, averaged over ranks."""
     world = this_rank()
     rounds = measure_steps(world, setting(world.size, dtype), gpt_work, names, "steps")
     assert all(step["seconds"] > 0 for round_ in rounds for step in round_.cases.values())
@@ -84,7 +84,7 @@ def losses_of(dtype: str, names: list[str]) -> dict[str, list[float]]:
     return {name: [round_.cases[name]["loss"] for round_ in rounds] for name in names}
 
 
-ON_2_RANKS = [name for name in HERE if ENGINES[name].suits(2)]
+ON_2_RANKS = [name for name in HERE if ENGINES[name].supports_ranks(2)]
 BY_DEFAULT = [name for name in ON_2_RANKS if ENGINES[name].is_quick]
 
 
@@ -110,7 +110,7 @@ def test_engines_have_the_same_losses(names: list[str], dtype: str, tolerance: f
 
 @on_ranks(2)
 def test_rows_that_round_or_update_otherwise() -> None:
-    """They train, and their losses are near those of the base."""
+    """Their losses are close to those of the base."""
     names = [name for name in ON_2_RANKS if not ENGINES[name].is_exact]
     kinds = ("wire", "muon", "adam8bit", "outer")
     assert names == [f"shardwise-fsdp-{kind}" for kind in kinds]
@@ -121,7 +121,7 @@ def test_rows_that_round_or_update_otherwise() -> None:
     assert found["shardwise-fsdp-wire"] != base
 
 
-@pytest.mark.thorough  # of the strategies, tests/runtime/test_strategies.py shows it
+@pytest.mark.thorough  # tests/runtime/test_strategies.py covers the strategies
 @on_ranks(4)
 def test_two_level_strategies_have_the_same_losses() -> None:
     found = losses_of("fp32", ["ddp", "shardwise-hsdp", "shardwise-hfsdp"])
@@ -143,7 +143,7 @@ def test_traffic_calculated_by_hand() -> None:
     # DDP copies every gradient into a bucket; an all-reduce on two ranks sends all of it.
     assert copied["ddp"] - copied["alone"] == whole
     assert (collectives["ddp"], sent["ddp"]) == (1, whole)
-    # Gathers in forward, those of blocks again in backward, reductions: half of each is sent.
+    # Gathers in forward, gathers of blocks in backward, reductions: half of each is sent.
     assert collectives["fsdp2"] == 3 + 2 + 3
     assert sent["fsdp2"] == whole + blocks // 2
     assert collectives["fsdp2-no-reshard"] == 3 + 3

@@ -1,4 +1,4 @@
-"""Medians of ratios, noisy rounds, heats; calculated by hand."""
+"""Medians of ratios, noisy rounds and heats, compared with values calculated by hand."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_ranks_are_merged() -> None:
         "exposed_seconds": 0.5,
     }
     assert merged.reference_seconds == 1.0
-    assert merged.others == pytest.approx(0.5)  # of 1.3 busy cores, 0.4 are each rank's
+    assert merged.others == pytest.approx(0.5)  # 1.3 busy cores, of which each rank uses 0.4
 
 
 def test_noisy_rounds_are_left_out_and_marked() -> None:
@@ -65,7 +65,7 @@ def test_noisy_rounds_are_left_out_and_marked() -> None:
 
 
 def test_the_median_is_of_ratios_in_one_round() -> None:
-    """Ratios of medians would say 1 here, and hide that the engine was slower in each round."""
+    """The ratio of medians would be 1 here, although the engine was slower in each round."""
     views = [rank_round(1.0, ddp=step(s), other=step(2 * s)) for s in (1.0, 2.0, 4.0)]
     assert ratio(merge([views]), "other", "ddp").median == 2.0
 

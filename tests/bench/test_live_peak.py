@@ -19,7 +19,7 @@ def sample() -> int:
 def allocate(num_bytes: int) -> None:
     allocated = torch.ones(num_bytes, dtype=torch.uint8)
     before = len(_samples)
-    assert eventually(lambda: len(_samples) > before + 1), "one began and ended in between"
+    assert eventually(lambda: len(_samples) > before + 1), "a whole sample must lie in between"
     del allocated
 
 

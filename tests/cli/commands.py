@@ -1,4 +1,4 @@
-"""Starting ``shardwise`` as a user would, or in this process."""
+"""Starts ``shardwise`` as a user does, or in this process."""
 
 import json
 import os
@@ -45,7 +45,7 @@ class Finished:
 
 
 class Command:
-    """``shardwise`` with some arguments, in a process group of its own.
+    """A run of ``shardwise`` in its own process group.
 
     It is forked from the server of the ranks (`tests.forked`), which has imported torch, and
     forks the ranks that it starts itself.
@@ -63,12 +63,12 @@ class Command:
 
     @property
     def pid(self) -> int:
-        """Of the process, and of its group."""
+        """The id of the process and of its process group."""
         assert self._process.pid is not None
         return self._process.pid
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait while the command runs; fail the test if it ends, or after minutes."""
+        """Wait for the condition; fail the test if the command ends first, or after minutes."""
         end = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < end and self._process.is_alive():
             if condition():
@@ -77,11 +77,11 @@ class Command:
         pytest.fail(f"the condition was not met: {self.finish(kill=True)}")
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the process alone."""
+        """Send a signal to the process, and not to its group."""
         os.kill(self.pid, number)
 
     def finish(self, *, kill: bool = False) -> Finished:
-        """Wait for the end."""
+        """Wait until the command ends; with ``kill``, kill it first."""
         if kill and self._process.is_alive():
             os.killpg(self.pid, signal.SIGKILL)
         self._process.join(PATIENCE_SECONDS)
@@ -112,18 +112,18 @@ def _run_command(
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This one, without the variables of a launcher."""
+    """Return the environment without the variables of a launcher, and with ``changes``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | changes
 
 
 def run(arguments: Sequence[str | Path], cwd: Path, **changes: str) -> Finished:
-    """Run ``shardwise`` with these arguments to its end."""
+    """Run ``shardwise`` with these arguments and wait for it."""
     return Command(arguments, cwd, **changes).finish()
 
 
 def fail(capfd: pytest.CaptureFixture[str], arguments: list[str]) -> str:
-    """The one line that a bad command line gets, in this process."""
+    """Run a bad command line in this process and return its one-line error."""
     assert main(arguments) == 2
     captured = capfd.readouterr()
     assert captured.out == ""

@@ -1,4 +1,4 @@
-"""A configuration of a run that takes seconds."""
+"""The configuration of a run that takes seconds."""
 
 import json
 import os
@@ -36,7 +36,7 @@ bytes = 20
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No launcher, and a directory in which a run would show."""
+    """Remove a launcher's variables, and run in an empty directory, so that new files are seen."""
     for name in list(os.environ):
         if name.startswith(LAUNCHERS):
             monkeypatch.delenv(name)

@@ -58,7 +58,7 @@ def test_a_small_comparison(
     assert "shardwise-fsdp" in printed.out
     assert malloc in printed.out
     assert "rounds were noisy" in printed.out
-    # A round that was noisy does not count, and of two one may be left.
+    # Noisy rounds do not count, so only one of the two rounds may be left.
     assert re.search("smaller differences .* not significant|too few rounds", printed.out)
     assert max(len(line) for line in printed.out.splitlines() if line[:1] in "┃│") <= 100
     assert re.search(r"traffic of shardwise-fsdp, about \d+ \w+ left in total", printed.err)
@@ -70,7 +70,7 @@ def test_a_small_comparison(
     figures = {name: row["figures"] for name, row in results["engines"].items()}
     assert [one["outer_bytes"] > 0 for one in figures.values()] == [False, False, True]
     same_losses = [one.get("same_loss") for one in figures.values()]
-    assert same_losses == [1, 1, None]  # replicas that step alone have other losses
+    assert same_losses == [1, 1, None]  # replicas train independently, so their losses differ
     assert len(results["rounds"]) == len(results["tiny_rounds"]) == 2
     ours, ddp = results["engines"]["shardwise-fsdp"], results["engines"]["ddp"]
     assert ddp["ratio"] == {"median": 1.0, "least": 1.0, "most": 1.0}

@@ -1,4 +1,4 @@
-"""``shardwise doctor``; its checks of checkpoints are tested with these."""
+"""``shardwise doctor``; tests/checkpoint tests its checks of checkpoints."""
 
 from pathlib import Path
 
@@ -18,7 +18,8 @@ from .commands import fail
         ("x --calibrate y.json", "expected the path of a checkpoint, or --calibrate OUT.json"),
         ("--calibrate y.json --ranks two", "--ranks two: expected numbers separated by commas"),
         ("--calibrate y.json --ranks 2,0", "--ranks: expected 1 or more ranks"),
-        ("--calibrate no/y.json", "--calibrate no/y.json: no is not a directory"),
+        ("--calibrate .", ".: cannot be written: it is a directory"),
+        ("--calibrate no/y.json", "no/y.json: cannot be written: no is not a directory"),
     ],
 )
 def test_bad_input(arguments: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Ranks on several machines, of which this one has several addresses."""
+"""Launchers on several machines, which are simulated by several addresses of this one."""
 
 import json
 import signal
@@ -13,7 +13,7 @@ from .commands import PATIENCE_SECONDS, Command, environment, losses
 
 
 def free_port() -> int:
-    """In the range that `shardwise.launch` takes for jobs of SLURM."""
+    """Return a free port in the range that `shardwise.launch` uses for SLURM jobs."""
     for port in range(20000, 40000):
         with socket.socket() as listener:
             if listener.connect_ex(("127.0.0.2", port)):
@@ -22,7 +22,7 @@ def free_port() -> int:
 
 
 def start_slurm(arguments: list[str | Path], cwd: Path) -> list[Command]:
-    """The tasks of a step on two machines, as `srun` starts them."""
+    """Start the tasks of a step on two machines, as `srun` does."""
     job = str(free_port() - 20000)
     return [
         Command(
@@ -59,7 +59,7 @@ def test_a_job_of_slurm_is_stopped_and_requeued(tiny: Path, tmp_path: Path) -> N
 
 @pytest.mark.thorough
 def test_torchrun_on_two_machines(tiny: Path, tmp_path: Path) -> None:
-    """One torchrun a machine, as on Kubernetes."""
+    """One torchrun per machine, as on Kubernetes."""
     port = free_port()
     processes = [
         subprocess.Popen(

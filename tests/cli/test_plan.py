@@ -1,4 +1,4 @@
-"""``shardwise plan``: what it prints and writes, and what it refuses."""
+"""``shardwise plan``: its output, its files and its errors."""
 
 import os
 import re
@@ -30,7 +30,7 @@ SHAPE = Shape(arch="gpt", layers=3, hidden=64, heads=2, vocab=512)
 
 
 def small() -> nn.Module:
-    """The model of these tests."""
+    """Build the model of these tests."""
     return build(SHAPE)
 
 
@@ -90,7 +90,7 @@ def test_the_best_is_explained_priced_and_called(result: Result) -> None:
     assert "- Bound by " in result.output
     assert "checkpointing full: " in result.output
     assert "sw.fully_shard(" in result.output
-    assert re.search(r"^ +16,384 ", result.output, re.MULTILINE)  # of the curve
+    assert re.search(r"^ +16,384 ", result.output, re.MULTILINE)  # the last point of the curve
     assert "The gather of a block" in result.output
     assert re.search(r"^A checkpoint: [\d.]+ MB in 2 files", result.output, re.MULTILINE)
     assert re.search(r"^ *save +[\d.]+ .B +[\d.]+ .B", result.output, re.MULTILINE)
@@ -248,7 +248,7 @@ def test_progress_is_said_every_two_seconds(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.thorough
 def test_70_billion_parameters_on_1024_gpus_take_little_time_and_memory(tmp_path: Path) -> None:
-    """Of the CPU, with a page: how long it takes besides depends on what else runs."""
+    """CPU time with a page is measured, because elapsed time depends on the load."""
     command = [sys.executable, "-m", "shardwise", "plan", "llama-3-70b", "--cluster", "1024xH100"]
     options = ["--seq", "8192", "--global-batch", "2048", "--html", str(tmp_path / "page.html")]
     process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""Replicas of `shardwise train` that meet at a hub: what is killed or stopped comes back."""
+"""Replicas of `shardwise train` that synchronize at a hub: killed or stopped ones rejoin."""
 
 import json
 import os
@@ -21,13 +21,13 @@ from .commands import Command, Finished, environment
 
 
 class EndTogether:
-    """A callback: the run ends after the step that a file next to its directory names."""
+    """A callback that ends the run after the step in the file next to its directory."""
 
     def __init__(self, _: object, directory: Path) -> None:
         self._file = directory.parent / "last-step"
 
     def __call__(self, trainer: Any, record: Any) -> None:
-        time.sleep(0.01)  # leaves the processor to whoever starts
+        time.sleep(0.01)  # leaves CPU time to processes that start
         trainer.ends_early = self._file.exists() and record.step >= int(self._file.read_text())
 
 
@@ -91,7 +91,7 @@ def test_a_replica_that_is_killed_comes_back_with_the_state_of_the_other(
     own, others = _steps(first), _steps(again)
     assert own[:alone_after] == list(range(1, alone_after + 1))  # no step was lost
     assert others[0] > alone_after + 8
-    for steps in (own, others):  # one that is late takes the other's number of steps
+    for steps in (own, others):  # a late replica takes over the other's number of steps
         assert steps == sorted(set(steps))
         assert steps[-1] >= last
 

@@ -26,7 +26,7 @@ def settings(directory: Path, *more: str) -> list[str]:
     return [word for setting in chosen for word in ("--set", setting)]
 
 
-@pytest.mark.thorough  # the next test has the launcher of torchrun in one process
+@pytest.mark.thorough  # the next test uses torchrun's launcher in this process
 def test_a_rank_killed_under_torchrun_is_restarted(tiny: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -90,8 +90,8 @@ def _assert_resumed(printed: str, directory: Path) -> None:
 
 
 def test_an_interrupt_saves_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
-    """That all ranks stop after the same step is tested in tests/train/test_saver.py."""
-    directory = tmp_path / "a run"  # that a shell would split
+    """tests/train/test_saver.py tests that all ranks stop after the same step."""
+    directory = tmp_path / "a run"  # a shell would split this name
     chosen = settings(directory, "train.steps=100000", "shard.nproc=1")
     command = Command(["train", tiny, *chosen], tmp_path)
     command.wait_for(lambda: latest(directory / "checkpoints") is not None)
@@ -120,6 +120,6 @@ def test_a_soak_of_a_few_kills() -> None:
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """The ranks that ``launcher`` started, by their command lines."""
+    """Return the ids of the ranks that ``launcher`` started, found by their command lines."""
     children = psutil.Process(launcher).children()
     return sorted(child.pid for child in children if "shardwise" in child.cmdline())

@@ -1,6 +1,6 @@
-"""A headless Chromium that a test drives through a pipe, by the DevTools protocol.
+"""A headless Chromium that a test controls through a pipe with the DevTools protocol.
 
-It has one page. What the page logs, raises or fails to load is in `Page.problems`.
+It has one page. `Page.problems` has everything that the page logs, raises or fails to load.
 """
 
 import base64
@@ -24,7 +24,7 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _FLAGS = (
     "--headless=new",
     "--remote-debugging-pipe",
-    "--no-sandbox",  # which root must not use
+    "--no-sandbox",  # root cannot use the sandbox
     "--no-first-run",
     "--disable-gpu",
     "--disable-dev-shm-usage",
@@ -36,7 +36,7 @@ _KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Hom
 
 
 def find_chromium() -> str | None:
-    """The path of a Chromium or Chrome of this machine."""
+    """Return the path of an installed Chromium or Chrome."""
     return next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
@@ -49,7 +49,7 @@ class Page:
         self._numbers = count(1)
         self._session = ""
         self.problems: list[str] = []
-        self.site = "file:"  # where requests may go: a prefix of URLs
+        self.site = "file:"  # the prefix of URLs that the page may load
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
@@ -57,12 +57,12 @@ class Page:
             self._call(f"{domain}.enable")
 
     def show(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Open a report of that size and theme, and wait until it has drawn."""
+        """Open a report with this size and theme, and wait until it is drawn."""
         self.open(path.resolve().as_uri(), width=width, height=height, dark=dark)
         self.wait_for("document.documentElement?.dataset.ready")
 
     def open(self, url: str, *, width: int, height: int = 900, dark: bool = False) -> None:
-        """Open a page of that size and theme."""
+        """Open a page with this size and theme."""
         self._call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -75,7 +75,7 @@ class Page:
         self._call("Page.navigate", url=url)
 
     def wait_for(self, expression: str) -> None:
-        """Wait until an expression of the page is true."""
+        """Wait until a JavaScript expression is true."""
         end = time.monotonic() + PATIENCE_SECONDS
         while not self.get(f"!!({expression})"):
             if self.problems or time.monotonic() > end:
@@ -83,7 +83,7 @@ class Page:
             time.sleep(0.02)
 
     def get(self, expression: str) -> Any:
-        """The value of an expression of the page, or of its promise."""
+        """Evaluate a JavaScript expression; await it if it is a promise."""
         result = self._call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -92,41 +92,42 @@ class Page:
         return result["result"].get("value")
 
     def text(self, selector: str) -> str:
-        """What an element says."""
+        """Return the text of an element."""
         found: str = self.get(f"document.querySelector({json.dumps(selector)}).textContent")
         return found
 
     def num_colors(self, canvas: str) -> int:
-        """How many colors a canvas has."""
+        """Count the colors of a canvas."""
         script = f"""(() => {{
-          const of = document.querySelector({json.dumps(canvas)});
-          const {{ data }} = of.getContext("2d").getImageData(0, 0, of.width, of.height);
+          const canvas = document.querySelector({json.dumps(canvas)});
+          const {{ width, height }} = canvas;
+          const {{ data }} = canvas.getContext("2d").getImageData(0, 0, width, height);
           return new Set(new Uint32Array(data.buffer)).size;
         }})()"""
         found: int = self.get(script)
         return found
 
     def click(self, selector: str) -> None:
-        """Press the left button on the middle of an element."""
+        """Click the center of an element."""
         x, y = self.middle(selector)
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             self.mouse(kind, x, y)
 
     def middle(self, selector: str) -> tuple[float, float]:
-        """Where an element is, scrolled into view."""
+        """Scroll an element into view and return its center."""
         element = f"document.querySelector({json.dumps(selector)})"
         self.get(f"{element}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
         box = self.get(f"{element}.getBoundingClientRect().toJSON()")
         return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        """An event of the mouse, such as mouseMoved or mouseWheel."""
+        """Send a mouse event, such as mouseMoved or mouseWheel."""
         button = "none" if kind in ("mouseMoved", "mouseWheel") else "left"
         event = {"type": kind, "x": x, "y": y, "button": button, "clickCount": 1, **more}
         self._call("Input.dispatchMouseEvent", **event)
 
     def press(self, key: str) -> None:
-        """Press and release a key, which is a character or one of a few names."""
+        """Press and release a key: a character, or a name in `_KEYS`."""
         text = key if len(key) == 1 else ""
         code = _KEYS.get(key, ord(key[0]))
         for kind in ("keyDown", "keyUp"):
@@ -139,19 +140,19 @@ class Page:
             )
 
     def type(self, selector: str, text: str) -> None:
-        """Replace the text of an input and leave it."""
+        """Replace the text of an input and remove the focus from it."""
         element = f"document.querySelector({json.dumps(selector)})"
         self.get(f"{element}.focus(); {element}.select()")
         self._call("Input.insertText", text=text)
         self.get(f"{element}.blur()")
 
     def cpu_seconds(self) -> float:
-        """What the page's process has computed since it began."""
+        """Return the CPU time of the page's process."""
         metrics = self._call("Performance.getMetrics")["metrics"]
         return next(float(one["value"]) for one in metrics if one["name"] == "ProcessTime")
 
     def save_picture(self, path: Path, selector: str | None = None) -> None:
-        """A PNG of the window, or of an element with its surroundings."""
+        """Save a PNG of the window, or of an element with a margin."""
         self.get("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         clip = {} if selector is None else {"clip": self._box(selector)}
         found = self._call("Page.captureScreenshot", captureBeyondViewport=bool(clip), **clip)
@@ -209,20 +210,20 @@ class Page:
             case "Network.requestWillBeSent":
                 url = parameters["request"]["url"]
                 if not url.startswith((self.site, "blob:", "data:", "about:")):
-                    self.problems.append(f"asked for {url}")
+                    self.problems.append(f"requested {url}")
 
 
 @contextmanager
 def open_browser(profile: Path) -> Iterator[Page]:
-    """Run Chromium with a profile in a directory that does not exist yet."""
+    """Run Chromium with a new profile in the directory ``profile``."""
     program = find_chromium()
     if program is None:
         raise FileNotFoundError(f"no Chromium: none of {', '.join(_NAMES)} is on the PATH")
-    theirs, ours = _pipe(), _pipe()  # what they read, what we read
+    to_browser, from_browser = _pipe(), _pipe()
 
-    def place() -> None:  # in the new process, where Chromium expects them
-        os.dup2(theirs[0], 3)
-        os.dup2(ours[1], 4)
+    def place() -> None:  # Chromium expects the pipes at these numbers
+        os.dup2(to_browser[0], 3)
+        os.dup2(from_browser[1], 4)
 
     process = subprocess.Popen(
         [program, *_FLAGS, f"--user-data-dir={profile}"],
@@ -232,23 +233,23 @@ def open_browser(profile: Path) -> Iterator[Page]:
         pass_fds=(3, 4),
         preexec_fn=place,  # noqa: PLW1509 (it takes no lock)
     )
-    os.close(theirs[0])
-    os.close(ours[1])
+    os.close(to_browser[0])
+    os.close(from_browser[1])
     try:
-        page = Page(ours[0], theirs[1])
+        page = Page(from_browser[0], to_browser[1])
         yield page
     finally:
-        os.close(theirs[1])  # whereupon it ends
+        os.close(to_browser[1])  # ends the browser
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        os.close(ours[0])
+        os.close(from_browser[0])
 
 
 def _pipe() -> tuple[int, int]:
-    """A pipe whose ends are neither 3 nor 4."""
+    """Make a pipe whose file descriptors are 10 or more, and so neither 3 nor 4."""
     found = os.pipe()
     moved = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in found)
     for end in found:

@@ -1,7 +1,7 @@
 """The pictures of docs/report.md and docs/plan.md: ``python -m tests.diagnose.gallery``.
 
-The first ones show the report of a simulated run without prefetch on eight ranks, of which one is
-slow; the others the plan of a model on a cluster. ``make gallery`` draws them, too.
+They show the report of a simulated run on eight ranks, one of them slow, without prefetch, and the
+plan of a model on a cluster. ``make gallery`` also draws them.
 """
 
 import json
@@ -24,7 +24,7 @@ RUN = Run(world_size=8, num_blocks=12, num_steps=4, prefetch=0, slowness={5: 1.2
 
 
 def main() -> None:
-    """Draw all of them."""
+    """Draw all pictures."""
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory) / "simulated-run"
         write_run(run, record_run(RUN))
@@ -64,12 +64,12 @@ def zoom_to_backward(page: Page) -> None:
     page.mouse("mousePressed", x + 60, y - 4)
     page.mouse("mouseReleased", x + 60, y - 4)
     page.get("document.querySelector('#scroller').focus()")
-    page.press(".")  # what the wait there was for
+    page.press(".")  # the event after the wait
     page.press("Enter")
 
 
 def write_metrics(path: Path) -> None:
-    """What a trainer would have logged of 400 steps."""
+    """Write the metrics that a trainer might log in 400 steps."""
     noise = random.Random(0)
     records = []
     for step in range(1, 401):

@@ -8,7 +8,7 @@ from shardwise.diagnose.subjects import find_subjects
 
 
 def judge(model: str, **options: Any) -> sw.Verification:
-    """`sw.verify` of the model of this name, without output."""
+    """Run `sw.verify` on the built-in ``model``, without output."""
     [subject] = find_subjects(model, BUILT_IN)
     return sw.verify(
         subject.model_fn,

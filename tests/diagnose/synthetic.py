@@ -1,4 +1,4 @@
-"""Recordings of runs that never took place: every rank of a model of equal blocks, on a clock."""
+"""Simulated recordings: all ranks of a model of equal blocks, on a simulated clock."""
 
 import random
 from collections import defaultdict
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EVIL", "FINDING", "Run", "record_run", "write_run"]
 
-EVIL = "</script><script>alert(1)</script><b>'\"&$x${y}"  # as a name
+EVIL = "</script><script>alert(1)</script><b>'\"&$x${y}"  # used as a name
 _BYTES_PER_SECOND = 40e9
 _LATENCY = 30e-6
 _LAUNCH_SECONDS = 8e-6
@@ -48,7 +48,7 @@ FINDING = Finding(
 
 @dataclass(frozen=True)
 class Run:
-    """What is simulated; ``slowness`` multiplies the compute of single ranks."""
+    """The simulated run; ``slowness`` multiplies the compute time of single ranks."""
 
     world_size: int = 4
     num_blocks: int = 6
@@ -56,7 +56,7 @@ class Run:
     prefetch: int = 1
     block_elements: int = 12_000_000
     slowness: Mapping[int, float] = field(default_factory=dict)
-    labels: Sequence[str] = ()  # of the blocks, instead of layers.0, layers.1, ...
+    labels: Sequence[str] = ()  # names of the blocks; empty: layers.0, layers.1, ...
 
     @property
     def units(self) -> tuple[UnitFigures, ...]:
@@ -86,12 +86,12 @@ class Run:
 
 
 def record_run(run: Run) -> tuple[RankRecording, ...]:
-    """What the ranks of ``run`` would have recorded."""
+    """Simulate ``run`` and return the recording of each rank."""
     return tuple(_Simulation(run).recordings())
 
 
 def write_run(directory: Path, ranks: Sequence[RankRecording]) -> None:
-    """Write recordings as a run does."""
+    """Write recordings to the files that a run writes."""
     for rank in ranks:
         path = file_of_rank(directory, rank.header.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ class _Rank:
 
 
 class _Simulation:
-    """Ranks run the same events in the same order; a collective begins when all launched it."""
+    """Runs the same events in the same order on all ranks; collectives wait for the last rank."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -125,8 +125,8 @@ class _Simulation:
         self._shards = sum(unit.shard_bytes for unit in self._units)
         self._random = random.Random(0)
         self._ranks = [_Rank(run.slowness.get(rank, 1.0)) for rank in range(run.world_size)]
-        self._free_at: defaultdict[bool, float] = defaultdict(float)  # by whether it is a gather
-        self._pending: dict[tuple[bool, int], float] = {}  # when it has ended
+        self._free_at: defaultdict[bool, float] = defaultdict(float)  # key: is it for gathers
+        self._pending: dict[tuple[bool, int], float] = {}  # ends, by (is a gather, unit)
 
     def recordings(self) -> Iterator[RankRecording]:
         events = schedule(cast("Plan", _Schedule(self._units, self._run.prefetch)))

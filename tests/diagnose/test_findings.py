@@ -1,7 +1,7 @@
-"""Each finding, on a run that was made to have its fault, against the same run without it.
+"""Each finding is tested on a run with a planted fault and on the same run without it.
 
-Compute and collectives are sleeps, so that times say what the schedule does and not how busy the
-machine is.
+Compute and collectives are sleeps, so that times depend on the schedule and not on the load of the
+machine.
 """
 
 import time
@@ -29,8 +29,8 @@ from tests.ranks import run_on
 
 STEPS = 4
 SMALL, LARGE = 8, 512  # widths of blocks of 256 bytes, and of 1 MiB
-TOLERANCE = 0.25  # of the saving that is measured
-TRIALS = 6  # what else the machine does can lengthen one run of the two
+TOLERANCE = 0.25  # relative to the measured saving
+TRIALS = 6  # because other load can slow down one of the two runs
 
 
 class _Sleep(torch.autograd.Function):
@@ -61,7 +61,7 @@ Cost = Callable[[CollectiveId], float]
 
 @contextmanager
 def slow_network(cost: Cost) -> Iterator[None]:
-    """Collectives take ``cost`` seconds more."""
+    """Delay every collective by ``cost`` seconds."""
     begin = HostCollectives._begin
 
     def late(self: HostCollectives, collective: CollectiveId) -> None:
@@ -94,7 +94,7 @@ def latency(seconds: float) -> Cost:
 
 
 def by_size(seconds: float) -> Cost:
-    """So many for a large block over two ranks."""
+    """Cost in proportion to size: ``seconds`` for a large block on two ranks."""
     return lambda collective: seconds * collective.slot_bytes / (LARGE * LARGE * 2)
 
 
@@ -125,7 +125,7 @@ def slow_collective(seconds: float) -> tuple[nn.Module, Cost]:
     return model, lambda one: seconds if one.label == "gather 2" else 0.005
 
 
-# What has the fault, and the same without it.
+# Case -> (function, its argument with the fault, its argument without it).
 CASES: dict[str, tuple[Callable[[Any], tuple[nn.Module, Cost]], Any, Any]] = {
     "prefetch": (prefetch, 0, 1),
     "slow rank": (slow_rank, 2.0, 1.0),
@@ -137,16 +137,16 @@ CASES: dict[str, tuple[Callable[[Any], tuple[nn.Module, Cost]], Any, Any]] = {
 
 
 def train_both(directory: str, case: str) -> None:
-    make, faulty, mended = CASES[case]
+    make, faulty, fixed = CASES[case]
     train(f"{directory}/faulty", lambda: make(faulty))
-    train(f"{directory}/mended", lambda: make(mended))
+    train(f"{directory}/fixed", lambda: make(fixed))
 
 
 def findings_of(tmp_path: Path, case: str) -> tuple[list[Finding], float]:
-    """The findings of the faulty run, and what its mending saved of an update."""
+    """Return the findings of the faulty run, and the seconds that the fix saves per update."""
     run_on(2, train_both, str(tmp_path), case)
-    faulty, mended = (read_recording(tmp_path / name) for name in ("faulty", "mended"))
-    saved = measure(faulty).update_seconds - measure(mended).update_seconds
+    faulty, fixed = (read_recording(tmp_path / name) for name in ("faulty", "fixed"))
+    saved = measure(faulty).update_seconds - measure(fixed).update_seconds
     return find(faulty), saved
 
 

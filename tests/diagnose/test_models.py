@@ -1,4 +1,4 @@
-"""The built-in models are as hard to shard as they claim."""
+"""The built-in models have the properties that make them hard to shard."""
 
 import pytest
 import torch

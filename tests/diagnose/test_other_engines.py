@@ -1,4 +1,4 @@
-"""`sw.verify` judges any engine: it accepts torch's, and names planted faults and their causes."""
+"""`sw.verify` checks any engine: it accepts torch's, and names planted faults and their causes."""
 
 from functools import partial
 from itertools import product
@@ -20,7 +20,7 @@ from tests.diagnose.judging import judge
 from tests.ranks import on_ranks
 
 NAME = "blocks.1.mlp.0.weight"
-# Without "moe", of which ranks use other parameters: FSDP2 cannot train it.
+# Without "moe": its ranks use different parameters, and FSDP2 cannot train it.
 TENSOR_PARALLEL = ["gpt", "conv", "encoder-decoder", "lora", *FAMILIES]
 
 
@@ -46,7 +46,7 @@ def test_there_is_no_false_alarm_on_hugging_face_models(name: str, model: str) -
 @pytest.mark.parametrize(
     ("name", "model"),
     [
-        ("fsdp2", TENSOR_PARALLEL[0]),  # of ours, the next test has a model that is divided
+        ("fsdp2", TENSOR_PARALLEL[0]),  # the next test covers shardwise with tensor parallelism
         *(
             pytest.param(name, model, marks=pytest.mark.thorough)
             for name, model in product(ENGINES, TENSOR_PARALLEL)
@@ -64,7 +64,7 @@ def test_engines_with_tensor_parallelism_are_right(name: str, model: str) -> Non
 
     found = judge(model, engine=engine, mesh=dp2_tp2())
     assert found.ok, found.explanation
-    # Of gpt2's layers, only its tied head is an nn.Linear.
+    # The only nn.Linear in gpt2 is its tied head, which is not divided.
     assert bool(divided) == (name != "ddp" and model != "gpt2")
 
 
@@ -102,7 +102,7 @@ def _changed(change: Any) -> Any:
 
 
 def _dropped(gradient: Tensor) -> Tensor:
-    """What a mean lacks if one rank's part gets lost: DDP's hook comes before its reduction."""
+    """Drop the gradient of all ranks but the first; the hook runs before DDP's reduction."""
     return gradient * (dist.get_rank() == 0)
 
 
@@ -132,7 +132,7 @@ def test_planted_faults_are_named_with_their_causes(change: Any, cause: str) -> 
 
 
 def _tokens(step: int) -> tuple[Tensor, Tensor]:
-    """Rows, and which of them count: those of the first half, and one or two more."""
+    """Return rows and a mask of those that count: the first half, and one or two more."""
     return torch.randn(16, 4), torch.arange(16) < 9 + step
 
 

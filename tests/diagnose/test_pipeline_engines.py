@@ -1,4 +1,4 @@
-"""`sw.verify` judges pipelines: right with our stage, and FSDP2's zero-bubble error is found."""
+"""`sw.verify` checks pipelines: our stage is right, and FSDP2's zero-bubble error is found."""
 
 import runpy
 from functools import partial
@@ -23,7 +23,7 @@ INTERLEAVED = pipelining.ScheduleInterleaved1F1B
 
 
 class Dropping:
-    """The loss of every other micro-batch."""
+    """A loss that is zero for every other micro-batch."""
 
     num_calls = 0
 
@@ -39,7 +39,7 @@ def judge(engine: Any) -> sw.Verification:
 
 
 def pipeline(shard: Any, stage: Any, schedule: Any, loss: Any = loss_of) -> Any:
-    """An engine."""
+    """Return an engine that runs a pipeline."""
 
     def engine(model: Any, mesh: Any, _units: Any) -> Any:
         return EXAMPLE["run_pipeline"](model, mesh, shard, stage, schedule, loss)

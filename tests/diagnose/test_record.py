@@ -1,4 +1,4 @@
-"""What `sw.record` writes of a model that trains."""
+"""The files that `sw.record` writes while a model trains."""
 
 import gc
 import time
@@ -25,7 +25,7 @@ from tests.waiting import eventually
 
 
 def train(model: nn.Module, recorder: sw.Recorder, optimizer: torch.optim.Optimizer) -> None:
-    """Three updates of two backwards each, and an evaluation in between."""
+    """Run three updates of two backwards each, with an evaluation before each update."""
     for _ in range(3):
         with recorder.span("data"):
             batches = [torch.randn(4, WIDTH, dtype=torch.float64) for _ in range(2)]
@@ -113,7 +113,7 @@ def test_memory_is_sampled_where_units_begin(tmp_path: Path) -> None:
         assert (first.gradients, first.activations, first.buffers) == (0, 0, 0)
         assert last.gradients > 0
         peak = max(sample.activations for sample in rank.memory)
-        assert peak >= 3 * 4 * 2 * WIDTH * 8, "what tanh of each block keeps"
+        assert peak >= 3 * 4 * 2 * WIDTH * 8, "tanh keeps its output in each block"
         second = next(sample for sample in rank.memory if sample.step == 3)
         assert second.activations == 4 * WIDTH * 8, "the batch, which train() still holds"
         assert second.gradients == sum(unit.gradient_shard_bytes for unit in rank.header.units)
@@ -163,6 +163,16 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path: Path) -> None:
     assert not sw.ledger(model).readers
 
 
+def test_a_full_disk_raises_nothing_at_the_end_of_a_recording(tmp_path: Path) -> None:
+    model = sw.fully_shard(nn.Linear(4, 4))
+    recorder = sw.record(model, tmp_path)
+    recorder._file.close()
+    recorder._file = open("/dev/full", "w")  # noqa: PTH123, SIM115
+    with pytest.warns(UserWarning, match="recording stopped") as warned, recorder:
+        model(torch.randn(2, 4)).sum().backward()
+    assert len(warned) == 1
+
+
 def test_hooks_of_the_user_keep_deciding_what_is_saved(tmp_path: Path) -> None:
     model = sw.fully_shard(Stack())
     saved: list[torch.Tensor] = []
@@ -182,7 +192,7 @@ def test_times_of_a_device_are_written_once_they_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Later:
-        """An event of a device, which takes place after a while."""
+        """An event of a device that has not happened yet."""
 
         def __init__(self) -> None:
             self.seconds = time.perf_counter()
@@ -213,7 +223,7 @@ def test_steps_that_are_recorded_in_detail() -> None:
 
 
 def test_clocks_are_compared_by_the_shortest_exchange() -> None:
-    ahead = 5.0  # of the other rank
+    ahead = 5.0  # clock of the other rank relative to rank 0
     began = [(0.0, 0.1 + ahead), (1.0, 1.0 + ahead), (2.0, 2.3 + ahead)]
     ended = [(0.4, 0.5 + ahead), (1.01, 1.03 + ahead), (2.9, 2.5 + ahead)]
     offset = offset_from(began, ended)

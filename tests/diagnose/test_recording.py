@@ -47,7 +47,7 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, 0, header_of(0, 1), EVENT, tail='{"kind":"ev')
     (rank,) = read_recording(tmp_path)
     assert rank.events == (EVENT,)
-    assert rank.detailed_steps == ()  # its end was not recorded
+    assert rank.detailed_steps == ()  # the end of the step was not recorded
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the page and the tables of `shardwise report` say, without a browser."""
+"""The contents of the page and the tables of `shardwise report`, without a browser."""
 
 import base64
 import gzip
@@ -28,7 +28,7 @@ RANKS = record_run(Run(slowness={2: 1.5}))
 
 
 class Scripts(HTMLParser):
-    """The texts of a page's scripts by their id, and all its addresses."""
+    """Collects the texts of a page's scripts by id, and all URLs in it."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -183,6 +183,17 @@ def test_the_command_writes_the_page_and_prints_tables_of_100_columns(
     other = tmp_path / "other.html"
     assert main(["report", str(tmp_path), "--output", str(other)]) == 0
     assert other.exists()
+
+
+@pytest.mark.parametrize("option", ["--output", "--trace"])
+@pytest.mark.parametrize("name", ["missing/file", "recording"])
+def test_an_output_that_cannot_be_written_is_a_usage_error(
+    option: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, RANKS)
+    path = tmp_path / name
+    assert main(["report", str(tmp_path), option, str(path)]) == 2
+    assert f"{path}: cannot be written" in capsys.readouterr().err
 
 
 def test_findings_in_the_terminal_say_what_they_save() -> None:

@@ -33,7 +33,7 @@ number = 3
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's file next to another, in the current directory."""
+    """Write a user's module, and a module that it imports, into the current directory."""
     (tmp_path / "own_model.py").write_text(OWN, encoding="utf-8")
     (tmp_path / "neighbour.py").write_text("WIDTH = 5", encoding="utf-8")
     (tmp_path / "broken_model.py").write_text("import not_there", encoding="utf-8")

@@ -1,8 +1,9 @@
-"""The trace of a recording, as Perfetto reads it."""
+"""The trace of a recording in the format that Perfetto reads."""
 
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,11 @@ def event(
 def recording_of(*events: RecordedEvent, rank: int = 0, shift: float = 0.0) -> RankRecording:
     header = Header(rank, 2, "fsdp", 1, 1, "cpu", 0.0, (unit("a"), unit("b")), {})
     moved = [
-        RecordedEvent(
-            one.step,
-            one.event,
-            one.unit,
-            one.bytes,
-            one.began + shift,
-            one.ended + shift,
-            tuple((began + shift, ended + shift) for began, ended in one.spans),
+        replace(
+            one,
+            began=one.began + shift,
+            ended=one.ended + shift,
+            spans=tuple((began + shift, ended + shift) for began, ended in one.spans),
         )
         for one in events
     ]
@@ -62,7 +60,7 @@ STEP = (
     event(EventKind.WAIT, 10.1, 10.6),
     event(EventKind.GATHER, 10.6, 10.6, (10.6, 10.7), unit=1),
     event(EventKind.FORWARD, 10.6, 10.6),
-    event(EventKind.WAIT, 11.0, 11.0, unit=1),  # it had come
+    event(EventKind.WAIT, 11.0, 11.0, unit=1),  # the gather was done before
     event(EventKind.FORWARD, 11.0, 11.0, unit=1),
     event(EventKind.BACKWARD, 11.5, 11.5, unit=1),
     event(EventKind.REDUCE, 12.0, 12.0, (12.0, 12.6), unit=1),
@@ -73,7 +71,7 @@ STEP = (
 
 
 def slices(events: Sequence[Json], track: str, rank: int = 0) -> list[tuple[str, int, int]]:
-    """(name, start, duration) of a track, in milliseconds."""
+    """Return (name, start, duration) of the slices of a track, in milliseconds."""
     return [
         (one["name"], round(one["ts"] / 1e3), round(one["dur"] / 1e3))
         for one in events
@@ -90,7 +88,7 @@ def test_each_stream_of_a_rank_has_a_track() -> None:
         ("backward b", 2500, 500),
         ("backward a", 3000, 400),
         ("finish_reduce b", 3400, 300),
-        ("backward a", 3700, 300),  # goes on, to the end of the step
+        ("backward a", 3700, 300),  # until the end of the step
     ]
     assert slices(events, "gathers") == [("gather a", 1100, 400), ("gather b", 1600, 100)]
     assert slices(events, "reductions") == [("reduce b", 3000, 600)]
@@ -130,7 +128,7 @@ def test_arrows_lead_from_a_collective_to_the_compute_that_needs_it() -> None:
 
 
 def around(events: Sequence[Json], flow: Json) -> str:
-    """The slice that Perfetto binds one end of an arrow to."""
+    """Return the slice that Perfetto binds one end of an arrow to."""
     found = [
         one["name"]
         for one in events
@@ -143,7 +141,7 @@ def around(events: Sequence[Json], flow: Json) -> str:
 
 
 def assert_opens(events: Sequence[Json]) -> None:
-    """What a viewer relies on."""
+    """Check the properties that a viewer relies on."""
     assert json.loads(json.dumps(events)) == events
     timed = [one for one in events if one["ph"] != "M"]
     assert min(one["ts"] for one in timed) == 0

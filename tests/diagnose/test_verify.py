@@ -1,4 +1,4 @@
-"""`sw.verify` finds what is wrong, names it, and finds nothing where nothing is."""
+"""`sw.verify` finds and names errors, and reports none for a correct engine."""
 
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -77,7 +77,7 @@ def test_rounding_of_a_policy_is_equal_and_more_is_not(dtype: torch.dtype) -> No
     found = sw.verify(**arguments)
     assert found.ok, found.explanation
     worst = max(one.gradient.error for one in found.comparisons)
-    assert torch.finfo(dtype).eps / 100 < worst, "it was computed in the dtype"
+    assert torch.finfo(dtype).eps / 100 < worst, "the model computed in the dtype"
     assert not sw.verify(**arguments, tolerance=worst / 2).ok
 
 
@@ -138,7 +138,7 @@ def test_each_rank_has_its_own_buffers() -> None:
 
 @on_ranks(3)
 def test_the_reference_trains_on_the_whole_batch() -> None:
-    """Of a model that treats each row by itself."""
+    """This holds for a model that treats rows independently."""
     peers = RankExchange(dist.group.WORLD)
     training = Training(Stack, _square, None)
     reference = Reference(training, resolve_mesh(None, STRATEGIES["ddp"]), peers)
@@ -172,7 +172,7 @@ def test_a_mesh_and_one_of_its_axes() -> None:
 
 @on_ranks(2, thorough=(4,))
 def test_other_arguments() -> None:
-    """Each changes what is computed, and none the verdict."""
+    """These arguments change the computation, but the result is equal."""
     usual: dict[str, Any] = {"loss_fn": _square, "quiet": True}
     for options in ({"unused": "zeros", "units": None}, {"prefetch": 0, "units": Block}):
         found = sw.verify(UnusedAndReused, _rows, "fsdp", **usual, **options)
@@ -306,7 +306,7 @@ def _shown() -> bool:
 
 
 class Switched(nn.Module):
-    """Uses a parameter or not."""
+    """Uses the parameter ``spare`` only while it is on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ class Switched(nn.Module):
 
 
 def _differences(model_fn: Callable[[], nn.Module] = Stack, **arguments: Any) -> str:
-    """Of fsdp in its first step."""
+    """Return the explanation of the differences with fsdp, which begin in the first step."""
     usual: dict[str, Any] = {"strategies": "fsdp", "loss_fn": _square, "quiet": True}
     found = sw.verify(model_fn, _rows, **(usual | arguments))
     assert not found.ok
@@ -329,7 +329,7 @@ def _differences(model_fn: Callable[[], nn.Module] = Stack, **arguments: Any) ->
 
 
 class Steered(nn.Module):
-    """What it computes follows from what it has seen, and from how often it was called."""
+    """Its output depends on the inputs it has seen, and on the number of calls."""
 
     seen: Tensor
 
@@ -347,7 +347,7 @@ class Steered(nn.Module):
 
 
 class KeywordLoss(nn.Module):
-    """Takes a batch by keywords and returns the loss."""
+    """Takes a batch as keyword arguments and returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -359,7 +359,7 @@ class KeywordLoss(nn.Module):
 
 
 class Forgotten(nn.Module):
-    """Other values each time, and not of torch's seed."""
+    """Builds different values each time, independent of torch's seed."""
 
     num_built = 0
 

@@ -1,4 +1,4 @@
-"""`sw.verify` with optimizers of shardwise, with a wire, and of replicas."""
+"""`sw.verify` with shardwise's optimizers, with a wire, and with replicas."""
 
 from functools import partial
 from typing import Any
@@ -94,7 +94,7 @@ def test_replicas_that_never_synchronize_differ() -> None:
             lambda: Stack(depth=2), _batch, "fsdp", outer=STREAMED, steps=7, **REPLICAS
         )
     (one,) = found.comparisons
-    assert one.num_steps == 3  # the first fragment is sent after step 2, and applied after step 3
+    assert one.num_steps == 3  # the first fragment is sent after step 2 and applied after step 3
     assert one.parameter.error > 1e-3
     assert one.gradient.error < 1e-10
 

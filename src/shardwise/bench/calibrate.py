@@ -12,11 +12,10 @@ Small models are trained, unsharded and sharded, on the numbers of local ranks t
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,15 +26,19 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.bench.machine import available_bytes, describe_machine
 from shardwise.bench.work import fused_adamw
+from shardwise.diagnose.measured import transfer_seconds
+from shardwise.diagnose.recorded_steps import recorded_event
 from shardwise.forecast.calibrated import VERSION, Calibration, Curve, RanksCalibration, Rate
 from shardwise.forecast.recorder import Recorder
 from shardwise.forecast.work import Kind, Operation
 from shardwise.launch.local import run_on_local_ranks
 from shardwise.launch.world import World
-from shardwise.runtime.ledger import Record
 from shardwise.schedule.events import EventKind
 from shardwise.train.model import GPT, Shape
 from shardwise.transport.device import num_local_accelerators, wait_for_device
+
+if TYPE_CHECKING:
+    from shardwise.diagnose.recording import RecordedEvent
 
 __all__ = ["calibrate", "calibration_of", "default_ranks", "measure_ranks"]
 
@@ -53,8 +56,11 @@ _STEPS = 12  # steps of sharded models
 _UPDATE_ELEMENTS = 1 << 22
 _LEAST_PER_BYTE = 1e-14  # seconds
 _HALF = sw.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-_GATHERS = {"fsdp": "gather", "ddp": "cast"}
-_REDUCES = {"fsdp": "reduce", "ddp": "all_reduce"}
+# Strategy -> names of its collectives in a calibration.
+_COLLECTIVES = {
+    "zero2": {EventKind.GATHER: "gather", EventKind.REDUCE: "reduce"},
+    "ddp": {EventKind.GATHER: "cast", EventKind.REDUCE: "all_reduce"},
+}
 
 _Point = tuple[float, float, float]  # flops, bytes, seconds
 
@@ -97,7 +103,8 @@ def _accelerator(ranks: dict[int, RanksCalibration]) -> dict[str, str | float | 
     products = {key: 1 / rate.per_flop for key, rate in most.operations.items() if rate.per_flop}
     peak = max(products.get("mm/2", 0.0), products.get("mm/4", 0.0), 1.0)
     bandwidth = 1 / max(most.operations[f"{Kind.MEMORY}/4"].per_byte, _LEAST_PER_BYTE)
-    links = [size / seconds for size, seconds in _largest(most.collectives, "gather/4")]
+    gathers = most.collectives.get("gather/4")
+    link = bandwidth if gathers is None else gathers.points[-1][0] / gathers.points[-1][1]
     on_gpu = torch.cuda.is_available()
     memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else available_bytes()
     return {
@@ -109,17 +116,12 @@ def _accelerator(ranks: dict[int, RanksCalibration]) -> dict[str, str | float | 
         "multiprocessors": 1,
         "memory_bytes": memory if on_gpu else memory // max(ranks),
         "memory_bandwidth": bandwidth,
-        "link_bandwidth": max(links, default=bandwidth),
+        "link_bandwidth": link,
         "host_bandwidth": bandwidth,
         "watts": 0.0,
         "devices_per_node": max(ranks),
-        "node_bandwidth": max(links, default=bandwidth),
+        "node_bandwidth": link,
     }
-
-
-def _largest(curves: dict[str, Curve], key: str) -> Iterator[tuple[float, float]]:
-    if key in curves:
-        yield curves[key].points[-1]
 
 
 # -- on every rank -------------------------------------------------------------------------------
@@ -191,13 +193,7 @@ class _Timer(Recorder):  # type: ignore[no-untyped-call]
         self._on_gpu = device.type == "cuda"
         self._times: list[Any] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         began = self._now()
         result = func(*args, **kwargs)
@@ -284,9 +280,7 @@ def _collectives(world: World, steps: int) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
     for policy in (sw.MixedPrecisionPolicy(), _HALF):
         itemsize = (policy.param_dtype or torch.float32).itemsize
-        for strategy in ("zero2", "ddp"):
-            kind = "fsdp" if strategy == "zero2" else "ddp"
-            names = {EventKind.GATHER: _GATHERS[kind], EventKind.REDUCE: _REDUCES[kind]}
+        for strategy, names in _COLLECTIVES.items():
             for event, points in _spans(world, strategy, policy, steps).items():
                 if event in names:
                     curves[f"{names[event]}/{itemsize}"] = Curve(points=tuple(points))
@@ -301,45 +295,20 @@ def _spans(
     model = nn.Sequential(*units).to(world.device)
     model = sw.fully_shard(model, units=_Unit, strategy=strategy, prefetch=0, mp_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    steps: list[list[_Collective]] = []
-    for _ in range(num_steps):
+    events: list[RecordedEvent] = []
+    for number in range(num_steps):
         dist.barrier()
         model(torch.ones(1, device=world.device)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        steps.append(list(map(_Collective.of, sw.ledger(model).records())))
-    found: defaultdict[EventKind, defaultdict[float, list[float]]]
-    found = defaultdict(lambda: defaultdict(list))
-    for same_step in zip(*world.gather(steps), strict=True):
-        for views in zip(*same_step, strict=True):
-            if views[0].num_bytes and views[0].spans:
-                found[views[0].kind][views[0].num_bytes].append(_shared_seconds(views))
-    return {
-        kind: sorted((size, median(seconds)) for size, seconds in sizes.items())
-        for kind, sizes in found.items()
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class _Collective:
-    """The collectives of an event on one rank."""
-
-    kind: EventKind
-    num_bytes: int
-    spans: list[tuple[float, float]]
-
-    @classmethod
-    def of(cls, record: Record) -> "_Collective":
-        return cls(record.event.kind, record.event.bytes, [work.span for work in record.works])
-
-
-def _shared_seconds(views: Sequence[_Collective]) -> float:
-    """Return seconds from the last rank's start to the end; local processes share a clock."""
-    seconds = 0.0
-    for spans in zip(*(view.spans for view in views), strict=True):
-        began, ended = max(span[0] for span in spans), max(span[1] for span in spans)
-        seconds += max(0.0, ended - began)
-    return seconds
+        # Local processes share a clock, so the offset is zero.
+        events += [recorded_event(number, record, 0.0) for record in sw.ledger(model).records()]
+    sizes = {(event.event, event.unit): event.bytes for event in events if event.spans}
+    found: defaultdict[EventKind, list[tuple[float, float]]] = defaultdict(list)
+    for key, seconds in transfer_seconds(world.gather(events)).items():
+        if sizes[key]:
+            found[key[0]].append((sizes[key], seconds))
+    return {kind: sorted(points) for kind, points in found.items()}
 
 
 def _update_seconds(device: torch.device) -> float:

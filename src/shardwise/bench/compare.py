@@ -156,7 +156,7 @@ def _measure_trimmed(compared: Comparison, eta: TimeLeft) -> None:
 
 def _without_engine(setting: Setting, name: str) -> str:
     """Return the run whose copies are subtracted from those of engine ``name``."""
-    return ALONE_BF16 if setting.is_bf16 and not ENGINES[name].autocasts else ALONE
+    return ALONE_BF16 if setting.is_bf16 and not ENGINES[name].uses_autocast else ALONE
 
 
 def plan_heats(setting: Setting, num_parameters: int, available_bytes: int) -> list[list[str]]:
@@ -180,6 +180,6 @@ def plan_heats(setting: Setting, num_parameters: int, available_bytes: int) -> l
 
 def _heat_bytes(names: Sequence[str], ranks: int, num_parameters: int) -> int:
     per_rank = (
-        WHOLE if ENGINES[name].keeps_whole else WHOLE // ranks + FOR_GATHERED for name in names
+        WHOLE if ENGINES[name].is_replicated else WHOLE // ranks + FOR_GATHERED for name in names
     )
     return sum(per_rank) * num_parameters * ranks

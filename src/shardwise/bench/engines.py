@@ -40,20 +40,20 @@ class Engine:
     family: str  # name in --vs or --ours, the same for all its rows
     start: Callable[[Work], Trainee]
     is_exact: bool = True  # makes the same updates as the base, up to rounding
-    keeps_whole: bool = False  # each rank holds the parameters and states of the whole model
-    autocasts: bool = False  # bf16 by torch.autocast instead of a policy
+    is_replicated: bool = False  # each rank holds the parameters and states of the whole model
+    uses_autocast: bool = False  # bf16 by torch.autocast instead of a policy
     by_default: bool = True  # runs with --full, and without it if it `is_quick`
     is_quick: bool = False
-    least_ranks: int = 2
-    in_two_halves: bool = False  # needs an even number of ranks
+    min_ranks: int = 2
+    needs_even_ranks: bool = False  # needs an even number of ranks
 
     @property
     def is_ours(self) -> bool:
         return self.name.startswith(OURS)
 
-    def suits(self, ranks: int) -> bool:
+    def supports_ranks(self, ranks: int) -> bool:
         """Whether the engine runs on ``ranks`` ranks; two-level strategies need an even number."""
-        return ranks >= self.least_ranks and not (self.in_two_halves and ranks % 2)
+        return ranks >= self.min_ranks and not (self.needs_even_ranks and ranks % 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,22 +124,22 @@ def _ours(name: str, start: Ours, *, by_default: bool = True) -> Engine:
         start=start,
         is_exact=start.is_exact,
         # With two ranks, each is a replica.
-        keeps_whole=start.strategy in {"ddp", "zero1", "zero2"} or start.outer is not None,
+        is_replicated=start.strategy in {"ddp", "zero1", "zero2"} or start.outer is not None,
         by_default=by_default,
         is_quick=name in {"zero2", "fsdp", "fsdp-dim"},
-        least_ranks=4 if start.is_hybrid else 2,
-        in_two_halves=start.is_hybrid or start.outer is not None,
+        min_ranks=4 if start.is_hybrid else 2,
+        needs_even_ranks=start.is_hybrid or start.outer is not None,
     )
 
 
 _ROWS = (
-    Engine(BASE, "ddp", baselines.start_ddp, keeps_whole=True, autocasts=True, is_quick=True),
+    Engine(BASE, "ddp", baselines.start_ddp, is_replicated=True, uses_autocast=True, is_quick=True),
     Engine(
         "zero-optimizer",
         "zero-optimizer",
         baselines.start_zero_optimizer,
-        keeps_whole=True,
-        autocasts=True,
+        is_replicated=True,
+        uses_autocast=True,
     ),
     Engine("fsdp1", "fsdp1", baselines.Fsdp1(original_parameters=False), is_quick=True),
     Engine("fsdp1-orig", "fsdp1", baselines.Fsdp1(original_parameters=True)),
@@ -163,8 +163,8 @@ _ROWS = (
     _ours("fsdp-transaction", Ours("fsdp", transaction=True), by_default=False),
 )
 _ALONE = (
-    Engine(ALONE, "", baselines.start_alone, keeps_whole=True, autocasts=True),
-    Engine(ALONE_BF16, "", baselines.start_alone_bf16, keeps_whole=True),
+    Engine(ALONE, "", baselines.start_alone, is_replicated=True, uses_autocast=True),
+    Engine(ALONE_BF16, "", baselines.start_alone_bf16, is_replicated=True),
 )
 ENGINES = {row.name: row for row in (*_ROWS, *_ALONE)}
 
@@ -190,19 +190,16 @@ def _choose(
     option: str, requested: tuple[str, ...] | None, rows: Sequence[Engine], options: BenchOptions
 ) -> list[str]:
     if requested is None:
-        runnable = [
-            row
-            for row in rows
-            if row.suits(options.ranks) and (row.by_default if options.full else row.is_quick)
-        ]
-        return [row.name for row in runnable if row.name not in missing_peers(options)]
+        runnable = [row for row in rows if row.supports_ranks(options.ranks)]
+        chosen = [row for row in runnable if (row.by_default if options.full else row.is_quick)]
+        return [row.name for row in chosen if row.name not in missing_peers(options)]
     families = list(dict.fromkeys(row.family for row in rows))
     check_choices(option, requested, families)
     chosen = [row for row in rows if row.family in requested]
     for row in chosen:
-        if not row.suits(options.ranks):
+        if not row.supports_ranks(options.ranks):
             raise ConfigError(
-                f"{option} {row.family}: expected an even number of {row.least_ranks} or more "
+                f"{option} {row.family}: expected an even number of {row.min_ranks} or more "
                 f"ranks, got --ranks {options.ranks}"
             )
         if row.name == "deepspeed" and not baselines.has_deepspeed():

@@ -43,6 +43,7 @@ __all__ = [
     "merge",
     "publish",
     "ratio",
+    "ratios",
     "run_ranks",
     "show_progress",
     "write_json",
@@ -108,7 +109,7 @@ def interleave(
     with show_progress(title, warm_up + rounds, visible=visible) as begin:
         for number in range(warm_up + rounds):
             if number == warm_up > 0:
-                left = _shown((time.perf_counter() - started) / warm_up * rounds)
+                left = _format_seconds((time.perf_counter() - started) / warm_up * rounds)
                 begin(f"({rounds} rounds, about {left} left)")
             else:
                 begin("" if number else f"({rounds} rounds)")
@@ -167,9 +168,14 @@ def medians(rounds: Sequence[Round], case: str) -> Figures:
 
 def ratio(rounds: Sequence[Round], case: str, base: str, figure: str = "seconds") -> Range:
     """Compare a figure of ``case`` to ``base`` in the same round, without noisy rounds."""
+    found = ratios(rounds, case, base, figure)
+    return Range(statistics.median(found), min(found), max(found))
+
+
+def ratios(rounds: Sequence[Round], case: str, base: str, figure: str = "seconds") -> list[float]:
+    """Return the ratio of a figure of ``case`` to ``base`` in each round that was not noisy."""
     pairs = [(round_.cases[case], round_.cases[base]) for round_ in _quiet(rounds, case)]
-    ratios = [own[figure] / reference[figure] for own, reference in pairs]
-    return Range(statistics.median(ratios), min(ratios), max(ratios))
+    return [own[figure] / reference[figure] for own, reference in pairs]
 
 
 def _quiet(rounds: Sequence[Round], case: str) -> list[Round]:
@@ -213,10 +219,10 @@ class TimeLeft:
         if not self._done:
             return ""
         left = (time.perf_counter() - self._began) / self._done * (self._total - self._done)
-        return f", about {_shown(left)} left in total"
+        return f", about {_format_seconds(left)} left in total"
 
 
-def _shown(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"  # noqa: PLR2004
 
 

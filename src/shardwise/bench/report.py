@@ -18,6 +18,7 @@ from shardwise.bench.harness import (
     Round,
     make_console,
     make_table,
+    ratios,
     write_json,
 )
 from shardwise.bench.machine import describe_machine
@@ -152,9 +153,9 @@ def _noise(compared: Comparison) -> str:
     """Describe the spread of an engine's ratios, which limits what differences mean."""
     spreads = []
     for name in compared.rows:
-        ratios = _ratios(compared, name)
-        if name != BASE and len(ratios) > 1:
-            low, _, high = statistics.quantiles(ratios, n=4)
+        own = ratios(compared.rounds, name, BASE)
+        if name != BASE and len(own) > 1:
+            low, _, high = statistics.quantiles(own, n=4)
             spreads.append(high - low)
     if not spreads:
         return "too few rounds to estimate the noise; pass --rounds 20"
@@ -163,12 +164,6 @@ def _noise(compared: Comparison) -> str:
         "; smaller differences between engines are not significant. To resolve them, pass "
         "--rounds 30 on an idle machine; on a busy machine, compare CPU times"
     )
-
-
-def _ratios(compared: Comparison, name: str) -> list[float]:
-    """Return step times relative to the base, for each round that was not noisy."""
-    quiet = [r.cases for r in compared.rounds if name in r.cases and not r.is_noisy]
-    return [cases[name]["seconds"] / cases[BASE]["seconds"] for cases in quiet]
 
 
 def _tables() -> dict[str, tuple[Column, ...]]:
@@ -243,9 +238,9 @@ def _draw(path: Path, compared: Comparison) -> None:
 
 
 def _draw_times(axis: "Axes", compared: Comparison, place: int, name: str) -> None:
-    ratios = _ratios(compared, name)
-    axis.plot(ratios, [place] * len(ratios), "|", color=FAINT, markersize=9)
-    axis.plot([statistics.median(ratios)], [place], "o", color=_color(name))
+    own = ratios(compared.rounds, name, BASE)
+    axis.plot(own, [place] * len(own), "|", color=FAINT, markersize=9)
+    axis.plot([statistics.median(own)], [place], "o", color=_color(name))
     axis.axvline(1.0, color=OTHER, linewidth=0.8, linestyle="--")
     axis.set_xlabel(f"step time relative to {BASE} (dot: median; lines: rounds)")
 

@@ -89,13 +89,7 @@ class _Watch(TorchDispatchMode):
         self.sent_bytes = 0.0
         self.num_calls = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
         collective = name.removeprefix("c10d::")
@@ -111,7 +105,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Bytes that an op of `_COPIES` wrote."""
+    """Return the bytes that an op of `_COPIES` wrote."""
     if name == "fsdp::all_gather_copy_in":  # returns the whole buffer, but fills one slot
         return _bytes(args[0])
     out = kwargs.get("out")

@@ -41,13 +41,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # joins the lines of a paragraph, and keeps text in [brackets]
 )
-app.command()(bench)
-app.command()(train)
-app.command()(verify)
-app.command()(doctor)
-app.command()(export)
-app.command()(report)
-app.command()(plan)
+for command in (bench, train, verify, doctor, export, report, plan):  # the order of the help
+    app.command()(command)
 
 
 def _show_version(requested: bool) -> None:

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from shardwise.cli.options import split_names
+
 
 def bench(
     size: Annotated[
@@ -71,17 +73,13 @@ def bench(
             size=size,
             ranks=ranks,
             dtype=dtype,
-            vs=_split_names(vs),
-            ours=_split_names(ours),
+            vs=None if vs is None else split_names(vs),
+            ours=None if ours is None else split_names(ours),
             rounds=rounds,
             sequence=sequence,
             batch=batch,
-            measures=_split_names(measure),
+            measures=None if measure is None else split_names(measure),
             full=full,
             out=out,
         )
     )
-
-
-def _split_names(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from shardwise.cli.options import check_outputs
 from shardwise.errors import CheckpointDamaged, ConfigError
 
 
@@ -57,8 +58,7 @@ def _calibrate(out: Path, ranks: str | None) -> None:
         raise ConfigError(f"--ranks {ranks}: expected numbers separated by commas") from error
     for size in sizes:
         check_num_ranks(size, "--ranks")
-    if not out.resolve().parent.is_dir():
-        raise ConfigError(f"--calibrate {out}: {out.parent} is not a directory")
+    check_outputs(out)
     calibration = calibrate(sizes, lambda part: typer.echo(f"measuring {part}", err=True))
     calibration.write(out)
     for size, measured in calibration.ranks.items():

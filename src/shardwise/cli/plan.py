@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.cli.options import check_outputs, split_names
 from shardwise.errors import ConfigError
 from shardwise.plan.spelling import did_you_mean
 
@@ -131,7 +132,7 @@ def plan(
         return
     if model is None:
         raise ConfigError("plan: expected a model, such as llama-3-8b, or --score FILE")
-    _check_folders(html, trace, config)
+    check_outputs(html, trace, config)
     from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
 
     from shardwise.diagnose import plan_terminal  # noqa: PLC0415
@@ -158,9 +159,11 @@ def plan(
         global_batch=8 * num_devices if global_batch is None else global_batch,
         settings=settings,
         objective=objective,  # type: ignore[arg-type]
-        strategies=tuple(_names(strategy)),
-        micro_batches=tuple(_positive_int("micro-batch", text) for text in _names(micro_batch)),
-        checkpointing=tuple(_names(checkpointing)),  # type: ignore[arg-type]
+        strategies=split_names(strategy),
+        micro_batches=tuple(
+            _positive_int("micro-batch", text) for text in split_names(micro_batch)
+        ),
+        checkpointing=split_names(checkpointing),  # type: ignore[arg-type]
         offload=("none", "optimizer", "parameters") if offload else ("none",),
         tensor=_degree("tensor", tensor),
         pipeline=_degree("pipeline", pipeline),
@@ -208,13 +211,6 @@ def _dtype(name: str) -> "torch.dtype":
     return found
 
 
-def _check_folders(*paths: Path | None) -> None:
-    """Raise an error for paths that cannot be written, before the search, which takes long."""
-    for path in paths:
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{path}: cannot be written: {path.parent} is not a directory")
-
-
 def _write(planned: "Planned", html: Path | None, trace: Path | None, config: Path | None) -> None:
     from shardwise.diagnose.page.plan import render_plan  # noqa: PLC0415
     from shardwise.diagnose.trace import write_trace  # noqa: PLC0415
@@ -249,10 +245,6 @@ def _directory(model: str) -> str:
     if path.is_dir():
         return model
     return str(path.parent) if path.suffix == ".json" else ""
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _degree(option: str, text: str) -> "Degree":

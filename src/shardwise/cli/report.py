@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from shardwise.cli.options import check_outputs
+
 MIN_WIDTH = 100  # in characters, which the tables need
 
 
@@ -26,6 +28,7 @@ def report(
     Prints findings, units and ranks, and writes them with a timeline of each step to a single HTML
     page that works without a network.
     """
+    check_outputs(output, trace)
     from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
 
     from shardwise.diagnose.report import report as write  # noqa: PLC0415

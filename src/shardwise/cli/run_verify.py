@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 from rich.console import Console
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -30,11 +29,8 @@ _GRANULARITIES = ("element", "row", "tensor", "dim")
 _BOOLEANS = {"true": True, "false": False}
 
 
-def _gpt() -> nn.Module:
-    return GPT(Shape(vocabulary=VOCABULARY, context=6, width=16, layers=2, heads=2))
-
-
-BUILT_IN = {"gpt": Subject(_gpt, random_tokens, next_token_loss, Block)} | MODELS
+_GPT = Shape(vocabulary=VOCABULARY, context=6, width=16, layers=2, heads=2)
+BUILT_IN = {"gpt": Subject(lambda: GPT(_GPT), random_tokens, next_token_loss, Block)} | MODELS
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,5 +90,7 @@ def verify(
     from shardwise.cli.run_verify import VerifyOptions, run_verify  # noqa: PLC0415 (imports torch)
 
     names = None if strategies is None else tuple(map(str.strip, strategies.split(",")))
-    sharding_options = (optimizer, wire, tolerance, granularity)
-    run_verify(VerifyOptions(model, names, steps, corrupt, engine, mesh, *sharding_options), nproc)
+    options = VerifyOptions(
+        model, names, steps, corrupt, engine, mesh, optimizer, wire, tolerance, granularity
+    )
+    run_verify(options, nproc)

@@ -1,4 +1,4 @@
-"""A measured update with different units: small units merged, or a large unit divided."""
+"""A measured update with different units: small units merged, or a large unit split."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,12 +9,12 @@ from shardwise.diagnose.recording import UnitFigures
 from shardwise.forecast.replay import Part
 from shardwise.schedule.events import EventKind
 
-__all__ = ["divided", "merged"]
+__all__ = ["merge_units", "split_unit"]
 
 _COLLECTIVES = (EventKind.GATHER, EventKind.REDUCE)
 
 
-def merged(measured: Measured, group: Sequence[int]) -> Measured:
+def merge_units(measured: Measured, group: Sequence[int]) -> Measured:
     """Merge the consecutive units ``group`` into the first of them."""
     first, *others = group
     target = dict.fromkeys(group, first)
@@ -23,7 +23,7 @@ def merged(measured: Measured, group: Sequence[int]) -> Measured:
     for unit in others:
         units[unit] = _scaled(units[unit], 0.0)
 
-    def change(parts: Sequence[Part]) -> Iterator[Part]:
+    def change(_rank: int, parts: Sequence[Part]) -> Iterator[Part]:
         renamed = (replace(part, unit=target.get(part.unit, part.unit)) for part in parts)
         for _, adjacent in groupby(renamed, key=lambda part: (part.kind, part.unit)):
             merged_parts = list(adjacent)
@@ -42,7 +42,7 @@ def merged(measured: Measured, group: Sequence[int]) -> Measured:
     return replace(changed, transfers=transfers, launches=launches)
 
 
-def divided(measured: Measured, unit: int, shares: Sequence[float]) -> Measured:
+def split_unit(measured: Measured, unit: int, shares: Sequence[float]) -> Measured:
     """Split ``unit`` into child units that take ``shares`` of it; it keeps the rest."""
     rest = max(0.0, 1.0 - sum(shares))
     figures, count = measured.units[unit], len(measured.units)
@@ -56,7 +56,7 @@ def divided(measured: Measured, unit: int, shares: Sequence[float]) -> Measured:
     ]
     children = list(zip(range(count, len(units)), shares, strict=True))
 
-    def change(parts: Sequence[Part]) -> Iterator[Part]:
+    def change(_rank: int, parts: Sequence[Part]) -> Iterator[Part]:
         for part in parts:
             if part.unit != unit:
                 yield part

@@ -55,22 +55,22 @@ class Judge:
                 weight = len(expected.counts) / sum(expected.counts)
                 own, _ = self.training.backward(model, part, weight)
             else:
-                own = self.training.run(backward, part)
-            loss = _farther(loss, self._loss_error(own, expected.loss, step))
+                own = self.training.backward_with(backward, part)
+            loss = _worst_of(loss, self._loss_error(own, expected.loss, step))
             gradients = {name: p.grad for name, p in parameters_of(model).items()}
             found = self._worst(gradients, expected.gradients, step)
-            gradient = _farther(gradient, self._with_cause(found, gradients.get(found.name)))
+            gradient = _worst_of(gradient, self._with_cause(found, gradients.get(found.name)))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             parameters = {name: p.detach() for name, p in parameters_of(model).items()}
-            parameter = _farther(parameter, self._worst(parameters, expected.parameters, step))
-            if _farther(loss, gradient, parameter).error > self.tolerance:
+            parameter = _worst_of(parameter, self._worst(parameters, expected.parameters, step))
+            if _worst_of(loss, gradient, parameter).error > self.tolerance:
                 break
         return Comparison(strategy, step + 1, self.tolerance, loss, gradient, parameter)
 
     def _loss_error(self, own: float, expected: float, step: int) -> Worst:
         mean = math.fsum(self.exchange.gather(own)) / self.exchange.size
-        return Worst(_finite(abs(mean - expected) / max(abs(expected), SMALL)), step=step)
+        return Worst(_nan_to_inf(abs(mean - expected) / max(abs(expected), SMALL)), step=step)
 
     def _worst(
         self,
@@ -94,8 +94,8 @@ class Judge:
                 assert tensor is not None
                 error = _distance(_full(tensor), wanted, SMALL * norm)
                 note = _not_finite(wanted) if math.isinf(error) else ""
-            worst = _farther(worst, Worst(error, name if error else "", step, note))
-        return _farther(*self.exchange.gather(worst))
+            worst = _worst_of(worst, Worst(error, name if error else "", step, note))
+        return _worst_of(*self.exchange.gather(worst))
 
     def _with_cause(self, worst: Worst, gradient: Tensor | None) -> Worst:
         """Add the likely cause, if there is one, as the note of ``worst``.
@@ -145,7 +145,7 @@ def _distance(tensor: Tensor, wanted: Tensor, least: float) -> float:
     """Return the Euclidean error relative to the norm of ``wanted``, or to ``least`` if larger."""
     distance = _norm(tensor - wanted)
     scale = max(_norm(wanted), least)
-    return _finite(distance / scale if scale else distance)
+    return _nan_to_inf(distance / scale if scale else distance)
 
 
 def _not_finite(wanted: Tensor) -> str:
@@ -158,10 +158,9 @@ def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor if tensor.is_complex() else tensor.double()))
 
 
-def _finite(error: float) -> float:
-    """Replace NaN by inf."""
+def _nan_to_inf(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def _farther(*several: Worst) -> Worst:
+def _worst_of(*several: Worst) -> Worst:
     return max(several, key=lambda worst: worst.error)

@@ -4,12 +4,13 @@ The saving of a change comes from replaying the recorded update with that change
 all ranks, with the measured durations (`forecast.replay`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import mean, median
 
-from shardwise.diagnose.changes import divided, merged
+from shardwise.diagnose.changes import merge_units, split_unit
 from shardwise.diagnose.formatting import bytes_text, seconds_text
 from shardwise.diagnose.measured import Measured, measure
 from shardwise.diagnose.recording import RankRecording, UnitFigures
@@ -37,11 +38,18 @@ class _Run:
     measured: Measured
     base: Replayed
 
-    def saves(self, changed: Replayed) -> float:
-        return self.base.seconds - changed.seconds
+    def finding(
+        self, title: str, detail: str, changed: Replayed, *, memory: bool = False, **place: int
+    ) -> Finding:
+        """Return a finding with the time and memory that ``changed`` saves.
 
-    def saves_bytes(self, changed: Replayed) -> int:
-        return self.base.peak_gathered_bytes - changed.peak_gathered_bytes
+        With ``memory``, the title ends with the memory. ``place`` is the unit or rank to show.
+        """
+        saved_bytes = self.base.peak_gathered_bytes - changed.peak_gathered_bytes
+        if memory:
+            title += f" ({_change_of(saved_bytes)})"
+        saved_seconds = self.base.seconds - changed.seconds
+        return Finding(title, detail, saved_seconds, saved_bytes, **place)
 
 
 def find(ranks: Sequence[RankRecording]) -> list[Finding]:
@@ -66,17 +74,20 @@ def _prefetch(run: _Run) -> Iterator[Finding]:
         (prefetch, replace(run.measured, prefetch=prefetch).replayed())
         for prefetch in range(now + 1, now + 1 + _MAX_EXTRA_PREFETCH)
     ]
-    best = max(run.saves(changed) for _, changed in trials)
-    if best <= 0:
+    savings = [run.base.seconds - changed.seconds for _, changed in trials]
+    if max(savings) <= 0:
         return
-    prefetch, changed = next(one for one in trials if run.saves(one[1]) >= _NEARLY_BEST * best)
+    best = next(n for n, saved in enumerate(savings) if saved >= _NEARLY_BEST * max(savings))
+    prefetch, changed = trials[best]
     waits = _waits(run)
-    yield Finding(
+    longest = sorted(waits, key=lambda unit: -waits[unit])[:3]
+    labels = ", ".join(run.measured.units[unit].label for unit in longest) or "none"
+    yield run.finding(
         f"Compute waits {seconds_text(sum(waits.values()))} per step for gathers: raise prefetch "
-        f"from {now} to {prefetch} ({_change_of(run.saves_bytes(changed))})",
-        f"The longest waits are for {_labels(run, waits)}.",
-        run.saves(changed),
-        run.saves_bytes(changed),
+        f"from {now} to {prefetch}",
+        f"The longest waits are for {labels}.",
+        changed,
+        memory=True,
     )
 
 
@@ -84,13 +95,12 @@ def _reshard(run: _Run) -> Iterator[Finding]:
     if not any(unit.reshard and unit.gathered_bytes for unit in run.measured.units):
         return
     units = tuple(replace(unit, reshard=False, subgroup=0) for unit in run.measured.units)
-    changed = replace(run.measured, units=units).replayed()
-    yield Finding(
+    yield run.finding(
         "Units are gathered for forward and again for backward: reshard_after_forward=False "
-        f"gathers them once ({_change_of(run.saves_bytes(changed))})",
+        "gathers them once",
         "This is the strategy 'zero2': parameters stay gathered from forward to backward.",
-        run.saves(changed),
-        run.saves_bytes(changed),
+        replace(run.measured, units=units).replayed(),
+        memory=True,
     )
 
 
@@ -103,7 +113,7 @@ def _accumulation(run: _Run) -> Iterator[Finding]:
         f"{num_passes} micro-batches reduce gradients {num_passes} times: hold them until the "
         f"last ({_change_of(-held)})",
         "Call model.set_requires_gradient_sync(is_last) before each micro-batch.",
-        run.saves(run.measured.replayed(holds_gradients=True)),
+        run.base.seconds - run.measured.replayed(holds_gradients=True).seconds,
         -held,
     )
 
@@ -121,18 +131,15 @@ def _small_units(run: _Run) -> Iterator[Finding]:
         group = list(indices)
         if is_small and parent is not None and len(group) > 1:
             num_small += len(group)
-            changed = merged(changed, group)
-    if not num_small:
-        return
-    replayed = changed.replayed()
-    yield Finding(
-        f"{num_small} units have less than {bytes_text(_SMALL_UNIT)}: merge them "
-        f"({_change_of(run.saves_bytes(replayed))})",
-        "Latency dominates their gathers and reductions. Wrap larger modules, or pass a size in "
-        "parameters as units=.",
-        run.saves(replayed),
-        run.saves_bytes(replayed),
-    )
+            changed = merge_units(changed, group)
+    if num_small:
+        yield run.finding(
+            f"{num_small} units have less than {bytes_text(_SMALL_UNIT)}: merge them",
+            "Latency dominates their gathers and reductions. Wrap larger modules, or pass a size "
+            "in parameters as units=.",
+            changed.replayed(),
+            memory=True,
+        )
 
 
 def _large_units(run: _Run) -> Iterator[Finding]:
@@ -142,15 +149,14 @@ def _large_units(run: _Run) -> Iterator[Finding]:
         shares = _blocks(run, unit)
         if unit.gathered_bytes <= _LARGE_SHARE * total or not shares:
             continue
-        replayed = divided(run.measured, index, shares).replayed()
-        yield Finding(
+        yield run.finding(
             f"Unit {unit.label} is {unit.gathered_bytes / total:.0%} of all that is gathered: "
-            f"divide it into units ({_change_of(run.saves_bytes(replayed))})",
+            "divide it into units",
             f'Nothing computes while it is gathered; units="auto" makes its {len(shares)} blocks '
             "units of their own.",
-            run.saves(replayed),
-            run.saves_bytes(replayed),
+            split_unit(run.measured, index, shares).replayed(),
             unit=index,
+            memory=True,
         )
 
 
@@ -180,13 +186,13 @@ def _padding(run: _Run) -> Iterator[Finding]:
         return
     own = [rank.header.units[index].own_bytes for rank in run.ranks]
     largest, label = own.index(max(own)), run.measured.units[index].label
-    yield Finding(
+    yield run.finding(
         f"{padded:.0%} of the gathered buffer of unit {label} is padding: choose a finer "
         "granularity",
         f"Rank {largest} holds {bytes_text(max(own))} of it and another rank "
         f"{bytes_text(min(own))}, and every shard is as long as the longest. "
         'granularity="element" pads only for alignment.',
-        run.saves(replace(run.measured, transfers=changed).replayed()),
+        replace(run.measured, transfers=changed).replayed(),
         unit=index,
         rank=largest,
     )
@@ -194,18 +200,18 @@ def _padding(run: _Run) -> Iterator[Finding]:
 
 def _slow_collectives(run: _Run) -> Iterator[Finding]:
     for (kind, unit), seconds in run.measured.transfers.items():
-        line = run.measured.fit(kind, without=[unit])
+        line = run.measured.fit(kind, without=unit)
         usual = line.at(run.measured.bytes_of((kind, unit)))
         if not usual or seconds < _SLOW_FACTOR * usual:
             continue
         transfers = {**run.measured.transfers, (kind, unit): usual}
         label = run.measured.units[unit].label
-        yield Finding(
+        yield run.finding(
             f"The {kind.value} of {label} takes {seconds_text(seconds)}, "
             f"{seconds / usual:.0f} times what its size explains",
             f"Others of its size take {seconds_text(usual)}. Find out what else uses the network "
             "or the hosts' memory at that time, such as a checkpoint or an all-to-all.",
-            run.saves(replace(run.measured, transfers=transfers).replayed()),
+            replace(run.measured, transfers=transfers).replayed(),
             unit=unit,
         )
 
@@ -224,12 +230,12 @@ def _slow_rank(run: _Run) -> Iterator[Finding]:
     changed = measured.with_compute(
         lambda rank, part_seconds: part_seconds * factor if rank == slowest else part_seconds
     )
-    yield Finding(
+    yield run.finding(
         f"Rank {slowest} computes {seconds[slowest] / usual:.2f} times as long as the others, "
         "which wait for it",
         f"It computes for {seconds_text(seconds[slowest])} per step, the others for "
         f"{seconds_text(usual)}. Compare its clock rate, temperature and batches with theirs.",
-        run.saves(changed.replayed()),
+        changed.replayed(),
         rank=slowest,
     )
 
@@ -241,10 +247,10 @@ def _data(run: _Run) -> Iterator[Finding]:
         replace(program, outside_seconds=max(0.0, program.outside_seconds - data_seconds))
         for program, data_seconds in zip(run.measured.programs, seconds, strict=True)
     )
-    yield Finding(
+    yield run.finding(
         f"Rank {slowest} waits {seconds_text(seconds[slowest])} per step for its data",
         "Load batches ahead: more DataLoader workers, pin_memory=True, or packed files.",
-        run.saves(replace(run.measured, programs=programs).replayed()),
+        replace(run.measured, programs=programs).replayed(),
         rank=slowest,
     )
 
@@ -258,10 +264,10 @@ def _tokens(run: _Run) -> Iterator[Finding]:
     if padded[worst] < _MIN_PADDING:
         return
     changed = run.measured.with_compute(lambda rank, seconds: seconds * (1.0 - padded[rank]))
-    yield Finding(
+    yield run.finding(
         f"Rank {worst} pads {padded[worst]:.0%} of its tokens: pack sequences together",
         "Compute on padding is wasted. The saving assumes that compute is proportional to tokens.",
-        run.saves(changed.replayed()),
+        changed.replayed(),
         rank=worst,
     )
 
@@ -303,19 +309,13 @@ def _span_seconds(run: _Run, name: str) -> list[float]:
     ]
 
 
-def _waits(run: _Run) -> dict[int, float]:
+def _waits(run: _Run) -> Mapping[int, float]:
     """Return the seconds that the first rank waits for gathers in the replay, by unit."""
-    waits: dict[int, float] = {}
+    waits: defaultdict[int, float] = defaultdict(float)
     for timed in run.base.events[0]:
         if timed.event.kind is EventKind.WAIT and timed.ended > timed.began:
-            unit = timed.event.unit
-            waits[unit] = waits.get(unit, 0.0) + timed.ended - timed.began
+            waits[timed.event.unit] += timed.ended - timed.began
     return waits
-
-
-def _labels(run: _Run, waits: dict[int, float]) -> str:
-    longest = sorted(waits, key=lambda unit: -waits[unit])[:3]
-    return ", ".join(run.measured.units[unit].label for unit in longest) or "none"
 
 
 def _change_of(saved_bytes: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, pairwise, repeat
 from statistics import median
+from typing import Any
 
 from shardwise.diagnose.bars import by_step
 from shardwise.diagnose.recording import (
@@ -18,14 +19,14 @@ from shardwise.diagnose.recording import (
 from shardwise.forecast.replay import Costs, Part, Program, Replayed, replay
 from shardwise.schedule.events import COMPUTE, WAITS, EventKind
 
-__all__ = ["Line", "Measured", "measure"]
+__all__ = ["LinearCost", "Measured", "measure", "transfer_seconds"]
 
 _LARGE = 1 << 20  # bytes from which a collective's time exceeds its latency
 _Key = tuple[EventKind, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LinearCost:
     """Time of a collective as a function of its size: seconds = latency + bytes * slope."""
 
     latency: float
@@ -72,39 +73,30 @@ class Measured:
         figures = self.units[unit]
         return figures.gradient_bytes if kind is EventKind.REDUCE else figures.gathered_bytes
 
-    def fit(self, kind: EventKind, *, without: Iterable[int] = ()) -> Line:
+    def fit(self, kind: EventKind, *, without: int | None = None) -> LinearCost:
         """Fit the time of collectives to their size; a few slow outliers do not affect the fit."""
-        excluded = set(without)
         points = [
             (self.bytes_of(key), seconds)
             for key, seconds in self.transfers.items()
-            if key[0] is kind and key[1] not in excluded and self.bytes_of(key)
+            if key[0] is kind and key[1] != without and self.bytes_of(key)
         ]
-        return _line_through(points)
+        return _fit_line(points)
 
     def with_compute(self, change: Callable[[int, float], float]) -> "Measured":
         """Replace the seconds of every part by ``change(rank, seconds)``."""
-        programs = tuple(
-            replace(
-                program,
-                passes=tuple(
-                    tuple(replace(part, seconds=change(rank, part.seconds)) for part in parts)
-                    for parts in program.passes
-                ),
-            )
-            for rank, program in enumerate(self.programs)
+        return self.with_passes(
+            lambda rank, parts: [replace(p, seconds=change(rank, p.seconds)) for p in parts]
         )
-        return replace(self, programs=programs)
 
     def with_passes(
-        self, change: Callable[[Sequence[Part]], Iterable[Part]], **changes: object
+        self, change: Callable[[int, Sequence[Part]], Iterable[Part]], **changes: Any
     ) -> "Measured":
-        """Replace every pass of every rank by ``change(pass)``, and set the fields ``changes``."""
+        """Replace every pass by ``change(rank, pass)``, and set the fields ``changes``."""
         programs = tuple(
-            replace(program, passes=tuple(tuple(change(parts)) for parts in program.passes))
-            for program in self.programs
+            replace(program, passes=tuple(tuple(change(rank, parts)) for parts in program.passes))
+            for rank, program in enumerate(self.programs)
         )
-        return replace(self, programs=programs, **changes)  # type: ignore[arg-type]
+        return replace(self, programs=programs, **changes)
 
     def compute_seconds(self, rank: int) -> float:
         """Return the compute time of a rank in an update."""
@@ -120,7 +112,9 @@ def measure(ranks: Sequence[RankRecording]) -> Measured:
     events = [by_step(rank.events) for rank in ranks]
     updates = _common_updates(ranks, events[0])
     programs = tuple(map(_program, ranks, events, repeat(updates)))
-    transfers = [_transfers([_events_of(update, own) for own in events]) for update in updates]
+    transfers = [
+        transfer_seconds([_events_of(update, own) for own in events]) for update in updates
+    ]
     launches: defaultdict[_Key, list[float]] = defaultdict(list)
     for own in events:
         for update in updates:
@@ -141,7 +135,7 @@ def measure(ranks: Sequence[RankRecording]) -> Measured:
     )
 
 
-def _line_through(points: Sequence[tuple[int, float]]) -> Line:
+def _fit_line(points: Sequence[tuple[int, float]]) -> LinearCost:
     """Fit a line with the Theil-Sen estimator: the median of the slopes between points."""
     slopes = [
         (after[1] - before[1]) / (after[0] - before[0])
@@ -152,9 +146,9 @@ def _line_through(points: Sequence[tuple[int, float]]) -> Line:
         size = points[0][0] if points else 1
         seconds = median(seconds for _, seconds in points) if points else 0.0
         latency = 0.0 if size >= _LARGE else seconds
-        return Line(latency, (seconds - latency) / size)
+        return LinearCost(latency, (seconds - latency) / size)
     slope = max(0.0, median(slopes))
-    return Line(max(0.0, median(seconds - slope * size for size, seconds in points)), slope)
+    return LinearCost(max(0.0, median(seconds - slope * size for size, seconds in points)), slope)
 
 
 # -- updates: the passes between two changes of the parameters -----------------------------------
@@ -246,8 +240,12 @@ def _unreduced(
                 yield number, unit
 
 
-def _transfers(ranks: Sequence[Iterable[RecordedEvent]]) -> dict[_Key, float]:
-    """Return how long each collective took after the last rank had begun it."""
+def transfer_seconds(ranks: Sequence[Iterable[RecordedEvent]]) -> dict[_Key, float]:
+    """Return how long each collective took from the last rank's launch, as medians.
+
+    Args:
+        ranks: the events of each rank, in the same order on all of them.
+    """
     launched = [[event for event in events if event.spans] for events in ranks]
     durations: defaultdict[_Key, list[float]] = defaultdict(list)
     for collective in zip(*launched, strict=True):

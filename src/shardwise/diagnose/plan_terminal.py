@@ -4,6 +4,7 @@ Lines are up to 100 characters wide.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from rich import box
 from rich.console import Console
@@ -13,17 +14,14 @@ from rich.text import Text
 from shardwise.diagnose.formatting import bytes_text, percent, seconds_text
 from shardwise.diagnose.plan_text import (
     DEFINITIONS,
-    degrees_text,
-    described,
-    host_text,
+    describe,
     reasons,
     scaling_text,
-    sharding_text,
+    settings_texts,
     with_device_word,
 )
 from shardwise.diagnose.planning import Planned
 from shardwise.forecast.certificate import CATEGORIES, Certificate, Moment
-from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecast
 from shardwise.forecast.saving import CheckpointPlan, Storage
 from shardwise.forecast.scaling import Curve
@@ -37,7 +35,7 @@ def show(console: Console, planned: Planned) -> None:
     """Print the result of the search."""
     console.print(Text(f"{planned.title}: {'; '.join(planned.facts)}\n"))
     console.print(_candidates_table(planned))
-    console.print(Text(f"\nBest: {described(planned.winner.configuration)}", style="bold"))
+    console.print(Text(f"\nBest: {describe(planned.winner.configuration)}", style="bold"))
     for line in figures(planned):
         console.print(Text(line))
     for line in reasons(planned.ranking):
@@ -59,11 +57,12 @@ def figures(planned: Planned) -> list[str]:
         f"exposed communication {seconds_text(step.exposed_seconds)}"
     )
     available = bytes_text(winner.cluster.accelerator.memory_bytes)
+    host = f"; {bytes_text(memory.host_bytes)} of host memory" if memory.host_bytes else ""
     used = (
         f"{bytes_text(memory.device_bytes)} of a GPU's {available}: "
         f"{bytes_text(memory.peak_bytes)} in tensors (at {memory.peak.label}), "
         f"{bytes_text(memory.reserve_bytes)} reserved, {bytes_text(memory.overhead_bytes)} for the "
-        f"driver and its libraries{_host(memory)}"
+        f"driver and its libraries{host}"
     )
     budget = planned.budget.summary(winner)
     return [
@@ -71,10 +70,6 @@ def figures(planned: Planned) -> list[str]:
         with_device_word(winner.cluster, used),
         *([budget] if budget else []),
     ]
-
-
-def _host(memory: Certificate) -> str:
-    return f"; {bytes_text(memory.host_bytes)} of host memory" if memory.host_bytes else ""
 
 
 def _candidates_table(planned: Planned) -> Table:
@@ -86,23 +81,11 @@ def _candidates_table(planned: Planned) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for number, forecast in enumerate(planned.ranking.fitting[:MAX_ROWS], start=1):
         mark = "*" if forecast in planned.frontier else ""
-        table.add_row(f"{number}{mark}", *_named(forecast.configuration), *_times(forecast))
+        table.add_row(f"{number}{mark}", *settings_texts(forecast.configuration), *_times(forecast))
     rest = len(planned.ranking.fitting) - MAX_ROWS
     if rest > 0:
         table.caption = f"{rest} more on the page (--html FILE)"
     return table
-
-
-def _named(configuration: Configuration) -> tuple[str, ...]:
-    micro = f"{configuration.accumulation} x {configuration.micro_batch}"
-    degrees = degrees_text(configuration)
-    return (
-        sharding_text(configuration) + (f", {degrees}" if degrees else ""),
-        micro,
-        str(configuration.checkpointing),
-        host_text(configuration),
-        str(configuration.prefetch),
-    )
 
 
 def _times(forecast: Forecast) -> tuple[str, ...]:
@@ -198,12 +181,9 @@ def _moments(memory: Certificate) -> list[Moment]:
     """Return the first and last moments, the peak, and the highest moment before backward."""
     timeline = memory.timeline
     backward = next(n for n, moment in enumerate(timeline) if moment.label.startswith("backward"))
-    found = [timeline[0], max(timeline[:backward], key=_total), memory.peak, timeline[-1]]
+    highest = max(timeline[:backward], key=attrgetter("total"))
+    found = [timeline[0], highest, memory.peak, timeline[-1]]
     return sorted(dict.fromkeys(found), key=timeline.index)
-
-
-def _total(moment: Moment) -> int:
-    return moment.total
 
 
 def _item(line: str) -> Table:

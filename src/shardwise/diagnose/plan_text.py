@@ -14,13 +14,11 @@ from shardwise.forecast.search import Ranking, best_alternatives
 __all__ = [
     "DEFINITIONS",
     "Budget",
-    "degrees_text",
-    "described",
-    "host_text",
-    "lacks",
+    "describe",
+    "missing_text",
     "reasons",
     "scaling_text",
-    "sharding_text",
+    "settings_texts",
     "with_device_word",
 ]
 
@@ -100,7 +98,7 @@ def with_device_word(cluster: Cluster, text: str) -> str:
     return text.replace("GPU", cluster.device_word)
 
 
-def sharding_text(configuration: Configuration) -> str:
+def _sharding_text(configuration: Configuration) -> str:
     """Format the sharding, such as ``fsdp over 64`` or ``hsdp over 8 x 8``."""
     if configuration.row.num_axes > 1:
         ranks = f"{configuration.replicas} x {configuration.shard_ranks}"
@@ -109,26 +107,37 @@ def sharding_text(configuration: Configuration) -> str:
     return f"{configuration.strategy} over {ranks}"
 
 
-def host_text(configuration: Configuration) -> str:
+def _host_text(configuration: Configuration) -> str:
     """Format what is kept on the host: optimizer, parameters, activations."""
     kept = [configuration.offload] if configuration.offload != "none" else []
     return " and ".join(kept + ["activations"] * configuration.activation_offload)
 
 
-def degrees_text(configuration: Configuration) -> str:
+def _degrees_text(configuration: Configuration) -> str:
     """Format the model-parallel axes, such as ``tensor 2``."""
     names = [name for name in (*MODEL_AXES, "chunks") if getattr(configuration, name) > 1]
     return ", ".join(f"{name} {getattr(configuration, name)}" for name in names)
 
 
-def described(configuration: Configuration) -> str:
+def settings_texts(configuration: Configuration) -> tuple[str, ...]:
+    """Format sharding, micro-batches, checkpointing, what is on the host, and prefetch."""
+    return (
+        ", ".join(filter(None, (_sharding_text(configuration), _degrees_text(configuration)))),
+        f"{configuration.accumulation} x {configuration.micro_batch}",
+        str(configuration.checkpointing),
+        _host_text(configuration),
+        str(configuration.prefetch),
+    )
+
+
+def describe(configuration: Configuration) -> str:
     """Describe a configuration in one line that is unique among the candidates of a search."""
     micro = f"{configuration.accumulation} x {configuration.micro_batch}"
-    parts = [sharding_text(configuration), f"micro-batches {micro}"]
-    if degrees := degrees_text(configuration):
+    parts = [_sharding_text(configuration), f"micro-batches {micro}"]
+    if degrees := _degrees_text(configuration):
         parts.append(degrees)
     parts.append(f"checkpointing {configuration.checkpointing}")
-    if kept := host_text(configuration):
+    if kept := _host_text(configuration):
         parts.append(f"{kept} on the host")
     if configuration.prefetch != 1:
         parts.append(f"prefetch {configuration.prefetch}")
@@ -160,12 +169,12 @@ def _bound(winner: Forecast) -> str:
 def _named(winner: Configuration, other: Configuration) -> str:
     """Describe where a candidate differs from the winner."""
     parts = []
-    if sharding_text(other) != sharding_text(winner):
-        parts.append(sharding_text(other))
+    if _sharding_text(other) != _sharding_text(winner):
+        parts.append(_sharding_text(other))
     if other.checkpointing != winner.checkpointing:
         parts.append(f"checkpointing {other.checkpointing}")
-    if host_text(other) != host_text(winner):
-        parts.append(f"{host_text(other) or 'nothing'} on the host")
+    if _host_text(other) != _host_text(winner):
+        parts.append(f"{_host_text(other) or 'nothing'} on the host")
     parts += [
         f"{field.replace('_', '-')} {getattr(other, field)}"
         for field in ("micro_batch", "prefetch", *MODEL_AXES, "chunks")
@@ -204,14 +213,14 @@ def _too_large(ranking: Ranking) -> Iterator[str]:
     seen = set()
     for forecast in ranking.too_large:
         kind = forecast.configuration.checkpointing
-        if kind not in seen and sharding_text(forecast.configuration) == sharding_text(best):
+        if kind not in seen and _sharding_text(forecast.configuration) == _sharding_text(best):
             seen.add(kind)
             micro = forecast.configuration.micro_batch
-            needed = lacks(forecast)
+            needed = missing_text(forecast)
             yield f"checkpointing {kind}, micro-batch {micro}: does not fit, needs {needed}"
 
 
-def lacks(forecast: Forecast) -> str:
+def missing_text(forecast: Forecast) -> str:
     """Format by how much a configuration exceeds the memory of a device."""
     available = bytes_text(forecast.cluster.accelerator.memory_bytes)
     return with_device_word(

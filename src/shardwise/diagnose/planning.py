@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwise.diagnose.plan_text import Budget, described, lacks, with_device_word
+from shardwise.diagnose.plan_text import Budget, describe, missing_text, with_device_word
 from shardwise.diagnose.recording import RankRecording
 from shardwise.diagnose.simulated import recording_of
 from shardwise.errors import ConfigError
@@ -100,7 +100,7 @@ def make_planned(
         least = ranking.too_large[0]
         raise ConfigError(
             f"{forecaster.model.name} does not fit: the smallest of {ranking.num_compared} "
-            f"configurations ({described(least.configuration)}) needs {lacks(least)}; use "
+            f"configurations ({describe(least.configuration)}) needs {missing_text(least)}; use "
             + with_device_word(
                 least.cluster, "more or larger GPUs, shorter sequences, or --tensor auto"
             )

@@ -5,9 +5,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, SupportsFloat
 
 import torch
@@ -37,20 +35,11 @@ from shardwise.transport.device import device_of, is_accelerator, name_of
 __all__ = ["Recorder", "SomeSteps", "record"]
 
 
-@dataclass(frozen=True, slots=True)
 class SomeSteps(Container[int]):
-    """A few steps after the slower first ones, and then a few of every ``period`` steps."""
-
-    first: range = range(3, 8)
-    period: int = 100
-    num_of_period: int = 3
+    """Steps 3 to 7, because the first ones are slower, and then 3 of every 100 steps."""
 
     def __contains__(self, step: object) -> bool:
-        if not isinstance(step, int):
-            return False
-        return step in self.first or (
-            step >= self.period and step % self.period < self.num_of_period
-        )
+        return isinstance(step, int) and (3 <= step < 8 or (step >= 100 and step % 100 < 3))  # noqa: PLR2004
 
 
 def record(
@@ -87,7 +76,7 @@ def record(
 
 
 class Recorder(LedgerReader):
-    """A recording under way. Use it as a context manager, or call `close` at the end."""
+    """An ongoing recording. Use it as a context manager, or call `close` at the end."""
 
     def __init__(
         self,
@@ -132,12 +121,7 @@ class Recorder(LedgerReader):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -145,7 +129,8 @@ class Recorder(LedgerReader):
         self._detach()
         while self._pending:  # on an accelerator, the host waits for them
             self._write(list(self._pending.popleft().lines(self._offset)))
-        self._file.close()
+        with suppress(OSError):  # raised again for text that `_write` could not flush
+            self._file.close()
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Record the ``with`` block as a span called ``name``, such as "data" or "checkpoint"."""
@@ -157,7 +142,7 @@ class Recorder(LedgerReader):
         counted, padding = self._tokens or (0, 0)
         self._tokens = counted + tokens, padding + padded
 
-    # -- what the ledger calls -------------------------------------------------------------------
+    # -- called by the ledger --------------------------------------------------------------------
 
     def forward_began(self) -> None:
         ledger = self._ledger()
@@ -220,6 +205,7 @@ class Recorder(LedgerReader):
             self._file.flush()  # so that the steps of a killed run are kept
         except OSError as error:  # a full disk must not stop training
             warnings.warn(f"{self._file.name}: recording stopped: {error}", stacklevel=2)
+            self._pending.clear()
             self._detach()
 
     def _detach(self) -> None:

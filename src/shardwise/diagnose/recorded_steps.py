@@ -17,7 +17,7 @@ from shardwise.runtime.ledger import Record
 from shardwise.schedule.events import WAITS
 from shardwise.transport.device import Device
 
-__all__ = ["EndedSpan", "EndedStep"]
+__all__ = ["EndedSpan", "EndedStep", "recorded_event"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class EndedStep:
             return
         if self.is_detailed:
             for record in self.records:
-                yield _event(self.step, record, offset)
+                yield recorded_event(self.step, record, offset)
             kept = set(map(id, self.records))  # samples of an evaluation are left out
             for record, held in self.samples:
                 if id(record) in kept:
@@ -92,7 +92,8 @@ class EndedStep:
         )
 
 
-def _event(step: int, record: Record, offset: float) -> RecordedEvent:
+def recorded_event(step: int, record: Record, offset: float) -> RecordedEvent:
+    """Convert ``record``, with ``offset`` added to the clock of this rank."""
     spans = [(began + offset, ended + offset) for began, ended in (w.span for w in record.works)]
     return RecordedEvent(
         step=step,

@@ -58,22 +58,13 @@ class UnitFigures:
 
     @classmethod
     def of(cls, unit: UnitPlan, own_bytes: int) -> Self:
-        return cls(
-            label=unit.label,
-            num_parameters=len(unit.parameters),
-            num_elements=sum(spec.num_elements for spec in unit.parameters),
-            gathered_bytes=unit.gathered_bytes,
-            kept_bytes=unit.kept_bytes,
-            shard_bytes=unit.shard_bytes,
-            own_bytes=own_bytes,
-            gradient_bytes=unit.gradient_bytes,
-            gradient_shard_bytes=unit.gradient_shard_bytes,
-            reshard=unit.reshard,
-            subgroup=unit.subgroup,
-            two_level_gather=unit.two_level_gather,
-            has_child_units=unit.has_child_units,
-            parent=unit.parent,
-        )
+        own: dict[str, Any] = {
+            "num_parameters": len(unit.parameters),
+            "num_elements": sum(spec.num_elements for spec in unit.parameters),
+            "own_bytes": own_bytes,
+        }
+        same = {f.name: getattr(unit, f.name) for f in fields(cls) if f.name not in own}
+        return cls(**own, **same)
 
 
 @dataclass(frozen=True, slots=True)

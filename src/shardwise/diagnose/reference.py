@@ -57,7 +57,7 @@ class Training:
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return (self.optimizer_fn or adamw)(model.parameters())
 
-    def run(self, backward: BackwardFn, part: Part) -> float:
+    def backward_with(self, backward: BackwardFn, part: Part) -> float:
         """Compute gradients with an engine's own ``backward``; return the loss of the part."""
         return float(backward(self.loss_fn or _model_is_loss, part.draw()))
 
@@ -106,9 +106,9 @@ class Reference:
         self.parameters = dict(model.named_parameters())
         self.initial = self.values()
         for _ in range((exchange.num_parts if num_parts is None else num_parts) - 1):
-            twin = self.rebuild()
-            _share_parameters(twin.to(self.device), model)
-            self._models.append(twin)
+            other = self.rebuild()
+            _share_parameters(other.to(self.device), model)
+            self._models.append(other)
         self._optimizer = training.optimizer(model)
 
     def rebuild(self) -> nn.Module:
@@ -195,12 +195,12 @@ class Reference:
         return None
 
 
-def _share_parameters(twin: nn.Module, model: nn.Module) -> None:
-    """Replace the parameters of ``twin`` by those of ``model``."""
+def _share_parameters(other: nn.Module, model: nn.Module) -> None:
+    """Replace the parameters of ``other`` by those of ``model``."""
     shared = dict(model.named_parameters(remove_duplicate=False))
-    for name in [name for name, _ in twin.named_parameters(remove_duplicate=False)]:
+    for name in [name for name, _ in other.named_parameters(remove_duplicate=False)]:
         path, _, attribute = name.rpartition(".")
-        setattr(twin.get_submodule(path), attribute, shared[name])
+        setattr(other.get_submodule(path), attribute, shared[name])
 
 
 def _with_count(loss: Any) -> tuple[Tensor, int]:

@@ -62,7 +62,9 @@ class ReplicaTraining(Training):
         *,
         zeros: bool,
     ) -> list[Outcome]:
-        """Return the outcomes of this rank's replica, with the mean loss of all replicas, by step.
+        """Train all replicas in this process; return the outcomes of this rank's replica, by step.
+
+        Their loss is the mean over the replicas.
 
         Args:
             model: the sharded model, whose units determine the fragments.
@@ -71,13 +73,21 @@ class ReplicaTraining(Training):
             batches: the parts of all ranks, by step.
             zeros: as in `Reference.train`.
         """
-        fragments = names_in_fragments(model, self.outer)
-        simulation = _Simulation(self, mesh, exchange, fragments)
+        parts = [[mesh.global_ranks.index(rank) for rank in row] for row in self.mesh.mesh.tolist()]
+        replicas = [Reference(self, mesh, exchange, num_parts=len(row)) for row in parts]
+        parameters = [replica.parameters for replica in replicas]
+        shared = SharedParameters(self.outer, parameters, names_in_fragments(model, self.outer))
         own = self.mesh.get_local_rank(0)
-        return [
-            simulation.step(number, parts, zeros=zeros)[own]
-            for number, parts in enumerate(batches, start=1)
-        ]
+        found = []
+        for number, batch in enumerate(batches, start=1):
+            outcomes = [
+                replica.step([batch[part] for part in row], zeros=zeros)
+                for replica, row in zip(replicas, parts, strict=True)
+            ]
+            shared.synchronize(number)
+            loss = fsum(outcome.loss for outcome in outcomes) / len(outcomes)
+            found.append(replace(outcomes[own], loss=loss, parameters=replicas[own].values()))
+        return found
 
 
 def names_in_fragments(model: nn.Module, outer: Outer) -> list[list[str]]:
@@ -85,38 +95,6 @@ def names_in_fragments(model: nn.Module, outer: Outer) -> list[list[str]]:
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     fragments = fragments_of(runtime_of_root(model), outer)
     return [[names[parameter] for parameter in fragment.parameters] for fragment in fragments]
-
-
-class _Simulation:
-    """Simulates all replicas in this process."""
-
-    def __init__(
-        self,
-        training: ReplicaTraining,
-        mesh: DataParallelMesh,
-        exchange: RankExchange,
-        fragments: Sequence[Sequence[str]],
-    ) -> None:
-        ranks = training.mesh.mesh.tolist()
-        self._parts = [[mesh.global_ranks.index(rank) for rank in own] for own in ranks]
-        self._replicas = [
-            Reference(training, mesh, exchange, num_parts=len(own)) for own in self._parts
-        ]
-        replicas = [replica.parameters for replica in self._replicas]
-        self._shared = SharedParameters(training.outer, replicas, fragments)
-
-    def step(self, number: int, parts: Sequence[Part], *, zeros: bool) -> list[Outcome]:
-        """Run step ``number``, counted from 1, on each replica, and synchronize what is due."""
-        outcomes = [
-            replica.step([parts[part] for part in own], zeros=zeros)
-            for replica, own in zip(self._replicas, self._parts, strict=True)
-        ]
-        self._shared.synchronize(number)
-        loss = fsum(outcome.loss for outcome in outcomes) / len(outcomes)
-        return [
-            replace(outcome, loss=loss, parameters=replica.values())
-            for outcome, replica in zip(outcomes, self._replicas, strict=True)
-        ]
 
 
 class SharedParameters:

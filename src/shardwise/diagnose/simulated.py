@@ -2,12 +2,10 @@
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import groupby
 
 from shardwise.diagnose.recording import (
     Header,
-    HeldBytes,
     MemorySample,
     RankRecording,
     RecordedEvent,
@@ -15,7 +13,6 @@ from shardwise.diagnose.recording import (
     StepTotals,
     UnitFigures,
 )
-from shardwise.forecast.certificate import Moment
 from shardwise.forecast.forecast import Forecast
 from shardwise.forecast.replay import TimedEvent
 from shardwise.plan.plan import Plan
@@ -79,19 +76,17 @@ def _samples(forecast: Forecast, plan: Plan, events: list[TimedEvent]) -> Iterat
             moment = moments.popleft()
         if timed.event.kind in COMPUTE:
             unit = timed.event.unit
-        held = asdict(_held(moment))
-        yield MemorySample(**held, step=timed.step, at=timed.ended, unit=unit)
-
-
-def _held(moment: Moment) -> HeldBytes:
-    return HeldBytes(
-        shards=moment.parameters,
-        gathered=moment.gathered,
-        gradients=moment.gradients + moment.communication,
-        optimizer=moment.optimizer,
-        activations=moment.activations,
-        buffers=moment.buffers + moment.temporaries,
-    )
+        yield MemorySample(
+            shards=moment.parameters,
+            gathered=moment.gathered,
+            gradients=moment.gradients + moment.communication,
+            optimizer=moment.optimizer,
+            activations=moment.activations,
+            buffers=moment.buffers + moment.temporaries,
+            step=timed.step,
+            at=timed.ended,
+            unit=unit,
+        )
 
 
 def _totals(events: list[TimedEvent], ended: float) -> StepTotals:

@@ -50,11 +50,7 @@ def find_engine(name: str) -> Engine:
     Raises:
         ConfigError: the name, file, module or function does not exist.
     """
-    found = ENGINES.get(name)
-    if found is not None:
-        return found
-    function: Engine = _find_function(name, ENGINES)
-    return function
+    return ENGINES.get(name) or _find_function(name, ENGINES)
 
 
 def find_optimizer(name: str) -> OptimizerFn:
@@ -63,8 +59,7 @@ def find_optimizer(name: str) -> OptimizerFn:
     Raises:
         ConfigError: the name, file, module or function does not exist.
     """
-    found = OPTIMIZERS.get(name)
-    return _find_function(name, OPTIMIZERS) if found is None else found
+    return OPTIMIZERS.get(name) or _find_function(name, OPTIMIZERS)
 
 
 def _find_function(wanted: str, known: Iterable[str]) -> Callable[..., Any]:
@@ -107,15 +102,13 @@ def _import(name: str) -> ModuleType:
 
 def _call(model: str, function: Callable[[], Any]) -> Subject:
     result = function()
-    if isinstance(result, (tuple, list)) and len(result) in (2, 3, 4) and _are_callable(result[:2]):
-        return Subject(*result)
+    size = ""
+    if isinstance(result, (tuple, list)):
+        if len(result) in (2, 3, 4) and all(map(callable, result[:2])):
+            return Subject(*result)
+        size = f" of {len(result)}"
     got = type(result).__name__
-    size = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
     raise ConfigError(
         f"{model} returned {got}{size}: expected (model_fn, batch_fn), (model_fn, batch_fn, "
         "loss_fn) or (model_fn, batch_fn, loss_fn, units)"
     )
-
-
-def _are_callable(values: Any) -> bool:
-    return all(callable(value) for value in values)

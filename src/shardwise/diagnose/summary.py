@@ -38,7 +38,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class UnitSummary:
-    """One unit."""
+    """The figures of one unit."""
 
     index: int
     label: str
@@ -63,7 +63,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """One rank: seconds per step, as means over steps."""
+    """The figures of one rank. Seconds are those of a step, as means over steps."""
 
     rank: int
     seconds: float

@@ -6,7 +6,6 @@ error.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -112,16 +111,16 @@ def verify(
     Raises:
         PlanError: an argument is not valid. Differences are returned, not raised.
     """
-    training, inner = Training(model_fn, loss_fn, optimizer_fn), mesh
+    training, shard_mesh = Training(model_fn, loss_fn, optimizer_fn), mesh
     if outer is not None:
         mesh = _replica_mesh(mesh)
-        inner = mesh[(mesh.mesh_dim_names or ())[1]]
+        shard_mesh = mesh[(mesh.mesh_dim_names or ())[1]]
         training = ReplicaTraining(model_fn, loss_fn, optimizer_fn, outer, mesh)
         training.check(steps, is_ours=engine is None)
-    rows = [] if engine is not None else resolve_strategies(strategies, inner)
+    rows = [] if engine is not None else resolve_strategies(strategies, shard_mesh)
     if tolerance is None:
         _check_is_exact(options.get("wire", EXACT), outer)
-    tolerance = _tolerance_for(mp_policy) if tolerance is None else tolerance
+        tolerance = _tolerance_for(mp_policy)
     if steps < 1 or not tolerance >= 0:
         raise PlanError(
             f"steps={steps}, tolerance={tolerance}: expected steps of 1 or more and a tolerance of "
@@ -135,19 +134,21 @@ def verify(
     console = Console(
         quiet=quiet or exchange.rank > 0, soft_wrap=True, markup=False, highlight=False
     )
-    with _own_random_numbers():
+    device = _device()
+    generators = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(generators, device_type=device.type):
         reference = Reference(training, dp_mesh, exchange)
         batches = cut_batches(batch_fn, steps, exchange, reference.device)
         zeros = options.get("unused") == "zeros"
         outcomes = reference.train(batches, zeros=zeros)
         if corrupt is not None:
             _check_gets_gradient(corrupt, outcomes)
-        cause_finder = None if engine is None else reference
-        judge = Judge(training, batches, outcomes, exchange, tolerance, cause_finder)
-        meshes = _meshes(rows, inner, reference.device)
+        judge = Judge(
+            training, batches, outcomes, exchange, tolerance, reference if engine else None
+        )
         found = Verification(reference.name, exchange.size, ())
         console.print(f"{found.title}\n{HEAD}")
-        for row, own_mesh in zip(rows, meshes, strict=True):
+        for row, own_mesh in _with_meshes(rows, shard_mesh, reference.device):
             model = reference.rebuild()
             fully_shard(
                 model, strategy=row, mesh=own_mesh, units=units, mp_policy=mp_policy, **options
@@ -201,7 +202,7 @@ def resolve_strategies(
         if mesh is None and dist.is_initialized():
             return list(distinct)
         return [
-            row for row in distinct if _wants_two_dims(row) == (mesh is not None and mesh.ndim > 1)
+            row for row in distinct if _needs_two_dims(row) == (mesh is not None and mesh.ndim > 1)
         ]
     if isinstance(strategies, (str, Strategy)):
         strategies = [strategies]
@@ -210,14 +211,14 @@ def resolve_strategies(
     return rows
 
 
-def _meshes(
+def _with_meshes(
     rows: list[Strategy], mesh: DeviceMesh | None, device: torch.device
-) -> list[DeviceMesh | None]:
-    """Return the user's mesh for every strategy or, if there is none, the mesh that each needs."""
-    if mesh is not None or not dist.is_initialized() or not any(map(_wants_two_dims, rows)):
-        return [mesh for _ in rows]
-    two_dims = _two_dims(device)
-    return [two_dims if _wants_two_dims(row) else None for row in rows]
+) -> list[tuple[Strategy, DeviceMesh | None]]:
+    """Pair each strategy with the user's mesh or, if there is none, the mesh that it needs."""
+    two_dims = mesh
+    if mesh is None and dist.is_initialized() and any(map(_needs_two_dims, rows)):
+        two_dims = _two_dims(device)
+    return [(row, two_dims if _needs_two_dims(row) else mesh) for row in rows]
 
 
 def _two_dims(device: torch.device) -> DeviceMesh:
@@ -248,7 +249,7 @@ def _replica_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     return mesh
 
 
-def _wants_two_dims(row: Strategy) -> bool:
+def _needs_two_dims(row: Strategy) -> bool:
     """Whether the strategy needs a mesh of replicas and shards."""
     return row.num_axes > 1
 
@@ -259,14 +260,8 @@ def _check_gets_gradient(name: str, outcomes: Sequence[Outcome]) -> None:
     Raises:
         PlanError: it gets none.
     """
-    trained = sorted(
-        {
-            key
-            for outcome in outcomes
-            for key, gradient in outcome.gradients.items()
-            if gradient is not None
-        }
-    )
+    gradients = [item for outcome in outcomes for item in outcome.gradients.items()]
+    trained = sorted({key for key, gradient in gradients if gradient is not None})
     if name not in trained:
         hint = did_you_mean(name, trained) or f"; expected one of {', '.join(trained)}"
         raise PlanError(f"corrupt={name!r}: no parameter of this name gets a gradient{hint}")
@@ -284,12 +279,3 @@ def _corrupt(parameter: nn.Parameter, exchange: RankExchange) -> None:
 
 def _device() -> torch.device:
     return own_device() if num_local_accelerators() else torch.device("cpu")
-
-
-@contextmanager
-def _own_random_numbers() -> Iterator[None]:
-    """Restore torch's generators after the block."""
-    device = _device()
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type):
-        yield

@@ -7,6 +7,7 @@ timeline, memory and charts from the columns of `columns`; its modules are data 
 import base64
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -46,7 +47,7 @@ class Drawing:
             "categories": MEMORY_CATEGORIES,
             "ranks": [line.header.rank for line in lines],
             "steps": [step.index for step in encoded],
-            "charts": [chart.as_json() for chart in charts],
+            "charts": [asdict(chart) for chart in charts],
         }
 
 

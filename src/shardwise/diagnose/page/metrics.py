@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -44,9 +44,6 @@ class Chart:
     log_x: bool = False
     limit: float | None = None  # value of x to mark
     note: str = ""  # shown instead of the last values
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def read_charts(directory: Path, ranks: Sequence[RankRecording]) -> list[Chart]:

@@ -10,12 +10,10 @@ from shardwise.diagnose.page.metrics import Chart, Series
 from shardwise.diagnose.page.tables import cell, figure_tiles, table
 from shardwise.diagnose.plan_text import (
     DEFINITIONS,
-    degrees_text,
-    described,
-    host_text,
+    describe,
     reasons,
     scaling_text,
-    sharding_text,
+    settings_texts,
     with_device_word,
 )
 from shardwise.diagnose.planning import Planned
@@ -48,7 +46,7 @@ def render_plan(planned: Planned) -> str:
             "definitions": "Definitions",
         },
         tiles=_tiles(planned),
-        winner=escape(described(planned.winner.configuration)),
+        winner=escape(describe(planned.winner.configuration)),
         reasons="".join(f"<li>{escape(line)}</li>" for line in reasons(planned.ranking)),
         call=escape(planned.call),
         config=escape(planned.config),
@@ -101,19 +99,13 @@ def _candidates(planned: Planned) -> str:
 
 def _row(number: int, forecast: Forecast) -> str:
     configuration, memory = forecast.configuration, forecast.memory
-    name = escape(described(configuration))
-    ranks = configuration.shard_ranks
-    sharding = (sharding_text(configuration), degrees_text(configuration))
+    name = escape(describe(configuration))
+    prefetch, micro_batch = configuration.prefetch, configuration.micro_batch
+    keys = (configuration.shard_ranks, micro_batch, number, number, prefetch)  # to sort by
     return (
         f'<tr data-name="{name}"{"" if forecast.fits else " class=short"}>'
         f'<th scope="row" data-value="{number}">{number}</th>'
-        + cell(ranks, ", ".join(filter(None, sharding)))
-        + cell(
-            configuration.micro_batch, f"{configuration.accumulation} x {configuration.micro_batch}"
-        )
-        + cell(number, escape(str(configuration.checkpointing)))
-        + cell(number, host_text(configuration))
-        + cell(configuration.prefetch, str(configuration.prefetch))
+        + "".join(map(cell, keys, map(escape, settings_texts(configuration))))
         + _time_cells(forecast)
         + cell(memory.device_bytes, bytes_text(memory.device_bytes))
         + cell(memory.host_bytes, bytes_text(memory.host_bytes))
@@ -184,6 +176,6 @@ def _points(label: str, found: Iterable[Forecast], *, joined: bool = False) -> S
         label,
         [float(forecast.memory.device_bytes) for forecast in shown],
         [forecast.step.tokens_per_second for forecast in shown],
-        [described(forecast.configuration) for forecast in shown],
+        [describe(forecast.configuration) for forecast in shown],
         joined,
     )
