@@ -1,16 +1,18 @@
-"""Brings matrices together on their owners, and sends what these return to all ranks.
+"""Collects the parts of matrices on their owners, and sends the updates to all ranks.
 
-Nothing is gathered: a part goes from the rank that has it to the owner, and a part of the result
-from the owner to each rank that stores it. Where replicas hold the same parts, the owner's own
-replica sends them. Parts of several matrices go in one message, and while an owner works on one
-batch of matrices, the next one is on its way and the results of the one before return.
+There is no all-gather: each rank sends its part of a matrix to the owner only, and the owner sends
+each rank the part of the update that it stores. Where replicas hold the same parts, those of the
+owner's own replica are used. The parts of several matrices form one message. While an owner works
+on one batch of matrices, the next batch arrives and the updates of the previous one are sent.
 """
 
 import contextlib
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +27,6 @@ from shardwise.transport.communicator import Collectives, Communicator, communic
 
 __all__ = ["MatrixExchange", "Member", "Steps"]
 
-_Pieces = Mapping[int, Sequence[Tensor]]  # by rank
-
 
 @dataclass(frozen=True, eq=False)
 class Member:
@@ -34,66 +34,74 @@ class Member:
 
     parameter: Tensor
     matrices: Matrices
-    cost: int  # floating-point operations of its owner
-    owner: int | None = None  # that it has already
+    group: Mapping[str, Any]  # the param_group that contains it
+    cost: int  # floating-point operations of the owner
+    owner: int | None = None  # the owner that has its states already
 
     @property
     def sharding(self) -> Sharding | None:
         return sharding_of(self.parameter)
 
-    @cached_property
-    def num_shards(self) -> int:
-        return 1 if self.sharding is None else self.sharding.mesh.size
-
     def part(self, whole: Tensor, shard: int) -> Tensor:
-        """What the rank of a shard stores of ``whole``."""
+        """The part of ``whole`` in the given shard."""
         return whole if self.sharding is None else self.sharding.part_of(whole, shard)
 
     @cached_property
     def job(self) -> Job:
         whole = torch.empty(self.matrices.shape, device="meta")
-        parts = (self.part(whole, shard).numel() for shard in range(self.num_shards))
+        num_shards = 1 if self.sharding is None else self.sharding.mesh.size
+        parts = (self.part(whole, shard).numel() for shard in range(num_shards))
         return Job(self.cost, tuple(parts), self.owner)
 
     @property
     def label(self) -> str:
-        """The same on all ranks."""
+        """A name that is the same on all ranks."""
         return self.matrices.name if self.sharding is None else self.sharding.label
 
 
 @dataclass(frozen=True)
 class Steps:
-    """What is done with the members of an exchange, each given by its index."""
+    """The steps of an update."""
 
-    direction: Callable[[int], Tensor]  # what this rank contributes: a tensor like its shard
-    work: Callable[[int, Tensor], Tensor]  # on the owner, from the whole to the whole update
-    apply: Callable[[int, Tensor], None]  # this rank's part of the update
+    contribute: Callable[[Member], Tensor]  # what this rank sends: a tensor like its shard
+    work: Callable[[Member, Tensor], Tensor]  # on the owner: all contributions -> whole update
+    apply: Callable[[Member, Tensor], None]  # takes this rank's part of the update
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Messages:
-    """Parts under way between this rank and others; the memory lives as long as this."""
+    """Parts in flight between this rank and others; keeps their memory alive."""
 
-    work: Work | None
-    sent: Mapping[int, Tensor]
-    received: Mapping[int, Tensor]
+    work: Work | None = None
+    sent: dict[int, Tensor] = field(default_factory=dict)  # by destination
+    received: dict[int, Tensor] = field(default_factory=dict)  # by source
+    num_taken: Counter[int] = field(default_factory=Counter)  # elements, by source
+
+    def wait(self, links: Communicator) -> None:
+        if self.work is not None:
+            links.wait(self.work)
+
+    def take(self, source: int, num_elements: int) -> Tensor:
+        """The next ``num_elements`` received from ``source``."""
+        start = self.num_taken[source]
+        self.num_taken[source] += num_elements
+        return self.received[source][start : start + num_elements]
 
 
 class MatrixExchange:
-    """Parameters of one mesh and dtype with their owners.
+    """The parameters of one mesh and dtype, with their owners.
 
     Args:
         members: the same on all ranks, in the same order.
-        dtype: of what is exchanged and of the matrices that owners work on.
-        device: where owners work.
-        name: of the optimizer.
+        dtype: dtype of messages, and of the matrices that owners work on.
+        device: the device on which owners work.
+        name: name of the optimizer.
     """
 
     def __init__(
         self, members: Sequence[Member], dtype: torch.dtype, device: torch.device, name: str
     ) -> None:
         self.members = tuple(members)
-        self.index_of = {id(member.parameter): i for i, member in enumerate(self.members)}
         self.dtype, self.device, self._name = dtype, device, name
         sharding = members[0].sharding
         self.mesh = None if sharding is None else sharding.mesh
@@ -103,32 +111,25 @@ class MatrixExchange:
         jobs = tuple(member.job for member in self.members)
         self.jobs = OwnedJobs(jobs, replicas, num_rows, dtype.itemsize)
         self.owners = self.jobs.owners
-        # Of states that are on owners as a whole.
+        # The mesh of states that are whole on their owners.
         self.flat_mesh = None if self.mesh is None else self.mesh.cut_over_all()
         self._batches: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
 
     @property
     def trainable(self) -> list[int]:
         """The indices of members that are not frozen."""
-        return [i for i, one in enumerate(self.members) if one.parameter.requires_grad]
-
-    def batches(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
-        """The members that are worked on at a time, of those at ``indices``."""
-        key = tuple(indices)
-        if key not in self._batches:
-            self._batches[key] = self.jobs.batches(key)
-        return self._batches[key]
+        return [i for i, member in enumerate(self.members) if member.parameter.requires_grad]
 
     def sent_bytes(self, indices: Sequence[int], rank: int | None = None) -> AxisBytes:
-        """What ``rank``, or else this one, sends in a step of the members at ``indices``."""
-        return self.jobs.sent_bytes(self.batches(indices), self.rank if rank is None else rank)
+        """The bytes that ``rank`` (default: this rank) sends to step the members at ``indices``."""
+        return self.jobs.sent_bytes(self._batched(indices), self.rank if rank is None else rank)
 
     @contextlib.contextmanager
     def step(self, indices: Sequence[int], steps: Steps) -> Iterator[None]:
         """Update the members at ``indices``; the first parts move during the ``with`` block.
 
         Raises:
-            StepError: a rank raised, is lost or steps other members.
+            StepError: another rank raised, is lost or steps other members.
         """
         links = None if self.mesh is None else communicator(self.mesh.world, self.device)
         if not indices:
@@ -140,40 +141,49 @@ class MatrixExchange:
             return
         links.recover()
         try:
-            yield from self._step_with_others(self.batches(indices), steps, links)
+            yield from self._step_with_others(self._batched(indices), steps, links)
         except BaseException as error:
             links.abort(error)
             raise
 
+    def _batched(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
+        key = tuple(indices)
+        if key not in self._batches:
+            self._batches[key] = self.jobs.batches(key)
+        return self._batches[key]
+
     def _step_alone(self, indices: Sequence[int], steps: Steps) -> None:
         for index in indices:
-            steps.apply(index, steps.work(index, self._whole(index, steps.direction(index))))
+            member = self.members[index]
+            steps.apply(member, steps.work(member, self._whole(member, steps.contribute(member))))
 
     def _step_with_others(
         self, batches: Sequence[tuple[int, ...]], steps: Steps, links: Communicator
     ) -> Iterator[None]:
         labels = self._labels(batches)
-        coming = self._collect(batches[0], steps, links.reduce, labels[0])
-        going: tuple[tuple[int, ...], _Messages, dict[int, Tensor]] | None = None
+        arriving, own = self._collect(batches[0], steps, links.reduce, labels[0])
+        returning: tuple[tuple[int, ...], _Messages, dict[int, Tensor]] | None = None
         yield
         for number, batch in enumerate(batches):
-            arrived, own = coming
+            arrived, own_arrived = arriving, own
             if number + 1 < len(batches):
-                coming = self._collect(batches[number + 1], steps, links.reduce, labels[number + 1])
-            _finish(arrived, links)
+                arriving, own = self._collect(
+                    batches[number + 1], steps, links.reduce, labels[number + 1]
+                )
+            arrived.wait(links)
             updates = {
-                index: steps.work(index, whole).to(self.dtype).contiguous()
-                for index, whole in self._assembled(batch, arrived, own)
+                index: steps.work(self.members[index], whole).to(self.dtype).contiguous()
+                for index, whole in self._assembled(batch, arrived, own_arrived)
             }
             returned = self._return(batch, updates, links.gather, labels[number])
-            if going is not None:
-                self._apply(*going, steps, links)
-            going = batch, returned, updates
-        if going is not None:
-            self._apply(*going, steps, links)
+            if returning is not None:
+                self._apply(*returning, steps, links)
+            returning = batch, returned, updates
+        if returning is not None:
+            self._apply(*returning, steps, links)
 
     def _labels(self, batches: Sequence[tuple[int, ...]]) -> list[str]:
-        """They differ if ranks step different members, so that these are not mixed up."""
+        """Labels that differ if ranks step different members, so that messages never mix."""
         names = (",".join(self.members[index].label for index in batch) for batch in batches)
         return [
             f"{self._name}, batch {number} of {len(batches)} ({zlib.crc32(text.encode()):x})"
@@ -185,38 +195,36 @@ class MatrixExchange:
     def _collect(
         self, batch: Sequence[int], steps: Steps, queue: Collectives, label: str
     ) -> tuple[_Messages, dict[int, Tensor]]:
-        """Send this rank's parts to their owners; what it keeps of its own matrices is returned."""
+        """Send this rank's parts to their owners; also return those of the matrices it owns."""
         sent: dict[int, list[Tensor]] = {}
         own: dict[int, Tensor] = {}
         for index in batch:
             owner = self.owners[index]
-            # Replicas have the same directions, and each rank keeps its own momentum.
-            direction = steps.direction(index)
+            # Also for matrices of another replica's owner: each rank updates its own momentum.
+            part = steps.contribute(self.members[index])
             if owner == self.rank:
-                own[index] = direction
+                own[index] = part
             elif owner in self.jobs.replica_of[self.rank]:
-                sent.setdefault(owner, []).append(direction)
+                sent.setdefault(owner, []).append(part)
         return self._send(queue, self.jobs.to_owners(batch), sent, f"collect {label}"), own
 
     def _assembled(
         self, batch: Sequence[int], messages: _Messages, own: Mapping[int, Tensor]
     ) -> Iterator[tuple[int, Tensor]]:
-        """The matrices of this rank, whole."""
-        read = dict.fromkeys(messages.received, 0)
+        """Yield the index and the whole of each matrix in ``batch`` that this rank owns."""
         for index in batch:
             if self.owners[index] != self.rank:
                 continue
-            member, pieces = self.members[index], dict[int, Tensor]()
+            member, others = self.members[index], dict[int, Tensor]()
             for rank in self.jobs.replica_of[self.rank]:
                 size = member.job.parts[self.jobs.shard_of[rank]]
                 if rank != self.rank and size:
-                    start = read[rank]
-                    pieces[rank] = messages.received[rank][start : start + size]
-                    read[rank] = start + size
-            yield index, self._whole(index, own[index], pieces)
+                    others[rank] = messages.take(rank, size)
+            yield index, self._whole(member, own[index], others)
 
-    def _whole(self, index: int, own: Tensor, others: Mapping[int, Tensor] | None = None) -> Tensor:
-        member = self.members[index]
+    def _whole(
+        self, member: Member, own: Tensor, others: Mapping[int, Tensor] | None = None
+    ) -> Tensor:
         if not others:
             return own.to(self.device, self.dtype).reshape(member.matrices.shape)
         whole = torch.empty(member.matrices.shape, dtype=self.dtype, device=self.device)
@@ -225,18 +233,17 @@ class MatrixExchange:
             part.copy_(piece.view(part.shape))
         return whole
 
-    # -- back to all -----------------------------------------------------------------------------
+    # -- back to all ranks -----------------------------------------------------------------------
 
     def _return(
         self, batch: Sequence[int], updates: Mapping[int, Tensor], queue: Collectives, label: str
     ) -> _Messages:
+        """Send each rank its parts of ``updates``."""
         sent: dict[int, list[Tensor]] = {}
-        for index in batch:
-            if index in updates:
-                for rank, shard in self.jobs.shard_of.items():
-                    if rank != self.rank:
-                        part = self.members[index].part(updates[index], shard)
-                        sent.setdefault(rank, []).append(part)
+        for index, update in updates.items():
+            for rank, shard in self.jobs.shard_of.items():
+                if rank != self.rank:
+                    sent.setdefault(rank, []).append(self.members[index].part(update, shard))
         return self._send(queue, self.jobs.to_all(batch), sent, f"return {label}")
 
     def _apply(
@@ -247,8 +254,7 @@ class MatrixExchange:
         steps: Steps,
         links: Communicator,
     ) -> None:
-        _finish(messages, links)
-        read = dict.fromkeys(messages.received, 0)
+        messages.wait(links)
         shard = self.jobs.shard_of[self.rank]
         for index in batch:
             member, owner = self.members[index], self.owners[index]
@@ -256,45 +262,37 @@ class MatrixExchange:
             if owner == self.rank:
                 part = member.part(updates[index], shard)
             elif size:
-                part = messages.received[owner][read[owner] : read[owner] + size]
-                read[owner] += size
+                part = messages.take(owner, size)
             else:
                 part = torch.empty(0, dtype=self.dtype, device=self.device)
-            steps.apply(index, part)
-
-    # -- messages --------------------------------------------------------------------------------
+            steps.apply(member, part)
 
     def _send(
         self,
         queue: Collectives,
         flows: Iterator[tuple[int, int, int]],
-        pieces: _Pieces,
+        parts: Mapping[int, Sequence[Tensor]],
         label: str,
     ) -> _Messages:
-        """Exchange parts with the ranks that have some for this one, or receive some from it."""
+        """Exchange messages with the ranks that send some to this one, or receive some from it.
+
+        ``parts`` are what this rank sends, by destination.
+        """
         elements = between(flows)
-        if not elements:  # on no rank
-            return _Messages(None, {}, {})
+        if not elements:  # no rank sends anything
+            return _Messages()
         sent: dict[int, Tensor] = {}
         received: dict[int, Tensor] = {}
-        for source, destination in elements:
-            if self.rank not in (source, destination):
-                continue
-            other = destination if source == self.rank else source
-            into = sent if source == self.rank else received
-            size = elements[source, destination]
-            into[other] = torch.empty(size, dtype=self.dtype, device=self.device)
-        for rank, some in pieces.items():
+        for (source, destination), size in elements.items():
+            if source == self.rank:
+                sent[destination] = torch.empty(size, dtype=self.dtype, device=self.device)
+            elif destination == self.rank:
+                received[source] = torch.empty(size, dtype=self.dtype, device=self.device)
+        for rank, some in parts.items():
             start = 0
-            for piece in filter(Tensor.numel, some):
-                sent[rank][start : start + piece.numel()].copy_(piece.reshape(-1))
-                start += piece.numel()
-        pairs = {rank: (sent[rank], received[rank]) for rank in sorted(sent)}
-        work = queue.exchange(pairs, label)
+            for part in filter(Tensor.numel, some):
+                sent[rank][start : start + part.numel()].copy_(part.reshape(-1))
+                start += part.numel()
+        work = queue.exchange({rank: (sent[rank], received[rank]) for rank in sorted(sent)}, label)
         note_sent(self.mesh, work, after_backward=True)
         return _Messages(work, sent, received)
-
-
-def _finish(messages: _Messages, links: Communicator) -> None:
-    if messages.work is not None:
-        links.wait(messages.work)
