@@ -23,12 +23,10 @@ from torch.nn.utils import parametrize
 
 from shardwise import _private
 from shardwise.features.slot_functions import (
-    CompiledEmbedding,
-    CompiledLinear,
+    EmbeddingFunction,
+    LinearFunction,
     Saved,
-    SlotEmbeddingFunction,
-    SlotLinearFunction,
-    offer_of,
+    number_of,
     offer_slot,
 )
 from shardwise.runtime.engine import Runtime
@@ -89,20 +87,17 @@ class SlotLinear(nn.Linear):
         return nn.Linear.__name__ if type(self) is SlotLinear else type(self).__name__
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (its name in nn.Linear)
-        weight: Tensor = self.weight
-        offer: Any = offer_of(weight)
+        weight, number = self.weight, number_of(self.weight)
         is_real = input.dtype == weight.dtype and not weight.is_complex()
-        if offer is None or not is_real or not _is_plain(input, weight):
+        if number is None or not is_real or not _is_plain(input, weight):
             return super().forward(input)
-        output: Tensor
-        if torch.compiler.is_compiling():
-            output = CompiledLinear.apply(input, weight, self.bias, offer)  # type: ignore[no-untyped-call]
-            return output
         before = None
-        if input.requires_grad and _private.has_saved_tensors_hooks():
-            input = Saved.apply(input, weight)  # type: ignore[no-untyped-call]  # noqa: A001
-            before = input.grad_fn
-        output = SlotLinearFunction.apply(input, weight, self.bias, offer, before)  # type: ignore[no-untyped-call]
+        if not torch.compiler.is_compiling():
+            number = None
+            if input.requires_grad and _private.has_saved_tensors_hooks():
+                input = Saved.apply(input, weight)  # type: ignore[no-untyped-call]  # noqa: A001
+                before = input.grad_fn
+        output: Tensor = LinearFunction.apply(input, weight, self.bias, number, before)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -113,13 +108,13 @@ class SlotEmbedding(nn.Embedding):
         return nn.Embedding.__name__ if type(self) is SlotEmbedding else type(self).__name__
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (its name in nn.Embedding)
-        weight: Tensor = self.weight
-        offer: Any = offer_of(weight)
-        if offer is None or not self.is_plain or not _is_plain(input, weight):
+        weight, number = self.weight, number_of(self.weight)
+        if number is None or not self.is_plain or not _is_plain(input, weight):
             return super().forward(input)
+        if not torch.compiler.is_compiling():
+            number = None
         padding = -1 if self.padding_idx is None else self.padding_idx
-        kind: Any = CompiledEmbedding if torch.compiler.is_compiling() else SlotEmbeddingFunction
-        output: Tensor = kind.apply(input, weight, padding, offer)
+        output: Tensor = EmbeddingFunction.apply(input, weight, padding, number)  # type: ignore[no-untyped-call]
         return output
 
     @property
