@@ -30,7 +30,7 @@ from shardwise.features.slot_functions import (
     offer_slot,
 )
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.scheduler import Scheduler
+from shardwise.runtime.unit import FlatParameters, Unit
 
 __all__ = ["SlotEmbedding", "SlotLinear", "offer_slots", "replace_layers"]
 
@@ -52,23 +52,20 @@ def replace_layers(root: nn.Module) -> None:
 
 def offer_slots(runtime: Runtime) -> None:
     """Let backward claim the slots of the parameters of ``runtime`` in the reduce buffers."""
-    scheduler = weakref.ref(runtime.scheduler)
-    for index, unit in enumerate(runtime.units):
-        for number, flat in enumerate(unit.flats):
+    for unit in runtime.units:
+        for flat in unit.flats:
             for position, parameter in enumerate(flat.parameters):
                 if parameter.dense.numel() >= _LEAST_ELEMENTS:
-                    claim = partial(_claim_slot, scheduler, index, number, position)
+                    claim = partial(_claim_slot, weakref.ref(unit), weakref.ref(flat), position)
                     offer_slot(parameter.dense, claim)
 
 
 def _claim_slot(
-    scheduler_ref: weakref.ref[Scheduler], index: int, number: int, position: int
+    unit_ref: weakref.ref[Unit], flat_ref: weakref.ref[FlatParameters], position: int
 ) -> tuple[Tensor, bool] | None:
-    scheduler = scheduler_ref()
-    if scheduler is None:
+    unit, flat = unit_ref(), flat_ref()
+    if unit is None or flat is None:
         return None
-    unit = scheduler.units[index]
-    flat = unit.flats[number]
     in_slot = all(map(_computes_in_slot, flat.parameters[position].modules))
     return unit.claim_gradient(flat, position, in_slot=in_slot)
 
