@@ -9,8 +9,8 @@ on one batch of matrices, the next batch arrives and the updates of the previous
 import contextlib
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.optim.matrices import Matrices
-from shardwise.optim.ownership import Job, OwnedJobs, between
+from shardwise.optim.ownership import Flow, Job, OwnedJobs, between
 from shardwise.plan.axes import AxisBytes
 from shardwise.runtime.ledger import note_sent
 from shardwise.tensor.sharding import Sharding, sharding_of
@@ -68,24 +68,18 @@ class Steps:
     apply: Callable[[Member, Tensor], None]  # takes this rank's part of the update
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Messages:
-    """Parts in flight between this rank and others; keeps their memory alive."""
+    """Messages in flight between this rank and others; keeps their memory alive."""
 
-    work: Work | None = None
-    sent: dict[int, Tensor] = field(default_factory=dict)  # by destination
-    received: dict[int, Tensor] = field(default_factory=dict)  # by source
-    num_taken: Counter[int] = field(default_factory=Counter)  # elements, by source
+    work: Work | None
+    sent: dict[int, Tensor]  # by destination
+    received: dict[int, Tensor]  # by source
+    parts: dict[tuple[int, int], Tensor]  # what is received, by member and source
 
     def wait(self, links: Communicator) -> None:
         if self.work is not None:
             links.wait(self.work)
-
-    def take(self, source: int, num_elements: int) -> Tensor:
-        """The next ``num_elements`` received from ``source``."""
-        start = self.num_taken[source]
-        self.num_taken[source] += num_elements
-        return self.received[source][start : start + num_elements]
 
 
 class MatrixExchange:
@@ -173,7 +167,7 @@ class MatrixExchange:
             arrived.wait(links)
             updates = {
                 index: steps.work(self.members[index], whole).to(self.dtype).contiguous()
-                for index, whole in self._assembled(batch, arrived, own_arrived)
+                for index, whole in self._assembled(arrived, own_arrived)
             }
             returned = self._return(batch, updates, links.gather, labels[number])
             if returning is not None:
@@ -196,31 +190,28 @@ class MatrixExchange:
         self, batch: Sequence[int], steps: Steps, queue: Collectives, label: str
     ) -> tuple[_Messages, dict[int, Tensor]]:
         """Send this rank's parts to their owners; also return those of the matrices it owns."""
-        sent: dict[int, list[Tensor]] = {}
-        own: dict[int, Tensor] = {}
+        parts = {}
         for index in batch:
-            owner = self.owners[index]
             # Also for matrices of another replica's owner: each rank updates its own momentum.
             part = steps.contribute(self.members[index])
-            if owner == self.rank:
-                own[index] = part
-            elif owner in self.jobs.replica_of[self.rank]:
-                sent.setdefault(owner, []).append(part)
-        return self._send(queue, self.jobs.to_owners(batch), sent, f"collect {label}"), own
+            if self.owners[index] in self.jobs.replica_of[self.rank]:
+                parts[index] = part
+        messages = self._send(
+            queue, self.jobs.to_owners(batch), lambda index, _: parts[index], f"collect {label}"
+        )
+        return messages, {i: part for i, part in parts.items() if self.owners[i] == self.rank}
 
     def _assembled(
-        self, batch: Sequence[int], messages: _Messages, own: Mapping[int, Tensor]
+        self, messages: _Messages, own: Mapping[int, Tensor]
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the index and the whole of each matrix in ``batch`` that this rank owns."""
-        for index in batch:
-            if self.owners[index] != self.rank:
-                continue
-            member, others = self.members[index], dict[int, Tensor]()
-            for rank in self.jobs.replica_of[self.rank]:
-                size = member.job.parts[self.jobs.shard_of[rank]]
-                if rank != self.rank and size:
-                    others[rank] = messages.take(rank, size)
-            yield index, self._whole(member, own[index], others)
+        """Yield the index and the whole of each matrix of which this rank has its ``own`` part."""
+        for index, part in own.items():
+            others = {
+                rank: messages.parts[index, rank]
+                for rank in self.jobs.replica_of[self.rank]
+                if (index, rank) in messages.parts
+            }
+            yield index, self._whole(self.members[index], part, others)
 
     def _whole(
         self, member: Member, own: Tensor, others: Mapping[int, Tensor] | None = None
@@ -239,12 +230,11 @@ class MatrixExchange:
         self, batch: Sequence[int], updates: Mapping[int, Tensor], queue: Collectives, label: str
     ) -> _Messages:
         """Send each rank its parts of ``updates``."""
-        sent: dict[int, list[Tensor]] = {}
-        for index, update in updates.items():
-            for rank, shard in self.jobs.shard_of.items():
-                if rank != self.rank:
-                    sent.setdefault(rank, []).append(self.members[index].part(update, shard))
-        return self._send(queue, self.jobs.to_all(batch), sent, f"return {label}")
+
+        def part_of(index: int, rank: int) -> Tensor:
+            return self.members[index].part(updates[index], self.jobs.shard_of[rank])
+
+        return self._send(queue, self.jobs.to_all(batch), part_of, f"return {label}")
 
     def _apply(
         self,
@@ -255,32 +245,30 @@ class MatrixExchange:
         links: Communicator,
     ) -> None:
         messages.wait(links)
-        shard = self.jobs.shard_of[self.rank]
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
         for index in batch:
             member, owner = self.members[index], self.owners[index]
-            size = member.job.parts[shard]
             if owner == self.rank:
-                part = member.part(updates[index], shard)
-            elif size:
-                part = messages.take(owner, size)
+                part = member.part(updates[index], self.jobs.shard_of[self.rank])
             else:
-                part = torch.empty(0, dtype=self.dtype, device=self.device)
+                part = messages.parts.get((index, owner), empty)
             steps.apply(member, part)
 
     def _send(
         self,
         queue: Collectives,
-        flows: Iterator[tuple[int, int, int]],
-        parts: Mapping[int, Sequence[Tensor]],
+        flows: Iterable[Flow],
+        part_of: Callable[[int, int], Tensor],
         label: str,
     ) -> _Messages:
         """Exchange messages with the ranks that send some to this one, or receive some from it.
 
-        ``parts`` are what this rank sends, by destination.
+        ``part_of`` returns what this rank sends of a member, by its index, to a destination.
         """
+        flows = list(flows)
         elements = between(flows)
         if not elements:  # no rank sends anything
-            return _Messages()
+            return _Messages(None, {}, {}, {})
         sent: dict[int, Tensor] = {}
         received: dict[int, Tensor] = {}
         for (source, destination), size in elements.items():
@@ -288,11 +276,18 @@ class MatrixExchange:
                 sent[destination] = torch.empty(size, dtype=self.dtype, device=self.device)
             elif destination == self.rank:
                 received[source] = torch.empty(size, dtype=self.dtype, device=self.device)
-        for rank, some in parts.items():
-            start = 0
-            for part in filter(Tensor.numel, some):
-                sent[rank][start : start + part.numel()].copy_(part.reshape(-1))
-                start += part.numel()
+        starts: Counter[tuple[int, int]] = Counter()  # in the message from rank to rank
+        parts: dict[tuple[int, int], Tensor] = {}
+        for index, source, destination, size in flows:
+            if not size or self.rank not in (source, destination):
+                continue
+            start = starts[source, destination]
+            starts[source, destination] += size
+            if source == self.rank:
+                part = part_of(index, destination).reshape(-1)
+                sent[destination][start : start + size].copy_(part)
+            else:
+                parts[index, source] = received[source][start : start + size]
         work = queue.exchange({rank: (sent[rank], received[rank]) for rank in sorted(sent)}, label)
         note_sent(self.mesh, work, after_backward=True)
-        return _Messages(work, sent, received)
+        return _Messages(work, sent, received, parts)

@@ -7,17 +7,17 @@ Distributed Shampoo (Shi et al., 2023, arXiv 2309.06497) and Moonlight (Liu et a
 2502.16982) also divide such work over ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.plan.axes import AxisBytes
 
-__all__ = ["Job", "OwnedJobs", "between"]
+__all__ = ["Flow", "Job", "OwnedJobs", "between"]
 
 SLACK = 0.1
 BATCH_BYTES = 1 << 24  # an owner works on one batch while the next one is exchanged
-_Flow = tuple[int, int, int]  # source, destination and number of elements
+Flow = tuple[int, int, int, int]  # job, source, destination and number of elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +84,21 @@ class OwnedJobs:
                 batches[position * num_batches // len(own)].append(index)
         return [tuple(sorted(batch)) for batch in batches]
 
-    def to_owners(self, batch: Sequence[int]) -> Iterator[_Flow]:
+    def to_owners(self, batch: Sequence[int]) -> Iterator[Flow]:
         """Yield what each rank sends to owners: its parts of matrices."""
         for index in batch:
             owner = self.owners[index]
             for rank in self.replica_of[owner]:
                 if rank != owner:
-                    yield rank, owner, self.jobs[index].parts[self.shard_of[rank]]
+                    yield index, rank, owner, self.jobs[index].parts[self.shard_of[rank]]
 
-    def to_all(self, batch: Sequence[int]) -> Iterator[_Flow]:
+    def to_all(self, batch: Sequence[int]) -> Iterator[Flow]:
         """Yield what owners send to each rank: its parts of updates."""
         for index in batch:
             owner = self.owners[index]
             for rank, shard in self.shard_of.items():
                 if rank != owner:
-                    yield owner, rank, self.jobs[index].parts[shard]
+                    yield index, owner, rank, self.jobs[index].parts[shard]
 
     def sent_bytes(self, batches: Sequence[Sequence[int]], rank: int) -> AxisBytes:
         """The bytes that ``rank`` sends in a step of these batches."""
@@ -117,10 +117,10 @@ class OwnedJobs:
         return self.replica_of[rank][0], self.shard_of[rank] % self.num_rows
 
 
-def between(flows: Iterator[_Flow]) -> dict[tuple[int, int], int]:
+def between(flows: Iterable[Flow]) -> dict[tuple[int, int], int]:
     """Elements by (source, destination): at least 1 both ways for each pair that exchanges any."""
     elements: dict[tuple[int, int], int] = {}
-    for source, destination, size in flows:
+    for _, source, destination, size in flows:
         if size:
             for pair in ((source, destination), (destination, source)):
                 elements.setdefault(pair, 0)
