@@ -20,7 +20,7 @@ from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw, assert_close, assert_equal_models, own_part, runtime_of
 
 OFFLOADED = ("checkpointed inside, reentrant", "gpt", "checkpointed inside", "unused and reused")
-ROWS = 240  # so that activations are more than what is not worth moving
+ROWS = 240  # enough for activations to exceed the minimum size
 
 
 @on_ranks(2)
@@ -57,7 +57,7 @@ def test_activations_are_copied_and_parameters_are_not() -> None:
     x = torch.randn(ROWS, WIDTH).double()
 
     def copied(offload: Offload) -> tuple[int, int]:
-        """Bytes of parameters, and of everything else, that a forward copies on this thread."""
+        """The bytes of parameters, and of other tensors, that a forward copies on this thread."""
         with Copies() as copies, offload(model):
             loss = model(x).sum()
         _backward(loss)
@@ -75,7 +75,7 @@ def test_activations_are_copied_and_parameters_are_not() -> None:
 
 
 @on_ranks(1)
-def test_changes_in_place_are_noticed() -> None:
+def test_in_place_changes_are_detected() -> None:
     model = sw.fully_shard(nn.Sequential(Block()).double())
     small = torch.randn(4, WIDTH).double().requires_grad_()
     with sw.offload_activations(model):
@@ -95,7 +95,7 @@ def test_changes_in_place_are_noticed() -> None:
 
 
 def test_copies_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what backward needs next is on its way while it uses another tensor."""
+    """The tensor that backward needs next is copied while backward uses another one."""
     monkeypatch.setitem(KINDS, "cpu", Logged)
     model = sw.fully_shard(nn.Sequential(Block()).double())
     with sw.offload_activations(model):
@@ -130,7 +130,7 @@ OFFLOADS: list[Offload] = [
 
 
 def _num_waits() -> int:
-    """Of the stream that computes."""
+    """The stream that computes."""
     return sum(event[:2] == ("wait", 0) for event in Logged.log)
 
 
@@ -156,7 +156,7 @@ class Logged(Device):
 
 
 class Copies(TorchDispatchMode):
-    """Of what storages this thread makes copies, and of how many bytes."""
+    """Records which storages this thread copies, and how many bytes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ SECONDS = 45  # within which every rank has the error
 
 
 class Net(nn.Module):
-    """With all that a forward changes: batch statistics, and the generator by dropout."""
+    """Has everything that a forward changes: batch statistics, and the generator by dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 class Tripping(torch.optim.Optimizer):
-    """Raises when it has updated half of its parameters, if told to."""
+    """Raises after updating half of its parameters, if ``trips`` is set."""
 
     trips = False
     num_steps = 0  # that were made whole; torch calls hooks of a step that calls another twice

@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients, on every rank as in one process."""
+"""Clipping by the global norm gives the same results on every rank as in one process."""
 
 import math
 from collections.abc import Callable
@@ -77,7 +77,7 @@ def _clip(strategy: str) -> list[float]:
 
 @on_ranks(2)
 @pytest.mark.parametrize("granularity", ["element", "dim"])
-def test_a_rank_that_clips_learns_that_another_has_raised(granularity: Any) -> None:
+def test_a_rank_that_clips_is_notified_of_an_exception(granularity: Any) -> None:
     case = CASES["stack"]
     model = build("stack")
     sw.fully_shard(model, units=case.units, granularity=granularity)

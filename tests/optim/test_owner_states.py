@@ -1,4 +1,4 @@
-"""States of owners go through checkpoints, to other numbers of ranks and other owners."""
+"""States of owners are saved, and loaded on other numbers of ranks and other owners."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -84,7 +84,7 @@ def _load_and_continue(make: Make, strategy: str, path: Path, *, by_torch: bool)
     ("make", "before", "after", "ranks"),
     [(muon, "fsdp", "hsdp", (2, 4)), (soap, "hsdp", "fsdp", (4, 3)), (soap, "fsdp", "ddp", (2, 1))],
 )
-def test_other_ranks_continue(
+def test_another_number_of_ranks_continues(
     make: Make, before: str, after: str, ranks: tuple[int, int], by_torch: bool, tmp_path: Path
 ) -> None:
     run_on(ranks[0], _save, make, before, tmp_path)
@@ -115,8 +115,8 @@ def _reload(make: Make) -> None:
 
 @pytest.mark.parametrize("make", [muon, soap])
 @on_ranks(3)
-def test_matrices_are_frozen_released_and_added_between_steps(make: Make) -> None:
-    """Those that have states keep their owners."""
+def test_matrices_are_frozen_unfrozen_and_added_between_steps(make: Make) -> None:
+    """Matrices that have states keep their owners."""
 
     def trained(*, shards: bool) -> nn.Module:
         model = build("gpt")

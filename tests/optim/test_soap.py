@@ -19,7 +19,7 @@ STRATEGIES = ("fsdp", "zero2", "zero1", "ddp", "hsdp", "hfsdp")
 
 
 def soap(parameters: Iterator[nn.Parameter]) -> Optimizer:
-    """Matrices by SOAP, all else by AdamW (with a large eps, as gradients may be all rounding)."""
+    """SOAP for matrices, otherwise AdamW. A large eps, as gradients may be rounding errors."""
     every = list(parameters)
     others = {"params": [p for p in every if p.ndim <= 1], "method": "adamw"}
     groups = [{"params": [p for p in every if p.ndim > 1]}, others]
@@ -45,7 +45,7 @@ def test_steps_are_those_of_one_process(strategy: str, granularity: str, name: s
 
 @on_ranks(3, thorough=(1, 2, 4))
 def test_the_same_gradients_give_the_same_bits() -> None:
-    """Whatever the gradients are: of low rank, with a basis of rounding errors."""
+    """Also for gradients of low rank, whose basis is rounding errors."""
     reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units=CASES["stack"].units)
     optimizers = []
@@ -73,7 +73,7 @@ def test_the_same_gradients_give_the_same_bits() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"precondition_frequency": 1}, {"max_precondition_dim": 6}]
 )
-def test_one_process_steps_as_a_public_implementation(
+def test_one_process_steps_like_a_public_implementation(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = pytest.importorskip("pytorch_optimizer.optimizer.soap", reason="the oracle")
@@ -98,7 +98,7 @@ def test_one_process_steps_as_a_public_implementation(
 
 
 class _Torch:
-    """`torch` with float64 in the place of float32."""
+    """`torch` with float64 in place of float32."""
 
     float32 = torch.float64
 

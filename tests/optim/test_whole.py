@@ -1,4 +1,4 @@
-"""torch's optimizers that need whole parameters: served, or refused with what to use instead."""
+"""torch's optimizers that need whole parameters work, or are refused with an alternative."""
 
 from typing import Any
 
