@@ -123,7 +123,7 @@ class _Mover:
             work.wait_on_device()
 
     def copy_back(self, copy: Tensor, after: DeviceWork) -> tuple[Tensor, DeviceWork | None]:
-        """Start copying ``copy`` back to the device, once ``after`` has written it."""
+        """Start copying ``copy`` back to the device after ``after``, the work that writes it."""
         if not self._has_streams:
             return copy, None
         tensor = torch.empty_like(copy, device=self.device)

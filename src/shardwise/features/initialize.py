@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -150,12 +151,12 @@ class Materializer:
         left = [
             name
             for name, empty in (parameters | buffers).items()
-            if not _is_filled(_attribute_at(self._root, name), empty, writes)
+            if not _is_filled(attrgetter(name)(self._root), empty, writes)
         ]
         if left:
             raise _unfilled_error(self._root, left)
         for name in parameters:
-            self.checksums[name] = checksum(_attribute_at(self._root, name))
+            self.checksums[name] = checksum(self._root.get_parameter(name))
 
     def free_last_unit(self) -> None:
         """Free the memory of the last unit, whose parameters are now cut into shards."""
@@ -189,7 +190,7 @@ class Materializer:
 
     @contextlib.contextmanager
     def _scratch(self, module: nn.Module, own: set[int]) -> Iterator[None]:
-        """Give ``module`` temporary memory for the parameters it holds of other units."""
+        """Give ``module`` temporary memory for its parameters that belong to other units."""
         held = module._parameters.items()
         foreign = {name: p for name, p in held if p is not None and id(p) not in own}
         for name, p in foreign.items():
@@ -280,11 +281,6 @@ def _is_filled(current: Tensor | None, empty: Tensor, writes: _Writes) -> bool:
         real = torch.view_as_real(current) if current.is_complex() else current
         return not bool(real.amax().isnan())  # `real.isnan()` would take a quarter of its memory
     return writes.reached(current)
-
-
-def _attribute_at(root: nn.Module, name: str) -> Any:
-    path, _, attribute = name.rpartition(".")
-    return getattr(root.get_submodule(path), attribute)
 
 
 def _unfilled_error(root: nn.Module, names: Sequence[str]) -> PlanError:

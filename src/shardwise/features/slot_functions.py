@@ -31,9 +31,9 @@ _weights: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
 def offer_slot(weight: Tensor, offer: SlotOffer) -> None:
-    """Let backward call ``offer`` for memory shaped like ``weight``; it returns None without any.
+    """Let backward call ``offer`` for the slot of ``weight`` in the reduce buffer.
 
-    The memory is a slot of the reduce buffer.
+    ``offer`` returns None if the slot cannot be used.
     """
     number = next(_numbers)
     _weights[number] = weight
@@ -99,7 +99,7 @@ class LinearFunction(torch.autograd.Function):
             of_weight = torch.ops.shardwise.linear_gradient(rows, inputs, ctx.number)
         else:
             (x_node, _), (weight_node, _), *_ = ctx.next_functions
-            # In `torch.autograd.grad`, which returns gradients, torch cannot tell what it needs.
+            # In `torch.autograd.grad`, torch cannot tell which gradients are needed.
             needs_x = needs_x and _is_reached(x_node, in_doubt=True)
             if needs_weight and _is_reached(weight_node, in_doubt=True):
                 of_weight = _multiply(rows.t(), inputs, _claim(weight_node))

@@ -196,16 +196,20 @@ class OwnerOptimizer(Optimizer):
         name = name if sharding is None else sharding.name
         way_out = 'put it into a group with method="adamw"'
         if parameter.is_complex():
-            raise PlanError(f"{name}: {type(self).__name__} takes no complex matrices; {way_out}")
+            raise PlanError(
+                f"{name}: {type(self).__name__} supports no complex matrices; {way_out}"
+            )
         if parameter.is_floating_point():  # others cannot be trained
             is_foreign = sharding is None and isinstance(parameter, DTensor)
             if is_foreign or (sharding is not None and sharding.tensor_parallel is not None):
                 raise PlanError(
-                    f"{name}: a matrix that tensor parallelism has cut is on no rank of the "
-                    f"data-parallel mesh as a whole; {way_out}"
+                    f"{name}: tensor parallelism divides this matrix, so no rank of the "
+                    f"data-parallel mesh could hold all of it; {way_out}"
                 )
             if isinstance(sharding, ExtendedSharding):
-                raise PlanError(f"{name}: its class keeps its elements in another form; {way_out}")
+                raise PlanError(
+                    f"{name}: its tensor class stores elements in another form; {way_out}"
+                )
         split = group.get("split", 1)
         return Matrices(
             name,
