@@ -11,7 +11,7 @@ construction, so that what the parent does to their parameters takes effect.
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -32,7 +32,7 @@ from shardwise.tensor.operations import draws, written_tensors
 from shardwise.tensor.sharding import sharding_of
 from shardwise.transport.device import random_states, seed_generators, set_random_states
 
-__all__ = ["Initialization", "Materializer", "initialize"]
+__all__ = ["Initialization", "Materializer", "initialize", "innermost_unit"]
 
 _METHODS = ("reset_parameters", "_reset_parameters")
 _WAY_OUT = (
@@ -129,7 +129,7 @@ class Materializer:
         self._allocated: list[torch.UntypedStorage] = []  # for the last unit
         self._modules = _in_order(root)
         units = {unit.name for unit in plan.units}
-        self._unit_of = {name: _innermost(name, units) for name, _ in self._modules}
+        self._unit_of = {name: innermost_unit(name, units) for name, _ in self._modules}
         self.checksums: dict[str, Tensor] = {}  # of whole parameters, to compare between ranks
 
     @torch.no_grad()
@@ -254,8 +254,8 @@ def _in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(model.named_modules())[::-1]
 
 
-def _innermost(name: str, units: set[str]) -> str:
-    """The innermost unit that contains the module ``name``."""
+def innermost_unit(name: str, units: Container[str]) -> str:
+    """The innermost of ``units`` that contains the module or parameter ``name``, or is it."""
     while name not in units:
         name = name.rpartition(".")[0]
     return name

@@ -98,15 +98,15 @@ class MatrixExchange:
         self.members = tuple(members)
         self.dtype, self.device, self._name = dtype, device, name
         sharding = members[0].sharding
-        self.mesh = None if sharding is None else sharding.mesh
-        self.rank = 0 if self.mesh is None else self.mesh.group_rank
-        replicas = ((0,),) if self.mesh is None else self.mesh.replicas
-        num_rows = 1 if self.mesh is None else self.mesh.size // self.mesh.row.size
+        self.mesh = mesh = None if sharding is None else sharding.mesh
+        self.rank = 0 if mesh is None else mesh.group_rank
+        replicas = ((0,),) if mesh is None else mesh.replicas
+        num_rows = 1 if mesh is None else mesh.size // mesh.row.size
         jobs = tuple(member.job for member in self.members)
         self.jobs = OwnedJobs(jobs, replicas, num_rows, dtype.itemsize)
         self.owners = self.jobs.owners
         # The mesh of states that are whole on their owners.
-        self.flat_mesh = None if self.mesh is None else self.mesh.cut_over_all()
+        self.flat_mesh = None if mesh is None else mesh.cut_over_all()
         self._batches: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
 
     @property
