@@ -15,6 +15,7 @@ from shardwise.optim import ownership
 from shardwise.transport.communicator import communicator
 from tests.covering import covered_first
 from tests.models import CASES, Gpt, GptBlock, build
+from tests.optim.groups import matrix_groups
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import assert_equal_training, options_of, own_part, runtime_of
 
@@ -25,11 +26,7 @@ MODELS = ("stack", "gpt", "conv", "unused and reused", "tied", "lora", "tiny")
 
 def muon(parameters: Iterator[nn.Parameter]) -> Optimizer:
     """Muon for matrices, otherwise AdamW. A large eps, as gradients may be rounding errors."""
-    every = list(parameters)
-    matrices = [p for p in every if p.ndim > 1]
-    others = {"params": [p for p in every if p.ndim <= 1], "method": "adamw"}
-    groups = [{"params": matrices, "eps": 1e-3}, others]
-    return sw.optim.Muon(groups, lr=1e-2, adamw_eps=1e-3)
+    return sw.optim.Muon(matrix_groups(parameters), lr=1e-2, eps=1e-3, adamw_eps=1e-3)
 
 
 @on_ranks()

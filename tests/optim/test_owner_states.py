@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from tests.models import CASES, build
+from tests.optim.groups import matrix_groups
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import assert_equal_models, options_of, own_part
 
@@ -25,18 +26,12 @@ Make = Callable[[Iterator[nn.Parameter]], Optimizer]
 
 
 def muon(parameters: Iterator[nn.Parameter]) -> Optimizer:
-    return sw.optim.Muon(_groups(parameters), eps=1e-3, adamw_eps=1e-3)
+    return sw.optim.Muon(matrix_groups(parameters), eps=1e-3, adamw_eps=1e-3)
 
 
 def soap(parameters: Iterator[nn.Parameter]) -> Optimizer:
     options: Any = {"precondition_frequency": 2, "damping": 1e-3}
-    return sw.optim.SOAP(_groups(parameters), eps=1e-3, adamw_eps=1e-3, **options)
-
-
-def _groups(parameters: Iterator[nn.Parameter]) -> list[dict[str, Any]]:
-    every = list(parameters)
-    others = {"params": [p for p in every if p.ndim <= 1], "method": "adamw"}
-    return [{"params": [p for p in every if p.ndim > 1]}, others]
+    return sw.optim.SOAP(matrix_groups(parameters), eps=1e-3, adamw_eps=1e-3, **options)
 
 
 def _sharded(make: Make, strategy: str) -> tuple[nn.Module, Optimizer]:
@@ -130,7 +125,7 @@ def test_matrices_are_frozen_unfrozen_and_added_between_steps(make: Make) -> Non
         _train(model, optimizer, range(2))
         frozen.requires_grad_(True)
         _train(model, optimizer, range(2, 4))
-        for group in _groups(iter(added)):
+        for group in matrix_groups(iter(added)):
             optimizer.add_param_group({"method": optimizer.defaults["method"], **group})
         _train(model, optimizer, range(4, 6))
         model.embedding.requires_grad_(False)

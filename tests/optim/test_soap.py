@@ -12,6 +12,7 @@ import shardwise as sw
 from shardwise.tensor.sharding import local_of, sharding_of
 from tests.covering import covered_first
 from tests.models import CASES, build
+from tests.optim.groups import matrix_groups
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_equal_models, assert_equal_training, options_of
 
@@ -20,9 +21,7 @@ STRATEGIES = ("fsdp", "zero2", "zero1", "ddp", "hsdp", "hfsdp")
 
 def soap(parameters: Iterator[nn.Parameter]) -> Optimizer:
     """SOAP for matrices, otherwise AdamW. A large eps, as gradients may be rounding errors."""
-    every = list(parameters)
-    others = {"params": [p for p in every if p.ndim <= 1], "method": "adamw"}
-    groups = [{"params": [p for p in every if p.ndim > 1]}, others]
+    groups = matrix_groups(parameters)
     return sw.optim.SOAP(groups, eps=1e-3, adamw_eps=1e-3, precondition_frequency=2, damping=1e-3)
 
 
@@ -50,10 +49,7 @@ def test_the_same_gradients_give_the_same_bits() -> None:
     sw.fully_shard(model, units=CASES["stack"].units)
     optimizers = []
     for one in (reference, model):
-        groups = [
-            {"params": [p for p in one.parameters() if p.ndim > 1]},
-            {"params": [p for p in one.parameters() if p.ndim <= 1], "method": "adamw"},
-        ]
+        groups = matrix_groups(one.parameters())
         optimizers.append(sw.optim.SOAP(groups, precondition_frequency=1, damping=0))
     for seed in range(4):
         torch.manual_seed(seed)
