@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 import shardwise as sw
+from shardwise._private import FakeTensorMode
 from tests.models import CASES, build
 from tests.optim.groups import matrix_groups
 from tests.ranks import on_ranks, run_on
@@ -170,6 +171,18 @@ def test_a_state_dict_of_one_process_is_refused(make: Make) -> None:
     _, optimizer = _sharded(make, "fsdp")
     with pytest.raises(sw.CheckpointError, match=r"on each rank, expected a shard; load whole"):
         optimizer.load_state_dict(alone.state_dict())
+
+
+def test_states_stay_on_the_device_of_their_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With shards in host memory, owners work on the accelerator."""
+    monkeypatch.setattr(sw.optim.SOAP, "_device_of", lambda *_: torch.device("cuda", 0))
+    with FakeTensorMode():  # type: ignore[no-untyped-call]
+        parameter = nn.Parameter(torch.ones(4, 3))
+        optimizer = sw.optim.SOAP([parameter])
+        moments = optimizer.empty_state(parameter, "exp_avg", (4, 3), torch.float32)
+        optimizer.state[parameter] = {"step": torch.zeros(()), "exp_avg": moments}
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert optimizer.state[parameter]["exp_avg"].device.type == "cuda"
 
 
 def test_states_keep_their_dtype() -> None:

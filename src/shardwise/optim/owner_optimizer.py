@@ -95,7 +95,7 @@ class OwnerOptimizer(Optimizer):
         )
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load a state dict, as in torch, but keep the dtypes of its states.
+        """Load a state dict, as in torch, but keep dtypes, and devices of owners.
 
         Raises:
             CheckpointError: the state dict is of another kind of optimizer, or of one process.
@@ -104,11 +104,14 @@ class OwnerOptimizer(Optimizer):
         super().load_state_dict(state_dict)
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
+        devices = self._state_devices()
         for key, parameter in zip(keys, parameters, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 loaded = self.state[parameter][name]
-                if isinstance(value, Tensor) and value.dtype is not loaded.dtype:
-                    self.state[parameter][name] = value.to(loaded.device)
+                if isinstance(value, Tensor) and name != "step":
+                    device = devices.get(id(parameter), loaded.device)
+                    if (value.dtype, device) != (loaded.dtype, loaded.device):
+                        self.state[parameter][name] = value.to(device)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_dtype": self._dtype}
@@ -134,6 +137,10 @@ class OwnerOptimizer(Optimizer):
     def _owner_of_state(self, parameter: Tensor) -> int | None:  # noqa: ARG002
         """The rank that stores the states of a matrix, if a single rank does."""
         return None
+
+    def _state_devices(self) -> dict[int, torch.device]:
+        """The devices of states that may not be their parameter's, by the parameter's id."""
+        return {}
 
     def _scale(self, member: Member) -> float:  # noqa: ARG002
         """The factor of the learning rate."""

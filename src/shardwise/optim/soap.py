@@ -107,6 +107,13 @@ class SOAP(OwnerOptimizer):
         runs = state.sharding.runs if isinstance(state, ShardedTensor) else ()
         return next((rank for rank, run in enumerate(runs) if len(run)), None)
 
+    def _state_devices(self) -> dict[int, torch.device]:
+        return {
+            id(member.parameter): exchange.device
+            for exchange in self._plan()
+            for member in exchange.members
+        }
+
     def _cost(self, matrices: Matrices, group: Group) -> int:
         frequency, largest = group["precondition_frequency"], group["max_precondition_dim"]
         cost = cost_of(matrices.preconditioning(frequency, largest))
