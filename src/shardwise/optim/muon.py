@@ -60,6 +60,7 @@ class Muon(OwnerOptimizer):
     """
 
     method = "muon"
+    accelerator_dtype = torch.bfloat16
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ class OwnerOptimizer(Optimizer):
     """
 
     method: str  # the method of groups of matrices
+    accelerator_dtype: torch.dtype | None = None  # in which owners compute by default
 
     def __init__(self, params: Any, defaults: Group, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
@@ -233,11 +234,10 @@ class OwnerOptimizer(Optimizer):
         return device if accelerator is None or device.type != "cpu" else accelerator
 
     def _dtype_on(self, device: torch.device, parameter: Tensor) -> torch.dtype:
-        if self._dtype is not None:
-            return self._dtype
+        default = torch.float64 if parameter.dtype is torch.float64 else torch.float32
         if device.type != "cpu":
-            return torch.bfloat16
-        return torch.float64 if parameter.dtype is torch.float64 else torch.float32
+            default = self.accelerator_dtype or default
+        return self._dtype or default
 
     def _apply(self, member: Member, update: Tensor) -> None:
         """Apply this rank's part of an update to its shard, with weight decay."""

@@ -97,11 +97,6 @@ class SOAP(OwnerOptimizer):
             return None
         return self._owned(parameter, key, shape, dtype)
 
-    def _dtype_on(self, device: torch.device, parameter: Tensor) -> torch.dtype:  # noqa: ARG002
-        if self._dtype is not None:
-            return self._dtype
-        return torch.float64 if parameter.dtype is torch.float64 else torch.float32
-
     def _owner_of_state(self, parameter: Tensor) -> int | None:
         state = self.state.get(parameter, {}).get("exp_avg")
         runs = state.sharding.runs if isinstance(state, ShardedTensor) else ()
