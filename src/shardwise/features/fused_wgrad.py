@@ -88,12 +88,11 @@ class SlotLinear(nn.Linear):
         is_real = input.dtype == weight.dtype and not weight.is_complex()
         if number is None or not is_real or not _is_plain(input, weight):
             return super().forward(input)
-        before = None
-        if not torch.compiler.is_compiling():
-            number = None
-            if input.requires_grad and _private.has_saved_tensors_hooks():
-                input = Saved.apply(input, weight)  # type: ignore[no-untyped-call]  # noqa: A001
-                before = input.grad_fn
+        is_compiling, before = torch.compiler.is_compiling(), None
+        number = number if is_compiling else None
+        if not is_compiling and input.requires_grad and _private.has_saved_tensors_hooks():
+            input = Saved.apply(input, weight)  # type: ignore[no-untyped-call]  # noqa: A001
+            before = input.grad_fn
         output: Tensor = LinearFunction.apply(input, weight, self.bias, number, before)  # type: ignore[no-untyped-call]
         return output
 
@@ -108,8 +107,7 @@ class SlotEmbedding(nn.Embedding):
         weight, number = self.weight, number_of(self.weight)
         if number is None or not self.is_plain or not _is_plain(input, weight):
             return super().forward(input)
-        if not torch.compiler.is_compiling():
-            number = None
+        number = number if torch.compiler.is_compiling() else None
         padding = -1 if self.padding_idx is None else self.padding_idx
         output: Tensor = EmbeddingFunction.apply(input, weight, padding, number)  # type: ignore[no-untyped-call]
         return output
