@@ -70,7 +70,7 @@ def test_activations_are_copied_and_parameters_are_not() -> None:
     assert copied(OFFLOADS[2])[0] >= 2 * WIDTH * 100 * 8, "a weak test"
     of_parameters, of_others = copied(sw.offload_activations)
     assert of_parameters == 0
-    # Of each unit: its input and what tanh returned, saved by tanh and by the matrix product.
+    # From each unit: its input, and the output of tanh, saved by tanh and by the matrix product.
     assert of_others == 2 * (WIDTH + 2 * 100) * ROWS * 8
 
 
@@ -84,7 +84,7 @@ def test_in_place_changes_are_detected() -> None:
     with pytest.raises(sw.StepError, match=r"shape \(4, 6\).*changed in place"):
         _backward(y)
     slopes = []
-    for change in (0, 1):  # of which the copy knows nothing
+    for change in (0, 1):  # the copy does not contain this change
         large = torch.ones(ROWS, WIDTH).double().requires_grad_()
         with sw.offload_activations(model):
             z = torch.tanh(model(large))
@@ -124,13 +124,13 @@ Offload = Callable[[nn.Module], AbstractContextManager[Any]]
 OFFLOADS: list[Offload] = [
     sw.offload_activations,
     lambda _model: save_on_cpu(),
-    # What the one above does on a GPU; on a CPU it copies nothing.
+    # What `save_on_cpu` does on a GPU; on a CPU it copies nothing.
     lambda _model: saved_tensors_hooks(lambda x: torch.empty_like(x).copy_(x), lambda x: x),
 ]
 
 
 def _num_waits() -> int:
-    """The stream that computes."""
+    """How often the stream that computes waited."""
     return sum(event[:2] == ("wait", 0) for event in Logged.log)
 
 

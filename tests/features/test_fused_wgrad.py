@@ -46,7 +46,7 @@ class Block(nn.Sequential):
                 y = y + layer.weight.square().mean()
             case "hook" if layer.weight.requires_grad and torch.is_grad_enabled():
                 layer.weight.register_hook(lambda gradient: 2 * gradient)  # type: ignore[no-untyped-call]
-            case "nested":  # backward within backward, which hands a gradient over in between
+            case "nested":  # a backward within the backward; a gradient is delivered in between
                 y = checkpoint(
                     lambda h: h + functional.linear(h.tanh(), layer.weight), y, use_reentrant=True
                 )
@@ -55,7 +55,7 @@ class Block(nn.Sequential):
                 with torch.enable_grad():
                     z = layer(x.detach()).sum()
                     (own,) = torch.autograd.grad(z, layer.weight)
-                y = y + (own - x.detach().sum(0)).mean()  # nothing, if it is right
+                y = y + (own - x.detach().sum(0)).mean()  # 0 if the gradient is correct
             case "second order":
                 with torch.enable_grad():
                     leaf = x.detach().requires_grad_()
@@ -125,7 +125,7 @@ def _build_tied(way: str) -> Tied:
 
 def _batch(model: nn.Module, ranks: int) -> Tensor:
     if isinstance(model, Tied):
-        return torch.randint(0, VOCABULARY - 1, (ranks, 40)) // 9  # many come several times
+        return torch.randint(0, VOCABULARY - 1, (ranks, 40)) // 9  # many occur several times
     return torch.randn(ranks, 3, WIDTH, dtype=torch.float64)
 
 
@@ -265,12 +265,12 @@ def test_saved_tensors_are_freed_without_the_cycle_collector() -> None:
         ("tied", 3),  # of head, block and embedding
         ("padding", 3),
         ("embedded twice", 4),
-        ("use between", 2),  # autograd adds it to what the head left, which is a copy then
+        ("use between", 2),  # autograd adds it to the gradient of the head, which becomes a copy
         ("use twice between", 3),
         ("use after", 2),  # the same, but what the head leaves is added to
         ("kept", 2),
         ("rows of tokens", 3),
-        ("scaled", 1),  # the block's
+        ("scaled", 1),  # only that of the block
         ("called twice", 5),  # what the later call leaves is reduced before it is handed over
         ("two tables", 1),  # both wait until the unit inside is done
         ("small head", 2),
@@ -281,7 +281,7 @@ def test_gradients_of_a_root_are_those_of_one_process(
 ) -> None:
     for claimed, error in run_on(2, _train, _build_tied, way, strategy):
         assert error < 1e-10
-        if strategy == "fsdp":  # it has room for all of them in `ddp`
+        if strategy == "fsdp":  # all of them fit in `ddp`
             assert claimed == 2 * num_claims, "two backwards"
 
 

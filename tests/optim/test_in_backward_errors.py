@@ -203,7 +203,7 @@ class StepsInBackward(Training):
 
     def body(self, place: str) -> None:
         self.place = place
-        batch = torch.randn(5, WIDTH)  # from the generator that is put back
+        batch = torch.randn(5, WIDTH)  # from the generator, whose state is restored
         self.model(batch).square().mean().backward()
         self.optimizer.param_groups[0]["lr"] *= 0.9
         if place == "after backward":

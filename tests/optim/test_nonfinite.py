@@ -24,7 +24,7 @@ def test_the_first_gradient_in_backward_is_named(options: dict[str, Any], value:
     """Only one rank's loss is affected, from the second block on."""
     model = sw.fully_shard(Stack().double(), units={Block}, **options)
     _backward(model, value if dist.get_rank() == 1 else 1.0)
-    assert not sw.clip_grad_norm_(model.parameters(), 1.0).isfinite()  # which changes none of them
+    assert not sw.clip_grad_norm_(model.parameters(), 1.0).isfinite()  # leaves them unchanged
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     with pytest.raises(sw.StepError) as caught:
         sw.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)

@@ -190,6 +190,6 @@ def test_states_keep_their_dtype() -> None:
     optimizer, other = (sw.optim.Muon([parameter], momentum_dtype=torch.bfloat16) for _ in range(2))
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    for _ in range(2):  # torch changes the defaults of an optimizer in the first one
+    for _ in range(2):  # the first load changes the defaults of the optimizer
         other.load_state_dict(optimizer.state_dict())
     assert other.state[parameter]["momentum_buffer"].dtype is torch.bfloat16

@@ -73,10 +73,10 @@ def test_one_process_steps_like_a_public_implementation(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = pytest.importorskip("pytorch_optimizer.optimizer.soap", reason="the oracle")
-    # It casts to float32 before the QR decomposition.
+    # Their implementation casts to float32 before the QR decomposition.
     monkeypatch.setattr(theirs, "torch", _Torch())
     torch.manual_seed(0)
-    # Of full rank on each side that has a basis: without it, the rest of the basis is rounding.
+    # Sides with a basis have full rank; otherwise, part of the basis would be rounding errors.
     shapes = ((4, 9), (9, 4), (5, 5)) if "max_precondition_dim" in options else ((4, 4), (7, 7))
     ours = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes]
     others = [nn.Parameter(p.detach().clone()) for p in ours]

@@ -25,7 +25,7 @@ def test_gradients_do_not_depend_on_where_tokens_are(strategy: str) -> None:
         mask = (torch.rand(ROWS) < 0.5).double()
         mask[0] = 1.0
         (_losses(reference, rows, mask) / mask.sum()).backward()  # type: ignore[no-untyped-call]
-        # Shares of unlike lengths, cut into unlike micro-batches.
+        # Shares of different lengths, in micro-batches of different sizes.
         bounds = [0, *(ROWS * (n * n) // world_size() ** 2 for n in range(1, world_size() + 1))]
         own = slice(bounds[rank()], bounds[rank() + 1])
         weight = sw.token_weight(model, int(mask[own].sum()))
