@@ -176,7 +176,7 @@ def test_a_state_dict_of_one_process_is_refused(make: Make) -> None:
 def test_states_stay_on_the_device_of_their_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     """With shards in host memory, owners work on the accelerator."""
     monkeypatch.setattr(sw.optim.SOAP, "_device_of", lambda *_: torch.device("cuda", 0))
-    with FakeTensorMode():  # type: ignore[no-untyped-call]
+    with FakeTensorMode():
         parameter = nn.Parameter(torch.ones(4, 3))
         optimizer = sw.optim.SOAP([parameter])
         moments = optimizer.empty_state(parameter, "exp_avg", (4, 3), torch.float32)
