@@ -232,7 +232,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _check_draws_nothing(self, func: OpOverload, tensor: DTensor) -> None:
-        """Raise if ``func`` draws random values: those of a unit depend on its own modules only."""
+        """Raise if ``func`` draws random values, which may depend on the modules of a unit only."""
         if draws(func):
             sharding = sharding_of(tensor)
             name = "a parameter" if sharding is None else sharding.name

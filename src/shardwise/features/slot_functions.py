@@ -110,7 +110,7 @@ class LinearFunction(torch.autograd.Function):
 class EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, padding: int, number: Tensor | None) -> Tensor:
-        """As in `LinearFunction`."""
+        """Compute the output; ``number`` is as in `LinearFunction`."""
         ctx.save_for_backward(x)
         ctx.padding, ctx.num_rows, ctx.number = padding, weight.shape[0], number
         return functional.embedding(x, weight)

@@ -30,7 +30,7 @@ class Adam8bit(Optimizer):
     """AdamW whose two averages take one byte per element and a scale per block.
 
     A step dequantizes the averages, computes in single precision, element by element, and quantizes
-    the results. Blocks begin anew with each granule of a parameter (``granularity="row"``,
+    the results. Every granule of a parameter starts a new block (``granularity="row"``,
     `sw.block(n)`, "tensor" or "dim" of `fully_shard`), so states have the same bits on any number
     of ranks, and so do checkpoints. No scales are wasted if ``block`` divides the granules.
 
@@ -259,7 +259,7 @@ class _ScaleLayout(Layout):
 
 
 class _Granules:
-    """This rank's elements of a parameter as granules, of which the last may be shorter."""
+    """This rank's elements of a parameter, as granules. The last one may be shorter."""
 
     def __init__(self, parameter: Tensor, block: int) -> None:
         self.parameter = parameter

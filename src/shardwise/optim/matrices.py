@@ -144,7 +144,7 @@ def orthogonalize(matrices: Tensor, coefficients: Coefficients, steps: int, eps:
 
     Divides by the Frobenius norm, which bounds the largest singular value by 1, and runs ``steps``
     Newton-Schulz iterations X <- a X + (b A + c A A) X with A = X X^T over the smaller side.
-    ``coefficients`` is (a, b, c), or one triple per step, of which further steps use the last.
+    ``coefficients`` is (a, b, c), or one triple per step; steps beyond the last triple use it.
 
     Source: Jordan et al., Muon, 2024 (https://kellerjordan.github.io/posts/muon/); Bernstein and
     Newhouse, 2024 (arXiv 2409.20325).
